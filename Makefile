@@ -1,0 +1,49 @@
+# Every target sets up .venv first, once; scripts/setup.sh has the how.
+#   make PYTHON=python3.12 ...   picks the interpreter      make demo ARGS="--steps 2"   passes options on
+
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+ARGS ?=
+PY := .venv/bin/python
+# Jupyter refuses to run as root unless told (containers).
+AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
+export PYTHON CHROMIUM
+
+.PHONY: help setup demo lab test test-browser check format bench clean distclean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
+
+setup:  ## build .venv, once (every other target does it by itself)
+	@sh scripts/setup.sh
+
+demo: setup  ## train on 4 processes and watch the pipeline bubble
+	@$(PY) -m mpkit demo $(ARGS)
+
+lab: setup  ## open JupyterLab on the notebooks
+	@$(PY) -m jupyterlab $(AS_ROOT) notebooks $(ARGS)
+
+test: setup  ## every test, doctest and notebook (not the browser's)
+	@$(PY) -m pytest $(ARGS)
+
+test-browser: setup  ## the notebooks in a headless Chromium
+	@CHROMIUM=$$(sh scripts/chromium.sh) && export CHROMIUM && $(PY) -m pytest tests/browser $(ARGS)
+
+check: setup  ## ruff, format, strict mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+format: setup  ## let ruff mend and format what it can
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+bench: setup  ## measure, print a table, write benchmarks/results.json
+	@$(PY) -m benchmarks $(ARGS)
+
+clean:  ## remove caches and build products; .venv stays
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/browser/screenshots
+	@find . -path ./.venv -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
+
+distclean: clean  ## remove .venv too
+	@rm -rf .venv .venv.old.* .venv.lock
