@@ -9,7 +9,7 @@ PY := .venv/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PYTHON CHROMIUM
 
-.PHONY: help setup demo lab test test-browser check format bench clean distclean
+.PHONY: help setup demo lab test test-browser check format hooks bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -37,6 +37,9 @@ check: setup  ## ruff, format, strict mypy
 format: setup  ## let ruff mend and format what it can
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+
+hooks: setup  ## check before every commit from now on
+	@$(PY) -m pre_commit install
 
 bench: setup  ## measure, print a table, write benchmarks/results.json
 	@$(PY) -m benchmarks $(ARGS)

@@ -16,11 +16,11 @@ log=$venv/.mpkit-setup.log
 say() { printf 'mpkit: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-# The interpreter that $1 really starts, or nothing where it does not run or is too old.
-# (A pyenv or asdf shim on PATH may exist and still refuse to run.)
+# The interpreter that $1 really starts, or nothing where it does not run, is older than 3.11,
+# or as new as $2. (A pyenv or asdf shim on PATH may exist and still refuse to run.)
 interpreter() {
-    "$1" -c 'import sys
-if sys.version_info >= (3, 11): print(sys._base_executable)' 2>/dev/null || true
+    "$1" -c "import sys
+if (3, 11) <= sys.version_info < (3, ${2:-99}): print(sys._base_executable)" 2>/dev/null || true
 }
 
 find_python() {
@@ -30,11 +30,16 @@ find_python() {
         echo "$found"
         return
     fi
+    # Left to choose, none newer than the pinned torch has wheels for.
     for name in python3 python3.13 python3.12 python3.11 python3.14 python; do
-        found=$(interpreter "$name")
-        if [ -n "$found" ]; then echo "$found"; return; fi
+        found=$(interpreter "$name" 15)
+        if [ -n "$found" ]; then
+            echo "$found"
+            return
+        fi
     done
-    die "no Python of version 3.11 or newer on PATH; install one, or name it: make PYTHON=/path/to/python3.12"
+    die "found no Python from 3.11 to 3.14 on PATH that runs; install one, or name it:" \
+        "make PYTHON=/path/to/python3.12"
 }
 
 # What a finished set-up depends on: the two files, and the folder (an editable install holds its path).
@@ -59,7 +64,8 @@ fi
 
 python=$(find_python)
 version=$("$python" -c 'import platform; print(platform.python_version())')
-"$python" -c 'import ensurepip, venv' 2>/dev/null || die "Python $version ($python) lacks the venv module;" \
+"$python" -c 'import ensurepip, venv' 2>/dev/null || die \
+    "Python $version ($python) lacks the venv module;" \
     "on Debian or Ubuntu: sudo apt-get install python${version%.*}-venv"
 
 # Rebuild what is broken, cut short, moved here from another folder, or of another Python.

@@ -1,0 +1,40 @@
+"""mpkit: learn, try and plan parallel training in PyTorch, from a notebook.
+
+The names below are the public ones. Each is imported when it is first used, so that `import mpkit` is cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError
+    from mpkit.timeline import Timeline
+    from mpkit.trace import Trace
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Deadlock": "mpkit.errors",
+    "MpkitError": "mpkit.errors",
+    "RankFailed": "mpkit.errors",
+    "Timeline": "mpkit.timeline",
+    "Trace": "mpkit.trace",
+    "TraceError": "mpkit.errors",
+}
+
+__all__ = ["Deadlock", "MpkitError", "RankFailed", "Timeline", "Trace", "TraceError"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'mpkit' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])
