@@ -1,0 +1,99 @@
+"""What time an op begins and ends: on the CPU at once, on a GPU some time later.
+
+A GPU works behind the program's back: when a forward returns, its kernels may not have started. So CudaClock
+puts an event into the stream where an op begins and where it ends, and asks at the end of the step, when
+the GPU has finished anyway, when each was passed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Clock", "CpuClock", "CudaClock", "clock_for"]
+
+
+class Clock(Protocol):
+    """Marks the beginnings and ends of ops that run behind the program's back."""
+
+    waits: bool
+    """Whether times are known later only: `mark` every op, and `resolve` now and then."""
+
+    def mark(self, index: int, end: bool) -> None:
+        """Op `index` begins, or ends, after whatever is queued."""
+
+    def resolve(self) -> Iterator[tuple[int, int, int]]:
+        """Wait for the device; (index, start, end) of all ops marked, ns of the monotonic clock."""
+
+
+class CpuClock:
+    """The CPU works when it is told to: what the clock shows around an op is its time."""
+
+    waits = False
+
+    def mark(self, index: int, end: bool) -> None:
+        """Nothing to mark."""
+
+    def resolve(self) -> Iterator[tuple[int, int, int]]:
+        """Nothing to wait for."""
+        return iter(())
+
+
+class CudaClock:
+    """CUDA events in the device's current stream, put on the machine's monotonic clock.
+
+    An anchor ties the two clocks together: an event on an idle GPU whose host time is known. Event times are
+    float32 milliseconds since the anchor, so it is laid anew with every `resolve`: a step of a second is
+    then timed to 0.1 us.
+    """
+
+    waits = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spare: list[Any] = []  # events to use again: making one costs more than recording it
+        self._begun: dict[int, Any] = {}
+        self._ended: list[tuple[int, Any, Any]] = []
+        self._lay_anchor()
+
+    def mark(self, index: int, end: bool) -> None:
+        """Put an event for this op into the stream."""
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        if not end:
+            self._begun[index] = event
+        elif index in self._begun:
+            self._ended.append((index, self._begun.pop(index), event))
+
+    def resolve(self) -> Iterator[tuple[int, int, int]]:
+        """Wait for the device; (index, start, end) of the ops that have ended since the last time."""
+        torch.cuda.synchronize(self._device)
+        ended, self._ended = self._ended, []
+        for index, begin, end in ended:
+            yield index, self._host_time(begin), self._host_time(end)
+            self._spare += [begin, end]
+        # An op still open keeps its begin event, which the old anchor can no longer date from.
+        # Times between events of one device are all relative, so the next anchor serves it as well.
+        self._lay_anchor()
+
+    def _lay_anchor(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._anchor = torch.cuda.Event(enable_timing=True)
+        self._anchor.record(torch.cuda.current_stream(self._device))
+        self._anchor.synchronize()
+        self._anchor_time = time.monotonic_ns()
+
+    def _host_time(self, event: Any) -> int:
+        return self._anchor_time + int(self._anchor.elapsed_time(event) * 1e6)
+
+
+def clock_for(device: torch.device | None) -> Clock:
+    """The clock of a device.
+
+    >>> clock_for(torch.device("cpu")).waits
+    False
+    """
+    return CudaClock(device) if device is not None and device.type == "cuda" else CpuClock()
