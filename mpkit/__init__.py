@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError
+    from mpkit.plan import Plan
+    from mpkit.schedule import Schedule
     from mpkit.timeline import Timeline
     from mpkit.trace import Trace
 
@@ -18,13 +20,15 @@ __version__ = "0.1.0"
 _HOME = {
     "Deadlock": "mpkit.errors",
     "MpkitError": "mpkit.errors",
+    "Plan": "mpkit.plan",
     "RankFailed": "mpkit.errors",
+    "Schedule": "mpkit.schedule",
     "Timeline": "mpkit.timeline",
     "Trace": "mpkit.trace",
     "TraceError": "mpkit.errors",
 }
 
-__all__ = ["Deadlock", "MpkitError", "RankFailed", "Timeline", "Trace", "TraceError"]
+__all__ = ["Deadlock", "MpkitError", "Plan", "RankFailed", "Schedule", "Timeline", "Trace", "TraceError"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,304 @@
+"""Plan: the one description of a strategy."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from fractions import Fraction
+from typing import Any
+
+from mpkit.mesh import Mesh
+from mpkit.schedule import NAMES, Schedule, validate
+
+__all__ = ["Plan"]
+
+RECOMPUTE = ("none", "full")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a strategy can vary. A Plan that cannot work says why at once.
+
+    Attributes:
+        pp: pipeline-parallel ranks, each with one stage of the model: p.
+        dp: replicas, each with a part of the batch; 1 in this version.
+        tp: ranks that share each layer; 1 in this version.
+        schedule: "naive" or "gpipe", or a `Schedule` of one's own (or its rows: ["0F0 0B0", "1F0 1B0"]).
+        microbatches: the parts that a batch is split into: m.
+        virtual_stages: stages a rank; 1 for the schedules of this version.
+        recompute: "none", or "full": keep a stage's input only, and compute the rest again before the backward.
+        cut: the first layer of each stage but stage 0, by number or name; None balances the stages by FLOPs.
+
+    >>> plan = Plan(pp=4, schedule="gpipe", microbatches=8)
+    >>> plan
+    Plan(pp=4, schedule='gpipe', microbatches=8)
+    >>> plan == Plan.gpipe(4, 8) == Plan.from_json(plan.to_json())
+    True
+    >>> plan.bubble_in_theory
+    Fraction(3, 11)
+
+    Raises:
+        ValueError: with what was given, why it cannot work, and a Plan that would.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    schedule: str | Schedule = "gpipe"
+    microbatches: int = 1
+    virtual_stages: int = 1
+    recompute: str = "none"
+    cut: tuple[int | str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        # Each step may rely on those before it.
+        for name in ("pp", "dp", "tp", "microbatches", "virtual_stages"):
+            object.__setattr__(self, name, _positive(name, getattr(self, name)))
+        for name, what in (
+            ("dp", "replicas"),
+            ("tp", "layers shared among ranks"),
+            ("virtual_stages", "stages"),
+        ):
+            if getattr(self, name) > 1:
+                pp = max(self.pp, getattr(self, name))
+                raise ValueError(
+                    f"Plan({name}={getattr(self, name)}): this version of mpkit has no {name} above 1 ({what}); "
+                    f"it has pipelines. This would work on {pp} ranks: {_call(pp=pp, microbatches=2 * pp)}"
+                )
+        object.__setattr__(self, "schedule", _schedule(self.schedule))
+        if self.recompute not in RECOMPUTE:
+            near = (get_close_matches(str(self.recompute), RECOMPUTE, 1, 0.3) or ["full"])[0]
+            raise ValueError(
+                f"Plan(recompute={self.recompute!r}): recompute is one of {', '.join(map(repr, RECOMPUTE))}. "
+                f"Did you mean recompute={near!r}?"
+            )
+        object.__setattr__(self, "cut", self._checked_cut())
+        if isinstance(self.schedule, Schedule):
+            self._check_own(self.schedule)
+
+    def _checked_cut(self) -> tuple[int | str, ...] | None:
+        if self.cut is None:
+            return None
+        if isinstance(self.cut, str | int):
+            cut: tuple[Any, ...] = (self.cut,)
+        elif isinstance(self.cut, Sequence):
+            cut = tuple(self.cut)
+        else:
+            raise ValueError(
+                f"Plan(cut={self.cut!r}): cut is a list of the layers, by number or name, with which the stages "
+                f"after stage 0 begin: cut={list(range(1, self.stages))}, say, or cut=None to balance by FLOPs."
+            )
+        if len(cut) != self.stages - 1:
+            raise ValueError(
+                f"Plan(cut={list(cut)}) cuts the model into {len(cut) + 1} stages, but pp={self.pp} asks for "
+                f"{self.stages}. Give the first layer of each stage but stage 0, "
+                f"{self.stages - 1} in all, or cut=None to balance the stages by FLOPs; "
+                f"or change the degree: pp={len(cut) + 1}."
+            )
+        numbers = [point for point in cut if not isinstance(point, str)]
+        if any(_index(point) is None for point in numbers) or any(
+            a >= b for a, b in zip([0, *numbers], numbers, strict=False)
+        ):
+            raise ValueError(
+                f"Plan(cut={list(cut)}): the points are layers, by number from 1 or by name, in rising order, "
+                f"such as cut={list(range(1, self.stages))}."
+            )
+        return cut
+
+    def _check_own(self, schedule: Schedule) -> None:
+        """A schedule of the learner's own has its own degrees: the plan's must be the same."""
+        if not any(schedule.rows):
+            raise ValueError(
+                "Plan(schedule=...): the schedule is empty. A row a rank: ['0F0 0B0', '1F0 1B0']"
+            )
+        if (self.pp, self.microbatches) != (schedule.ranks, schedule.microbatches):
+            raise ValueError(
+                f"Plan(pp={self.pp}, microbatches={self.microbatches}, schedule={schedule.name!r}): the "
+                f"schedule has {schedule.ranks} rows and {schedule.microbatches} micro-batches. Write "
+                f"Plan.from_schedule(schedule), or "
+                f"Plan(pp={schedule.ranks}, microbatches={schedule.microbatches}, schedule=schedule)"
+            )
+        validate(schedule, schedule.stages, schedule.microbatches)
+
+    # ------------------------------------------------------------ the classics by name
+
+    @classmethod
+    def serial(cls, microbatches: int = 1) -> Plan:
+        """One rank, the whole model; with micro-batches, gradients accumulate over them.
+
+        >>> Plan.serial().ranks
+        1
+        """
+        return cls(schedule="naive", microbatches=microbatches)
+
+    @classmethod
+    def naive_mp(cls, stages: int, *, cut: Sequence[int | str] | None = None) -> Plan:
+        """Naive model parallelism: cut over ranks, one of which works at a time.
+
+        >>> Plan.naive_mp(4).bubble_in_theory
+        Fraction(3, 4)
+        """
+        return cls(pp=stages, schedule="naive", cut=cut)  # type: ignore[arg-type]
+
+    @classmethod
+    def gpipe(
+        cls,
+        stages: int,
+        microbatches: int,
+        *,
+        recompute: str = "none",
+        cut: Sequence[int | str] | None = None,
+    ) -> Plan:
+        """GPipe (Huang et al. 2019): a pipeline over micro-batches.
+
+        >>> Plan.gpipe(4, 8, recompute="full")
+        Plan(pp=4, schedule='gpipe', microbatches=8, recompute='full')
+        """
+        return cls(pp=stages, microbatches=microbatches, recompute=recompute, cut=cut)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_schedule(cls, schedule: Schedule | Sequence[str], *, recompute: str = "none") -> Plan:
+        """A schedule of your own, with the degrees that it has.
+
+        >>> Plan.from_schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]).ranks
+        2
+        """
+        own = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
+        return cls(pp=own.ranks, microbatches=own.microbatches, schedule=own, recompute=recompute)
+
+    # ------------------------------------------------------------ what follows from it
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it takes: pp x dp x tp."""
+        return self.mesh.size
+
+    @property
+    def mesh(self) -> Mesh:
+        """Which rank has which place."""
+        return Mesh(self.pp, self.dp, self.tp)
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model is cut into."""
+        own = self.schedule
+        return own.stages if isinstance(own, Schedule) else self.pp * self.virtual_stages
+
+    @property
+    def bubble_in_theory(self) -> Fraction | None:
+        """The idle share of a step's span, averaged over ranks, for equal stages and messages that take no time.
+
+        Naive (p-1)/p; GPipe (p-1)/(m+p-1) (Huang et al. 2019, section 2.3; Megatron divides by the ideal time
+        instead). None for a schedule of one's own: `mpkit.simulate(plan).bubble` says.
+        """
+        p, m = self.pp, self.microbatches
+        if isinstance(self.schedule, Schedule):
+            return None
+        return Fraction(p - 1, p) if self.schedule == "naive" else Fraction(p - 1, m + p - 1)
+
+    def describe(self) -> str:
+        """The plan in a sentence or two.
+
+        >>> print(Plan.gpipe(4, 8).describe())
+        gpipe on 4 ranks: the model in 4 stages, each batch in 8 micro-batches. Bubble in theory 3/11 = 0.273.
+        """
+        name = self.schedule.name if isinstance(self.schedule, Schedule) else self.schedule
+        if self.ranks == 1:
+            title, stages = "Serial on 1 rank", "the whole model"
+        else:
+            title, stages = f"{name} on {self.ranks} ranks", f"the model in {self.stages} stages"
+        parts = "whole" if self.microbatches == 1 else f"in {self.microbatches} micro-batches"
+        again = "" if self.recompute == "none" else ", activations computed again in the backward"
+        bubble = self.bubble_in_theory
+        theory = "" if bubble is None else f" Bubble in theory {bubble} = {float(bubble):.3f}."
+        return f"{title}: {stages}, each batch {parts}{again}.{theory if self.ranks > 1 else ''}"
+
+    def __repr__(self) -> str:
+        return _call(**{f.name: getattr(self, f.name) for f in fields(self)})
+
+    # ------------------------------------------------------------ JSON
+
+    def to_json(self) -> str:
+        """The plan as JSON; `from_json` reads it."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        own = self.schedule
+        if isinstance(own, Schedule):
+            rows = [" ".join(map(str, row)) for row in own.rows]
+            values["schedule"] = {"rows": rows, "name": own.name, "stage_to_rank": own.stage_to_rank}
+        return json.dumps(values)
+
+    @classmethod
+    def from_json(cls, text: str | Mapping[str, Any]) -> Plan:
+        """Read what `to_json` wrote, or the mapping it stands for.
+
+        Raises:
+            ValueError: it is no plan, or one that cannot work.
+        """
+        try:
+            values = dict(json.loads(text) if isinstance(text, str) else text)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"This is no plan in JSON ({error}): {str(text)[:80]!r}. "
+                f"Plan.to_json writes one, such as {cls.gpipe(4, 8).to_json()}"
+            ) from None
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"A plan has no {name!r}.{hint} It has {', '.join(known)}.")
+        if isinstance(values.get("schedule"), Mapping):
+            values["schedule"] = Schedule(**values["schedule"])
+        return cls(**values)
+
+
+def _index(value: object) -> int | None:
+    """A whole number of any make (numpy's too) as an int, else None. True and False are no numbers here."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _positive(name: str, value: object) -> int:
+    number = _index(value)
+    if number is None or number < 1:
+        good = {"pp": 4, "microbatches": 8}.get(name, 1)
+        raise ValueError(
+            f"Plan({name}={value!r}): {name} is a whole number, 1 or more, such as {name}={good}: "
+            f"{_call(**{'pp': 4, 'microbatches': 8, name: good})}"
+        )
+    return number
+
+
+def _schedule(given: object) -> str | Schedule:
+    """A name that there is, or a Schedule."""
+    names = " and ".join(repr(name) for name in NAMES)
+    if isinstance(given, Schedule) or (isinstance(given, str) and given in NAMES):
+        return given
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return Schedule(given)
+    near = (get_close_matches(str(given).lower(), NAMES, 1, 0.4) or ["gpipe"])[0]
+    raise ValueError(
+        f"Plan(schedule={given!r}): there is no such schedule; this version has {names}, and a Schedule of your own "
+        f"works. The nearest is {near!r}: {_call(pp=4, schedule=near, microbatches=8)}"
+    )
+
+
+def _call(**values: Any) -> str:
+    """The call that makes a plan, without what is left at its default."""
+    defaults = {f.name: f.default for f in fields(Plan)}
+    if values.get("pp", 1) > 1:
+        del defaults["schedule"]  # of a pipeline, it is said
+        values = {"pp": 0, "schedule": "gpipe"} | values
+    given = [
+        f"{name}={list(value) if isinstance(value, tuple) else value!r}"
+        for name, value in values.items()
+        if name not in defaults or value != defaults[name]
+    ]
+    return f"Plan({', '.join(given)})"

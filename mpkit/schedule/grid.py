@@ -1,0 +1,59 @@
+"""A schedule drawn in text: on a clock, or as it is written with an arrow at one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mpkit.schedule.action import Action
+from mpkit.schedule.core import SLOTS, Schedule, play
+
+__all__ = ["draw", "draw_rows"]
+
+
+def draw(schedule: Schedule, slots: Mapping[str, float] = SLOTS) -> str:
+    """The schedule on a clock, a column a slot; dots are idle, dashes go on with the action before them.
+
+    Where a rank holds several stages, the stage is named too: `2F0`. Of a schedule that cannot finish, what runs
+    until it is stuck.
+
+    Args:
+        schedule: what to draw.
+        slots: whole numbers of slots by kind of action.
+    """
+    placed = play(schedule, slots).placed
+    plain = schedule.stage_to_rank == tuple(range(schedule.ranks))
+    width = max((len(_label(action, plain)) for s, e, _, action in placed if e > s), default=1)
+    columns = round(max((end for _, end, *_ in placed), default=0))
+    cells = [[".".rjust(width)] * columns for _ in range(schedule.ranks)]
+    for start, end, rank, action in placed:
+        for column in range(round(start), round(end)):
+            cells[rank][column] = "-" * width
+        if end > start:
+            cells[rank][round(start)] = _label(action, plain).rjust(width)
+    return "\n".join(f"{_rank(schedule, rank)} | {' '.join(row)}" for rank, row in enumerate(cells))
+
+
+def draw_rows(schedule: Schedule, arrow: tuple[int, int] | None = None) -> str:
+    """The rows as they are written, a column a position, with an arrow under one (rank, position).
+
+    >>> print(draw_rows(Schedule(["0F0 0B0", "1F0 1B0"]), arrow=(1, 1)))
+    rank 0 | 0F0 0B0
+    rank 1 | 1F0 1B0
+                 ^^^
+    """
+    width = max((len(str(action)) for row in schedule.rows for action in row), default=1)
+    lines = []
+    for rank, row in enumerate(schedule.rows):
+        head = f"{_rank(schedule, rank)} | "
+        lines.append((head + " ".join(str(action).rjust(width) for action in row)).rstrip())
+        if arrow is not None and arrow[0] == rank:
+            lines.append(" " * (len(head) + arrow[1] * (width + 1)) + "^" * width)
+    return "\n".join(lines)
+
+
+def _label(action: Action, plain: bool) -> str:
+    return f"{action.kind}{action.microbatch}" if plain else str(action)
+
+
+def _rank(schedule: Schedule, rank: int) -> str:
+    return f"rank {str(rank).rjust(len(str(schedule.ranks - 1)))}"

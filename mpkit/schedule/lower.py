@@ -1,0 +1,72 @@
+"""Lowering: a schedule of compute becomes one with sends and receives."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from mpkit.schedule.action import Action
+from mpkit.schedule.core import Schedule, play
+
+__all__ = ["lower"]
+
+
+HOP = 1 / 1024
+"""A message takes a little time on paper, so that a stage starts a little after the one before it."""
+
+
+def lower(schedule: Schedule) -> Schedule:
+    """Add the sends and receives that a valid schedule of compute needs; stages on one rank need none.
+
+    1. Play the schedule on paper. Each message belongs to the instant t at which what it carries is made.
+    2. The SEND stands where its rank is at t: right after the action that made it.
+    3. The RECV stands before what its rank does at t: it is posted when the message comes, so that the message
+       travels during that action, and not much earlier, for its buffer takes memory.
+
+    So between two ranks the messages of both directions stand in one order, that of t, in both rows. That makes
+    the result safe on nccl, which pairs messages by their order and not by name; gloo goes by name and doesn't care.
+
+    >>> for row in lower(Schedule(["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"])).rows:
+    ...     print(*row)
+    0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0RECV_B0 0B1 0B0
+    1RECV_F0 1RECV_F1 1F0 1F1 1B1 1SEND_B1 1B0 1SEND_B0
+    """
+    placed = play(schedule, hop=HOP).placed
+    busy: list[list[tuple[float, float]]] = [[] for _ in schedule.rows]
+    for start, end, rank, _ in placed:
+        busy[rank].append((start, end))
+
+    rows: list[list[tuple[tuple[float, int, float], Action]]] = [[] for _ in schedule.rows]
+    for start, end, rank, action in placed:
+        rows[rank].append(((start, 1, start), action))
+        message = _message(schedule, action)
+        if message is not None:
+            send, receive = message
+            receiver = schedule.stage_to_rank[receive.stage]
+            rows[rank].append(((end, 0, end), send))
+            rows[receiver].append(((_since(busy[receiver], end), 0, end), receive))
+    in_order = [[action for _, action in sorted(row, key=lambda entry: entry[0])] for row in rows]
+    return Schedule(in_order, schedule.name, schedule.stage_to_rank)
+
+
+def _since(busy: list[tuple[float, float]], t: float) -> float:
+    """When a rank began what it does at time t; t itself where it is idle or about to begin."""
+    before = bisect_left(busy, (t, t)) - 1
+    if before < 0:
+        return t
+    start, end = busy[before]
+    return start if end > t else t
+
+
+def _message(schedule: Schedule, action: Action) -> tuple[Action, Action] | None:
+    """The send and the receive that follow an action, None if what it makes stays on its rank."""
+    if action.kind == "F":
+        way, to = "F", action.stage + 1
+    elif action.kind in ("B", "I"):
+        way, to = "B", action.stage - 1
+    else:
+        return None
+    holders = schedule.stage_to_rank
+    if not 0 <= to < schedule.stages or holders[to] == holders[action.stage]:
+        return None
+    m = action.microbatch
+    return Action(f"SEND_{way}", action.stage, m), Action(f"RECV_{way}", to, m)
