@@ -1,0 +1,203 @@
+"""Cluster: ranks on this machine, fresh for every run."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mpkit.launch.launch import Launch, here, pack
+from mpkit.launch.warm import Warm
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpkit.plan import Plan
+    from mpkit.run import Run
+
+__all__ = ["Cluster"]
+
+MOST_RANKS = 256
+"""More processes than that on one machine are a slip of the finger."""
+
+
+class Cluster:
+    """Ranks on this machine: processes that run your function, or train your model.
+
+    Making one is cheap; a helper process imports torch meanwhile, and ranks are forked from it for every run,
+    in some 40 ms, so that nothing of one run carries over into the next.
+
+    >>> import mpkit as mk
+    >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+    ...     cluster.run(lambda ctx: ctx.comm.all_reduce(torch.ones(2) * ctx.rank).tolist())
+    [[1.0, 1.0], [1.0, 1.0]]
+
+    Args:
+        ranks: how many processes.
+        device: "auto" (GPUs if there are any, else CPU processes), "cpu" or "cuda". Ranks on GPUs speak nccl
+            where each has a GPU of its own, else gloo through the host's memory.
+        layers: record every layer of the model, not only whole actions.
+        start: "fork" (fast), "spawn" (a fresh interpreter a rank; the default where forking is not safe).
+
+    Raises:
+        ValueError: no such number of ranks or device here.
+    """
+
+    def __init__(
+        self, ranks: int, device: str = "auto", *, layers: bool = False, start: str | None = None
+    ) -> None:
+        self.ranks = _check_ranks(ranks)
+        self.device, self.devices = _choose_device(device)
+        self.backend = "nccl" if self.device == "cuda" and self.ranks <= self.devices else "gloo"
+        self.layers = layers
+        if start not in (None, "fork", "spawn"):
+            raise ValueError(
+                f"start={start!r}: there are 'fork' and 'spawn'; leave it out for what suits here"
+            )
+        import sys
+
+        self._fork = start == "fork" if start else sys.platform == "linux"
+        self._warm: Warm | None = Warm(self._fork)
+        self._current: Launch | None = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.backend
+        return f"Cluster(ranks={self.ranks}, device={self.device!r})  # {state}"
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop what runs, and the helper process. A closed cluster can be asked for nothing more."""
+        self._closed = True
+        if self._warm is not None:
+            self._warm.close()
+            self._warm = None
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call `fn(ctx, *args)` on every rank and wait; what the ranks print appears here, labelled.
+
+        Args:
+            fn: takes a `Context` first; may be a lambda or defined in this notebook.
+            args: sent to every rank by value.
+            timeout: seconds without any rank moving after which a hang is reported; None: a few seconds past
+                the slowest op, counted only while all ranks wait for each other.
+
+        Returns:
+            What `fn` returned, by rank.
+
+        Raises:
+            RankFailed: a rank raised or was killed; with that rank's own traceback.
+            Deadlock: the ranks wait for each other.
+            ValueError: `fn` or an argument cannot be sent to other processes.
+        """
+        if not callable(fn):
+            raise ValueError(
+                f"run(fn) takes a function of a context, such as `lambda ctx: ctx.rank`, not {fn!r}"
+            )
+        launch = self.launch(fn, args, timeout=timeout, sink=print)
+        launch.finish()
+        return launch.results()
+
+    def train(
+        self,
+        model: torch.nn.Module,
+        data: Any,
+        plan: Plan | None = None,
+        *,
+        loss: Callable[[Any, Any], torch.Tensor],
+        optimizer: Callable[[Any], torch.optim.Optimizer],
+        steps: int = 1,
+        seed: int = 0,
+        timeout: float | None = None,
+        show: bool | None = None,
+    ) -> Run:
+        """Train `model` as `plan` says. Returns at once; in a notebook the Run shows itself, live.
+
+        Args:
+            model: its weights are where training starts; yours is left as it is.
+            data: sequence of (inputs, targets), each a whole global batch; step i takes data[i % len(data)].
+            plan: what to do; None: `Plan.serial()`.
+            loss: loss(outputs, targets) -> scalar, the mean over the batch.
+            optimizer: optimizer(params) -> torch.optim.Optimizer.
+            steps: how many.
+            seed: of every rank's random state.
+            timeout: as in `run`.
+            show: whether to show the Run live; None: in a notebook.
+
+        Raises:
+            ValueError: something in it cannot work; before any process starts.
+        """
+        from mpkit.plan import Plan
+        from mpkit.prepare import prepare
+        from mpkit.run import Run
+
+        plan = Plan.serial() if plan is None else plan
+        job = prepare(
+            model, data, plan, loss=loss, optimizer=optimizer, steps=steps, seed=seed, ranks=self.ranks
+        )
+        return Run(self, job, timeout=timeout, show=show)
+
+    def launch(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        timeout: float | None = None,
+        sink: Callable[[str], None],
+        meta: dict[str, Any] | None = None,
+    ) -> Launch:
+        """Start `fn(ctx, *args)` on every rank and return its `Launch`; `run` and `train` are made of it."""
+        if self._closed:
+            raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={self.ranks})")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout={timeout}: a number of seconds above 0, or None")
+        if self._current is not None and not self._current.over:
+            raise ValueError(
+                "this cluster is still busy with an earlier run: run.wait() for its end, or run.stop() it; "
+                "for runs side by side make another Cluster"
+            )
+        payload = pack(fn, args)
+        if self._warm is None or not self._warm.alive:
+            self._warm = Warm(self._fork)
+        settings = here(self.ranks, self.device, self.backend, self.devices, self.layers)
+        self._current = Launch(self._warm, settings, payload, timeout=timeout, sink=sink, meta=meta or {})
+        return self._current
+
+
+def _check_ranks(ranks: Any) -> int:
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(
+            f"Cluster(ranks={ranks!r}): a number of processes, 1 or more, such as mk.Cluster(ranks=4)"
+        )
+    if ranks > MOST_RANKS:
+        raise ValueError(
+            f"Cluster(ranks={ranks}) would start {ranks} processes on this machine; up to {MOST_RANKS} are allowed. "
+            "mk.simulate draws larger pipelines without processes."
+        )
+    return ranks
+
+
+def _choose_device(device: str) -> tuple[str, int]:
+    """("cpu", 0) or ("cuda", how many GPUs). Asks the driver how many there are; starts no CUDA context."""
+    if device not in ("auto", "cpu", "cuda"):
+        near = difflib.get_close_matches(str(device), ["auto", "cpu", "cuda"], 1, 0.3) or ["auto"]
+        raise ValueError(f"device={device!r}: there are 'auto', 'cpu' and 'cuda'; did you mean {near[0]!r}?")
+    if device == "cpu":
+        return "cpu", 0
+    import torch
+
+    devices = torch.cuda.device_count()
+    if devices == 0 and device == "cuda":
+        raise ValueError(
+            "device='cuda': torch sees no GPU here (torch.cuda.device_count() is 0); "
+            "device='cpu' runs the same code on CPU processes"
+        )
+    return ("cuda", devices) if devices else ("cpu", 0)

@@ -1,0 +1,111 @@
+"""From what failed ranks left behind to an error that teaches.
+
+Several ranks may have failed when one did: its peers see their connections close. The first cause is sought in
+this order: an exception that is no mere consequence, by time; a signal; a rank that left by itself; any exception.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+from mpkit.errors import RankFailed
+from mpkit.launch.folder import read_error
+from mpkit.trace import Kind, RankTrace, Trace
+
+__all__ = ["failure"]
+
+
+def failure(folder: Path, statuses: dict[int, int], trace: Trace) -> RankFailed | None:
+    """The error of a launch whose ranks are all gone, or None if all finished.
+
+    Args:
+        folder: of the launch.
+        statuses: exit status by rank, in the order in which they ended; negative: the signal.
+        trace: what they recorded.
+    """
+    if statuses and all(status == 0 for status in statuses.values()) and _all_finished(trace):
+        return None
+    errors = {rank: found for rank in statuses if (found := read_error(folder, rank)) is not None}
+    causes = {rank: found for rank, found in errors.items() if not found["secondary"]}
+    if causes:
+        return _raised(min(causes, key=lambda rank: causes[rank]["time"]), causes, trace)
+    # The nursery kills the others with SIGKILL once one has ended: the first to end is the cause.
+    for rank, status in statuses.items():
+        if rank not in errors:
+            if status < 0:
+                return _killed(rank, signal.Signals(-status).name, trace)
+            if trace.ranks[rank].state != "finished":
+                return _left(rank, status, trace)
+    if errors:
+        return _raised(min(errors, key=lambda rank: errors[rank]["time"]), errors, trace)
+    return RankFailed("the ranks ended before they had finished, without a word")
+
+
+def _all_finished(trace: Trace) -> bool:
+    return all(rank.state == "finished" for rank in trace.ranks)
+
+
+def _raised(rank: int, errors: dict[int, dict[str, Any]], trace: Trace) -> RankFailed:
+    found = errors[rank]
+    place = {key: found.get(key) for key in ("step", "stage", "microbatch")}
+    return RankFailed(
+        f"rank {rank} of {trace.world_size} failed{_place(place)}: {found['type']}: {found['message']}\n\n"
+        f"rank {rank}'s own traceback:\n{found['traceback'].rstrip()}",
+        rank=rank,
+        step=place["step"],
+        stage=place["stage"],
+        microbatch=place["microbatch"],
+        traceback=found["traceback"],
+    )
+
+
+def _killed(rank: int, name: str, trace: Trace) -> RankFailed:
+    place, last = _last_seen(trace.ranks[rank])
+    why = {
+        "SIGKILL": "Out of memory, or somebody killed it: `dmesg` tells; smaller micro-batches, more stages or "
+        "recompute='full' need less memory.",
+        "SIGSEGV": "A crash in C++ code.",
+        "SIGABRT": "C++ code gave up; what it printed is in the output above.",
+    }.get(name, "")
+    return RankFailed(
+        f"rank {rank} of {trace.world_size} was killed by {name}{_place(place)}. {last}. {why}".rstrip(),
+        rank=rank,
+        step=place["step"],
+        stage=place["stage"],
+        microbatch=place["microbatch"],
+        signal=name,
+    )
+
+
+def _left(rank: int, status: int, trace: Trace) -> RankFailed:
+    place, last = _last_seen(trace.ranks[rank])
+    return RankFailed(
+        f"rank {rank} of {trace.world_size} left with exit code {status} before it had finished{_place(place)}. "
+        f"{last}. Something called os._exit; a function on a rank ends by returning.",
+        rank=rank,
+        step=place["step"],
+        stage=place["stage"],
+        microbatch=place["microbatch"],
+    )
+
+
+def _last_seen(rank: RankTrace) -> tuple[dict[str, int | None], str]:
+    """Step, stage and micro-batch of the newest op, and that op in words."""
+    place: dict[str, int | None] = {"step": None, "stage": None, "microbatch": None}
+    if not len(rank.ops):
+        return place, "It had recorded nothing yet"
+    last = rank.ops[-1]
+    for key in place:
+        if last[key] >= 0:
+            place[key] = int(last[key])
+    where = rank.name(int(last["where"]))
+    words = Kind(int(last["kind"])).word.replace("_", " ")
+    return place, f"Its last recorded op: {words}" + (f" at {where}" if where else "")
+
+
+def _place(place: dict[str, int | None]) -> str:
+    words = {"step": "step", "stage": "stage", "microbatch": "micro-batch"}
+    known = [f"{words[key]} {value}" for key, value in place.items() if value is not None]
+    return " in " + ", ".join(known) if known else ""

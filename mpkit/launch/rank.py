@@ -1,0 +1,186 @@
+"""A rank's half: from the fork to the user's function and back.
+
+detach     stop with the nursery, speak through the launch's folder, be ready to show stacks
+meet       find the other ranks, form the process group
+work       unpickle the function, call it, write its result
+leave      wait until all have finished, so that no peer sees its connection closed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import linecache
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from mpkit.launch.context import Context
+from mpkit.launch.folder import Settings, part, write_error
+from mpkit.launch.output import Labelled
+from mpkit.parallel.comm import Comm
+from mpkit.record.recorder import Recorder
+
+__all__ = ["main", "spawned"]
+
+
+def main(rank: int, group: int, folder: str, port: int, fds: dict[str, int], parent: int) -> None:
+    """Never returns: a rank leaves by os._exit, whatever its threads do."""
+    place = Path(folder)
+    recorder: Recorder | None = None
+    try:
+        settings = detach(rank, group, place, parent)
+        device = device_of(rank, settings)
+        recorder = Recorder(place, rank, device, layers=settings.layers)
+        store = meet(rank, settings, port, fds["listener"])
+        comm = Comm(rank, settings.ranks, recorder, device, settings.backend)
+        context = Context(rank, settings.ranks, device, comm, recorder)
+        work(context, place)
+        recorder.close("finished")
+        leave(fds)
+        del store
+        os._exit(0)
+    except BaseException as error:  # SystemExit too: a rank that leaves early leaves its peers waiting
+        report(error, rank, place, recorder)
+        os._exit(1)
+
+
+def spawned(config: str) -> None:
+    """Where ranks are not forked: the same, in a fresh interpreter."""
+    rank, group, folder, port, fds, parent = json.loads(config)
+    main(rank, group, folder, port, fds, parent)
+
+
+def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
+    """Stop with the nursery, speak through the launch's folder, be ready to show stacks."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, group)  # with 0 for the first: a group of its own, which the others join
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked to be told
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = Settings.read(folder)
+
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    std = os.open(part(folder, rank, "std"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(std, 1)
+    os.dup2(std, 2)
+    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout, sys.stderr = Labelled(log, rank, 1), Labelled(log, rank, 2)
+    stack = os.open(part(folder, rank, "stack"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+
+    sys.path[:] = settings.path
+    sys.argv[:] = settings.argv
+    with contextlib.suppress(OSError):
+        os.chdir(settings.cwd)
+    for name, text in settings.sources.items():
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    return settings
+
+
+def device_of(rank: int, settings: Settings) -> torch.device:
+    """This rank's device; several ranks may share a GPU. On shared CPUs, one thread a rank."""
+    torch.set_num_threads(settings.threads)
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % settings.devices)
+    torch.cuda.set_device(device)
+    return device
+
+
+def meet(rank: int, settings: Settings, port: int, listener: int) -> TCPStore:
+    """Find the other ranks and form the process group, over the loopback interface.
+
+    Rank 0 serves the store on a socket that has been listening since before the fork: no port to guess, nobody
+    to wait for. Collectives get a time-out of a day, since the launcher tells a hang from slow work far sooner.
+    """
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = (
+        loopback  # gloo's only way to be told
+    )
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        settings.ranks,
+        is_master=rank == 0,
+        wait_for_workers=False,
+        master_listen_fd=listener if rank == 0 else None,
+        timeout=timedelta(seconds=60),
+    )
+    if rank != 0:
+        socket.socket(fileno=listener).close()
+    dist.init_process_group(
+        settings.backend, store=store, rank=rank, world_size=settings.ranks, timeout=timedelta(days=1)
+    )
+    return store
+
+
+def work(context: Context, folder: Path) -> None:
+    """Unpickle the function, call it, write its result."""
+    with (folder / "payload.pkl").open("rb") as file:
+        function, args = pickle.load(file)
+    result = function(context, *args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    import cloudpickle
+
+    partial = part(folder, context.rank, "result.partial")
+    with partial.open("wb") as file:
+        cloudpickle.dump(result, file)
+    partial.replace(part(folder, context.rank, "result"))
+
+
+def leave(fds: dict[str, int]) -> None:
+    """Wait until all have finished, so that no peer sees its connection closed."""
+    os.write(fds["done"], b".")
+    os.read(fds["release"], 1)  # returns, empty, when the nursery closes its end
+
+
+def report(error: BaseException, rank: int, folder: Path, recorder: Recorder | None) -> None:
+    """Leave behind what the parent needs to say what failed, and where."""
+    now = time.monotonic_ns()
+    found: dict[str, Any] = {
+        "time": now,
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(type(error), error, _own_frames(error))),
+        # A peer's death closes connections: an error of its kind is an effect, seldom a cause.
+        "secondary": isinstance(error, dist.DistError)
+        or "Connection closed by peer" in str(error)
+        or "Connection reset by peer" in str(error),
+    }
+    if recorder is not None:
+        current = recorder.current
+        found |= {"step": current.step, "stage": current.stage, "microbatch": current.microbatch}
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    write_error(folder, rank, found)
+    if recorder is not None:
+        recorder.close("failed")
+
+
+def _own_frames(error: BaseException) -> TracebackType | None:
+    """The traceback without the frames of this file, which are the same for every error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next:
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,71 @@
+"""Looking at ranks from outside while they run: their newest records, read from the memory-mapped files."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpkit.launch.folder import part
+from mpkit.trace import HEADER, OP, Kind
+
+__all__ = ["Sight", "Watch"]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """A rank, seen at one moment.
+
+    Attributes:
+        count: ops begun so far.
+        state: 0 running, 1 finished, 2 failed.
+        waiting: the newest op is a WAIT that has not ended.
+        end: of the newest op; with `count`, it changes whenever the rank moves.
+    """
+
+    count: int = 0
+    state: int = 0
+    waiting: bool = False
+    end: int = 0
+
+
+class Watch:
+    """All ranks of a launch. Maps each file once and looks at two records: microseconds a rank."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self._folder = folder
+        self._maps: list[mmap.mmap | None] = [None] * ranks
+
+    def _map(self, rank: int, anew: bool = False) -> mmap.mmap | None:
+        if self._maps[rank] is None or anew:
+            try:
+                with part(self._folder, rank, "ops").open("rb") as file:
+                    self._maps[rank] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except (FileNotFoundError, ValueError):  # not there yet, or still empty
+                return None
+        return self._maps[rank]
+
+    def look(self, rank: int) -> Sight:
+        """One rank, now."""
+        data = self._map(rank)
+        if data is None or len(data) < HEADER.itemsize:
+            return Sight()
+        head = np.frombuffer(data, HEADER, 1)[0]
+        count = int(head["count"])
+        if count == 0:
+            return Sight(state=int(head["state"]))
+        place = HEADER.itemsize + (count - 1) * OP.itemsize
+        if place + OP.itemsize > len(data):  # the file has grown since it was mapped
+            data = self._map(rank, anew=True)
+            if data is None or place + OP.itemsize > len(data):
+                return Sight(count=count)
+        last: Any = np.frombuffer(data, OP, 1, place)[0]
+        waiting = last["kind"] == Kind.WAIT and last["end"] == 0
+        return Sight(count, int(head["state"]), bool(waiting), int(last["end"]))
+
+    def look_at_all(self) -> tuple[Sight, ...]:
+        """Every rank, now."""
+        return tuple(self.look(rank) for rank in range(len(self._maps)))
