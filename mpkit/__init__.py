@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpkit.cluster import Cluster
     from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError
     from mpkit.plan import Plan
     from mpkit.schedule import Schedule
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Cluster": "mpkit.cluster",
     "Deadlock": "mpkit.errors",
     "MpkitError": "mpkit.errors",
     "Plan": "mpkit.plan",
@@ -28,7 +30,17 @@ _HOME = {
     "TraceError": "mpkit.errors",
 }
 
-__all__ = ["Deadlock", "MpkitError", "Plan", "RankFailed", "Schedule", "Timeline", "Trace", "TraceError"]
+__all__ = [
+    "Cluster",
+    "Deadlock",
+    "MpkitError",
+    "Plan",
+    "RankFailed",
+    "Schedule",
+    "Timeline",
+    "Trace",
+    "TraceError",
+]
 
 
 def __getattr__(name: str) -> Any:
