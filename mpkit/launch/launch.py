@@ -62,7 +62,6 @@ class Launch:
         sink: Callable[[str], None],
         meta: dict[str, Any],
     ) -> None:
-        warm.wait_ready()
         self.folder = Path(tempfile.mkdtemp(prefix="mpkit-run-"))
         self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self.ranks = settings.ranks
@@ -81,7 +80,7 @@ class Launch:
         (self.folder / "payload.pkl").write_bytes(payload)
         self.meta = {"world_size": self.ranks, "device": settings.device, "backend": settings.backend, **meta}
         (self.folder / "meta.json").write_text(json.dumps(self.meta))
-        self._id = warm.launch(str(self.folder), self.ranks)
+        self._id: int | None = None  # set when the ranks are started, by the first poll
 
     @property
     def trace(self) -> Trace:
@@ -94,7 +93,12 @@ class Launch:
         return trace
 
     def poll(self, wait: float) -> bool:
-        """Take in what happens within `wait` seconds; returns whether the launch is over."""
+        """Take in what happens within `wait` seconds; returns whether the launch is over.
+
+        The first call starts the ranks, waiting for torch to be imported in the warm process if need be.
+        """
+        if self._id is None and not self.over:
+            self._start()
         for event in [] if self.over else self._warm.events(wait):
             if event["event"] == "gone":
                 self._finish(MpkitError("the process that ranks are started from has died"))
@@ -112,9 +116,23 @@ class Launch:
         return self.over
 
     def kill(self) -> None:
-        """End all ranks at once; what they recorded stays."""
+        """End all ranks at once; what they recorded stays. May be called from any thread."""
         self.stopped = True
-        self._warm.tell(do="kill", id=self._id)
+        if self._id is not None:
+            self._warm.tell(do="kill", id=self._id)
+
+    def _start(self) -> None:
+        try:
+            self._warm.wait_ready()
+        except MpkitError as error:
+            self._finish(error)
+            return
+        if self.stopped:
+            self._finish(None)
+            return
+        self._id = self._warm.launch(str(self.folder), self.ranks)
+        if self.stopped:  # meanwhile, by another thread
+            self.kill()
 
     def finish(self, pause: float = LOOK_EVERY) -> None:
         """Poll until it is over; an exception on the way (Ctrl-C) ends the ranks first."""

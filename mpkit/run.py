@@ -1,0 +1,237 @@
+"""Run: the handle a notebook holds on a training that goes on elsewhere.
+
+A thread of this process takes in what the ranks do, ten times a second, and tells whoever looks on. So a run goes
+on, and its picture moves, while the cell that started it has long returned or a later one blocks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mpkit.errors import MpkitError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mpkit.cluster import Cluster
+    from mpkit.live import LiveFeed
+    from mpkit.prepare import TrainJob
+    from mpkit.timeline import Timeline
+    from mpkit.trace import Trace
+
+__all__ = ["Onlooker", "Run"]
+
+TICK = 0.1
+"""Seconds between two looks."""
+
+
+class Onlooker(Protocol):
+    """Whoever looks on while a run goes; called from the run's own thread."""
+
+    def tick(self, run: Run) -> None:
+        """Something may have changed."""
+
+    def output(self, line: str) -> None:
+        """A rank printed this line."""
+
+    def end(self, run: Run) -> None:
+        """It is over: finished, stopped or failed."""
+
+
+class Run:
+    """A training that goes on, or went, on the ranks of a cluster. Made by `Cluster.train`.
+
+    Attributes:
+        plan: the Plan it follows.
+        steps: how many steps it was asked for.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        job: TrainJob,
+        *,
+        timeout: float | None = None,
+        show: bool | None = None,
+        onlookers: tuple[Onlooker, ...] = (),
+    ) -> None:
+        from mpkit.parallel.train import train
+
+        self.plan = job.plan
+        self.steps = job.steps
+        self._job = job
+        self._onlookers: list[Onlooker] = list(onlookers)
+        self._over = threading.Event()
+        self._launch = cluster.launch(train, (job,), timeout=timeout, sink=self._output, meta=job.meta)
+        self._dashboard: Any = None
+        if show or (show is None and _in_notebook()):
+            from mpkit.views.dashboard import show_run
+
+            self._dashboard = show_run(self)
+            self._onlookers.append(self._dashboard)
+        self._thread = threading.Thread(target=self._follow, name="mpkit-run", daemon=True)
+        atexit.register(self._abandon)
+        self._thread.start()
+
+    # ---- while it goes ------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over: finished, stopped or failed."""
+        return self._over.is_set()
+
+    @property
+    def status(self) -> str:
+        """One of "running", "finished", "stopped" or "failed"."""
+        if not self.done:
+            return "running"
+        if self._launch.error is not None:
+            return "failed"
+        return "stopped" if self._launch.stopped else "finished"
+
+    @property
+    def error(self) -> Exception | None:
+        """What went wrong, or None."""
+        return self._launch.error
+
+    def wait(self) -> Run:
+        """Until it is over; returns the Run. Interrupting the wait stops the run.
+
+        Raises:
+            RankFailed: a rank raised or was killed; with that rank's own traceback.
+            Deadlock: the ranks waited for each other.
+        """
+        try:
+            while not self._over.wait(0.2):  # a wait without end could not be interrupted everywhere
+                pass
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        if self._launch.error is not None:
+            raise self._launch.error
+        return self
+
+    def stop(self) -> Run:
+        """End the ranks now. Losses and trace stay as far as they came; returns the Run."""
+        self._launch.kill()
+        self._over.wait(10.0)
+        return self
+
+    # ---- what it left -------------------------------------------------------------------------------------
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step finished so far, equal to serial training's."""
+        return self.trace.losses
+
+    @property
+    def trace(self) -> Trace:
+        """What every rank recorded, so far."""
+        return self._launch.trace
+
+    def feed(self) -> LiveFeed:
+        """A new reader of this run's records that replays them as they come."""
+        from mpkit.live import LiveFeed
+
+        return LiveFeed(self._launch.folder, self._launch.ranks, self._launch.meta)
+
+    def timeline(self, hardware: Any = None, clock: str | None = None) -> Timeline:
+        """The run on a clock.
+
+        Args:
+            hardware: the name of a catalogued machine (`mk.hardware()` lists them) or a `Hardware` to replay the
+                run on; None: the one it ran on.
+            clock: "measured" (the wall clock) or "virtual" (every rank on a device of its own); None: measured
+                on GPUs, virtual on CPU processes, which share their cores.
+        """
+        from mpkit.replay import replay
+
+        return replay(self.trace, hardware, clock)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The trained weights: whole, on the CPU, with the model's own names.
+
+        Raises:
+            RankFailed: the run failed.
+            MpkitError: the run was stopped before its end, or still goes on.
+        """
+        if self._launch.error is not None:
+            raise self._launch.error
+        if self.status != "finished":
+            raise MpkitError(
+                f"this run is {self.status}: its weights are known when it has finished; run.wait() first"
+                if not self.done
+                else "this run was stopped before its end, and its weights went with its ranks; "
+                f"{len(self.losses)} of {self.steps} steps were done: train for as many to have them"
+            )
+        merged: dict[str, Tensor] = {}
+        for part in self._launch.results():
+            merged |= part
+        return {name: merged[name] for name in self._job.names}
+
+    def show(self) -> Any:
+        """The run's picture: in a notebook the live one, else printed as text."""
+        if not _in_notebook():
+            print(self.timeline())
+            return None
+        from mpkit.views.dashboard import show_run
+
+        if self._dashboard is None:
+            self._dashboard = show_run(self)
+            if not self.done:
+                self._onlookers.append(self._dashboard)
+        return self._dashboard
+
+    def __repr__(self) -> str:
+        losses = self.losses
+        at = f", loss {losses[-1]:.4g}" if losses else ""
+        return f"<Run of {self.plan}: {self.status}, step {len(losses)} of {self.steps}{at}>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        if self._dashboard is None:
+            return {"text/plain": repr(self)}
+        bundle: dict[str, Any] = self._dashboard.mimebundle()
+        return bundle
+
+    # ---- the thread ---------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        looked = 0.0
+        try:
+            while not self._launch.poll(TICK):
+                if time.monotonic() - looked >= TICK:
+                    looked = time.monotonic()
+                    for onlooker in self._onlookers:
+                        onlooker.tick(self)
+        finally:
+            atexit.unregister(self._abandon)
+            self._over.set()
+            for onlooker in self._onlookers:
+                onlooker.end(self)
+
+    def _output(self, line: str) -> None:
+        if self._onlookers:
+            for onlooker in self._onlookers:
+                onlooker.output(line)
+        else:
+            print(line, flush=True)
+
+    def _abandon(self) -> None:
+        """The script ends while ranks still train."""
+        print(
+            f"mpkit: the script ended after step {len(self.losses)} of {self.steps}, and the ranks with it; "
+            "run.wait() waits for them",
+            file=sys.stderr,
+        )
+        self.stop()
+
+
+def _in_notebook() -> bool:
+    """Whether output goes to a Jupyter front end."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and getattr(shell, "kernel", None) is not None
