@@ -9,10 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpkit.catalogue import hardware, list_hardware
     from mpkit.cluster import Cluster
+    from mpkit.devices import Device, Hardware, Link
     from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError
     from mpkit.plan import Plan
     from mpkit.schedule import Schedule
+    from mpkit.simulation import simulate
     from mpkit.timeline import Timeline
     from mpkit.trace import Trace
 
@@ -21,6 +24,9 @@ __version__ = "0.1.0"
 _HOME = {
     "Cluster": "mpkit.cluster",
     "Deadlock": "mpkit.errors",
+    "Device": "mpkit.devices",
+    "Hardware": "mpkit.devices",
+    "Link": "mpkit.devices",
     "MpkitError": "mpkit.errors",
     "Plan": "mpkit.plan",
     "RankFailed": "mpkit.errors",
@@ -28,11 +34,17 @@ _HOME = {
     "Timeline": "mpkit.timeline",
     "Trace": "mpkit.trace",
     "TraceError": "mpkit.errors",
+    "hardware": "mpkit.catalogue",
+    "list_hardware": "mpkit.catalogue",
+    "simulate": "mpkit.simulation",
 }
 
 __all__ = [
     "Cluster",
     "Deadlock",
+    "Device",
+    "Hardware",
+    "Link",
     "MpkitError",
     "Plan",
     "RankFailed",
@@ -40,6 +52,9 @@ __all__ = [
     "Timeline",
     "Trace",
     "TraceError",
+    "hardware",
+    "list_hardware",
+    "simulate",
 ]
 
 

@@ -1,0 +1,168 @@
+"""Device, Link, Hardware: what an op, a message and a collective cost.
+
+A device does an op in the time its arithmetic or its memory traffic takes, whichever is longer (the roofline). A
+link carries a message or a collective in the time
+
+    t = hops * latency + wire factor * payload / bandwidth
+
+where the wire factor is what a rank has to send of the payload, and the hops are how often it has to wait for a
+neighbour: on a ring of n ranks an all-reduce passes every byte 2(n-1)/n times, in 2(n-1) rounds.
+
+Sources: the roofline, Williams, Waterman and Patterson 2009; wire factors, nccl-tests, doc/PERFORMANCE.md; rounds
+of the ring, Thakur, Rabenseifner and Gropp 2005, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mpkit.trace import Kind
+
+__all__ = ["Device", "Hardware", "Link", "hops", "wire_factor"]
+
+
+def wire_factor(kind: int, n: int) -> float:
+    """What a rank sends, as a share of the payload, when n ranks do this together.
+
+    The payload is the whole tensor: of an all-gather what every rank ends with, of a reduce-scatter what it
+    begins with.
+
+    >>> wire_factor(Kind.ALL_REDUCE, 4), wire_factor(Kind.ALL_GATHER, 4), wire_factor(Kind.SEND, 2)
+    (1.5, 0.75, 1.0)
+    """
+    if kind == Kind.ALL_REDUCE:
+        return 2 * (n - 1) / n
+    if kind in _PARTS:
+        return (n - 1) / n
+    return 1.0 if n > 1 else 0.0  # a message, broadcast, reduce: all of it, once
+
+
+_PARTS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.SCATTER, Kind.GATHER)
+
+
+def hops(kind: int, n: int) -> int:
+    """How many times a rank waits for a neighbour, on a ring of n.
+
+    >>> hops(Kind.ALL_REDUCE, 8), hops(Kind.ALL_GATHER, 8), hops(Kind.SEND, 2)
+    (14, 7, 1)
+    """
+    if kind in (Kind.ALL_REDUCE, Kind.BARRIER):
+        return 2 * (n - 1)
+    return n - 1  # a message has two ends, and so one hop
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects two devices; the same in both directions at once.
+
+    Attributes:
+        name: such as "NVLink 3".
+        latency: seconds a hop.
+        bandwidth: bytes a second in one direction, as a message reaches it.
+        bus: bytes a second that a collective reaches, by kind; kinds left out reach `bandwidth`. This is what
+            nccl-tests calls bus bandwidth: the rate on the wire, whatever the number of ranks.
+        sources: by attribute, where its value is from: published, fitted or assumed.
+    """
+
+    name: str
+    latency: float
+    bandwidth: float
+    bus: Mapping[Kind, float] = field(default_factory=dict, hash=False)
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
+
+    def time(self, kind: int, nbytes: float, n: int = 2) -> float:
+        """Seconds that a message, or a collective of n ranks, takes for a payload of `nbytes`.
+
+        >>> link = Link("example", latency=1e-6, bandwidth=1e9)
+        >>> round(link.time(Kind.ALL_REDUCE, 8e6, n=4) * 1e6)  # 6 hops, 1.5 * 8 MB
+        12006
+        """
+        if n < 2:
+            return 0.0  # alone: nothing to say to anybody
+        return hops(kind, n) * self.latency + self.transfer(kind, nbytes, n)
+
+    def transfer(self, kind: int, nbytes: float, n: int = 2) -> float:
+        """Seconds that the payload keeps the wire busy: `time` without the latency."""
+        return wire_factor(kind, n) * nbytes / self.bus.get(kind, self.bandwidth)  # type: ignore[call-overload,no-any-return]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What computes: a GPU, or a core of a CPU.
+
+    Attributes:
+        name: such as "H100 SXM".
+        flops: floating-point operations a second that large matrix products really reach, by dtype.
+        bandwidth: bytes a second of its memory.
+        memory: bytes of its memory; 0 if unknown.
+        host: bytes a second between it and the host's memory.
+        sources: by attribute, where its value is from: published, fitted or assumed.
+    """
+
+    name: str
+    flops: Mapping[str, float] = field(hash=False)
+    bandwidth: float
+    memory: int = 0
+    host: float = 10e9
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
+
+    def rate(self, dtype: str = "float32") -> float:
+        """FLOPs a second in a dtype; a dtype that the device has no units for runs as float32.
+
+        >>> Device("toy", {"float32": 1e12, "bfloat16": 8e12}, bandwidth=1e11).rate("bfloat16") / 1e12
+        8.0
+        """
+        return self.flops.get(dtype, self.flops["float32"])
+
+    def time(self, flops: float, nbytes: float = 0.0, dtype: str = "float32") -> float:
+        """Seconds that an op takes: its arithmetic or its memory traffic, whichever is longer.
+
+        >>> Device("toy", {"float32": 1e12}, bandwidth=1e11).time(flops=1e12, nbytes=2e11)
+        2.0
+        """
+        return max(flops / self.rate(dtype), nbytes / self.bandwidth)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine, or several: devices, and what connects them. Rank r is device r % per_node of node r // per_node.
+
+    Attributes:
+        name: by which `mpkit.hardware` finds it.
+        device: every rank has one of its own.
+        link: between the devices of a node.
+        between: between nodes, a device's share of it; None for a single node.
+        per_node: devices a node.
+    """
+
+    name: str
+    device: Device
+    link: Link
+    between: Link | None = None
+    per_node: int = 8
+
+    def link_of(self, ranks: Sequence[int]) -> Link:
+        """The link that paces these ranks' messages and collectives.
+
+        Within a node its own link. Across nodes, the slower: rings are laid so that each device of a node uses its
+        own network card, so a group with k ranks a node has k cards' bandwidth, until the node's link is slower.
+
+        >>> wire = Link("network", 5e-6, 25e9)
+        >>> nodes = Hardware("toy", Device("d", {"float32": 1e12}, 1e11), Link("bus", 1e-6, 80e9), wire, per_node=4)
+        >>> nodes.link_of([0, 3]).name, nodes.link_of([0, 4]).bandwidth / 1e9, nodes.link_of(range(8)).bandwidth / 1e9
+        ('bus', 25.0, 80.0)
+        """
+        nodes = {rank // self.per_node for rank in ranks}
+        between = self.between
+        if len(nodes) < 2 or between is None:
+            return self.link
+        cards = max(1, len(ranks) // len(nodes))
+        bus = {
+            kind: min(
+                cards * between.bus.get(kind, between.bandwidth), self.link.bus.get(kind, self.link.bandwidth)
+            )
+            for kind in {*between.bus, *self.link.bus}
+        }
+        bandwidth = min(cards * between.bandwidth, self.link.bandwidth)
+        return Link(between.name, between.latency, bandwidth, bus, between.sources)

@@ -1,0 +1,107 @@
+"""What a Timeline says in numbers: pure functions of its spans.
+
+Each takes the spans of one step. *Work* is what keeps the compute lane busy: whole actions, not the layers within
+them, and no waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.trace import CATEGORIES, Kind, Lane
+
+__all__ = ["busy", "bytes_by_kind", "covered", "extent", "length", "peak", "steps", "within", "work"]
+
+Array = npt.NDArray[Any]
+
+
+def work(spans: Array) -> Array:
+    """The whole actions of the compute lane."""
+    of_lane: Array = spans[
+        (spans["lane"] == Lane.COMPUTE) & (spans["depth"] == 0) & (spans["kind"] != Kind.WAIT)
+    ]
+    return of_lane
+
+
+def steps(spans: Array, world_size: int) -> list[int]:
+    """The steps that every rank completed, in order; where nobody marked any, those that ops name."""
+    marks = spans[spans["kind"] == Kind.STEP]
+    if len(marks):
+        numbers, ranks = np.unique(np.unique(marks[["step", "rank"]])["step"], return_counts=True)
+        return [int(n) for n in numbers[ranks == world_size]]
+    numbers = np.unique(spans["step"])
+    return [int(n) for n in numbers[numbers >= 0]]
+
+
+def extent(spans: Array) -> tuple[float, float]:
+    """From when to when; (0, 0) of nothing."""
+    return (float(spans["start"].min()), float(spans["end"].max())) if len(spans) else (0.0, 0.0)
+
+
+def busy(spans: Array, world_size: int) -> Array:
+    """Seconds of work by rank."""
+    these = work(spans)
+    return np.bincount(these["rank"], these["end"] - these["start"], minlength=world_size)
+
+
+def covered(spans: Array) -> Array:
+    """(k, 2): the times that at least one of the spans covers, as intervals apart from each other."""
+    if not len(spans):
+        return np.zeros((0, 2))
+    order = np.argsort(spans["start"], kind="stable")
+    start, end = spans["start"][order], np.maximum.accumulate(spans["end"][order])
+    begins = np.concatenate([[True], start[1:] > end[:-1]])
+    last = np.concatenate([np.flatnonzero(begins)[1:] - 1, [len(start) - 1]])
+    return np.stack([start[begins], end[last]], axis=1)
+
+
+def length(intervals: Array) -> float:
+    """The seconds of intervals that are apart from each other."""
+    return float((intervals[:, 1] - intervals[:, 0]).sum())
+
+
+def within(held: Array, start: float, end: float) -> Array:
+    """The changes between two times, after what was held at the first of them."""
+    kept = held[(held["time"] > start) & (held["time"] <= end)]
+    before = held[held["time"] <= start]
+    # Of each rank and category the last one stands.
+    key = before["rank"].astype(np.int64) * len(CATEGORIES) + before["category"]
+    _, backwards = np.unique(key[::-1], return_index=True)
+    levels = before[len(before) - 1 - backwards]
+    levels["time"] = start
+    both = np.concatenate([levels, kept])
+    return both[np.lexsort((both["time"], both["rank"]))]
+
+
+def peak(held: Array, world_size: int, start: float, end: float) -> list[dict[str, int]]:
+    """By rank what was held by category when the rank held most between two times, and the sum as "total"."""
+    found = []
+    for rank in range(world_size):
+        mine = held[(held["rank"] == rank) & (held["time"] <= end)]
+        levels = np.zeros((len(mine) + 1, len(CATEGORIES)), np.int64)
+        for category in range(len(CATEGORIES)):
+            at = np.flatnonzero(mine["category"] == category) + 1
+            index = np.zeros(len(mine) + 1, np.int64)
+            index[at] = at
+            values = np.concatenate([[0], mine["total"]])
+            index = np.maximum.accumulate(index)
+            levels[:, category] = np.where(index > 0, values[index], 0)
+        # From the level at the beginning on.
+        first = int(np.searchsorted(mine["time"], start, side="left"))
+        levels = levels[first:]
+        most = levels[int(levels.sum(axis=1).argmax())]
+        found.append({**dict(zip(CATEGORIES, most.tolist(), strict=True)), "total": int(most.sum())})
+    return found
+
+
+def bytes_by_kind(spans: Array, world_size: int) -> list[dict[str, int]]:
+    """By rank the payload of its communication, by kind."""
+    found: list[dict[str, int]] = [{} for _ in range(world_size)]
+    comm = spans[spans["lane"] == Lane.COMM]
+    for rank, kind in {*zip(comm["rank"].tolist(), comm["kind"].tolist(), strict=True)}:
+        mine = (comm["rank"] == rank) & (comm["kind"] == kind)
+        found[rank][Kind(kind).word] = int(comm["bytes"][mine].sum())
+    return [dict(sorted(kinds.items())) for kinds in found]

@@ -1,0 +1,73 @@
+"""Held: how much memory a rank holds, on the virtual clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.replay.program import Program
+from mpkit.timeline import HELD
+from mpkit.trace import CATEGORIES, Kind
+
+__all__ = ["Held"]
+
+Array = npt.NDArray[Any]
+
+
+class Held:
+    """What a rank holds by category, as it changes.
+
+    A change belongs to the op that had begun last. Its time lies within that op, or between it and the next, as it
+    did on the wall clock.
+    """
+
+    def __init__(self) -> None:
+        self._totals = np.zeros(len(CATEGORIES), np.int64)
+        self._time = 0.0
+
+    def place(self, rank: int, program: Program, memory: Array) -> Array:
+        """(n,) of `HELD` for (n,) of `MEMORY`, the changes that come next."""
+        held = np.zeros(len(memory), HELD)
+        if not len(memory):
+            return held
+        time = np.maximum.accumulate(np.maximum(self._when(program, memory), self._time))
+        held["time"], held["rank"], held["category"] = time, rank, memory["category"]
+        for category in range(len(CATEGORIES)):
+            mine = memory["category"] == category
+            totals = self._totals[category] + np.cumsum(memory["delta"][mine])
+            held["total"][mine] = totals
+            if len(totals):
+                self._totals[category] = totals[-1]
+        self._time = float(time[-1])
+        return held
+
+    @staticmethod
+    def _when(program: Program, memory: Array) -> Array:
+        if not program.count:
+            return np.zeros(len(memory))
+        ops, work, done = program.ops, program.work, program.done
+        op = memory["op"].astype(np.int64) - 1  # -1: before the first op, and so before any work
+        last = np.clip(op, 0, program.count - 1)
+        wall = memory["time"]
+        begin, end = ops["start"][last], ops["end"][last]
+        following = np.minimum(last + 1, program.count - 1)
+        has_next = last + 1 < program.count
+        next_begin = np.where(has_next, ops["start"][following], end)
+        next_work = np.where(has_next, work[following], done[last])
+        takes_time = ops["kind"][last] != Kind.STEP
+        within = takes_time & (wall < end) & (ops["kind"][last] < 32)
+        share = _share(
+            wall, np.where(within, begin, np.where(takes_time, end, begin)), np.where(within, end, next_begin)
+        )
+        low = np.where(within, work[last], np.where(takes_time, done[last], work[last]))
+        high = np.where(within, done[last], next_work)
+        at = np.where(op < 0, 0.0, low + share * (high - low))
+        # A wait moves what comes after it; what happened while waiting is put where the wait begins.
+        waits = np.where(within & (ops["kind"][last] == Kind.WAIT), last, last + 1)
+        return program.clock(at, np.where(op < 0, 0, waits))
+
+
+def _share(wall: Array, low: Array, high: Array) -> Array:
+    return np.clip((wall - low) / np.maximum(high - low, 1), 0.0, 1.0)  # type: ignore[no-any-return]

@@ -1,0 +1,147 @@
+"""Network: who has asked for which communication, and when the links get to it.
+
+Every rank has a comm lane with two directions, out and in. A message takes its sender's way out and its receiver's
+way in; a collective takes both of all its members. What is asked for is served in the order in which it became
+ready: a message when it is sent (the receiver may come later), a collective when its last member arrives.
+
+    a message of T seconds on the wire, ready at r, over a link of latency l:
+        starts at s = max(r, sender's way out is free, receiver's way in is free - l)
+        has left at s + T, has arrived at s + l + T
+    a collective: starts when it is ready and every member's ways are free, and ends everywhere at once
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from mpkit.devices import Hardware, Link
+from mpkit.trace import Kind
+
+__all__ = ["Network", "Settled"]
+
+_SEND, _RECV = int(Kind.SEND), int(Kind.RECV)
+
+
+class Settled(NamedTuple):
+    """A rank's part of a communication, with its time."""
+
+    rank: int
+    op: int
+    start: float
+    end: float
+    issued: float
+
+
+class _Route(NamedTuple):
+    members: tuple[int, ...]  # of a message: sender, receiver
+    link: Link
+    is_message: bool
+
+
+class _Request:
+    """One message or one collective, as far as its members have asked for it."""
+
+    __slots__ = ("asked", "end", "key", "kind", "nbytes", "ready", "route", "start")
+
+    def __init__(self, kind: int, route: _Route, key: tuple[int, int, int]) -> None:
+        self.kind = kind
+        self.key = key
+        self.route = route
+        self.asked: list[tuple[int, int, float]] = []  # rank, op, when
+        self.nbytes = 0
+        self.ready = 0.0
+        self.start = -1.0  # of a message that is served, while its receiver has not asked
+        self.end = -1.0
+
+
+class Network:
+    """The links of some hardware, and what is under way on them."""
+
+    def __init__(self, world_size: int, hardware: Hardware) -> None:
+        self._world_size = world_size
+        self._hardware = hardware
+        self._routes: dict[int, _Route | None] = {}
+        self._open: dict[tuple[int, int, int], _Request] = {}
+        self._queue: list[tuple[float, int, int, _Request]] = []  # ready, rank, op: never a tie
+        self._out = [0.0] * world_size
+        self._in = [0.0] * world_size
+
+    def know(self, group: int, text: str) -> None:
+        """Learn what a group's number stands for: "0,1,2,3" for a collective's, "0>1#tag" for a message's."""
+        self._routes[group] = self._parse(text)
+
+    def ask(
+        self, rank: int, op: int, kind: int, group: int, number: int, nbytes: int, now: float
+    ) -> Settled | None:
+        """Rank's op asks for its part at time `now`; its times, if they are known already."""
+        route = self._routes[group]
+        if route is None or rank not in route.members:
+            return None  # of a rank that was killed before it wrote the name: never served
+        key = (group, number, 0 if route.is_message else kind)
+        request = self._open.get(key)
+        if request is None:
+            request = self._open[key] = _Request(kind, route, key)
+        elif request.end >= 0:  # the message was on its way before its receiver asked
+            del self._open[key]
+            return Settled(rank, op, request.start, request.end, now)
+        request.asked.append((rank, op, now))
+        if kind == _RECV:
+            return None
+        if nbytes > request.nbytes:
+            request.nbytes = nbytes
+        if now > request.ready:
+            request.ready = now
+        if kind == _SEND:
+            heappush(self._queue, (now, rank, op, request))
+        elif len(request.asked) == len(route.members):
+            del self._open[key]
+            first = min(request.asked)
+            heappush(self._queue, (request.ready, first[0], first[1], request))
+        return None
+
+    def serve(self, before: float = inf) -> list[Settled] | None:
+        """Serve what became ready first, if that was earlier than `before`; None if there is nothing."""
+        queue = self._queue
+        if not queue or (queue[0][0] >= before and before != inf):
+            return None
+        request = heappop(queue)[3]
+        return self._message(request) if request.route.is_message else self._collective(request)
+
+    def _message(self, request: _Request) -> list[Settled]:
+        (source, target), link, _ = request.route
+        wire = link.transfer(_SEND, request.nbytes)
+        start = max(request.ready, self._out[source], self._in[target] - link.latency)
+        left = self._out[source] = start + wire
+        arrived = self._in[target] = start + link.latency + wire
+        settled = [
+            Settled(rank, op, start, left if rank == source else arrived, issued)
+            for rank, op, issued in request.asked
+        ]
+        request.start, request.end = start, arrived
+        if len(settled) == 2:
+            del self._open[request.key]
+        return settled
+
+    def _collective(self, request: _Request) -> list[Settled]:
+        members, link, _ = request.route
+        start = request.ready
+        for rank in members:
+            start = max(start, self._out[rank], self._in[rank])
+        end = start + link.time(request.kind, request.nbytes, len(members))
+        for rank in members:
+            self._out[rank] = self._in[rank] = end
+        return [Settled(rank, op, start, end, issued) for rank, op, issued in request.asked]
+
+    def _parse(self, text: str) -> _Route | None:
+        ends, is_message, _ = text.partition("#")
+        try:
+            members = tuple(int(part) for part in ends.split(">" if is_message else ","))
+        except ValueError:
+            return None
+        if not all(0 <= rank < self._world_size for rank in members):
+            return None
+        if is_message and (len(members) != 2 or members[0] == members[1]):
+            return None
+        return _Route(members, self._hardware.link_of(members), bool(is_message))
