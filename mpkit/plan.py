@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from mpkit.mesh import Mesh
@@ -64,20 +65,34 @@ class Plan:
         ):
             if getattr(self, name) > 1:
                 pp = max(self.pp, getattr(self, name))
+                works = Plan(pp=pp, microbatches=max(self.microbatches, 2 * pp))
                 raise ValueError(
                     f"Plan({name}={getattr(self, name)}): this version of mpkit has no {name} above 1 ({what}); "
-                    f"it has pipelines. This would work on {pp} ranks: {_call(pp=pp, microbatches=2 * pp)}"
+                    f"it has pipelines. This works, on {pp} ranks: {works}"
                 )
-        object.__setattr__(self, "schedule", _schedule(self.schedule))
+        object.__setattr__(self, "schedule", self._checked_schedule())
         if self.recompute not in RECOMPUTE:
             near = (get_close_matches(str(self.recompute), RECOMPUTE, 1, 0.3) or ["full"])[0]
             raise ValueError(
                 f"Plan(recompute={self.recompute!r}): recompute is one of {', '.join(map(repr, RECOMPUTE))}. "
-                f"Did you mean recompute={near!r}?"
+                f"Did you mean {self._instead(recompute=near)}"
             )
-        object.__setattr__(self, "cut", self._checked_cut())
         if isinstance(self.schedule, Schedule):
             self._check_own(self.schedule)
+        object.__setattr__(self, "cut", self._checked_cut())
+
+    def _checked_schedule(self) -> str | Schedule:
+        given: object = self.schedule
+        if isinstance(given, Schedule) or (isinstance(given, str) and given in NAMES):
+            return given
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            return Schedule(given)
+        near = (get_close_matches(str(given).lower(), NAMES, 1, 0.4) or ["gpipe"])[0]
+        raise ValueError(
+            f"Plan(schedule={given!r}): there is no such schedule. This version has "
+            f"{' and '.join(map(repr, NAMES))}, and a Schedule of your own works too. "
+            f"The nearest is {self._instead(schedule=near)}"
+        )
 
     def _checked_cut(self) -> tuple[int | str, ...] | None:
         if self.cut is None:
@@ -89,30 +104,28 @@ class Plan:
         else:
             raise ValueError(
                 f"Plan(cut={self.cut!r}): cut is a list of the layers, by number or name, with which the stages "
-                f"after stage 0 begin: cut={list(range(1, self.stages))}, say, or cut=None to balance by FLOPs."
+                f"after stage 0 begin; left out, the stages are balanced by FLOPs: {self._instead(cut=None)}"
             )
         if len(cut) != self.stages - 1:
             raise ValueError(
                 f"Plan(cut={list(cut)}) cuts the model into {len(cut) + 1} stages, but pp={self.pp} asks for "
-                f"{self.stages}. Give the first layer of each stage but stage 0, "
-                f"{self.stages - 1} in all, or cut=None to balance the stages by FLOPs; "
-                f"or change the degree: pp={len(cut) + 1}."
+                f"{self.stages}. Give the first layer of each stage but stage 0, {self.stages - 1} in all, or leave "
+                f"it out to balance the stages by FLOPs: {self._instead(cut=None)}"
             )
         numbers = [point for point in cut if not isinstance(point, str)]
-        if any(_index(point) is None for point in numbers) or any(
-            a >= b for a, b in zip([0, *numbers], numbers, strict=False)
-        ):
+        if any(_index(point) is None for point in numbers) or any(a >= b for a, b in pairwise([0, *numbers])):
             raise ValueError(
                 f"Plan(cut={list(cut)}): the points are layers, by number from 1 or by name, in rising order, "
-                f"such as cut={list(range(1, self.stages))}."
+                f"such as {self._instead(cut=tuple(range(1, self.stages)))}"
             )
-        return cut
+        return tuple(point if isinstance(point, str) else int(point) for point in cut)
 
     def _check_own(self, schedule: Schedule) -> None:
         """A schedule of the learner's own has its own degrees: the plan's must be the same."""
         if not any(schedule.rows):
             raise ValueError(
-                "Plan(schedule=...): the schedule is empty. A row a rank: ['0F0 0B0', '1F0 1B0']"
+                "Plan(schedule=[]): the schedule is empty. It has a row for each rank, such as "
+                "Plan(pp=2, schedule=['0F0 0B0', '1F0 1B0'])"
             )
         if (self.pp, self.microbatches) != (schedule.ranks, schedule.microbatches):
             raise ValueError(
@@ -122,6 +135,10 @@ class Plan:
                 f"Plan(pp={schedule.ranks}, microbatches={schedule.microbatches}, schedule=schedule)"
             )
         validate(schedule, schedule.stages, schedule.microbatches)
+
+    def _instead(self, **changes: Any) -> str:
+        """The call that makes this plan with some changes."""
+        return _call(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)
 
     # ------------------------------------------------------------ the classics by name
 
@@ -217,7 +234,7 @@ class Plan:
         return f"{title}: {stages}, each batch {parts}{again}.{theory if self.ranks > 1 else ''}"
 
     def __repr__(self) -> str:
-        return _call(**{f.name: getattr(self, f.name) for f in fields(self)})
+        return self._instead()
 
     # ------------------------------------------------------------ JSON
 
@@ -274,20 +291,6 @@ def _positive(name: str, value: object) -> int:
             f"{_call(**{'pp': 4, 'microbatches': 8, name: good})}"
         )
     return number
-
-
-def _schedule(given: object) -> str | Schedule:
-    """A name that there is, or a Schedule."""
-    names = " and ".join(repr(name) for name in NAMES)
-    if isinstance(given, Schedule) or (isinstance(given, str) and given in NAMES):
-        return given
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        return Schedule(given)
-    near = (get_close_matches(str(given).lower(), NAMES, 1, 0.4) or ["gpipe"])[0]
-    raise ValueError(
-        f"Plan(schedule={given!r}): there is no such schedule; this version has {names}, and a Schedule of your own "
-        f"works. The nearest is {near!r}: {_call(pp=4, schedule=near, microbatches=8)}"
-    )
 
 
 def _call(**values: Any) -> str:

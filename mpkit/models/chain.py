@@ -1,0 +1,55 @@
+"""A model as a chain of layers, each of which takes what the one before it gives."""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["chain"]
+
+
+def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers of a model that is a chain, in order, with the names that its state dict knows them by.
+
+    A chain is an `nn.Sequential`, or a class made from it that leaves its `forward` as it is, such as the kit's own
+    models. Sequentials inside one are taken apart too.
+
+    >>> [name for name, _ in chain(nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1))))]
+    ['0', '1.0', '1.1']
+
+    Raises:
+        ValueError: the model is of another shape, or has no layers.
+    """
+    if not _is_chain(model):
+        kind = type(model).__name__
+        why = (
+            f"{kind} is made from nn.Sequential but has a forward of its own"
+            if isinstance(model, nn.Sequential)
+            else f"{kind} has a forward that may do anything"
+        )
+        raise ValueError(
+            f"The model is cut between its layers, and so has to be a chain of them: {why}. What works: "
+            "nn.Sequential(layer, layer, ...), where each layer may be any module, and mpkit.models.GPT, MLP and "
+            "ConvNet. To make a chain of yours, give its parts, in order, to nn.Sequential: "
+            f"nn.Sequential({', '.join(f'model.{name}' for name, _ in model.named_children()) or '...'})"
+        )
+    layers = list(_flatten(model, ""))
+    if not layers:
+        raise ValueError(
+            "The model is an nn.Sequential without layers: nn.Sequential(nn.Linear(4, 4)) has one."
+        )
+    return layers
+
+
+def _is_chain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _flatten(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    found = []
+    for name, module in model._modules.items():  # named_children would leave out a module's second place
+        assert module is not None
+        if _is_chain(module):
+            found += _flatten(module, f"{prefix}{name}.")
+        else:
+            found.append((prefix + name, module))
+    return found

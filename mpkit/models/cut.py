@@ -1,0 +1,112 @@
+"""Cutting a chain of layers into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import cache
+from itertools import pairwise
+from math import inf
+
+__all__ = ["balance", "cut"]
+
+
+def balance(costs: Sequence[float], stages: int) -> list[range]:
+    """Cut a chain into contiguous stages so that the dearest costs as little as can be.
+
+    The slowest stage sets a pipeline's pace. Among the cuts that are best in that, the one of the smallest sum of
+    squares, so that the others are alike too; among those, the one with the earliest stages the longest.
+
+    Args:
+        costs: of each layer, such as its FLOPs.
+        stages: how many, at most as many as there are layers.
+
+    Returns:
+        The layers of each stage.
+
+    >>> balance([1, 1, 1, 1, 4], 3)
+    [range(0, 2), range(2, 4), range(4, 5)]
+    """
+    layers = len(costs)
+    assert 1 <= stages <= layers
+    upto = [0.0]  # upto[i]: cost of the layers before i
+    for cost in costs:
+        upto.append(upto[-1] + cost)
+
+    @cache
+    def dearest(first: int, parts: int) -> float:
+        """The least that the dearest of `parts` stages can cost, for the layers from `first` on."""
+        if parts == 1:
+            return upto[layers] - upto[first]
+        least = inf
+        for end in range(first + 1, layers - parts + 2):
+            cost = upto[end] - upto[first]
+            if cost >= least:
+                break  # a longer first stage costs more still
+            least = min(least, max(cost, dearest(end, parts - 1)))
+        return least
+
+    limit = dearest(0, stages) * (1 + 1e-12)
+
+    @cache
+    def evenest(first: int, parts: int) -> tuple[float, tuple[int, ...]]:
+        """The least sum of squares within `limit`, and the ends of the stages, negated so that later is less."""
+        best: tuple[float, tuple[int, ...]] = (inf, ())
+        for end in range(first + 1, layers - parts + 2) if parts > 1 else [layers]:
+            cost = upto[end] - upto[first]
+            if cost > limit:
+                break
+            rest, later = evenest(end, parts - 1) if parts > 1 else (0.0, ())
+            best = min(best, (cost**2 + rest, (-end, *later)))
+        return best
+
+    bounds = [0, *(-end for end in evenest(0, stages)[1])]
+    return [range(a, b) for a, b in pairwise(bounds)]
+
+
+def cut(
+    names: Sequence[str], costs: Sequence[float], stages: int, at: Sequence[int | str] | None
+) -> list[range]:
+    """The layers of each stage: where the user said, or balanced.
+
+    Args:
+        names: of the layers.
+        costs: of the layers.
+        stages: how many.
+        at: the first layer of each stage but stage 0, by number or name; None: balanced by cost.
+
+    >>> cut(["embedding", "0", "1", "head"], [0, 3, 3, 1], 2, at=["head"])
+    [range(0, 3), range(3, 4)]
+
+    Raises:
+        ValueError: more stages than layers, or a cut at a layer that there is not.
+    """
+    layers = len(names)
+    if stages > layers:
+        raise ValueError(
+            f"{stages} stages, but the model has {layers} layer{'s' * (layers != 1)} "
+            f"({', '.join(names)}): each stage needs at least one. At most pp={layers} works, or a deeper model."
+        )
+    if at is None:
+        return balance(costs, stages)
+    points = [_point(point, names) for point in at]
+    bounds = [0, *points, layers]
+    if any(a >= b for a, b in pairwise(bounds)):
+        raise ValueError(
+            f"cut={list(at)} leaves a stage empty or goes back: the first layers of the stages have to rise from 1 to "
+            f"{layers - 1}. The model's layers are {', '.join(f'{i}: {n}' for i, n in enumerate(names))}; "
+            f"balanced it would be cut={[part.start for part in balance(costs, stages)[1:]]}."
+        )
+    return [range(a, b) for a, b in pairwise(bounds)]
+
+
+def _point(point: int | str, names: Sequence[str]) -> int:
+    if not isinstance(point, str):
+        return int(point)
+    if point in names:
+        return list(names).index(point)
+    near = get_close_matches(point, names, 1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"cut at {point!r}: the model has no layer of that name. {hint}It has {', '.join(names)}."
+    )

@@ -1,0 +1,144 @@
+"""Models are chains; chains are cut where it is best."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from mpkit.data import images, spirals, text_batches
+from mpkit.models import GPT, MLP, ConvNet, GPTConfig, balance, chain, cut, next_token_loss
+
+
+def every_cut(layers: int, stages: int) -> list[list[range]]:
+    found = []
+    for points in combinations(range(1, layers), stages - 1):
+        found.append([range(a, b) for a, b in pairwise([0, *points, layers])])
+    return found
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
+def test_balance_is_the_best_of_all_cuts(costs: list[int], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+
+    def dearness(parts: list[range]) -> tuple[int, int]:
+        each = [sum(costs[i] for i in part) for part in parts]
+        return max(each), sum(cost**2 for cost in each)
+
+    found = balance(costs, stages)
+    assert found in every_cut(len(costs), stages)
+    assert dearness(found) == min(map(dearness, every_cut(len(costs), stages)))
+
+
+def test_a_long_chain_is_cut_at_once() -> None:
+    parts = balance([1.0 + (i % 7) for i in range(1000)], 64)
+    assert len(parts) == 64
+
+
+def test_layers_that_cost_nothing_stay_with_the_one_before() -> None:
+    assert balance([5, 0, 5, 0, 5, 0], 3) == [range(0, 2), range(2, 4), range(4, 6)]
+
+
+def test_a_cut_of_ones_own() -> None:
+    names = ["embedding", "block0", "block1", "head"]
+    assert cut(names, [1] * 4, 3, [1, "head"]) == [range(0, 1), range(1, 3), range(3, 4)]
+    with pytest.raises(ValueError, match=r"no layer of that name. Did you mean 'block0'\?"):
+        cut(names, [1] * 4, 2, ["blok0"])
+    with pytest.raises(ValueError, match=r"rise from 1 to 3.*balanced it would be cut=\[2\]"):
+        cut(names, [1] * 4, 2, [4])
+    with pytest.raises(ValueError, match=r"cut=\['head', 1\] leaves a stage empty"):
+        cut(names, [1] * 4, 3, ["head", 1])
+    with pytest.raises(ValueError, match=r"5 stages, but the model has 4 layers .* At most pp=4 works"):
+        cut(names, [1] * 4, 5, None)
+
+
+class Forked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x) + self.right(x)
+
+
+class Backwards(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
+def test_a_chain_is_a_sequential_that_goes_through_its_layers() -> None:
+    relu = nn.ReLU()
+    model = nn.Sequential(relu, nn.Sequential(Forked(), relu), Backwards(nn.ReLU()), relu)
+    assert [name for name, _ in chain(model)] == ["0", "1.0", "1.1", "2", "3"]
+    with pytest.raises(ValueError, match=r"nn.Sequential\(model.left, model.right\)"):
+        chain(Forked())
+    with pytest.raises(ValueError, match="a forward of its own"):
+        chain(Backwards(nn.ReLU()))
+    with pytest.raises(ValueError, match="without layers"):
+        chain(nn.Sequential(nn.Sequential()))
+
+
+def test_the_kits_models_are_chains_and_learn() -> None:
+    torch.manual_seed(0)
+    cases = [
+        (GPT(GPTConfig(length=16, width=32), layers=2), text_batches(8, 16, 30), next_token_loss),
+        (MLP(2, 3), spirals(64, 30), nn.functional.cross_entropy),
+        (ConvNet(1, 4, width=8), images(16, 30), nn.functional.cross_entropy),
+    ]
+    for model, data, loss in cases:
+        assert len(chain(model)) == len(list(model.children())) >= 4
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for inputs, targets in data:
+            optimizer.zero_grad()
+            value = loss(model(inputs), targets)
+            value.backward()
+            optimizer.step()
+            losses.append(value.item())
+        assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_a_gpt_looks_only_back() -> None:
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=16, heads=2, vocab=11).double()
+    tokens = torch.randint(11, (2, 12))
+    changed = tokens.clone()
+    changed[:, 7:] = 0
+    assert torch.equal(model(tokens)[:, :7], model(changed)[:, :7])
+    assert not torch.equal(model(tokens), model(changed))
+
+
+def test_sizes_that_cannot_be_say_what_could() -> None:
+    with pytest.raises(ValueError, match=r"heads=5\): .* heads=4 does"):
+        GPTConfig(width=64, heads=5)
+    with pytest.raises(ValueError, match="layers is 1 or more"):
+        GPT(layers=0)
+    with pytest.raises(ValueError, match="this GPT has length=8"):
+        GPT(length=8)(torch.zeros(1, 9, dtype=torch.long))
+    with pytest.raises(ValueError, match="width=12 does"):
+        ConvNet(1, 2, width=10)
+    with pytest.raises(ValueError, match="so at most length="):
+        text_batches(1, 10_000_000, 1)
+    with pytest.raises(ValueError, match="batch is 1 or more"):
+        spirals(0, 1)
+
+
+def test_data_is_the_same_for_a_seed_and_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    for make in (
+        lambda s: text_batches(2, 8, 2, seed=s),
+        lambda s: spirals(4, 2, seed=s),
+        lambda s: images(4, 2, seed=s),
+    ):
+        once, again, other = make(1), make(1), make(2)
+        assert all(
+            torch.equal(a, b) for x, y in zip(once, again, strict=True) for a, b in zip(x, y, strict=True)
+        )
+        assert not torch.equal(once[0][0], other[0][0])
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,117 @@
+"""A Plan says what it is, and why it cannot be."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpkit as mk
+from mpkit.mesh import AXES, Mesh
+from mpkit.plan import Plan
+from mpkit.schedule import NAMES, Schedule
+
+OWN = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="mine")
+
+PLANS = [
+    Plan.serial(),
+    Plan.serial(microbatches=4),
+    Plan.naive_mp(4),
+    Plan.gpipe(4, 8),
+    Plan.gpipe(4, 8, recompute="full"),
+    Plan.gpipe(3, 2, cut=[2, "head"]),
+    Plan.from_schedule(OWN),
+    Plan.from_schedule(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"], recompute="full"),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_json_and_repr_make_the_same_plan_again(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+    assert eval(repr(plan), {"Plan": Plan, "Schedule": Schedule}) == plan
+    assert plan.describe().endswith(".")
+
+
+def test_the_classics() -> None:
+    assert mk.Plan.serial().ranks == 1
+    assert Plan.serial().bubble_in_theory == 0
+    assert Plan.naive_mp(4).bubble_in_theory == Fraction(3, 4)
+    assert Plan.gpipe(4, 8).bubble_in_theory == Fraction(3, 11)
+    assert Plan.gpipe(4, 8) == Plan(pp=4, schedule="gpipe", microbatches=8)
+    assert (Plan.from_schedule(OWN).pp, Plan.from_schedule(OWN).microbatches) == (2, 2)
+    assert Plan.from_schedule(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"]).stages == 4
+
+
+def test_numbers_of_any_make() -> None:
+    plan = Plan(pp=np.int64(4), microbatches=np.int32(8))
+    assert type(plan.pp) is int
+    assert plan == Plan.gpipe(4, 8)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"pp": 0}, r"Plan\(pp=0\): pp is a whole number, 1 or more"),
+    ({"pp": -2}, "1 or more"),
+    ({"microbatches": 2.5}, r"microbatches=2.5.*microbatches=8"),
+    ({"pp": True}, "whole number"),
+    ({"pp": "4"}, "whole number"),
+    ({"pp": None}, "whole number"),
+    ({"pp": 4, "schedule": "gpip"}, r"nearest is Plan\(pp=4, schedule='gpipe'\)"),
+    ({"pp": 4, "schedule": "Naive"}, "nearest is .*schedule='naive'"),
+    ({"pp": 4, "schedule": 7}, "'naive' and 'gpipe'"),
+    ({"pp": 4, "recompute": "ful"}, "Did you mean .*recompute='full'"),
+    ({"pp": 4, "recompute": True}, "'none', 'full'"),
+    ({"pp": 2, "dp": 2}, r"no dp above 1.*Plan\(pp=2"),
+    ({"tp": 4}, r"no tp above 1.*Plan\(pp=4"),
+    ({"pp": 2, "virtual_stages": 2}, "no virtual_stages above 1"),
+    ({"pp": 4, "cut": [1, 2]}, r"3 stages, but pp=4 asks for 4"),
+    ({"pp": 3, "cut": [2, 1]}, "in rising order"),
+    ({"pp": 2, "cut": [0]}, "by number from 1"),
+    ({"pp": 2, "cut": [1.5]}, "by number from 1"),
+    ({"pp": 2, "cut": {1}}, "cut is a list"),
+    ({"pp": 2, "schedule": []}, "the schedule is empty"),
+    ({"pp": 4, "schedule": OWN}, r"2 rows and 2 micro-batches. Write Plan.from_schedule"),
+]
+
+
+@pytest.mark.parametrize("asked, words", REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_says_why_and_what_could(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        Plan(**asked)
+    _, proposed = str(caught.value).rsplit(" Plan(", 1)
+    assert eval("Plan(" + proposed, {"Plan": Plan, "schedule": OWN}).ranks >= 1, "what it proposes works"
+
+
+def test_a_schedule_that_cannot_run_is_drawn() -> None:
+    with pytest.raises(ValueError, match="1B0 comes before 1F0"):
+        Plan(pp=2, schedule=["0F0 0B0", "1B0 1F0"])
+
+
+def test_broken_json() -> None:
+    with pytest.raises(ValueError, match="no plan in JSON"):
+        Plan.from_json("{")
+    with pytest.raises(ValueError, match="no plan in JSON"):
+        Plan.from_json("[3]")
+    with pytest.raises(ValueError, match=r"no 'microbatch'. Did you mean 'microbatches'\?"):
+        Plan.from_json('{"pp": 4, "microbatch": 8}')
+
+
+def test_every_named_schedule_makes_a_plan() -> None:
+    for name in NAMES:
+        assert Plan(pp=3, schedule=name, microbatches=6).stages == 3
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_a_mesh_has_every_rank_at_one_place_and_in_one_group_an_axis(pp: int, dp: int, tp: int) -> None:
+    mesh = Mesh(pp, dp, tp)
+    for rank in range(mesh.size):
+        assert mesh.rank(*mesh.place(rank)) == rank
+        assert all(rank in mesh.group(rank, axis) for axis in AXES)
+    for axis in AXES:
+        groups = mesh.groups(axis)
+        assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+        assert {len(group) for group in groups} == {getattr(mesh, axis)}
+    assert mesh.groups("tp")[0] == tuple(range(tp)), "neighbours share layers"

@@ -1,0 +1,236 @@
+"""Schedules are data: drawn, validated, lowered, without a tensor in sight."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpkit import Plan
+from mpkit.schedule import Action, Schedule, build, draw, gpipe, lower, naive, play, validate
+
+
+def test_gpipes_staircase() -> None:
+    # Huang et al. 2019, figure 2c: F in order, B in reverse order of micro-batches.
+    assert [" ".join(map(str, row)) for row in gpipe(4, 3).rows] == [
+        "0F0 0F1 0F2 0B2 0B1 0B0",
+        "1F0 1F1 1F2 1B2 1B1 1B0",
+        "2F0 2F1 2F2 2B2 2B1 2B0",
+        "3F0 3F1 3F2 3B2 3B1 3B0",
+    ]
+    assert draw(gpipe(2, 2), {"F": 1, "B": 1}).splitlines() == [
+        "rank 0 | F0 F1  .  . B1 B0",
+        "rank 1 |  . F0 F1 B1 B0  .",
+    ]
+
+
+def test_naives_staircase() -> None:
+    assert draw(naive(3), {"F": 1, "B": 1}).splitlines() == [
+        "rank 0 | F0  .  .  .  . B0",
+        "rank 1 |  . F0  .  . B0  .",
+        "rank 2 |  .  . F0 B0  .  .",
+    ]
+    assert draw(naive(2, 2), {"F": 1, "B": 1}).splitlines() == [
+        "rank 0 | F0  .  . B0 F1  .  . B1",
+        "rank 1 |  . F0 B0  .  . F1 B1  .",
+    ]
+
+
+@given(st.integers(1, 6), st.integers(1, 9))
+def test_the_bubble_is_what_the_formulas_say(p: int, m: int) -> None:
+    for plan in (Plan(pp=p, microbatches=m), Plan(pp=p, microbatches=m, schedule="naive")):
+        placed = play(build(plan)).placed
+        span = max(end for _, end, *_ in placed)
+        busy = sum(end - start for start, end, *_ in placed)
+        assert 1 - busy / (p * span) == pytest.approx(float(plan.bubble_in_theory))
+
+
+def test_gpipe_of_4_stages_and_8_micro_batches_spans_33() -> None:
+    # F=1, B=2: span 33, 9 idle a rank.
+    placed = play(gpipe(4, 8)).placed
+    assert max(end for _, end, *_ in placed) == 33
+    busy = Counter()
+    for start, end, rank, _ in placed:
+        busy[rank] += end - start
+    assert [33 - busy[rank] for rank in range(4)] == [9, 9, 9, 9]
+
+
+def test_a_schedule_is_read_from_text_and_prints_what_makes_it_again() -> None:
+    rows = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+    schedule = Schedule(rows, name="1f1b")
+    assert schedule == Schedule(rows.splitlines(), name="1f1b") == eval(repr(schedule))
+    assert (schedule.ranks, schedule.stages, schedule.microbatches) == (2, 2, 2)
+    assert str(schedule) == draw(schedule)
+    v_shaped = Schedule(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"])
+    assert v_shaped.stage_to_rank == (0, 1, 1, 0)
+    assert v_shaped.stages_of(0) == (0, 3)
+    assert "3F0" in draw(v_shaped)
+    with pytest.raises(ValueError, match=r"'1G0' is no action.*such as 2F0"):
+        Schedule(["1G0"])
+
+
+# ---------------------------------------------------------------- validate
+
+
+@given(st.integers(1, 5), st.integers(1, 6))
+def test_ours_are_valid(p: int, m: int) -> None:
+    validate(gpipe(p, m), p, m)
+    validate(naive(p, m), p, m)
+
+
+REFUSED = {
+    "before what it needs": (
+        ["0F0 0F1 0B0 0B1", "1F1 1B1 1B0 1F0"],
+        r"1B0 comes before 1F0, which it needs \(a backward needs what its forward kept\)",
+        "1B0",
+    ),
+    "a ring": (
+        ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"],
+        "rank 0 is at 0B0 and waits for 1B0 of rank 1; rank 1 is at 1F1 and waits for 0F1 of rank 0",
+        "0B0",
+    ),
+    "a ring that not all ranks are in": (
+        ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F1 2B1 2F0 2B0"],
+        "rank 1 is at 1B0 and waits for 2B0 of rank 2; rank 2 is at 2F1 and waits for 1F1 of rank 1",
+        "1B0",
+    ),
+    "missing backward": (["0F0 0F1 0B0 0B1", "1F0 1F1 1B1"], "1B0 is missing: .* no gradient", None),
+    "missing forward": (["0F0 0B0 0B1", "1F0 1B0 1F1 1B1"], "0F1 is missing: .* never sees", None),
+    "twice": (["0F0 0F1 0F0 0B0 0B1", "1F0 1F1 1B0 1B1"], "0F0 is there twice", None),
+    "on the wrong rank": (["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 0B1"], "stage 0 is on rank 0", "0B1"),
+    "half a backward": (["0F0 0F1 0B0 0I1", "1F0 1F1 1B0 1B1"], "0W1 is missing: .* both I and W", None),
+    "one and a half": (["0F0 0F1 0B0 0I0 0B1", "1F0 1F1 1B0 1B1"], "0I0 and 0B0 .* same work", "0I0"),
+    "W before I": (
+        ["0F0 0F1 0W0 0I0 0B1", "1F0 1F1 1B0 1B1"],
+        r"0W0 comes before 0I0, which it needs \(the gradient of the weights follows",
+        "0W0",
+    ),
+    "a message": (["0F0 0SEND_F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"], "Write compute only", "0SEND_F0"),
+    "no such micro-batch": (["0F0 0F2 0B0 0B1", "1F0 1F1 1B0 1B1"], "no micro-batch 2", "0F2"),
+    "no such stage": (["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 2B1"], "no stage 2: the stages are 0 to 1", "2B1"),
+    "backwards out of order": (
+        ["1F0 0F0 0F1 1F1 1B0 0B0 0B1 1B1"],
+        "1F0 comes before 0F0, which it needs .stage 1 computes on what stage 0 makes",
+        "1F0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, words, at", REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_run_is_drawn_with_an_arrow(rows: list[str], words: str, at: str | None) -> None:
+    stages = 3 if len(rows) == 3 else 2
+    with pytest.raises(ValueError, match=words) as caught:
+        validate(Schedule(rows, name="mine"), stages, 2)
+    message = str(caught.value)
+    assert message.startswith("Schedule 'mine' cannot run: ")
+    lines = message.splitlines()
+    if at is not None:
+        arrow = next(i for i, line in enumerate(lines) if set(line) == {" ", "^"})
+        column = lines[arrow].index("^")
+        assert lines[arrow - 1][column : lines[arrow].rindex("^") + 1].strip() == at
+
+
+# ---------------------------------------------------------------- lower
+
+
+@st.composite
+def valid_schedules(draw_from: st.DrawFn) -> Schedule:
+    """A random order in which everything is done after what it needs, dealt out to the ranks."""
+    stages = draw_from(st.integers(1, 5))
+    ranks = draw_from(st.integers(1, stages))
+    m = draw_from(st.integers(1, 5))
+    # every rank holds at least one stage
+    extra = draw_from(st.lists(st.integers(0, ranks - 1), min_size=stages - ranks, max_size=stages - ranks))
+    holders = draw_from(st.permutations([*range(ranks), *extra]))
+    split = draw_from(st.booleans())
+    kinds = "FIW" if split else "FB"
+    left = {Action(kind, s, i) for kind in kinds for s in range(stages) for i in range(m)}
+    whole = Schedule([sorted(left)], stage_to_rank=[0] * stages)  # for its needs
+    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    done: set[Action] = set()
+    while left:
+        ready = sorted(a for a in left if all(need in done for need in whole.needs(a)))
+        action = draw_from(st.sampled_from(ready))
+        left.remove(action)
+        done.add(action)
+        rows[holders[action.stage]].append(action)
+    return Schedule(rows, "random", holders)
+
+
+@given(valid_schedules())
+def test_random_orders_are_valid_and_lowered_without_deadlock(schedule: Schedule) -> None:
+    validate(schedule, schedule.stages, schedule.microbatches)
+    lowered = lower(schedule)
+    compute = [[a for a in row if len(a.kind) == 1] for row in lowered.rows]
+    assert tuple(map(tuple, compute)) == schedule.rows, "lowering keeps the order of compute"
+    check_messages(lowered)
+    run_in_order(lowered)
+
+
+def check_messages(lowered: Schedule) -> None:
+    """Every message once, from the rank that makes it to the one that needs it, never to oneself."""
+    holders = lowered.stage_to_rank
+    for way, step in (("F", 1), ("B", -1)):
+        expected = {
+            (s, i)
+            for s in range(lowered.stages)
+            for i in range(lowered.microbatches)
+            if 0 <= s + step < lowered.stages and holders[s] != holders[s + step]
+        }
+        sent = Counter(
+            (a.stage, a.microbatch) for row in lowered.rows for a in row if a.kind == f"SEND_{way}"
+        )
+        got = Counter(
+            (a.stage - step, a.microbatch) for row in lowered.rows for a in row if a.kind == f"RECV_{way}"
+        )
+        assert sent == got == Counter(dict.fromkeys(expected, 1))
+
+
+def run_in_order(lowered: Schedule) -> None:
+    """Every pair of ranks does its messages, of both directions, in one order, as nccl pairs them by order.
+
+    A message goes when it is the first of its pair on both ranks; a rank's compute waits for what it needs.
+    """
+    holders = lowered.stage_to_rank
+    queues: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
+    for rank, row in enumerate(lowered.rows):
+        for a in row:
+            if len(a.kind) > 1:
+                step = 1 if a.kind.endswith("F") else -1
+                source = a.stage if a.kind.startswith("SEND") else a.stage - step
+                peer = holders[source + step] if a.kind.startswith("SEND") else holders[source]
+                queues.setdefault((rank, peer), []).append((a.kind[-1], source, a.microbatch))
+    for (rank, peer), queue in queues.items():
+        assert queue == queues[peer, rank], f"ranks {rank} and {peer} disagree on the order"
+
+    position = [0] * lowered.ranks
+    posted: dict[tuple[int, int], list[tuple[str, int, int]]] = {pair: [] for pair in queues}
+    arrived: set[tuple[str, int, int]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(lowered.rows):
+            while position[rank] < len(row):
+                a = row[position[rank]]
+                if len(a.kind) > 1:
+                    step = 1 if a.kind.endswith("F") else -1
+                    sends = a.kind.startswith("SEND")
+                    source = a.stage if sends else a.stage - step
+                    peer = holders[source + step] if sends else holders[source]
+                    posted[rank, peer].append((a.kind[-1], source, a.microbatch))
+                    mine, theirs = posted[rank, peer], posted[peer, rank]
+                    arrived.update(x for x, y in zip(mine, theirs, strict=False) if x == y)
+                else:
+                    needs = [n for n in lowered.needs(a) if holders[n.stage] != rank]
+                    if any((n.kind.replace("I", "B"), n.stage, n.microbatch) not in arrived for n in needs):
+                        break
+                position[rank] += 1
+                moved = True
+    assert position == [len(row) for row in lowered.rows], "stuck"
+
+
+def test_a_receive_is_posted_before_what_runs_while_the_message_comes() -> None:
+    lowered = lower(gpipe(2, 3))
+    assert " ".join(map(str, lowered.rows[1])).startswith("1RECV_F0 1RECV_F1 1F0 1RECV_F2 1F1 1F2 1B2")
