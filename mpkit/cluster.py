@@ -166,6 +166,8 @@ class Cluster:
             )
         payload = pack(fn, args)
         if self._warm is None or not self._warm.alive:
+            if self._warm is not None:
+                self._warm.close()
             self._warm = Warm(self._fork)
         settings = here(self.ranks, self.device, self.backend, self.devices, self.layers)
         self._current = Launch(self._warm, settings, payload, timeout=timeout, sink=sink, meta=meta or {})

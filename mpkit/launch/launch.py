@@ -180,10 +180,8 @@ class Launch:
         self.over = True
         self._output.pump(self._sink)
         if self.error is None and not self.stopped:
-            found = failure(self.folder, self._statuses, self.trace)
-            if error is not None and found is None:
-                found = RankFailed(str(error))
-            self.error = found
+            lost = error is not None and not self._statuses
+            self.error = RankFailed(str(error)) if lost else failure(self.folder, self._statuses, self.trace)
 
 
 def pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:

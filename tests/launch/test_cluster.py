@@ -1,0 +1,168 @@
+"""Cluster.run: functions of all kinds reach the ranks, results and prints come back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import mpkit as mk
+
+
+def doubled(ctx, value):  # type: ignore[no-untyped-def]
+    return 2 * value * ctx.world_size
+
+
+def test_results_come_back_by_rank(cluster: mk.Cluster) -> None:
+    assert cluster.run(lambda ctx: (ctx.rank, ctx.world_size, str(ctx.device))) == [
+        (rank, 4, "cpu") for rank in range(4)
+    ]
+
+
+def test_functions_with_arguments_and_closures(cluster: mk.Cluster) -> None:
+    offset = torch.arange(3)
+    assert cluster.run(doubled, 5) == [40] * 4
+    got = cluster.run(lambda ctx: offset + ctx.rank)
+    assert [t.tolist() for t in got] == [[r, r + 1, r + 2] for r in range(4)]
+
+
+def test_one_thread_a_rank_and_fresh_processes(cluster: mk.Cluster) -> None:
+    first = cluster.run(lambda ctx: (os.getpid(), torch.get_num_threads()))
+    second = cluster.run(lambda ctx: (os.getpid(), torch.get_num_threads()))
+    assert {threads for _, threads in first + second} == {1}
+    assert len({pid for pid, _ in first + second}) == 8
+
+
+def test_prints_are_labelled_and_in_order(cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    def talk(ctx):  # type: ignore[no-untyped-def]
+        for turn in range(ctx.world_size):
+            ctx.comm.barrier()
+            if ctx.rank == turn:
+                print(f"line one of {turn}\nline two of {turn}")
+                print("a warning", file=sys.stderr)
+            ctx.comm.barrier()
+
+    cluster.run(talk)
+    lines = capsys.readouterr().out.splitlines()
+    expected = []
+    for rank in range(4):
+        for text in (f"line one of {rank}", f"line two of {rank}", "a warning"):
+            expected.append(f"[rank {rank}] {text}")
+    assert lines == expected
+
+
+def test_what_bypasses_python_comes_too(cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.run(lambda ctx: os.system("echo from a child") if ctx.rank == 1 else None)
+    assert "[rank 1] from a child" in capsys.readouterr().out
+
+
+def test_endless_printing_is_cut(cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    from mpkit.launch.folder import OUTPUT_LIMIT
+
+    def shout(ctx):  # type: ignore[no-untyped-def]
+        if ctx.rank == 0:
+            for _ in range(2 * OUTPUT_LIMIT // 1_000_000):
+                print("x" * 1_000_000)
+
+    cluster.run(shout)
+    printed = capsys.readouterr().out
+    assert len(printed) < 1.2 * OUTPUT_LIMIT
+    assert "the rest is left out" in printed
+
+
+def test_random_state_of_the_caller_is_untouched(cluster: mk.Cluster) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    cluster.run(lambda ctx: torch.rand(1).item())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+SCRIPT = """
+import torch
+import mpkit as mk
+
+class Scale(torch.nn.Module):
+    def forward(self, x):
+        return 3 * x
+
+def work(ctx, model):
+    return float(model(ctx.comm.all_reduce(torch.ones(1))))
+
+cluster = mk.Cluster(ranks=2, device="cpu")
+print(cluster.run(work, Scale()), cluster.run(lambda ctx: ctx.rank))
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "repl"])
+def test_without_main_guard(how: str, tmp_path: Path) -> None:
+    """Functions and classes of a script without a guard, and of a REPL, which is fed on standard input."""
+    if how == "script":
+        (tmp_path / "script.py").write_text(SCRIPT)
+        command, given = [sys.executable, "script.py"], None
+    else:
+        command, given = [sys.executable, "-i", "-q"], SCRIPT
+    done = subprocess.run(command, input=given, text=True, capture_output=True, cwd=tmp_path, timeout=60)
+    assert "[6.0, 6.0] [0, 1]" in done.stdout, done.stderr
+
+
+def test_module_beside_the_script_is_found(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("def work(ctx):\n    return ctx.rank + 100\n")
+    (tmp_path / "script.py").write_text(
+        "import mpkit as mk, helper\nprint(mk.Cluster(2, device='cpu').run(helper.work))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")], text=True, capture_output=True, timeout=60
+    )
+    assert "[100, 101]" in done.stdout, done.stderr
+
+
+def test_spawned_ranks_behave_the_same() -> None:
+    """What systems without a safe fork do."""
+    with mk.Cluster(2, device="cpu", start="spawn") as cluster:
+        assert cluster.run(lambda ctx: ctx.comm.all_reduce(torch.ones(1)).item()) == [2.0, 2.0]
+        with pytest.raises(mk.RankFailed, match="rank 1 of 2 failed: KeyError: 'x'"):
+            cluster.run(lambda ctx: {}["x"] if ctx.rank == 1 else ctx.comm.barrier())
+        assert cluster.run(lambda ctx: ctx.rank) == [0, 1]
+
+
+def test_close_leaves_nothing() -> None:
+    cluster = mk.Cluster(2, device="cpu")
+    pids = cluster.run(lambda ctx: (os.getpid(), os.getppid()))
+    cluster.close()
+    for pid in {pid for pair in pids for pid in pair}:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    with pytest.raises(ValueError, match=r"closed; make a new one: mk\.Cluster\(ranks=2\)"):
+        cluster.run(doubled, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: mk.Cluster(0), r"Cluster\(ranks=0\): a number of processes, 1 or more"),
+        (lambda: mk.Cluster("4"), r"Cluster\(ranks='4'\)"),  # type: ignore[arg-type]
+        (lambda: mk.Cluster(10_000), "10000 processes on this machine"),
+        (lambda: mk.Cluster(2, device="gpu"), "did you mean 'cpu'"),
+        (lambda: mk.Cluster(2, start="thread"), "there are 'fork' and 'spawn'"),
+    ],
+)
+def test_mistakes_in_making_one(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+def test_mistakes_in_running(cluster: mk.Cluster) -> None:
+    import threading
+
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match="takes a function of a context"):
+        cluster.run(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot be sent to other processes"):
+        cluster.run(lambda ctx: lock)
+    with pytest.raises(ValueError, match=r"timeout=-1: a number of seconds above 0"):
+        cluster.run(doubled, 1, timeout=-1)

@@ -1,0 +1,131 @@
+"""Collectives and messages do what their docstrings say, on real ranks, and are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+import mpkit as mk
+
+KINDS = [
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+]
+
+
+def run_program(ctx, program, world):  # type: ignore[no-untyped-def]
+    """Each step of the program in a group that this rank may or may not belong to."""
+    groups = [ctx.comm.group(ranks) for _, ranks, _, _ in program]
+    found = []
+    for (kind, ranks, root, inputs), group in zip(program, groups, strict=True):
+        if ctx.rank in ranks:
+            mine = inputs[ranks.index(ctx.rank)].clone()
+            root_argument = [root] if kind in ("broadcast", "reduce", "gather", "scatter") else []
+            found.append(getattr(ctx.comm, kind)(mine, *root_argument, group=group))
+        else:
+            found.append(None)
+    return found
+
+
+def expected(kind: str, ranks: list[int], root: int, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """By member of the group."""
+    n, total = len(ranks), sum(given[1:], given[0])
+    at_root = [rank == root for rank in ranks]
+    return {
+        "all_reduce": lambda: [total] * n,
+        "all_gather": lambda: [torch.cat(given)] * n,
+        "reduce_scatter": lambda: list(total.chunk(n)),
+        "all_to_all": lambda: [torch.cat([g.chunk(n)[i] for g in given]) for i in range(n)],
+        "broadcast": lambda: [given[ranks.index(root)]] * n,
+        "reduce": lambda: [total if is_root else own for is_root, own in zip(at_root, given, strict=True)],
+        "gather": lambda: [torch.cat(given) if is_root else given[0][:0] for is_root in at_root],
+        "scatter": lambda: list(given[ranks.index(root)].chunk(n)),
+    }[kind]()
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[int, list[object]]:
+    world = draw(st.integers(1, 5))
+    program: list[object] = []
+    for _ in range(draw(st.integers(1, 4))):
+        ranks = sorted(draw(st.sets(st.integers(0, world - 1), min_size=1)))
+        shape = (len(ranks) * draw(st.integers(1, 2)), *draw(st.lists(st.integers(1, 3), max_size=2)))
+        dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.int64]))
+        given = [torch.randint(-9, 9, shape, dtype=dtype) for _ in ranks]
+        program.append((draw(st.sampled_from(KINDS)), ranks, draw(st.sampled_from(ranks)), given))
+    return world, program
+
+
+@examples(max_examples=40)
+@given(programs())
+def test_collectives(clusters: Callable[[int], mk.Cluster], drawn: tuple[int, list[object]]) -> None:
+    world, program = drawn
+    got = clusters(world).run(run_program, program, world)
+    for step, (kind, ranks, root, inputs) in enumerate(program):  # type: ignore[misc]
+        for member, want in zip(ranks, expected(kind, ranks, root, inputs), strict=True):
+            assert torch.equal(got[member][step], want), (kind, ranks, root, member)
+
+
+@pytest.mark.parametrize(("op", "want"), [("sum", 10.0), ("mean", 2.5), ("max", 4.0), ("min", 1.0)])
+def test_reductions(cluster: mk.Cluster, op: str, want: float) -> None:
+    got = cluster.run(lambda ctx: ctx.comm.all_reduce(torch.ones(2) * (ctx.rank + 1), op=op).tolist())
+    assert got == [[want, want]] * 4
+
+
+def test_async_and_views(cluster: mk.Cluster) -> None:
+    """An all-reduce of a strided view lands in that view; asynchronous ones in the order of their waits."""
+
+    def fn(ctx):  # type: ignore[no-untyped-def]
+        x = torch.zeros(4, 4)
+        works = [ctx.comm.all_reduce(x[:, i], async_op=True) for i in range(4)]
+        x_before = x.clone()
+        for work in reversed(works):
+            work.wait()
+        ctx.comm.all_reduce(x[:, 1].fill_(ctx.rank))
+        return x_before.sum().item(), x.sum(0).tolist()
+
+    assert cluster.run(fn) == [(0.0, [0.0, 24.0, 0.0, 0.0])] * 4
+
+
+def test_messages_with_tags_may_cross(cluster: mk.Cluster) -> None:
+    def fn(ctx):  # type: ignore[no-untyped-def]
+        right, left = (ctx.rank + 1) % 4, (ctx.rank - 1) % 4
+        sent = [ctx.comm.isend(torch.full((2,), 10.0 * ctx.rank + i), right, f"F{i}") for i in range(3)]
+        got = [ctx.comm.recv(torch.empty(2), left, f"F{i}")[0].item() for i in (2, 0, 1)]
+        for work in sent:
+            work.wait()
+        return got
+
+    assert cluster.run(fn) == [[10.0 * left + i for i in (2, 0, 1)] for left in (3, 0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda ctx: ctx.comm.reduce_scatter(torch.ones(6)), "into 4 equal parts.*shape .6,. does not allow"),
+        (lambda ctx: ctx.comm.broadcast(torch.ones(1), 7), "rank 7 is not one of the group's ranks"),
+        (lambda ctx: ctx.comm.isend(torch.ones(1), ctx.rank), "that is this rank itself"),
+        (lambda ctx: ctx.comm.irecv(torch.ones(1), 9), "there are ranks 0 to 3"),
+        (lambda ctx: ctx.comm.isend(torch.ones(1), (ctx.rank + 1) % 4, "forward"), "tag='forward'"),
+        (lambda ctx: ctx.comm.all_reduce(torch.ones(1), op="avg"), "'sum', 'mean', 'max' and 'min'"),
+        (lambda ctx: ctx.comm.group([0, 0]), r"group\(\[0, 0\]\) needs different ranks"),
+        (
+            lambda ctx: ctx.comm.barrier(ctx.comm.group([5 - 5])),
+            "rank . called barrier in the group of ranks",
+        ),
+    ],
+)
+def test_mistakes_teach(cluster: mk.Cluster, call: Callable[[object], object], says: str) -> None:
+    with pytest.raises(mk.RankFailed, match=f"(?s)ValueError: .*{says}"):
+        cluster.run(call)

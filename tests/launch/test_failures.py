@@ -1,0 +1,174 @@
+"""A rank raises, is killed, leaves, hangs: all ranks go, the error says who and where, the cluster stays usable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import mpkit as mk
+
+
+def is_gone(pid: int) -> bool:
+    """Whether no process of that number runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> float:
+    """How long it took, at most `seconds`."""
+    begin = time.monotonic()
+    while not all(map(is_gone, pids)):
+        assert time.monotonic() - begin < seconds, f"still there after {seconds} s: {pids}"
+    return time.monotonic() - begin
+
+
+def still_works(cluster: mk.Cluster) -> None:
+    assert cluster.run(lambda ctx: ctx.comm.all_reduce(torch.ones(1)).item()) == [4.0] * 4
+
+
+def test_a_rank_raises(cluster: mk.Cluster) -> None:
+    def fail(ctx):  # type: ignore[no-untyped-def]
+        with ctx.record.step(3):
+            if ctx.rank == 2:
+                raise RuntimeError("the reason")
+            ctx.comm.barrier()
+
+    with pytest.raises(
+        mk.RankFailed, match="rank 2 of 4 failed in step 3: RuntimeError: the reason"
+    ) as caught:
+        cluster.run(fail)
+    assert (caught.value.rank, caught.value.step) == (2, 3)
+    assert 'raise RuntimeError("the reason")' in caught.value.traceback
+    assert "mpkit/launch" not in caught.value.traceback
+    still_works(cluster)
+
+
+def test_the_first_failure_is_reported_not_its_consequences(cluster: mk.Cluster) -> None:
+    def fail(ctx):  # type: ignore[no-untyped-def]
+        if ctx.rank == 1:
+            raise ValueError("first")
+        try:
+            ctx.comm.barrier()
+        except Exception as error:
+            raise KeyError("second") from error
+
+    with pytest.raises(mk.RankFailed, match="rank 1 of 4 failed: ValueError: first"):
+        cluster.run(fail)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_rank_is_killed(cluster: mk.Cluster, how: signal.Signals) -> None:
+    def die(ctx):  # type: ignore[no-untyped-def]
+        with ctx.record.step(5), ctx.record.span("the last thing"):
+            if ctx.rank == 1:
+                os.kill(os.getpid(), how)
+            ctx.comm.barrier()
+
+    with pytest.raises(mk.RankFailed, match=f"rank 1 of 4 was killed by {how.name} in step 5") as caught:
+        cluster.run(die)
+    assert caught.value.signal == how.name
+    assert "Its last recorded op: compute" in str(caught.value)
+    still_works(cluster)
+
+
+@pytest.mark.parametrize("leave", [sys.exit, os._exit])
+def test_a_rank_leaves_early(cluster: mk.Cluster, leave: object) -> None:
+    with pytest.raises(mk.RankFailed, match="rank 3 of 4"):
+        cluster.run(lambda ctx: leave(0) if ctx.rank == 3 else ctx.comm.barrier())  # type: ignore[operator]
+    still_works(cluster)
+
+
+def test_children_of_ranks_go_with_them(cluster: mk.Cluster, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+
+    def fail(ctx):  # type: ignore[no-untyped-def]
+        if ctx.rank == 0:
+            child = subprocess.Popen(["sleep", "1000"])
+            note.write_text(str(child.pid))
+            raise RuntimeError("with a child left behind")
+        ctx.comm.barrier()
+
+    with pytest.raises(mk.RankFailed):
+        cluster.run(fail)
+    wait_until_gone([int(note.read_text())], 2.0)
+
+
+def test_an_argument_that_does_not_unpickle_there(cluster: mk.Cluster) -> None:
+    class Bad:
+        def __reduce__(self):  # type: ignore[no-untyped-def]
+            return int, ("not a number",)
+
+    with pytest.raises(mk.RankFailed, match="invalid literal"):
+        cluster.run(lambda ctx, bad: None, Bad())
+    still_works(cluster)
+
+
+def test_the_warm_process_dies(cluster: mk.Cluster) -> None:
+    """Whoever killed it, the ranks go with it and the next run has a new one."""
+    with pytest.raises(mk.RankFailed, match="process that ranks are started from has died"):
+        cluster.run(
+            lambda ctx: os.kill(os.getppid(), signal.SIGKILL) if ctx.rank == 0 else ctx.comm.barrier()
+        )
+    still_works(cluster)
+
+
+def test_ctrl_c_stops_the_ranks(cluster: mk.Cluster, tmp_path: Path) -> None:
+    """As in a notebook: an interrupt of the process that waits."""
+
+    def work(ctx):  # type: ignore[no-untyped-def]
+        (tmp_path / str(ctx.rank)).write_text(str(os.getpid()))
+        ctx.comm.barrier()
+        if ctx.rank == 0:
+            (tmp_path / "ready").touch()
+        while True:
+            pass
+
+    def interrupt() -> None:
+        while not (tmp_path / "ready").exists():
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        cluster.run(work)
+    thread.join()
+    wait_until_gone([int((tmp_path / str(rank)).read_text()) for rank in range(4)], 2.0)
+    still_works(cluster)
+
+
+LONG = """
+import os, pathlib, mpkit as mk
+def work(ctx):
+    pathlib.Path(f"pid{ctx.rank}").write_text(str(os.getpid()))
+    ctx.comm.barrier()
+    if ctx.rank == 0:
+        print("ready", flush=True)
+    while True:
+        pass
+mk.Cluster(3, device="cpu").run(work)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_no_rank_outlives_the_script(how: signal.Signals, tmp_path: Path) -> None:
+    script = subprocess.Popen(
+        [sys.executable, "-c", LONG], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert script.stdout is not None
+    assert b"ready" in script.stdout.readline()
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)]
+    script.send_signal(how)
+    wait_until_gone(pids, 2.0)
+    script.stdout.close()
+    script.wait(10)
