@@ -1,0 +1,1 @@
+"""What `make bench` measures. Each module pairs both sides in one run and gives medians and their ratio."""

@@ -1,0 +1,73 @@
+"""Run every benchmark, print a table, write benchmarks/results.json.
+
+python -m benchmarks            all of them
+python -m benchmarks replay     those whose module's name holds the word
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to know of where the figures come from."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
+        ]
+        model = names[0] if names else model
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+    }
+
+
+def main(words: list[str]) -> None:
+    """Measure, print, write."""
+    modules = sorted(path.stem for path in HERE.glob("bench_*.py"))
+    chosen = [name for name in modules if not words or any(word in name for word in words)]
+    if not chosen:
+        sys.exit(f"no benchmark is named like {' or '.join(words)}; there are {', '.join(modules)}")
+    console = Console()
+    where = machine()
+    results: list[dict[str, Any]] = []
+    for name in chosen:
+        console.print(f"[dim]{name} ...[/dim]")
+        rows = import_module(f"benchmarks.{name}").measure()
+        results += [{**row, "machine": where} for row in rows]
+    table = Table(title=f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}")
+    for column in ("name", "value", "unit", "ratio", "against"):
+        table.add_column(column, justify="right" if column in ("value", "ratio") else "left")
+    for row in results:
+        ratio = "" if row.get("ratio") is None else f"{row['ratio']:.3g}"
+        table.add_row(row["name"], f"{row['value']:.4g}", row["unit"], ratio, row.get("against") or "")
+    console.print(table)
+    file = HERE / "results.json"
+    kept = []
+    if words and file.exists():  # a part measured anew replaces its own rows only
+        fresh = {row["name"] for row in results}
+        kept = [row for row in json.loads(file.read_text()) if row["name"] not in fresh]
+    file.write_text(json.dumps(kept + results, indent=1) + "\n")
+    console.print(f"written to {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,113 @@
+"""From asking for four ranks to their first finished all_reduce: mpkit's warm ranks, spawn, and torchrun.
+
+Each is measured in turn within one loop, so that whatever else the machine does falls on all three. The clock starts
+in this process and stops in rank 0 when its all_reduce is done; all read the machine's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import mpkit as mk
+
+RANKS, ROUNDS, SLOW_ROUNDS = 4, 20, 3
+
+
+def _first_reduce(ctx: Any) -> float:
+    ctx.comm.all_reduce(torch.ones(1))
+    return time.monotonic()
+
+
+def _plain_rank(rank: int, port: int, file: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    dist.all_reduce(torch.ones(1))
+    if rank == 0:
+        Path(file).write_text(str(time.monotonic()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+TORCHRUN = """
+import sys, time, torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 0:
+    open(sys.argv[1], "w").write(str(time.monotonic()))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def _by_mpkit(cluster: mk.Cluster) -> float:
+    begin = time.monotonic()
+    return float(cluster.run(_first_reduce)[0]) - begin
+
+
+def _by_spawn(folder: Path) -> float:
+    file = folder / "spawn"
+    begin = time.monotonic()
+    mp.spawn(_plain_rank, (_free_port(), str(file)), RANKS)  # type: ignore[no-untyped-call]
+    return float(file.read_text()) - begin
+
+
+def _by_torchrun(folder: Path) -> float:
+    script, file = folder / "script.py", folder / "torchrun"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone"]
+    begin = time.monotonic()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, str(script), str(file)], check=True, capture_output=True, env=environment)
+    return float(file.read_text()) - begin
+
+
+def measure() -> list[dict[str, Any]]:
+    """Medians of seconds, and how many times mpkit's the others take."""
+    times: dict[str, list[float]] = {"mpkit": [], "spawn": [], "torchrun": []}
+    with mk.Cluster(RANKS, device="cpu") as cluster, tempfile.TemporaryDirectory() as name:
+        _by_mpkit(cluster)  # waits for torch to be imported in the warm process
+        for turn in range(ROUNDS):
+            times["mpkit"].append(_by_mpkit(cluster))
+            if turn % (ROUNDS // SLOW_ROUNDS) == 0 and len(times["spawn"]) < SLOW_ROUNDS:
+                times["spawn"].append(_by_spawn(Path(name)))
+                times["torchrun"].append(_by_torchrun(Path(name)))
+    median = {side: statistics.median(values) for side, values in times.items()}
+    rows = [
+        {
+            "name": f"launch: {RANKS} warm ranks to a finished all_reduce",
+            "value": median["mpkit"],
+            "unit": "s",
+            "ratio": None,
+            "against": f"worst of {ROUNDS}: {max(times['mpkit']):.3f} s",
+        }
+    ]
+    for side in ("spawn", "torchrun"):
+        rows.append(
+            {
+                "name": f"launch: the same by {side}",
+                "value": median[side],
+                "unit": "s",
+                "ratio": median[side] / median["mpkit"],
+                "against": "times mpkit's warm launch",
+            }
+        )
+    return rows
