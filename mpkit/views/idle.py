@@ -1,0 +1,65 @@
+"""Idle time as something that can be drawn: the gaps between a rank's operations, within steps.
+
+A step lasts from its first operation's start to its last one's end, on whatever rank; what a rank's compute
+lane does not fill of that is its part of the bubble. Waits are idle time; what lies between steps is not the
+bubble's, and is left blank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit import metrics
+
+__all__ = ["idle_gaps", "outside", "step_extents"]
+
+INTERVAL = np.dtype([("start", "<f8"), ("end", "<f8")])
+
+
+def step_extents(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[start, end] of each step, merged where they overlap; (n, 2), sorted. Work outside any step is one."""
+    work = metrics.work(spans)
+    if np.any(work["step"] >= 0):
+        work = work[work["step"] >= 0]
+    _, where = np.unique(work["step"], return_inverse=True)
+    extents = np.empty(where.max() + 1 if len(work) else 0, INTERVAL)
+    extents["start"], extents["end"] = np.inf, -np.inf
+    np.minimum.at(extents["start"], where, work["start"])
+    np.maximum.at(extents["end"], where, work["end"])
+    return metrics.covered(extents)
+
+
+def outside(inner: npt.NDArray[Any], outer: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """What of `outer` is not in `inner`; both apart from each other and sorted, as `metrics.covered` gives them.
+
+    >>> outside(np.array([[1.0, 2.0], [5.0, 9.0]]), np.array([[0.0, 3.0], [4.0, 6.0]])).tolist()
+    [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    """
+    # The gaps of inner, cut at the borders of outer: sort all borders and keep the pieces that are
+    # within outer and not within inner.
+    cuts = np.unique(np.concatenate([inner.ravel(), outer.ravel()]))
+    if len(cuts) < 2:
+        return np.empty((0, 2))
+    pieces = np.stack([cuts[:-1], cuts[1:]], axis=1)
+    middle = pieces.mean(axis=1)
+    keep = _within(middle, outer) & ~_within(middle, inner)
+    joined = np.empty(int(keep.sum()), INTERVAL)
+    joined["start"], joined["end"] = pieces[keep].T
+    return metrics.covered(joined)
+
+
+def idle_gaps(spans: npt.NDArray[Any], rank: int) -> npt.NDArray[Any]:
+    """The [start, end] of a rank's idle times within steps, (n, 2) seconds, sorted."""
+    work = metrics.work(spans[spans["rank"] == rank])
+    return outside(metrics.covered(work), step_extents(spans))
+
+
+def _within(times: npt.NDArray[Any], intervals: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if not len(intervals):
+        return np.zeros(len(times), bool)
+    at = np.searchsorted(intervals[:, 0], times, side="right") - 1
+    mask: npt.NDArray[Any] = (at >= 0) & (times < intervals[at, 1])
+    return mask

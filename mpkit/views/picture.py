@@ -1,0 +1,245 @@
+"""Timeline -> Picture: what every view draws, before anything is drawn.
+
+A Picture has
+
+    lanes      one a GPU for its compute, with thin ones below it for layers, communication and host copies
+    spans      boxes in lanes, each with a colour key; idle time is a box too, so that the bubble is seen
+    marks      where each step starts
+    figures    what the row under the picture says: the clock in words, bubble, step time
+
+and answers `label(i)` and `hover(i)` for a box, on demand: a picture of a million boxes has few that fit words.
+The functions here are pure. The terminal, SVG and the canvas each draw what they find.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit import metrics
+from mpkit.timeline import Timeline
+from mpkit.trace import Kind, Lane
+from mpkit.views.colours import Key, key_of
+from mpkit.views.idle import idle_gaps
+from mpkit.views.units import bytes_text, flops_text, percent, seconds
+
+__all__ = ["BOX", "CLOCKS", "Mark", "Picture", "Row", "describe", "figures", "picture", "rank_label"]
+
+BOX = np.dtype([("row", "<i4"), ("key", "u1"), ("start", "<f8"), ("end", "<f8"), ("span", "<i4")])
+"""A box: the index of its row, its colour `Key`, seconds from the picture's start, and the span it shows
+(of idle time the first wait in it; -1: none)."""
+
+CLOCKS = {
+    "measured": "measured clock: the times of this machine's own clock",
+    "virtual": "virtual clock: every rank replayed on a device of its own",
+    "simulated": "simulated: from the schedule alone, nothing was run",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One horizontal strip. `part` is "compute", "layers", "comm" or "host"."""
+
+    rank: int
+    part: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment worth a line, in seconds from the picture's start."""
+
+    time: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What to draw, in seconds from `origin`; see the module's text. `boxes` is an array of `BOX`."""
+
+    timeline: Timeline
+    rows: list[Row]
+    boxes: npt.NDArray[Any]
+    marks: list[Mark]
+    origin: float
+    duration: float
+    figures: dict[str, str]
+
+    @property
+    def keys(self) -> list[Key]:
+        """What the legend has to explain, in its order, idle last."""
+        there = {Key(int(key)) for key in np.unique(self.boxes["key"])}
+        return sorted(there, key=lambda key: (key == Key.IDLE, key))
+
+    def of_row(self, row: int) -> npt.NDArray[Any]:
+        """The boxes of one row, by their start."""
+        boxes: npt.NDArray[Any] = self.boxes[self.boxes["row"] == row]
+        return boxes
+
+    def label(self, box: npt.NDArray[Any]) -> str:
+        """The micro-batch number, where a box has one."""
+        microbatch = int(self.timeline.spans[box["span"]]["microbatch"]) if box["span"] >= 0 else -1
+        return str(microbatch) if microbatch >= 0 and box["key"] != Key.IDLE else ""
+
+    def hover(self, box: npt.NDArray[Any]) -> str:
+        """What a pointer resting on the box should be told, a fact a line."""
+        facts = describe(self.timeline, int(box["span"])) if box["span"] >= 0 else []
+        if box["key"] == Key.IDLE:
+            facts.insert(0, f"idle for {seconds(float(box['end'] - box['start']))}")
+        return "\n".join(facts)
+
+    def idle_share(self, rank: int) -> float:
+        """The part of the steps' time in which this rank computes nothing."""
+        row = next(i for i, row in enumerate(self.rows) if row.rank == rank and row.part == "compute")
+        mine = self.of_row(row)
+        length = mine["end"] - mine["start"]
+        idle = float(length[mine["key"] == Key.IDLE].sum())
+        total = float(length.sum())
+        return idle / total if total else 0.0
+
+
+def picture(timeline: Timeline, step: int | None = None) -> Picture:
+    """The picture of a timeline, or of one of its steps.
+
+    Args:
+        timeline: what to draw.
+        step: draw this step only, by its number in the run.
+    """
+    chosen = np.ones(len(timeline.spans), bool) if step is None else timeline.spans["step"] == step
+    # What takes no time (a message without a hop, in a simulation) is nothing to see.
+    chosen &= (timeline.spans["lane"] != Lane.NONE) & (timeline.spans["end"] > timeline.spans["start"])
+    drawn = np.flatnonzero(chosen)
+    spans = timeline.spans[drawn]
+    origin = float(spans["start"].min()) if len(spans) else 0.0
+    duration = float(spans["end"].max()) - origin if len(spans) else 0.0
+    rows = _rows(timeline, spans)
+    boxes = np.concatenate([_idle_boxes(spans, drawn, rows), _span_boxes(spans, drawn, rows)])
+    boxes["start"] -= origin
+    boxes["end"] -= origin
+    boxes = boxes[np.lexsort((boxes["start"], boxes["row"]))]
+    return Picture(timeline, rows, boxes, _marks(spans, origin), origin, duration, figures(timeline, step))
+
+
+def rank_label(timeline: Timeline, rank: int) -> str:
+    """What to call a rank's device: "GPU 2", or "rank 2 (CPU)" where the run's ranks had no GPU."""
+    on_cpu = timeline.meta.get("device") == "cpu" and timeline.clock != "simulated"
+    return f"rank {rank} (CPU)" if on_cpu else f"GPU {rank}"
+
+
+def figures(timeline: Timeline, step: int | None = None) -> dict[str, str]:
+    """The row under a picture: its clock in words, and the figures of the last step (or of `step`)."""
+    found = {"clock": CLOCKS.get(timeline.clock, timeline.clock)}
+    hardware = timeline.meta.get("hardware")
+    if hardware and timeline.clock != "simulated":
+        found["hardware"] = str(hardware)
+    complete = step is None or step in timeline.steps
+    if complete and len(metrics.work(timeline.spans)):
+        of = timeline if step is None else timeline.step(step)
+        found["bubble"] = percent(of.bubble)
+        found["step time"] = seconds(of.step_time)
+    return found
+
+
+def describe(timeline: Timeline, index: int) -> list[str]:
+    """The facts of one span: what it is, when, how much, and what a wait waited for."""
+    span = timeline.spans[index]
+    facts = [" · ".join(_where(timeline, span))]
+    start = float(span["start"]) - float(timeline.spans["start"].min())
+    facts.append(f"from {seconds(start)}, for {seconds(float(span['end'] - span['start']))}")
+    amounts = []
+    if span["bytes"] > 0:
+        amounts.append(bytes_text(float(span["bytes"])))
+    if span["flops"] > 0:
+        amounts.append(flops_text(float(span["flops"])))
+    if amounts:
+        facts.append(", ".join(amounts))
+    if span["kind"] == Kind.WAIT and 0 <= span["cause"] < len(timeline.spans):
+        cause = timeline.spans[span["cause"]]
+        facts.append(
+            f"waited for {rank_label(timeline, int(cause['rank']))}: {' · '.join(_where(timeline, cause))}"
+        )
+    return facts
+
+
+def _where(timeline: Timeline, span: npt.NDArray[Any]) -> list[str]:
+    kind = int(span["kind"])
+    words = [Kind(kind).word.replace("_", " ") if kind in set(Kind) else f"kind {kind}"]
+    name = timeline.names[span["name"]] if 0 <= span["name"] < len(timeline.names) else "?"
+    if name:
+        words.append(name)
+    for column in ("microbatch", "stage", "step"):
+        if span[column] >= 0:
+            words.append(f"{'micro-batch' if column == 'microbatch' else column} {span[column]}")
+    if span["peer"] >= 0:
+        way = {Kind.SEND: "to", Kind.RECV: "from"}.get(Kind(kind), "root") if kind in set(Kind) else "peer"
+        words.append(f"{way} rank {span['peer']}")
+    return words
+
+
+_PARTS = ("compute", "layers", "comm", "host")
+
+
+def _part_of(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """For each span the index into _PARTS of the row it is drawn in."""
+    part = np.select([spans["lane"] == Lane.COMM, spans["lane"] == Lane.HOST], [2, 3], 0)
+    return np.asarray(np.where((part == 0) & (spans["depth"] > 0), 1, part))
+
+
+def _rows(timeline: Timeline, spans: npt.NDArray[Any]) -> list[Row]:
+    """Compute for every rank; the thin rows for every rank if any rank has something in them."""
+    parts = sorted({0, *np.unique(_part_of(spans)).tolist()})
+    return [
+        Row(rank, _PARTS[part], rank_label(timeline, rank) if part == 0 else _PARTS[part])
+        for rank in range(timeline.world_size)
+        for part in parts
+    ]
+
+
+def _span_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Row]) -> npt.NDArray[Any]:
+    index = np.full((max((row.rank for row in rows), default=0) + 1, len(_PARTS)), -1)
+    for number, row in enumerate(rows):
+        index[row.rank, _PARTS.index(row.part)] = number
+    boxes = np.empty(len(spans), BOX)
+    boxes["row"] = index[spans["rank"], _part_of(spans)]
+    boxes["key"] = key_of(spans["kind"])
+    boxes["start"], boxes["end"], boxes["span"] = spans["start"], spans["end"], drawn
+    # A wait is idle time, which idle_gaps has already, with what surrounds it.
+    return np.asarray(boxes[spans["kind"] != Kind.WAIT])
+
+
+def _idle_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Row]) -> npt.NDArray[Any]:
+    boxes = []
+    for number, row in enumerate(rows):
+        if row.part == "compute":
+            gaps = idle_gaps(spans, row.rank)
+            mine = np.zeros(len(gaps), BOX)
+            mine["row"], mine["key"], mine["span"] = number, Key.IDLE, _waits_in(spans, drawn, row.rank, gaps)
+            mine["start"], mine["end"] = gaps[:, 0], gaps[:, 1]
+            boxes.append(mine)
+    return np.concatenate(boxes) if boxes else np.empty(0, BOX)
+
+
+def _waits_in(
+    spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rank: int, gaps: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """For each gap of a rank the span of the first wait in it, -1 if there is none."""
+    waits = np.flatnonzero((spans["rank"] == rank) & (spans["kind"] == Kind.WAIT))
+    if not len(waits):
+        return np.full(len(gaps), -1)
+    after = np.minimum(np.searchsorted(spans["end"][waits], gaps[:, 0], side="right"), len(waits) - 1)
+    wait = spans[waits[after]]
+    there = (wait["start"] < gaps[:, 1]) & (wait["end"] > gaps[:, 0])
+    return np.asarray(np.where(there, drawn[waits[after]], -1))
+
+
+def _marks(spans: npt.NDArray[Any], origin: float) -> list[Mark]:
+    """Where each step starts on its first rank, if there are several."""
+    steps = [step for step in np.unique(spans["step"]).tolist() if step >= 0]
+    if len(steps) < 2:
+        return []
+    return [
+        Mark(float(spans["start"][spans["step"] == step].min()) - origin, f"step {step}") for step in steps
+    ]

@@ -1,0 +1,249 @@
+"""A timeline as one SVG file: for READMEs, saved notebooks and papers.
+
+    title
+    rows          a GPU each, its thin rows below it; idle time hatched
+    axis
+    legend, and the row of figures: clock, bubble, step time
+
+Its size is bounded by its width: a row with more boxes than pixels is drawn by `coverage`.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.timeline import Timeline
+from mpkit.views.colours import INKS, THEMES, Key
+from mpkit.views.coverage import coverage, runs, strongest
+from mpkit.views.picture import Picture, Row, picture
+from mpkit.views.ticks import ticks
+from mpkit.views.units import percent, seconds
+
+__all__ = ["summary", "svg"]
+
+HEIGHTS = {"compute": 26.0, "layers": 8.0, "comm": 7.0, "host": 5.0}
+GAP, BETWEEN, MARGIN, GUTTER = 2.0, 7.0, 16.0, 96.0
+FULL_DETAIL = 1500
+"""Boxes in the whole picture up to which each has its hover text."""
+
+
+def svg(
+    timeline: Timeline,
+    width: int = 960,
+    *,
+    title: str = "",
+    step: int | None = None,
+    theme: str = "auto",
+) -> str:
+    """The timeline as a standalone SVG document.
+
+    Args:
+        timeline: what to draw.
+        width: in pixels.
+        title: a heading; none is drawn if empty.
+        step: draw this step only.
+        theme: "light", "dark", or "auto" for what the reader's system prefers.
+
+    Raises:
+        ValueError: a width with no room for a picture, or a theme that there is none of.
+    """
+    if width < 240:
+        raise ValueError(f"width={width} leaves no room for a picture: give 240 pixels or more")
+    if theme not in ("auto", *THEMES):
+        raise ValueError(f"theme={theme!r} is none of 'auto', 'light' and 'dark'")
+    pic = picture(timeline, step)
+    top = MARGIN + (30 if title else 4)
+    tops, bottom = _tops(pic.rows, top)
+    span = width - GUTTER - 2 * MARGIN
+    body = [_heading(title)] if title else []
+    body += [_row(pic, number, tops[number], span) for number in range(len(pic.rows))]
+    body += [_axis(pic, top, bottom, span)]
+    legend, height = _legend(pic, bottom + 38, width)
+    caption, height = _caption(pic, height + 24, width)
+    notes = [_words(MARGIN, height + 20 * i, note, "faint") for i, note in enumerate(timeline.notes)]
+    height += 20 * len(notes)
+    name = escape(title or f"Timeline of {timeline.world_size} ranks")
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="mpkit" role="img" width="{width}" '
+            f'height="{height:.0f}" viewBox="0 0 {width} {height:.0f}" font-family="{FONT}" font-size="12">',
+            f"<title>{name}</title>",
+            f"<desc>{escape(summary(pic))}</desc>",
+            _style(theme),
+            f'<rect class="ground" width="{width}" height="{height:.0f}" rx="8"/>',
+            *body,
+            legend,
+            caption,
+            *notes,
+            "</svg>",
+        ]
+    )
+
+
+FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+
+
+def summary(pic: Picture) -> str:
+    """The picture in words, for who cannot see it."""
+    facts = [f"{name}: {value}" for name, value in pic.figures.items()]
+    idle = [
+        f"{row.label}: idle {percent(pic.idle_share(row.rank))}" for row in pic.rows if row.part == "compute"
+    ]
+    return "; ".join([f"{len(pic.boxes)} operations in {seconds(pic.duration)}", *facts, *idle[:64]]) + "."
+
+
+def _style(theme: str) -> str:
+    """Colours as classes: one block a theme, so that one file serves both."""
+
+    def block(name: str) -> str:
+        ground = THEMES[name]
+        rules = [
+            f".ground{{fill:{ground.ground}}}.words{{fill:{ground.text}}}.faint{{fill:{ground.faint}}}",
+            f".line{{stroke:{ground.line}}}.hatch{{stroke:{ground.hatch}}}.bare{{fill:{ground.idle}}}",
+        ]
+        for key, ink in INKS.items():
+            if key != Key.IDLE:
+                fill, on = (ink.light, ink.on_light) if name == "light" else (ink.dark, ink.on_dark)
+                rules.append(f".k{int(key)}{{fill:{fill}}}.t{int(key)}{{fill:{on}}}")
+        return "".join(f".mpkit {rule}" for rule in "".join(rules).replace("}.", "}\n.").split("\n"))
+
+    first = block("light" if theme == "auto" else theme)
+    dark = f"@media (prefers-color-scheme: dark){{{block('dark')}}}" if theme == "auto" else ""
+    hatch = (
+        '<defs><pattern id="mpkit-idle" width="6" height="6" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><rect class="bare" width="6" height="6"/>'
+        '<line class="hatch" y2="6" stroke-width="2"/></pattern></defs>'
+    )
+    return f"<style>{first}{dark}.mpkit .k0{{fill:url(#mpkit-idle)}}</style>\n{hatch}"
+
+
+def _tops(rows: list[Row], top: float) -> tuple[list[float], float]:
+    """The y of each row, and the y below the last."""
+    tops = []
+    for number, row in enumerate(rows):
+        if number:
+            top += BETWEEN if row.part == "compute" else GAP
+        tops.append(top)
+        top += HEIGHTS[row.part]
+    return tops, top
+
+
+def _row(pic: Picture, number: int, y: float, span: float) -> str:
+    row, boxes = pic.rows[number], pic.of_row(number)
+    height = HEIGHTS[row.part]
+    label = (
+        f'<text class="words" x="{MARGIN + GUTTER - 10:g}" y="{y + height / 2 + 4:g}" text-anchor="end">'
+        f"{escape(row.label)}</text>"
+        if row.part == "compute"
+        else ""
+    )
+    few = len(boxes) <= span / 2
+    drawn = _each(pic, boxes, y, height, span) if few else _by_pixel(pic, boxes, y, height, span)
+    return f'<g aria-label="{escape(row.label)}">{label}{drawn}</g>'
+
+
+def _each(pic: Picture, boxes: npt.NDArray[Any], y: float, height: float, span: float) -> str:
+    """Every box as itself, with its number and its hover text."""
+    scale = span / pic.duration if pic.duration else 0.0
+    parts = []
+    for box in boxes:
+        x = MARGIN + GUTTER + float(box["start"]) * scale
+        width = float(box["end"] - box["start"]) * scale
+        # Neighbours of one colour stay apart by a line of the ground's.
+        shown = max(width - (0.8 if width > 3 and box["key"] else 0.0), 0.3)
+        hover = f"<title>{escape(pic.hover(box))}</title>" if len(pic.boxes) <= FULL_DETAIL else ""
+        parts.append(
+            f'<rect class="k{box["key"]}" x="{x:.2f}" y="{y:g}" width="{shown:.2f}" height="{height:g}"'
+            + (f">{hover}</rect>" if hover else "/>")
+        )
+        label = pic.label(box)
+        if label and height > 20 and width > 7.5 * len(label) + 2:
+            parts.append(
+                f'<text class="t{box["key"]}" x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" '
+                f'text-anchor="middle" font-size="11" pointer-events="none">{label}</text>'
+            )
+    return "".join(parts)
+
+
+def _by_pixel(pic: Picture, boxes: npt.NDArray[Any], y: float, height: float, span: float) -> str:
+    """What is strongest in each pixel, runs of equal pixels joined: at most one box a pixel and a layer."""
+    keys, busy = strongest(coverage(boxes, int(span), pic.duration))
+    shade = np.ceil(busy * 4).astype(int)  # in quarters: more would cut runs for no eye's benefit
+    parts = []
+    for first, after in runs(np.where(keys >= 0, 0, -1)):
+        if keys[first] >= 0 and pic.rows[int(boxes["row"][0])].part == "compute":
+            parts.append(_rect(0, first, after, y, height, 4))
+    for first, after in runs(keys * 8 + shade):
+        if keys[first] > Key.IDLE:
+            parts.append(_rect(int(keys[first]), first, after, y, height, int(shade[first])))
+    return "".join(parts)
+
+
+def _rect(key: int, first: int, after: int, y: float, height: float, shade: int) -> str:
+    opacity = f' opacity="{shade / 4:g}"' if shade < 4 else ""
+    x = MARGIN + GUTTER + first
+    return f'<rect class="k{key}" x="{x:g}" y="{y:g}" width="{after - first}" height="{height:g}"{opacity}/>'
+
+
+def _axis(pic: Picture, top: float, bottom: float, span: float) -> str:
+    left, scale = MARGIN + GUTTER, span / pic.duration if pic.duration else 0.0
+    parts = [
+        f'<line class="line" x1="{left:g}" x2="{left + span:g}" y1="{bottom + 6:g}" y2="{bottom + 6:g}"/>'
+    ]
+    for time, words in ticks(pic.duration, max(2, int(span / 110))):
+        x = left + time * scale
+        parts.append(
+            f'<line class="line" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom + 6:g}" y2="{bottom + 10:g}"/>'
+        )
+        parts.append(
+            f'<text class="faint" x="{x:.1f}" y="{bottom + 22:g}" text-anchor="middle" font-size="11">{words}</text>'
+        )
+    for mark in pic.marks if len(pic.marks) <= 40 else []:
+        x = left + mark.time * scale
+        parts.append(
+            f'<line class="line" stroke-dasharray="3 3" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4:g}" '
+            f'y2="{bottom + 6:g}"><title>{escape(mark.text)}</title></line>'
+        )
+    return "".join(parts)
+
+
+def _heading(title: str) -> str:
+    look = ' font-size="15" font-weight="600"'
+    return _words(MARGIN, MARGIN + 14, title, weight=look)
+
+
+def _words(x: float, y: float, words: str, look: str = "words", weight: str = "") -> str:
+    return f'<text class="{look}" x="{x:g}" y="{y:g}"{weight}>{escape(words)}</text>'
+
+
+def _legend(pic: Picture, y: float, width: int) -> tuple[str, float]:
+    """Swatches with their words, on as many lines as they need; and the y of the last line."""
+    x, parts = MARGIN, []
+    for key in pic.keys:
+        word = INKS[key].word + (" (bubble)" if key == Key.IDLE else "")
+        need = 20 + 7 * len(word) + 14
+        if x + need > width - MARGIN and x > MARGIN:
+            x, y = MARGIN, y + 20
+        parts.append(f'<rect class="k{int(key)}" x="{x:g}" y="{y - 1:g}" width="14" height="12" rx="2"/>')
+        parts.append(_words(x + 20, y + 9.5, word))
+        x += need
+    return "".join(parts), y + 10
+
+
+def _caption(pic: Picture, y: float, width: int) -> tuple[str, float]:
+    """Bubble and step time first, since they are what one looks for; then the clock, in words."""
+    shown = [f"{name} {pic.figures[name]}" for name in ("bubble", "step time") if name in pic.figures]
+    if "hardware" in pic.figures:
+        shown.append(pic.figures["hardware"])
+    strong = " · ".join(shown)
+    parts = [_words(MARGIN, y, strong, weight=' font-weight="600"')] if strong else []
+    x = MARGIN + (7.4 * len(strong) + 14 if strong else 0)
+    clock = pic.figures["clock"]
+    if strong and x + 6.6 * len(clock) > width - MARGIN:
+        x, y = MARGIN, y + 20
+    parts.append(_words(x, y, clock, "faint"))
+    return "".join(parts), y + MARGIN

@@ -1,0 +1,119 @@
+"""Timelines to look at: simulated ones, dressed as runs, long ones, and hostile ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import mpkit as mk
+from mpkit.timeline import SPAN
+from mpkit.trace import CATEGORIES, Kind, Lane
+
+HOSTILE = "<script>alert('1')</script>&\"]]>"
+
+
+def repeated(timeline: mk.Timeline, steps: int) -> mk.Timeline:
+    """The same step again and again, one after the other."""
+    length = float(timeline.spans["end"].max())
+    parts = []
+    for step in range(steps):
+        part = timeline.spans.copy()
+        for column in ("start", "end", "issued"):
+            part[column] += step * length
+        part["step"], part["cause"] = step, -1
+        parts.append(part)
+    spans = np.concatenate(parts)
+    return replace(timeline, spans=spans[np.lexsort((spans["start"], spans["rank"]))])
+
+
+@pytest.fixture
+def gpipe() -> mk.Timeline:
+    """GPipe's staircase of 4 stages and 8 micro-batches; messages take a quarter of a forward."""
+    return mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25)
+
+
+@pytest.fixture
+def long_run() -> Callable[[int], mk.Timeline]:
+    """A timeline of at least so many spans."""
+
+    def make(spans: int) -> mk.Timeline:
+        one = mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25)
+        return repeated(one, -(-spans // len(one.spans)))
+
+    return make
+
+
+@pytest.fixture
+def hostile(gpipe: mk.Timeline) -> mk.Timeline:
+    """One whose every string would be a script, if anybody let it."""
+    spans = gpipe.spans.copy()
+    spans["name"] = len(gpipe.names)
+    return replace(
+        gpipe,
+        spans=spans,
+        names=[*gpipe.names, HOSTILE],
+        meta={"hardware": HOSTILE},
+        clock=HOSTILE,
+        notes=[HOSTILE],
+    )
+
+
+@pytest.fixture
+def data_parallel() -> mk.Timeline:
+    """Two ranks by hand: layers within actions, a bucket's all-reduce behind the backward, a host copy, memory."""
+    rows = []
+    for rank in range(2):
+        late = 0.5 * rank
+
+        def add(kind: Kind, start: float, end: float, lane: Lane = Lane.COMPUTE, depth: int = 0, name: int = 0,
+                amount: int = 0, cause: int = -1, rank: int = rank, late: float = late) -> None:  # fmt: skip
+            rows.append(
+                (
+                    rank,
+                    lane,
+                    kind,
+                    depth,
+                    0,
+                    0,
+                    0,
+                    0,
+                    name,
+                    start + late,
+                    end + late,
+                    amount,
+                    0.0,
+                    -1,
+                    0,
+                    cause,
+                    start,
+                )
+            )
+
+        add(Kind.COPY_TO_DEVICE, 0.0, 0.3, Lane.HOST, amount=4096)
+        add(Kind.FORWARD, 0.0, 2.0)
+        add(Kind.FORWARD, 0.0, 1.0, depth=1, name=1)
+        add(Kind.FORWARD, 1.0, 2.0, depth=1, name=2)
+        add(Kind.BACKWARD, 2.0, 6.0)
+        add(Kind.ALL_REDUCE, 4.0, 7.0, Lane.COMM, amount=498_000_000)
+        add(Kind.WAIT, 6.0, 7.0, cause=8 * rank + 5)
+        add(Kind.OPTIMIZER, 7.0, 7.5)
+    spans = np.array(rows, SPAN)
+    spans = spans[np.lexsort((spans["start"], spans["rank"]))]
+    for at in np.flatnonzero(spans["kind"] == Kind.WAIT):
+        same = (spans["rank"] == spans["rank"][at]) & (spans["kind"] == Kind.ALL_REDUCE)
+        spans["cause"][at] = np.flatnonzero(same)[0]
+    held = [
+        (time, rank, CATEGORIES.index(category), total)
+        for rank in range(2)
+        for time, category, total in (
+            (0.0, "params", 400), (0.0, "optimizer", 800), (1.0, "activations", 300), (2.0, "activations", 600),
+            (3.0, "grads", 200), (4.0, "activations", 300), (5.0, "grads", 400), (6.0, "activations", 0),
+        )
+    ]  # fmt: skip
+    from mpkit.timeline import HELD
+
+    names = ["", "embed", "head"]
+    return mk.Timeline(spans, names, np.array(held, HELD), 2, "virtual", {"device": "cpu"})

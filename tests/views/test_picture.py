@@ -1,0 +1,139 @@
+"""Timeline -> Picture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+import mpkit as mk
+from mpkit.views.colours import INKS, THEMES, Key
+from mpkit.views.coverage import coverage, strongest
+from mpkit.views.picture import BOX, picture
+
+
+def test_a_lane_a_gpu_with_the_idle_time_as_boxes() -> None:
+    pic = picture(mk.simulate(mk.Plan.gpipe(4, 8)))
+    assert [row.label for row in pic.rows] == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
+    for rank in range(4):
+        mine = pic.of_row(rank)
+        assert (mine["key"] == Key.FORWARD).sum() == (mine["key"] == Key.BACKWARD).sum() == 8
+        idle = mine[mine["key"] == Key.IDLE]
+        assert (idle["end"] - idle["start"]).sum() == pytest.approx(9.0)
+        assert pic.idle_share(rank) == pytest.approx(3 / 11)
+        # Together they fill the step without overlap.
+        assert np.allclose(mine["start"][1:], mine["end"][:-1])
+    assert pic.figures["bubble"] == "27.3 %"
+
+
+def test_thin_rows_appear_where_there_is_something_in_them(data_parallel: mk.Timeline) -> None:
+    pic = picture(data_parallel)
+    assert [(row.rank, row.part) for row in pic.rows] == [
+        (rank, part) for rank in range(2) for part in ("compute", "layers", "comm", "host")
+    ]
+    assert pic.rows[0].label == "rank 0 (CPU)"
+    assert {box["key"] for box in pic.of_row(1)} == {Key.FORWARD}
+    # A layer within an action is not counted again: 6.5 of 8 seconds are busy.
+    assert pic.idle_share(0) == pytest.approx(1.5 / 8)
+
+
+def test_the_hover_text_of_idle_time_says_what_was_waited_for(data_parallel: mk.Timeline) -> None:
+    pic = picture(data_parallel)
+    idle = [box for box in pic.of_row(0) if box["key"] == Key.IDLE]
+    text = pic.hover(idle[0])
+    assert text.startswith("idle for 1.00 s")
+    assert "waited for rank 0 (CPU): all reduce" in text
+
+
+def test_a_hover_text_has_the_facts(data_parallel: mk.Timeline) -> None:
+    pic = picture(data_parallel)
+    reduce = pic.of_row(2)[0]
+    assert (
+        pic.hover(reduce) == "all reduce · micro-batch 0 · stage 0 · step 0\nfrom 4.00 s, for 3.00 s\n498 MB"
+    )
+
+
+def test_one_step_of_several(long_run) -> None:
+    timeline = long_run(500)
+    assert [mark.text for mark in picture(timeline).marks][:2] == ["step 0", "step 1"]
+    one = picture(timeline, step=2)
+    assert one.duration == pytest.approx(timeline.makespan)
+    assert one.marks == []
+
+
+def test_a_step_that_is_not_complete_has_no_figures_but_a_picture(gpipe: mk.Timeline) -> None:
+    cut = replace(gpipe, spans=gpipe.spans[(gpipe.spans["end"] < 5) & (gpipe.spans["kind"] < 128)])
+    assert len(picture(cut).boxes) > 4
+
+
+def test_coverage_of_pixels() -> None:
+    boxes = np.zeros(3, BOX)
+    boxes["key"] = [Key.FORWARD, Key.FORWARD, Key.BACKWARD]
+    boxes["start"], boxes["end"] = [0.0, 2.5, 3.25], [1.5, 2.75, 4.0]
+    cover = coverage(boxes, 4, 4.0)
+    assert cover[Key.FORWARD].tolist() == [1.0, 0.5, 0.25, 0.0]
+    assert cover[Key.BACKWARD].tolist() == [0.0, 0.0, 0.0, 0.75]
+    keys, busy = strongest(cover)
+    assert keys.tolist() == [1, 1, 1, 2]
+    assert busy.tolist() == [1.0, 0.5, 0.25, 0.75]
+
+
+# ---------------------------------------------------------------- colours
+
+
+def linear(colour: str) -> np.ndarray:
+    value = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2.1's contrast ratio."""
+    bright, dark = sorted((float(linear(c) @ [0.2126, 0.7152, 0.0722]) for c in (one, other)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    """CIE L*a*b* of linear sRGB, under D65."""
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ rgb
+    f = np.cbrt(np.maximum(xyz / [0.9505, 1.0, 1.089], 1e-6))
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+# Machado, Oliveira and Fernandes 2009, table 1, severity 1.0.
+SIGHT = {
+    "usual": np.eye(3),
+    "protanopia": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deuteranopia": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]
+    ),
+    "tritanopia": np.array(
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]]
+    ),
+}
+# What lies next to each other in a compute lane.
+COMPUTE = [key for key in INKS if key not in (Key.COMM, Key.COPY, Key.IDLE)]
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("sight", SIGHT)
+def test_colours_are_told_apart_by_everybody(sight: str, theme: str) -> None:
+    seen = {
+        key: lab(np.clip(SIGHT[sight] @ linear(getattr(INKS[key], theme)), 0, 1))
+        for key in [*COMPUTE, Key.COMM]
+    }
+    near = {(a.name, b.name): np.linalg.norm(seen[a] - seen[b]) for a, b in combinations(seen, 2)}
+    # Ten is a difference that one sees at a glance (2.3 is just noticeable).
+    assert min(near.values()) > 10, min(near.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_numbers_are_readable_on_their_colours_and_words_on_the_ground(theme: str) -> None:
+    for key in COMPUTE:
+        assert contrast(getattr(INKS[key], theme), getattr(INKS[key], f"on_{theme}")) > 4.5, key
+    ground = THEMES[theme]
+    assert contrast(ground.text, ground.ground) > 7
+    assert contrast(ground.faint, ground.ground) > 4.5

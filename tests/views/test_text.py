@@ -1,0 +1,64 @@
+"""A timeline as plain text."""
+
+from __future__ import annotations
+
+import pytest
+
+import mpkit as mk
+from mpkit.views.text import text
+
+STAIRCASE = """\
+GPU 0 │0░1░2░3░4░5░6░7░··················7▓▓▓6▓▓▓5▓▓▓4▓▓▓3▓▓▓2▓▓▓1▓▓▓0▓▓▓│ idle 27.3 %
+GPU 1 │··0░1░2░3░4░5░6░7░············7▓▓▓6▓▓▓5▓▓▓4▓▓▓3▓▓▓2▓▓▓1▓▓▓0▓▓▓····│ idle 27.3 %
+GPU 2 │····0░1░2░3░4░5░6░7░······7▓▓▓6▓▓▓5▓▓▓4▓▓▓3▓▓▓2▓▓▓1▓▓▓0▓▓▓········│ idle 27.3 %
+GPU 3 │······0░1░2░3░4░5░6░7░7▓▓▓6▓▓▓5▓▓▓4▓▓▓3▓▓▓2▓▓▓1▓▓▓0▓▓▓············│ idle 27.3 %
+       0                                                           33.0 s
+░ forward  ▓ backward  · idle
+bubble 27.3 % · step time 33.0 s · simulated: from the schedule alone, nothing was run"""
+
+
+def test_gpipes_staircase() -> None:
+    assert text(mk.simulate(mk.Plan.gpipe(4, 8)), 100) == STAIRCASE
+
+
+def test_naive_model_parallelism_in_ascii() -> None:
+    drawn = text(mk.simulate(mk.Plan.gpipe(4, 1)), 80, ascii=True)
+    assert drawn.isascii()
+    assert (
+        drawn.splitlines()[0]
+        == "GPU 0 |0----.............................................0=========| idle 75.0 %"
+    )
+
+
+@pytest.mark.parametrize("width", [40, 61, 80, 200])
+def test_no_line_of_the_picture_is_wider_than_asked(gpipe: mk.Timeline, width: int) -> None:
+    lines = text(gpipe, width).splitlines()
+    assert max(map(len, lines[:5])) <= width
+
+
+def test_of_several_steps_the_last_is_drawn_and_named(long_run) -> None:
+    drawn = text(long_run(1000), 100)
+    assert "step 4 (5 steps in all)" in drawn
+    assert drawn.splitlines()[0].count("7") == 2  # once forward, once backward
+
+
+def test_what_communicates_has_a_line_when_asked_or_when_nothing_else_is_there(
+    data_parallel: mk.Timeline,
+) -> None:
+    assert "comm" not in text(data_parallel, 100).split("\n")[1]
+    lines = text(data_parallel, 100, comm=True).splitlines()
+    assert "comm 0" in lines[1] and "━" in lines[1]
+    alone = mk.Timeline(
+        data_parallel.spans[data_parallel.spans["lane"] == 1], [""], data_parallel.held, 2, "virtual", {}
+    )
+    assert "━" in text(alone, 100)
+
+
+def test_an_empty_timeline_says_so(gpipe: mk.Timeline) -> None:
+    empty = mk.Timeline(gpipe.spans[:0], [""], gpipe.held[:0], 4, "virtual")
+    assert text(empty, 80) == "(an empty timeline of 4 ranks)"
+
+
+def test_a_width_without_room_is_refused(gpipe: mk.Timeline) -> None:
+    with pytest.raises(ValueError, match=r"width=12 leaves no room.*40 columns or more"):
+        text(gpipe, 12)
