@@ -8,7 +8,6 @@ the GPU has finished anyway, when each was passed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -19,27 +18,27 @@ __all__ = ["Clock", "CpuClock", "CudaClock", "clock_for"]
 class Clock(Protocol):
     """Marks the beginnings and ends of ops that run behind the program's back."""
 
-    waits: bool
+    late: bool
     """Whether times are known later only: `mark` every op, and `resolve` now and then."""
 
     def mark(self, index: int, end: bool) -> None:
         """Op `index` begins, or ends, after whatever is queued."""
 
-    def resolve(self) -> Iterator[tuple[int, int, int]]:
-        """Wait for the device; (index, start, end) of all ops marked, ns of the monotonic clock."""
+    def resolve(self) -> list[tuple[int, int, int]]:
+        """Wait for the device; (index, start, end) of ops marked twice, in ns of the monotonic clock."""
 
 
 class CpuClock:
     """The CPU works when it is told to: what the clock shows around an op is its time."""
 
-    waits = False
+    late = False
 
     def mark(self, index: int, end: bool) -> None:
         """Nothing to mark."""
 
-    def resolve(self) -> Iterator[tuple[int, int, int]]:
+    def resolve(self) -> list[tuple[int, int, int]]:
         """Nothing to wait for."""
-        return iter(())
+        return []
 
 
 class CudaClock:
@@ -50,12 +49,12 @@ class CudaClock:
     then timed to 0.1 us.
     """
 
-    waits = True
+    late = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spare: list[Any] = []  # events to use again: making one costs more than recording it
-        self._begun: dict[int, Any] = {}
+        self._begun: dict[int, Any] = {}  # an event; the host time, once that is known
         self._ended: list[tuple[int, Any, Any]] = []
         self._lay_anchor()
 
@@ -68,16 +67,15 @@ class CudaClock:
         elif index in self._begun:
             self._ended.append((index, self._begun.pop(index), event))
 
-    def resolve(self) -> Iterator[tuple[int, int, int]]:
+    def resolve(self) -> list[tuple[int, int, int]]:
         """Wait for the device; (index, start, end) of the ops that have ended since the last time."""
         torch.cuda.synchronize(self._device)
-        ended, self._ended = self._ended, []
-        for index, begin, end in ended:
-            yield index, self._host_time(begin), self._host_time(end)
-            self._spare += [begin, end]
-        # An op still open keeps its begin event, which the old anchor can no longer date from.
-        # Times between events of one device are all relative, so the next anchor serves it as well.
+        found = [(index, self._host_time(begin), self._host_time(end)) for index, begin, end in self._ended]
+        self._ended.clear()
+        for index, begin in self._begun.items():  # still open: dated now, before the anchor moves
+            self._begun[index] = self._host_time(begin)
         self._lay_anchor()
+        return found
 
     def _lay_anchor(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -87,13 +85,16 @@ class CudaClock:
         self._anchor_time = time.monotonic_ns()
 
     def _host_time(self, event: Any) -> int:
+        if isinstance(event, int):
+            return event
+        self._spare.append(event)
         return self._anchor_time + int(self._anchor.elapsed_time(event) * 1e6)
 
 
 def clock_for(device: torch.device | None) -> Clock:
     """The clock of a device.
 
-    >>> clock_for(torch.device("cpu")).waits
+    >>> clock_for(torch.device("cpu")).late
     False
     """
     return CudaClock(device) if device is not None and device.type == "cuda" else CpuClock()

@@ -3,6 +3,10 @@
 An op is written when it begins, as open, and again when it ends. So the file always says what the rank is doing
 now, and what it was doing when it was killed or hung. The hot path is `begin` and `end`: two looks at the
 clock, two packings into mapped memory, no allocation to speak of.
+
+A look at the wall clock is cheap, a look at the CPU time of a thread is a system call and costs as much as all
+the rest. So within 10 us of such a look CPU time is taken to have run on with the wall clock: the op that begins
+right after another ended needs no look of its own. It cannot be off by more than those 10 us.
 """
 
 from __future__ import annotations
@@ -13,29 +17,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import nan
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from mpkit.record.clock import clock_for
 from mpkit.record.files import NameFile, RecordFile
 from mpkit.record.ledger import Ledger
+from mpkit.record.saved import Savings
 from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, lane_of
 
 __all__ = ["Current", "Recorder"]
 
-_PACK = struct.Struct("<BBBxhxxiiIIIiiiqqqqdd").pack_into  # one OP record
+_BEGIN = struct.Struct("<BBBxhxxiiIIIiiiq16xqd8x").pack_into  # an OP record, still without end, cpu and value
+_END = struct.Struct("<qq").pack_into
 _LONG = struct.Struct("<q").pack_into
-_TIMES = struct.Struct("<qq").pack_into
-_VALUE = struct.Struct("<d").pack_into
+_FLOAT = struct.Struct("<d").pack_into
 _PLACE = struct.Struct("<hxxii").unpack_from  # stage, microbatch, step
 _FIRST, _SIZE = HEADER.itemsize, OP.itemsize
 _AT = {name: int(OP.fields[name][1]) for name in OP.names}  # type: ignore[index,union-attr]
 _AT_LANE, _AT_PLACE, _AT_START, _AT_END = _AT["lane"], _AT["stage"], _AT["start"], _AT["end"]
 _AT_BYTES, _AT_VALUE = _AT["bytes"], _AT["value"]
 _LANE = bytes(lane_of(kind) for kind in range(256))
-_COMPUTE = Lane.COMPUTE.value
+_COMPUTE = Lane.COMPUTE.value  # 0
+_NEAR = 10_000  # ns
 _STATES = {"finished": 1, "failed": 2}
+
+# An op of the compute lane that is open: its index, the thread's CPU time when it began, the depth of an op
+# inside it, and the op around it. A tuple is built faster than two lists are appended to.
+_Open: TypeAlias = "tuple[int, int, int, _Open | None]"
+_NOTHING: _Open = (-2, 0, 0, None)
 
 
 class Current(NamedTuple):
@@ -53,7 +64,8 @@ class Recorder:
 
     Attributes:
         ledger: the memory this rank holds, by category.
-        layers: whether hooks record every layer within an action as well.
+        savings: what forwards save for their backwards; see `mpkit.record.saved`.
+        layers: whether hooks are to record every layer within an action as well.
     """
 
     def __init__(
@@ -62,18 +74,16 @@ class Recorder:
         folder = Path(folder)
         self.layers = layers
         self._names = NameFile(folder / f"rank{rank}.names")
-        memory = RecordFile(folder / f"rank{rank}.mem", "mem", MEMORY.itemsize)
+        self._memory = RecordFile(folder / f"rank{rank}.mem", "mem", MEMORY.itemsize)
         self._file = RecordFile(folder / f"rank{rank}.ops", "ops", OP.itemsize)
-        self._memory = memory
+        self.ledger = Ledger(self._memory, self._file, device)
+        self.savings = Savings()
         self._clock = clock_for(device)
-        self._waits = self._clock.waits
-        self._step = -1
-        self._step_op = -1
-        self._open: list[int] = []  # compute ops begun and not ended, outermost first
-        self._cpu: list[int] = []  # the thread's CPU time when each of them began
-        self._dropped = Current(None, None, None)
-        self._dropped_at = -1  # ops there were then
-        self.ledger = Ledger(memory, self._file)
+        self._late = self._clock.late
+        self._open = _NOTHING
+        self._looked, self._cpu = 0, 0  # when the thread's CPU time was looked at last, and what it was
+        self._step, self._step_op = -1, -1
+        self._dropped, self._dropped_at = Current(None, None, None), -1
 
     def begin(
         self,
@@ -92,26 +102,44 @@ class Recorder:
     ) -> int:
         """Write that an op begins; returns the index to `end` it by, -1 if it could not be recorded.
 
-        Ops of the compute lane nest. Communication may overlap anything.
+        Ops of the compute lane nest: one begun inside another is ended before it. Communication may overlap
+        anything. The arguments are the columns of `mpkit.trace.OP`.
         """
         file = self._file
         index = file.count
         if index >= file.capacity and not file.grow():
             return -1
         lane = _LANE[kind]
-        depth = 0 if lane else len(self._open)
+        around = self._open
         names = self._names
-        _PACK(
-            file.map, _FIRST + _SIZE * index,
-            kind, lane, depth, stage, microbatch, self._step, names[name], names[where], names[group],
-            number, peer, ref, time.monotonic_ns(), 0, 0, nbytes, flops, 0.0,
-        )  # fmt: skip
-        file.publish(index + 1)
-        if self._waits:
+        start = time.monotonic_ns()
+        _BEGIN(
+            file.map,
+            _FIRST + _SIZE * index,
+            kind,
+            lane,
+            0 if lane else around[2],
+            stage,
+            microbatch,
+            self._step,
+            names[name],
+            names[where] if where else 0,
+            names[group] if group else 0,
+            number,
+            peer,
+            ref,
+            start,
+            nbytes,
+            flops,
+        )
+        file.count = index + 1
+        _LONG(file.map, 8, index + 1)  # the header's count, after the record: what it counts is whole
+        if self._late:
             self._clock.mark(index, False)
         if not lane:
-            self._open.append(index)
-            self._cpu.append(time.thread_time_ns())  # last, so that it counts nothing of the above
+            since = start - self._looked
+            cpu = self._cpu + since if since < _NEAR else time.thread_time_ns()
+            self._open = (index, cpu, around[2] + 1, around)
         return index
 
     def end(self, index: int, *, nbytes: int = 0) -> None:
@@ -119,30 +147,41 @@ class Recorder:
 
         Ops of the compute lane that were left open within it end as well.
         """
-        cpu = 0
-        if self._open and self._open[-1] == index:
-            cpu = time.thread_time_ns() - self._cpu.pop()  # first, likewise
-            self._open.pop()
-        elif index in self._open:
-            self.end(self._open[-1])
-            self.end(index, nbytes=nbytes)
-            return
-        elif index < 0 or self._file.map[_FIRST + _SIZE * index + _AT_LANE] == _COMPUTE:
-            return  # not recorded, or ended already with the op around it
-        if self._waits:
-            self._clock.mark(index, True)
+        now = time.monotonic_ns()
+        file = self._file
         at = _FIRST + _SIZE * index
-        _TIMES(self._file.map, at + _AT_END, time.monotonic_ns(), cpu)
+        last, cpu, _, around = self._open
+        if last == index:
+            assert around is not None
+            self._open = around
+            since = now - self._looked
+            if since < _NEAR:
+                cpu = self._cpu + since - cpu
+            else:
+                self._cpu = time.thread_time_ns()
+                self._looked = now = time.monotonic_ns()
+                cpu = self._cpu - cpu
+        elif index < 0:
+            return
+        elif file.map[at + _AT_LANE] != _COMPUTE:
+            cpu = 0
+        else:
+            self._unwind(index)
+            return
+        if self._late:
+            self._clock.mark(index, True)
+        _END(file.map, at + _AT_END, now, cpu)
         if nbytes:
-            _LONG(self._file.map, at + _AT_BYTES, nbytes)
+            _LONG(file.map, at + _AT_BYTES, nbytes)
 
     def drop(self, index: int) -> None:
         """Leave the op open in the file, as what was under way when something failed, and go on without it."""
-        if index in self._open:
-            if self._dropped_at != self._file.count:  # the innermost op knows best where it was
-                self._dropped, self._dropped_at = self.current, self._file.count
-            keep = self._open.index(index)
-            del self._open[keep:], self._cpu[keep:]
+        if index not in self._stack():
+            return
+        if self._dropped_at != self._file.count:  # of several, the innermost knows best where it was
+            self._dropped, self._dropped_at = self.current, self._file.count
+        while self._open[0] >= index:
+            self._open = self._open[3] or _NOTHING
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -162,7 +201,7 @@ class Recorder:
         if self._step < 0:
             raise ValueError("no step is under way: call record.loss(value) inside `with record.step(0):`")
         if self._step_op >= 0:
-            _VALUE(self._file.map, _FIRST + _SIZE * self._step_op + _AT_VALUE, value)
+            _FLOAT(self._file.map, _FIRST + _SIZE * self._step_op + _AT_VALUE, value)
 
     @contextmanager
     def span(self, name: str, *, flops: float = 0.0, nbytes: int = 0) -> Iterator[None]:
@@ -170,7 +209,7 @@ class Recorder:
 
         It has the stage and micro-batch of the op around it. Left by an exception, it stays open.
         """
-        stage, microbatch, _ = self._place()
+        stage, microbatch, _ = self.place()
         index = self.begin(Kind.COMPUTE, name, stage=stage, microbatch=microbatch, flops=flops, nbytes=nbytes)
         try:
             yield
@@ -182,24 +221,42 @@ class Recorder:
     @property
     def current(self) -> Current:
         """Step, stage and micro-batch of the innermost open compute op, or of the one that just failed."""
-        if not self._open and self._dropped_at == self._file.count:
+        if self._open is _NOTHING and self._dropped_at == self._file.count:
             return self._dropped
-        stage, microbatch, step = self._place()
+        stage, microbatch, step = self.place()
         return Current(*(None if value < 0 else value for value in (step, stage, microbatch)))
 
-    def _place(self) -> tuple[int, int, int]:
+    @property
+    def busy(self) -> bool:
+        """Whether an op of the compute lane is open."""
+        return self._open is not _NOTHING
+
+    def place(self) -> tuple[int, int, int]:
         """Stage, micro-batch and step of the innermost open compute op, -1 for none."""
-        if not self._open:
+        if self._open is _NOTHING:
             return -1, -1, self._step
-        stage, microbatch, step = _PLACE(self._file.map, _FIRST + _SIZE * self._open[-1] + _AT_PLACE)
+        stage, microbatch, step = _PLACE(self._file.map, _FIRST + _SIZE * self._open[0] + _AT_PLACE)
         return stage, microbatch, step
 
     def close(self, state: Literal["finished", "failed"] = "finished") -> None:
         """Write how the rank ended; nothing is recorded afterwards."""
         self._resolve()
-        self._file.close(_STATES[state])
-        self._memory.close(_STATES[state])
+        for file in (self._file, self._memory):
+            file.close(_STATES[state])
         self._names.close()
+
+    def _unwind(self, index: int) -> None:
+        """End what was left open within op `index`, and then it; nothing if it has ended already."""
+        if index in self._stack():
+            while self._open[0] >= index:
+                self.end(self._open[0])
+
+    def _stack(self) -> Iterator[int]:
+        """The open ops of the compute lane, innermost first."""
+        op: _Open | None = self._open
+        while op is not None and op is not _NOTHING:
+            yield op[0]
+            op = op[3]
 
     def _resolve(self) -> None:
         """Put the device's own times in place of the host's."""

@@ -1,0 +1,176 @@
+"""Watching a module and its optimizer: model states into the ledger, the optimizer's step as an op.
+
+parameters, buffers    counted when the watch begins
+gradients              when backward has made them; `zero_grad` drops them, and their storage's death tells
+optimizer state        after the first step has made it
+layers                 (if asked) each layer's share of a forward or backward, as an op within that action
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from mpkit.record.recorder import Recorder
+from mpkit.record.saved import saving
+from mpkit.trace import Kind
+
+__all__ = ["Watch", "layers_of", "saving", "watch"]
+
+
+class Watch:
+    """What `watch` put in place; `close` takes it away again."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._backward = -1  # the layer whose backward is under way: its op
+
+    def close(self) -> None:
+        """Remove every hook. What is in the ledger stays there until it dies."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def watch(
+    recorder: Recorder,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    flops: Mapping[str, tuple[float, float]] | None = None,
+) -> Watch:
+    """Record the module's states as they come and go, and the optimizer's steps.
+
+    Args:
+        module: a rank's part of the model; call it once for each part.
+        optimizer: of that part's parameters; its `step` becomes an OPTIMIZER op.
+        flops: (forward, backward) FLOPs by layer, as in `Flops.layers`; used where `recorder.layers` is set.
+    """
+    watched = Watch()
+    ledger = recorder.ledger
+    for parameter in module.parameters():
+        ledger.track(parameter, "params")
+    for buffer in module.buffers():
+        ledger.track(buffer, "buffers")
+    watched._handles += _watch_gradients(recorder, module)
+    if optimizer is not None:
+        watched._handles += _watch_optimizer(recorder, optimizer)
+    if recorder.layers:
+        for name, layer in layers_of(module):
+            watched._handles += _watch_layer(
+                watched, recorder, name, layer, (flops or {}).get(name, (0.0, 0.0))
+            )
+    return watched
+
+
+def _watch_gradients(recorder: Recorder, module: nn.Module) -> Iterator[RemovableHandle]:
+    for number, parameter in enumerate(module.parameters()):
+        if parameter.requires_grad:
+            if parameter.grad is not None:
+                recorder.ledger.track(parameter.grad, "grads")
+            yield parameter.register_post_accumulate_grad_hook(_gradient_hook(recorder, number))
+
+
+def _gradient_hook(recorder: Recorder, number: int) -> Callable[[torch.Tensor], None]:
+    ledger, savings = recorder.ledger, recorder.savings
+    known: Callable[[], torch.Tensor | None] = lambda: None  # noqa: E731
+
+    def made(parameter: torch.Tensor) -> None:
+        nonlocal known
+        grad = parameter.grad
+        if known() is not grad and grad is not None:  # new since zero_grad, not only added to
+            known = weakref.ref(grad)
+            savings.gradient_made(recorder.place()[:2], number)
+            ledger.track(grad, "grads")
+        elif savings.measuring:
+            savings.gradient_made(recorder.place()[:2], number)
+
+    return made
+
+
+def _watch_optimizer(recorder: Recorder, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
+    name = type(optimizer).__name__
+    index = states = touched = 0
+
+    def before(*_: Any) -> None:
+        nonlocal index
+        index = recorder.begin(Kind.OPTIMIZER, name, nbytes=touched)
+
+    def after(*_: Any) -> None:
+        nonlocal states, touched
+        found = sum(map(len, optimizer.state.values()))
+        if (
+            found != states or not touched
+        ):  # made in the first step, or for a parameter used for the first time
+            states, touched = found, _track_states(recorder, optimizer)
+        recorder.end(index, nbytes=touched)
+
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+
+def _track_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> int:
+    """Count the optimizer's state; returns the bytes that a step reads and writes.
+
+    A state of no dimension is left out: Adam's step counters, which live on the host.
+    """
+    touched = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            touched += 2 * parameter.nbytes + parameter.grad.nbytes
+            for state in optimizer.state.get(parameter, {}).values():
+                if isinstance(state, torch.Tensor) and state.dim():
+                    recorder.ledger.track(state, "optimizer")
+                    touched += 2 * state.nbytes
+    return touched
+
+
+def layers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a module: its children, and those of the containers among them.
+
+    >>> [name for name, _ in layers_of(nn.ModuleDict({"wte": nn.Embedding(2, 2), "h": nn.ModuleList([nn.GELU()])}))]
+    ['wte', 'h.0']
+    """
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            yield from ((f"{name}.{inner}", layer) for inner, layer in layers_of(child))
+        else:
+            yield name, child
+
+
+def _watch_layer(
+    watched: Watch, recorder: Recorder, name: str, layer: nn.Module, flops: tuple[float, float]
+) -> list[RemovableHandle]:
+    """A layer's forward lasts from call to return.
+
+    Its backward lasts from the arrival of its output's gradient until that of the next layer's, or until the
+    action is over. (Module backward hooks would tell more, but they forbid layers that work in place.)
+    """
+    index = -1
+
+    def begin(kind: Kind, flops: float) -> int:
+        if not recorder.busy:  # not within an action: a look at the model between steps, say
+            return -1
+        stage, microbatch, _ = recorder.place()
+        return recorder.begin(kind, name, stage=stage, microbatch=microbatch, flops=flops)
+
+    def before(*_: Any) -> None:
+        nonlocal index
+        index = begin(Kind.FORWARD, flops[0])
+
+    def gradient_arrived(_: torch.Tensor) -> None:
+        recorder.end(watched._backward)
+        watched._backward = begin(Kind.BACKWARD, flops[1])
+
+    def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        recorder.end(index)
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(gradient_arrived)
+
+    return [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
