@@ -29,6 +29,7 @@ class Cluster:
     in some 40 ms, so that nothing of one run carries over into the next.
 
     >>> import mpkit as mk
+    >>> import torch
     >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
     ...     cluster.run(lambda ctx: ctx.comm.all_reduce(torch.ones(2) * ctx.rank).tolist())
     [[1.0, 1.0], [1.0, 1.0]]

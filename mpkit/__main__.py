@@ -1,0 +1,5 @@
+"""`python -m mpkit`: see mpkit.cli."""
+
+from mpkit.cli import main
+
+main()

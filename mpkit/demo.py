@@ -1,0 +1,186 @@
+"""The main job: one model, one batch of text, each strategy in turn, and what it cost.
+
+serial     one process: the losses and the time that the others are compared with
+each       the strategy on all ranks, drawn while it runs
+compare    a table
+keep       the interactive timelines in one HTML file
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mpkit.cluster import Cluster
+from mpkit.data import text_batches
+from mpkit.models import GPT, next_token_loss
+from mpkit.plan import Plan
+from mpkit.timeline import Timeline
+from mpkit.trace import CATEGORIES
+from mpkit.views.terminal import watch
+from mpkit.views.units import bytes_text, percent, seconds
+
+__all__ = ["Demo", "Outcome"]
+
+STRATEGIES = ("naive", "gpipe", "gpipe-recompute")
+
+
+@dataclass
+class Outcome:
+    """One strategy's row of the table.
+
+    Attributes:
+        timeline: of the whole run; its figures are those of the last step.
+        losses: one a step.
+        theory: the bubble by the formula, None for serial training.
+    """
+
+    name: str
+    timeline: Timeline
+    losses: list[float]
+    theory: float | None
+
+
+@dataclass
+class Demo:
+    """What `python -m mpkit demo` does; the options are those of the command."""
+
+    ranks: int = 4
+    microbatches: int = 8
+    layers: int = 8
+    width: int = 192
+    length: int = 64
+    batch: int = 32
+    steps: int = 4
+    strategies: tuple[str, ...] = ("naive", "gpipe")
+    device: str = "auto"
+    html: str = "mpkit-demo.html"
+    seed: int = 0
+    plain: bool = False
+    console: Console = field(default_factory=Console)
+
+    def plans(self) -> dict[str, Plan]:
+        """The Plans asked for, by the name in the table.
+
+        Raises:
+            ValueError: a strategy that there is not.
+        """
+        found = {}
+        for name in self.strategies:
+            if name == "naive":
+                found["naive MP"] = Plan.naive_mp(self.ranks)
+            elif name == "gpipe":
+                found[f"GPipe, {self.microbatches} micro-batches"] = Plan.gpipe(self.ranks, self.microbatches)
+            elif name == "gpipe-recompute":
+                found["GPipe, recomputing"] = Plan.gpipe(self.ranks, self.microbatches, recompute="full")
+            else:
+                raise ValueError(
+                    f"--strategies {name}: there are {', '.join(STRATEGIES)}; for example --strategies naive,gpipe"
+                )
+        return found
+
+    def run(self) -> list[Outcome]:
+        """All of it; returns what the table shows."""
+        plans = self.plans()
+        torch.manual_seed(self.seed)
+        model = GPT(layers=self.layers, width=self.width, length=self.length)
+        data = text_batches(self.batch, self.length, self.steps, seed=self.seed)
+        size = sum(p.numel() for p in model.parameters())
+        self.console.print(
+            f"[bold]mpkit[/bold] trains a GPT of {self.layers} blocks, {size / 1e6:.1f} M parameters, on Python's own "
+            f"documentation: {self.steps} steps of {self.batch} x {self.length} bytes."
+        )
+        outcomes = [self._train("serial", Plan.serial(), 1, model, data)]
+        for name, plan in plans.items():
+            outcomes.append(self._train(name, plan, self.ranks, model, data))
+        self.console.print(self.table(outcomes))
+        self.console.print(f"[dim]{self._explain(outcomes)}[/dim]")
+        if self.html:
+            self._keep(outcomes[1:] or outcomes)
+        return outcomes
+
+    def _train(
+        self, name: str, plan: Plan, ranks: int, model: GPT, data: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Outcome:
+        with Cluster(ranks, self.device) as cluster:
+            run = cluster.train(
+                model,
+                data,
+                plan,
+                loss=next_token_loss,
+                optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4),
+                steps=self.steps,
+                seed=self.seed,
+                show=False,
+            )
+            watch(run, title=name, console=self.console, live=not self.plain)
+            theory = plan.bubble_in_theory
+            return Outcome(name, run.timeline(), run.losses, None if theory is None else float(theory))
+
+    def table(self, outcomes: list[Outcome]) -> Table:
+        """What each strategy cost, a column a strategy."""
+        serial = outcomes[0]
+        table = Table(title="What it cost (the last step)", title_justify="left", title_style="bold")
+        table.add_column("", style="dim")
+        for outcome in outcomes:
+            table.add_column(outcome.name, justify="right")
+
+        def row(label: str, values: list[str]) -> None:
+            table.add_row(label, *values)
+
+        each = [outcome.timeline for outcome in outcomes]
+        row("bubble, measured", ["-" if t.world_size == 1 else percent(t.bubble) for t in each])
+        row(
+            "bubble, in theory",
+            ["-" if o.theory is None or not o.theory else percent(o.theory) for o in outcomes],
+        )
+        row("step time", [seconds(t.step_time) for t in each])
+        row("speed-up", [f"{serial.timeline.step_time / t.step_time:.2f} x" for t in each])
+        table.add_section()
+        row("peak memory of a GPU", [bytes_text(_fullest(t)["total"]) for t in each])
+        for category in CATEGORIES:
+            row(f"  {category}", [bytes_text(_fullest(t).get(category, 0)) for t in each])
+        row("bytes sent", [bytes_text(_sent(t)) for t in each])
+        table.add_section()
+        row("last loss", [f"{o.losses[-1]:.4f}" for o in outcomes])
+        row("losses equal serial", ["-", *("yes" if _equal(o, serial) else "NO" for o in outcomes[1:])])
+        return table
+
+    def _explain(self, outcomes: list[Outcome]) -> str:
+        clock = outcomes[-1].timeline.clock
+        if clock == "measured":
+            return "Times are the wall clock's, from CUDA events."
+        return (
+            "Times are on the virtual clock: each rank has a core of its own, as a GPU would, although here all share "
+            "this machine's. An op takes the CPU time that it really used."
+        )
+
+    def _keep(self, outcomes: list[Outcome]) -> None:
+        from mpkit.views.html import html
+
+        path = Path(self.html)
+        path.write_text(html({o.name: o.timeline for o in outcomes}, title="mpkit demo"), encoding="utf-8")
+        self.console.print(f"Interactive timelines: [bold]{path.resolve()}[/bold] (open it in a browser)")
+
+
+def _fullest(timeline: Timeline) -> dict[str, int]:
+    """The peak of the rank that holds most."""
+    return max(timeline.peak_memory, key=lambda held: held["total"])
+
+
+def _sent(timeline: Timeline) -> int:
+    """Payload bytes of all messages and collectives, each message once."""
+    return sum(count for rank in timeline.comm_bytes for kind, count in rank.items() if kind != "recv")
+
+
+def _equal(outcome: Outcome, serial: Outcome) -> bool:
+    """Within what fp32 rounding in another order explains."""
+    return len(outcome.losses) == len(serial.losses) and all(
+        math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)
+        for a, b in zip(outcome.losses, serial.losses, strict=True)
+    )
