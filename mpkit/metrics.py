@@ -30,7 +30,8 @@ def steps(spans: Array, world_size: int) -> list[int]:
     """The steps that every rank completed, in order; where nobody marked any, those that ops name."""
     marks = spans[spans["kind"] == Kind.STEP]
     if len(marks):
-        numbers, ranks = np.unique(np.unique(marks[["step", "rank"]])["step"], return_counts=True)
+        both = np.unique(marks["step"].astype(np.int64) * world_size + marks["rank"])
+        numbers, ranks = np.unique(both // world_size, return_counts=True)
         return [int(n) for n in numbers[ranks == world_size]]
     numbers = np.unique(spans["step"])
     return [int(n) for n in numbers[numbers >= 0]]

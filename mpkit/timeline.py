@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit import metrics
+from mpkit.figures import Figures
 from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ HELD = np.dtype(
 
 
 @dataclass(repr=False)
-class Timeline:
+class Timeline(Figures):
     """Operations with times, of a run or of a simulation.
 
     The figures are those of the last step that all ranks completed; `t.step(2)` is the timeline of step 2, with
@@ -84,22 +85,16 @@ class Timeline:
 
     # ---- steps --------------------------------------------------------------------------------------------
 
-    @property
-    def steps(self) -> list[int]:
-        """The numbers of the steps that all ranks completed."""
-        return metrics.steps(self.spans, self.world_size)
-
     def step(self, number: int) -> Timeline:
-        """The timeline of one step, its times as they are in the whole.
+        """The timeline of one step, as far as it came, with the times it has in the whole.
 
         Raises:
-            ValueError: there is no such step, or it was not completed.
+            ValueError: nothing of such a step is there.
         """
-        steps = self.steps
-        if number not in steps:
-            there = f"It has {_ranges(steps)}." if steps else "No step was completed by all ranks."
-            raise ValueError(f"step({number}): this timeline has no complete step {number}. {there}")
         rows = np.flatnonzero(self.spans["step"] == number)
+        if not len(rows):
+            there = f"It has {_ranges(self.steps)}." if self.steps else "No step was completed by all ranks."
+            raise ValueError(f"step({number}): this timeline has no step {number}. {there}")
         spans = self.spans[rows]
         place = np.full(len(self.spans) + 1, -1)
         place[rows] = np.arange(len(rows))
@@ -107,111 +102,10 @@ class Timeline:
         start, end = metrics.extent(spans)
         return replace(self, spans=spans, held=metrics.within(self.held, start, end))
 
-    @property
-    def _last(self) -> npt.NDArray[Any]:
-        """The spans of the last complete step; all, where there are no steps."""
-        steps = self.steps
-        return self.spans[self.spans["step"] == steps[-1]] if steps else self.spans
-
-    # ---- figures ------------------------------------------------------------------------------------------
-
-    @property
-    def makespan(self) -> float:
-        """Seconds from the step's first action to the end of its last, over all ranks: what a bubble is a share of."""
-        start, end = metrics.extent(metrics.work(self._last))
-        return end - start
-
-    @property
-    def step_time(self) -> float:
-        """Seconds from the beginning of the step's first op of any kind to the end of its last."""
-        start, end = metrics.extent(self._last)
-        return end - start
-
-    @property
-    def busy(self) -> list[float]:
-        """Seconds of work by rank."""
-        return [float(b) for b in metrics.busy(self._last, self.world_size)]
-
-    @property
-    def idle(self) -> list[float]:
-        """Seconds without work by rank, within the makespan."""
-        makespan = self.makespan
-        return [makespan - busy for busy in self.busy]
-
-    @property
-    def utilisation(self) -> list[float]:
-        """The share of the makespan that each rank works."""
-        makespan = self.makespan
-        return [busy / makespan if makespan else 0.0 for busy in self.busy]
-
-    @property
-    def bubble(self) -> float:
-        """The idle share of the makespan, averaged over ranks; 0 where nobody computes.
-
-        This is GPipe's definition (Huang et al. 2019, section 2.3), by which p stages and m micro-batches have
-        (p-1)/(m+p-1). Megatron's is `ideal_bubble`.
-        """
-        return 1.0 - sum(self.utilisation) / self.world_size if self.makespan else 0.0
-
-    @property
-    def ideal_bubble(self) -> float:
-        """Idle time over work, averaged over ranks: (p-1)/m of GPipe (Narayanan et al. 2021, section 2.2)."""
-        work = sum(self.busy)
-        return sum(self.idle) / work if work else 0.0
-
     def bubble_of(self, step: int, *, ideal: bool = False) -> float:
-        """The bubble of a step, GPipe's, or with `ideal` Megatron's."""
+        """The bubble of a step: GPipe's, or with `ideal` Megatron's."""
         one = self.step(step)
         return one.ideal_bubble if ideal else one.bubble
-
-    @property
-    def comm_time(self) -> list[float]:
-        """Seconds by rank in which at least one communication of it is under way."""
-        return [metrics.length(metrics.covered(spans)) for spans in self._lanes(Lane.COMM)]
-
-    @property
-    def exposed_comm(self) -> list[float]:
-        """Seconds by rank in which it communicates and does not compute meanwhile."""
-        together = [np.concatenate(both) for both in zip(*self._comm_and_work(), strict=True)]
-        work = self._comm_and_work()[1]
-        return [
-            metrics.length(metrics.covered(both)) - metrics.length(metrics.covered(own))
-            for both, own in zip(together, work, strict=True)
-        ]
-
-    @property
-    def overlap(self) -> float:
-        """The share of all communication time that is hidden behind compute; 1 where there is none."""
-        whole = sum(self.comm_time)
-        return 1.0 - sum(self.exposed_comm) / whole if whole else 1.0
-
-    @property
-    def comm_bytes(self) -> list[dict[str, int]]:
-        """Payload bytes by rank, by kind of communication; a message counts at both its ends."""
-        return metrics.bytes_by_kind(self._last, self.world_size)
-
-    @property
-    def peak_memory(self) -> list[dict[str, int]]:
-        """Bytes by rank, by category, at the moment of the step at which the rank held most; "total" is their sum."""
-        return metrics.peak(self.held, self.world_size, *metrics.extent(self._last))
-
-    @property
-    def peak_memory_of_run(self) -> list[dict[str, int]]:
-        """`peak_memory`, of all steps and of what comes before and after them."""
-        return metrics.peak(self.held, self.world_size, -np.inf, np.inf)
-
-    def throughput(self, samples: int | None = None) -> float:
-        """Samples a second; `samples` a step are those of the run's batch if not given.
-
-        Raises:
-            ValueError: nobody knows how many samples a step has.
-        """
-        samples = samples if samples is not None else self.meta.get("batch_size")
-        if samples is None:
-            raise ValueError(
-                "This timeline does not know how many samples a step has: throughput(samples=32), say"
-            )
-        return samples / self.step_time if self.step_time else 0.0
 
     # ---- as something else ---------------------------------------------------------------------------------
 
@@ -278,14 +172,6 @@ class Timeline:
         return (
             f"<Timeline of {self.world_size} ranks, {steps} step{'s' * (steps != 1)}, {self.clock}: {length}>"
         )
-
-    def _lanes(self, lane: Lane) -> list[npt.NDArray[Any]]:
-        spans = self._last
-        spans = spans[spans["lane"] == lane]
-        return [spans[spans["rank"] == rank] for rank in range(self.world_size)]
-
-    def _comm_and_work(self) -> tuple[list[npt.NDArray[Any]], list[npt.NDArray[Any]]]:
-        return self._lanes(Lane.COMM), [metrics.work(spans) for spans in self._lanes(Lane.COMPUTE)]
 
 
 def _written(text: str, path: str | Path | None) -> str:

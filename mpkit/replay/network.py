@@ -13,7 +13,6 @@ ready: a message when it is sent (the receiver may come later), a collective whe
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from math import inf
 from typing import NamedTuple
 
 from mpkit.devices import Hardware, Link
@@ -21,17 +20,14 @@ from mpkit.trace import Kind
 
 __all__ = ["Network", "Settled"]
 
+Moment = tuple[float, int, int]
+"""When which op of which rank asks: time, rank, op. No two are the same."""
+
 _SEND, _RECV = int(Kind.SEND), int(Kind.RECV)
 
 
-class Settled(NamedTuple):
-    """A rank's part of a communication, with its time."""
-
-    rank: int
-    op: int
-    start: float
-    end: float
-    issued: float
+Settled = tuple[int, int, float, float, float]
+"""A rank's part of a communication, with its time: rank, op, start, end, issued."""
 
 
 class _Route(NamedTuple):
@@ -43,15 +39,14 @@ class _Route(NamedTuple):
 class _Request:
     """One message or one collective, as far as its members have asked for it."""
 
-    __slots__ = ("asked", "end", "key", "kind", "nbytes", "ready", "route", "start")
+    __slots__ = ("asked", "end", "key", "kind", "nbytes", "route", "start")
 
     def __init__(self, kind: int, route: _Route, key: tuple[int, int, int]) -> None:
         self.kind = kind
         self.key = key
         self.route = route
-        self.asked: list[tuple[int, int, float]] = []  # rank, op, when
+        self.asked: list[Moment] = []
         self.nbytes = 0
-        self.ready = 0.0
         self.start = -1.0  # of a message that is served, while its receiver has not asked
         self.end = -1.0
 
@@ -64,13 +59,14 @@ class Network:
         self._hardware = hardware
         self._routes: dict[int, _Route | None] = {}
         self._open: dict[tuple[int, int, int], _Request] = {}
-        self._queue: list[tuple[float, int, int, _Request]] = []  # ready, rank, op: never a tie
+        self._queue: list[tuple[Moment, _Request]] = []  # when each became ready
         self._out = [0.0] * world_size
         self._in = [0.0] * world_size
 
     def know(self, group: int, text: str) -> None:
         """Learn what a group's number stands for: "0,1,2,3" for a collective's, "0>1#tag" for a message's."""
-        self._routes[group] = self._parse(text)
+        if group not in self._routes:
+            self._routes[group] = self._parse(text)
 
     def ask(
         self, rank: int, op: int, kind: int, group: int, number: int, nbytes: int, now: float
@@ -85,54 +81,52 @@ class Network:
             request = self._open[key] = _Request(kind, route, key)
         elif request.end >= 0:  # the message was on its way before its receiver asked
             del self._open[key]
-            return Settled(rank, op, request.start, request.end, now)
-        request.asked.append((rank, op, now))
+            return rank, op, request.start, request.end, now
+        moment = (now, rank, op)
+        request.asked.append(moment)
         if kind == _RECV:
             return None
         if nbytes > request.nbytes:
             request.nbytes = nbytes
-        if now > request.ready:
-            request.ready = now
         if kind == _SEND:
-            heappush(self._queue, (now, rank, op, request))
+            heappush(self._queue, (moment, request))
         elif len(request.asked) == len(route.members):
             del self._open[key]
-            first = min(request.asked)
-            heappush(self._queue, (request.ready, first[0], first[1], request))
+            heappush(self._queue, (max(request.asked), request))
         return None
 
-    def serve(self, before: float = inf) -> list[Settled] | None:
-        """Serve what became ready first, if that was earlier than `before`; None if there is nothing."""
+    def serve(self, before: Moment) -> list[Settled] | None:
+        """Serve what became ready first, if that was before that moment; None if there is nothing."""
         queue = self._queue
-        if not queue or (queue[0][0] >= before and before != inf):
+        if not queue or queue[0][0] >= before:
             return None
-        request = heappop(queue)[3]
-        return self._message(request) if request.route.is_message else self._collective(request)
+        (ready, *_), request = heappop(queue)
+        return self._message(request, ready) if request.route.is_message else self._collective(request, ready)
 
-    def _message(self, request: _Request) -> list[Settled]:
+    def _message(self, request: _Request, ready: float) -> list[Settled]:
         (source, target), link, _ = request.route
         wire = link.transfer(_SEND, request.nbytes)
-        start = max(request.ready, self._out[source], self._in[target] - link.latency)
+        start = max(ready, self._out[source], self._in[target] - link.latency)
         left = self._out[source] = start + wire
         arrived = self._in[target] = start + link.latency + wire
         settled = [
-            Settled(rank, op, start, left if rank == source else arrived, issued)
-            for rank, op, issued in request.asked
+            (rank, op, start, left if rank == source else arrived, issued)
+            for issued, rank, op in request.asked
         ]
         request.start, request.end = start, arrived
         if len(settled) == 2:
             del self._open[request.key]
         return settled
 
-    def _collective(self, request: _Request) -> list[Settled]:
+    def _collective(self, request: _Request, ready: float) -> list[Settled]:
         members, link, _ = request.route
-        start = request.ready
+        start = ready
         for rank in members:
             start = max(start, self._out[rank], self._in[rank])
         end = start + link.time(request.kind, request.nbytes, len(members))
         for rank in members:
             self._out[rank] = self._in[rank] = end
-        return [Settled(rank, op, start, end, issued) for rank, op, issued in request.asked]
+        return [(rank, op, start, end, issued) for issued, rank, op in request.asked]
 
     def _parse(self, text: str) -> _Route | None:
         ends, is_message, _ = text.partition("#")

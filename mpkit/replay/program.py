@@ -9,6 +9,7 @@ whole arrays.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ class Program:
         self.total = 0.0  # work in all
         self.pauses: list[tuple[int, float, float]] = [(-1, 0.0, 0.0)]
         self._step: tuple[int, int] | None = None  # op and number of the step that is under way
-        self.left_out = 0
+        self.left = self._tail  # what could not be taken in the end
 
     ops = property(lambda self: self._ops[: self.count])
     work = property(lambda self: self._work[0, : self.count])
@@ -77,7 +78,7 @@ class Program:
             self._ops[first : self.count] = ops
             self._place(ops, first)
         if final:
-            self.left_out = len(self._tail)
+            self.left = self._tail
             self._end_step(self.count)
         return slice(first, self.count)
 
@@ -187,10 +188,14 @@ class Program:
         _, time, work = self.pauses[-1]
         return time + (self.total - work)
 
+    def forget(self, before: int) -> None:
+        """No op before that one will be asked about any more."""
+        del self.pauses[: bisect_left(self.pauses, (before,)) - 1]
+
     def clock(self, work: Array, op: Array) -> Array:
         """Seconds on the clock after that much work and all waits before `op`."""
         paused = np.array(self.pauses)
-        which = np.searchsorted(paused[:, 0], op, side="left") - 1
+        which = np.maximum(np.searchsorted(paused[:, 0], op, side="left") - 1, 0)
         return paused[which, 1] + (work - paused[which, 2])  # type: ignore[no-any-return]
 
 
