@@ -1,0 +1,219 @@
+"""How much a stage computes and moves, counted once a shape, without computing anything.
+
+The module runs forward and backward on fake tensors: they have shapes and no data. FLOPs are those of matrix
+multiplications, convolutions and attention, a multiply-add being two (torch.utils.flop_counter); what else there
+is costs memory traffic instead. Bytes are what each operator reads and writes, one kernel an operator, as PyTorch
+runs them when nothing is compiled; views move nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+__all__ = ["FlopTable", "Flops", "count"]
+
+
+@dataclass(frozen=True)
+class Flops:
+    """What one forward and its backward cost; zeros for what could not be counted.
+
+    Attributes:
+        forward, backward: FLOPs.
+        forward_bytes, backward_bytes: bytes read and written.
+        layers: (forward, backward) FLOPs of every module within, by its name.
+        why: why nothing could be counted, "" otherwise.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    layers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    why: str = ""
+
+
+def count(target: Callable[..., Any], *inputs: Any) -> Flops:
+    """Count the forward of a module or function on these inputs, and the backward of its outputs.
+
+    Nothing is computed, and neither the module, its gradients nor any random state change: a copy runs, on
+    tensors without data. A module that cannot run so (its control flow looks into its tensors) costs
+    zeros, and `why` says so; this never raises.
+
+    Args:
+        target: a module, or a function of tensors such as a module with its loss.
+        inputs: as `target` takes them; one that requires a gradient gets it in the backward.
+
+    A linear layer of k inputs and n outputs takes 2bkn forward, and as much for each of its two gradients:
+
+    >>> flops = count(nn.Linear(3, 5), torch.zeros(2, 3, requires_grad=True))
+    >>> flops.forward, flops.backward
+    (60.0, 120.0)
+    """
+    try:
+        with _unseen(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself will say them
+            return _count(target, inputs)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return Flops(why=f"{type(error).__name__}: {reason}")
+
+
+class FlopTable:
+    """Counts each target and shape once; copies of it travel to the ranks with what was counted.
+
+    >>> table = FlopTable()
+    >>> layer = nn.Linear(3, 5)
+    >>> table.of("stage 0", layer, torch.zeros(2, 3)) is table.of("stage 0", layer, torch.ones(2, 3))
+    True
+    """
+
+    def __init__(self) -> None:
+        self._counted: dict[Hashable, Flops] = {}
+
+    def of(self, name: Hashable, target: Callable[..., Any], *inputs: Any) -> Flops:
+        """The Flops of `target`, called `name`, on inputs of these shapes."""
+        key = (name, *map(_shape_of, tree_leaves(inputs)))
+        if key not in self._counted:
+            self._counted[key] = count(target, *inputs)
+        return self._counted[key]
+
+
+def _shape_of(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    return repr(value)
+
+
+def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # private: tests/record/test_flops.py guards it
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        copied = mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+        # The input of a module must not be a leaf: the counter cannot follow those through autograd.grad.
+        return copied.view_as(copied) if tensor.requires_grad else copied
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    moved = _Moved()
+    counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION_ON_CPU)
+    with mode, torch.enable_grad():
+        target, inputs = _copied(target, mode), tree_map_only(torch.Tensor, fake, inputs)
+        with moved, counter:
+            outputs = [out for out in tree_leaves(target(*inputs)) if isinstance(out, torch.Tensor)]
+            forward, forward_bytes = _by_module(counter), moved.nbytes
+            outputs = [out for out in outputs if out.requires_grad]
+            if outputs:
+                ones = [torch.ones_like(out) for out in outputs]
+                ends = [*_leaves_of(outputs), *(x for x in tree_leaves(inputs) if _wants_gradient(x))]
+                before = moved.nbytes  # the ones are no part of it
+                torch.autograd.grad(outputs, ends, ones, allow_unused=True)
+                moved.nbytes -= before - forward_bytes
+    both = _by_module(counter)
+    layers = {
+        name.partition(".")[2]: (forward.get(name, 0.0), flops - forward.get(name, 0.0))
+        for name, flops in both.items()
+        if "." in name
+    }
+    whole = forward.get("Global", 0.0)
+    return Flops(whole, both.get("Global", 0.0) - whole, forward_bytes, moved.nbytes - forward_bytes, layers)
+
+
+def _copied(target: Callable[..., Any], mode: Any) -> Callable[..., Any]:
+    """The module with parameters and buffers without data; a function as it is."""
+    if not isinstance(target, nn.Module):
+        return target
+    memo: dict[int, Any] = {}
+    for tensor in (*target.parameters(), *target.buffers()):
+        faked = mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = (
+            nn.Parameter(faked, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else faked
+        )
+    return copy.deepcopy(target, memo)
+
+
+def _by_module(counter: FlopCounterMode) -> dict[str, float]:
+    return {name: float(sum(ops.values())) for name, ops in counter.get_flop_counts().items()}
+
+
+def _wants_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _leaves_of(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters that the outputs' graph leads to; a function's own are found nowhere else."""
+    seen: set[Any] = set()
+    found: list[torch.Tensor] = []
+    todo: list[Any] = [out.grad_fn for out in outputs]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):  # AccumulateGrad
+                found.append(node.variable)
+            todo += [following for following, _ in node.next_functions]
+    return found
+
+
+_MOVES_NOTHING = {  # besides what is declared to be a view
+    torch.ops.aten._unsafe_view,
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
+
+
+class _Moved(TorchDispatchMode):
+    """Sums the bytes that operators read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func.namespace != "prim" and func.overloadpacket not in _MOVES_NOTHING:
+            touched = tree_leaves((args, kwargs, out))
+            self.nbytes += sum(value.nbytes for value in touched if isinstance(value, torch.Tensor))
+        return out
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+
+# PyTorch counts its GPU kernels for attention and, as of 2.13, not the one for CPUs.
+_ATTENTION_ON_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Put every random state back."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
