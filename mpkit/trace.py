@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -196,6 +196,20 @@ class Trace:
         """How many ranks there are."""
         return len(self.ranks)
 
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step, as the first rank that knows it has it; nan for a step of unknown loss.
+
+        A step under way counts once its loss is known.
+        """
+        found: dict[int, float] = {}
+        for rank in self.ranks:
+            steps = rank.ops[rank.ops["kind"] == Kind.STEP]
+            for step in steps[(steps["end"] > 0) | ~np.isnan(steps["value"])]:
+                if np.isnan(found.get(int(step["step"]), np.nan)):
+                    found[int(step["step"])] = float(step["value"])
+        return [found.get(step, np.nan) for step in range(1 + max(found, default=-1))]
+
     def __len__(self) -> int:
         return sum(len(rank.ops) for rank in self.ranks)
 
@@ -208,7 +222,8 @@ class Trace:
         path = Path(path)
         partial = path.with_name(path.name + ".partial")
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("mpkit.json", json.dumps({"version": VERSION, "meta": self.meta}))
+            head = {"version": VERSION, "ranks": self.world_size, "meta": self.meta}
+            archive.writestr("mpkit.json", json.dumps(head))
             for number, rank in enumerate(self.ranks):
                 for part, array in (("ops", rank.ops), ("mem", rank.memory)):
                     with archive.open(f"rank{number}.{part}.npy", "w") as file:
@@ -235,7 +250,7 @@ class Trace:
                         f"{path} was written by a later mpkit (format {head['version']}, this one reads up "
                         f"to {VERSION}): pip install --upgrade mpkit"
                     )
-                ranks = list(_ranks_of(archive))
+                ranks = [_rank_of(archive, number) for number in range(head["ranks"])]
         except FileNotFoundError:
             raise TraceError(f"{path}: no such file; run.trace.save({str(path)!r}) writes one") from None
         except TraceError:
@@ -263,6 +278,8 @@ class Trace:
 def read_rank(folder: Path, number: int) -> RankTrace:
     """What rank `number` has recorded so far; copies, so that the files may go."""
     ops, state = _read_records(folder / f"rank{number}.ops", "ops", OP)
+    while len(ops) and not ops[-1]["kind"]:  # counted, but on its way still from another core
+        ops = ops[:-1]
     memory, _ = _read_records(folder / f"rank{number}.mem", "mem", MEMORY)
     names = _read_names(folder / f"rank{number}.names")
     return RankTrace(ops, memory, names, ("running", "finished", "failed")[min(state, 2)])
@@ -277,6 +294,8 @@ def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDAr
     if len(data) < HEADER.itemsize:
         return np.empty(0, dtype), 0
     head = data[: HEADER.itemsize].view(HEADER)[0]
+    if not head["magic"]:  # only just made
+        return np.empty(0, dtype), 0
     if bytes(head["magic"]) != MAGIC[part]:
         raise TraceError(
             f"{path} is not a file of this version of mpkit: it begins with {bytes(head['magic'])!r}"
@@ -306,19 +325,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return dict(found) if isinstance(found, Mapping) else {}
 
 
-def _ranks_of(archive: zipfile.ZipFile) -> Iterator[RankTrace]:
-    number = 0
-    members = set(archive.namelist())
-    while f"rank{number}.json" in members:
-        head = json.loads(archive.read(f"rank{number}.json"))
-        arrays = []
-        for part, dtype in (("ops", OP), ("mem", MEMORY)):
-            with archive.open(f"rank{number}.{part}.npy") as file:
-                array = np.lib.format.read_array(file, allow_pickle=False)
-            if array.dtype != dtype:
-                raise TraceError(
-                    f"rank {number}'s {part} have other columns than this version of mpkit knows"
-                )
-            arrays.append(array)
-        yield RankTrace(arrays[0], arrays[1], [str(name) for name in head["names"]], head["state"])
-        number += 1
+def _rank_of(archive: zipfile.ZipFile, number: int) -> RankTrace:
+    head = json.loads(archive.read(f"rank{number}.json"))
+    arrays = []
+    for part, dtype in (("ops", OP), ("mem", MEMORY)):
+        with archive.open(f"rank{number}.{part}.npy") as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
+        if array.dtype != dtype or array.ndim != 1:
+            raise TraceError(f"rank {number}'s {part} have other columns than this version of mpkit knows")
+        arrays.append(array)
+    return RankTrace(arrays[0], arrays[1], [str(name) for name in head["names"]], head["state"])
