@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpkit.catalogue import hardware, list_hardware
+    from mpkit.catalogue import hardware
     from mpkit.cluster import Cluster
     from mpkit.devices import Device, Hardware, Link
     from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError
@@ -35,7 +35,6 @@ _HOME = {
     "Trace": "mpkit.trace",
     "TraceError": "mpkit.errors",
     "hardware": "mpkit.catalogue",
-    "list_hardware": "mpkit.catalogue",
     "simulate": "mpkit.simulation",
 }
 
@@ -53,7 +52,6 @@ __all__ = [
     "Trace",
     "TraceError",
     "hardware",
-    "list_hardware",
     "simulate",
 ]
 

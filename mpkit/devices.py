@@ -134,6 +134,7 @@ class Hardware:
         link: between the devices of a node.
         between: between nodes, a device's share of it; None for a single node.
         per_node: devices a node.
+        nodes: how many nodes.
     """
 
     name: str
@@ -141,6 +142,12 @@ class Hardware:
     link: Link
     between: Link | None = None
     per_node: int = 8
+    nodes: int = 1
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return self.per_node * self.nodes
 
     def link_of(self, ranks: Sequence[int]) -> Link:
         """The link that paces these ranks' messages and collectives.

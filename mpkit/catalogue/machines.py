@@ -1,0 +1,205 @@
+"""The machines of the catalogue: each is one function that says where its figures are from.
+
+In `sources` every figure is *published* (read from a data sheet or somebody's measurement), *fitted* to published
+measurements, or *assumed*, with the reason. A figure that is assumed is a guess; check it before you rely on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mpkit.catalogue.tables import fit_all_reduce, one
+from mpkit.devices import Device, Hardware, Link
+from mpkit.trace import Kind
+
+__all__ = ["MACHINES"]
+
+GIGA = 1e9
+ONE_NODE = 1 << 30
+"""Devices of the machine you sit at: as many as there are ranks."""
+
+
+def _gpu(name: str, mamf: str | None, guess: float = 0.8) -> Device:
+    """A device of devices.csv, its rates times the share of the peak that large matrix products reach."""
+    row = one("devices", device=name)
+    if mamf is not None:
+        best = one("mamf", device=mamf)
+        share = float(best["reached_tflops"]) / float(best["peak_tflops"])
+        how = f"published peak, times {share:.3f}, which is reached in bfloat16 ({best['source']})"
+    else:
+        share, how = guess, f"published peak, times {guess}, which is assumed: no measurement is at hand"
+    columns = {"float32": "float32_tflops", "tfloat32": "tfloat32_tflops", "bfloat16": "bfloat16_tflops"}
+    rates = {dtype: float(row[column]) * 1e12 * share for dtype, column in columns.items() if row[column]}
+    rates["float16"] = rates["bfloat16"]
+    published = f"published: {row['source']}" + (f" ({row['marks']})" if row["marks"] else "")
+    return Device(
+        name, rates, float(row["memory_GBps"]) * GIGA, int(float(row["memory_GB"]) * GIGA),
+        float(row["host_GBps"]) * GIGA,
+        {"flops": f"{how}; {published}", "bandwidth": published, "memory": published, "host": published},
+    )  # fmt: skip
+
+
+def _nvlink(name: str, row: str, system: str, message: str, other: float | None = None) -> Link:
+    """NVLink through a switch, fitted to an all-reduce sweep. `other`: bus bandwidth of what is no all-reduce."""
+    fit = fit_all_reduce(system)
+    line = float(one("links", link=row)["GBps"]) * GIGA
+    rest = other or fit.bandwidth
+    bus = {
+        Kind.ALL_REDUCE: fit.bandwidth,
+        Kind.ALL_GATHER: rest,
+        Kind.REDUCE_SCATTER: rest,
+        Kind.ALL_TO_ALL: rest,
+    }
+    fitted = f"fitted to nccl-tests on {system} ({one('links', link=row)['source']})"
+    return Link(name, fit.latency, 0.88 * line, bus, {"latency": fitted, "bus": fitted, "bandwidth": message})
+
+
+def cpu() -> Hardware:
+    """This machine's own CPU, each rank on a core of its own, talking over loopback."""
+    core = Device(
+        "CPU core", {"float32": 50e9, "float64": 25e9}, bandwidth=10e9, host=10e9,
+        sources={
+            "flops": "assumed: 16 float32 operations a cycle (one AVX2 multiply-add) at 3 GHz. Used only to scale "
+            "ops of unknown FLOPs to another device; on the CPU itself ops take what was measured",
+            "bandwidth": "assumed: one core's share of two memory channels",
+            "host": "assumed: a copy within memory",
+        },
+    )  # fmt: skip
+    guess = (
+        "assumed: what a loopback socket takes; ranks of one run share cores, so it cannot be measured there"
+    )
+    link = Link("loopback", 20e-6, 10e9, {}, {"latency": guess, "bandwidth": guess})
+    return Hardware("cpu", core, link, per_node=ONE_NODE)
+
+
+def titan_rtx(nvlink: bool) -> Hardware:
+    """Two TITAN RTX, the machine of the Hugging Face guide's DP and DDP experiment."""
+    card = _gpu("TITAN RTX", None)
+    assumed = "assumed: 0.8 of the line rate, as rings on NVLink 3 and 4 reach"
+    latency = 10.9e-6
+    latency_source = "published: two RTX 4090 without peer-to-peer (gist.github.com/muellerzr/fbfabd0f)"
+    bridge = 0.8 * float(one("links", link="NVLink 2 x2 (TITAN RTX NV2)")["GBps"]) * GIGA
+    if nvlink:
+        sources = {"latency": f"assumed: {latency_source}", "bandwidth": assumed}
+        link = Link("NVLink 2 x2", latency, bridge, {}, sources)
+        return Hardware("2x-titan-rtx-nvlink", card, link, per_node=2)
+    # The guide's two DDP runs differ by what a step's gradients take longer. On 2 ranks the wire factor is 1.
+    seconds = {
+        row: float(one("titan_rtx_ddp", strategy="DDP", nvlink=row)["seconds"])
+        / float(one("titan_rtx_ddp", strategy="DDP", nvlink=row)["steps"])
+        for row in "YN"
+    }
+    slow = GRADIENTS / (GRADIENTS / bridge + seconds["N"] - seconds["Y"])
+    why = (
+        "fitted to the guide's DDP with and without NVLink: 498 MB of gradients a step take 148 ms longer without. "
+        "As if no more of them was hidden behind the backward than with NVLink, so an upper bound"
+    )
+    link = Link("PCIe 3 through the host", latency, slow, {}, {"latency": latency_source, "bandwidth": why})
+    return Hardware("2x-titan-rtx", card, link, per_node=2)
+
+
+GRADIENTS = 124.44e6 * 4
+"""Bytes of GPT-2's gradients: 124.44 million parameters in float32."""
+
+
+def rtx_4090() -> Hardware:
+    """Two RTX 4090: fast cards that can only talk through the host."""
+    row = one("links", link="PCIe 4 no-P2P (2x RTX 4090)")
+    source = f"published: {row['note']} ({row['source']})"
+    link = Link("PCIe 4 through the host", 10.9e-6, float(row["GBps"]) * GIGA, {},
+                {"latency": source, "bandwidth": source})  # fmt: skip
+    return Hardware("2x-rtx-4090", _gpu("RTX 4090", None), link, per_node=2)
+
+
+def a100() -> Hardware:
+    """Eight A100 SXM on NVLink 3."""
+    assumed = "assumed: 0.88 of the line rate, as a pair reaches on NVLink 4"
+    link = _nvlink("NVLink 3", "NVLink 3 (A100, 12 links)", "8xA100 NVLink3", assumed)
+    return Hardware("8x-a100-nvlink", _gpu("A100 SXM 80GB", "A100 SXM"), link)
+
+
+def _nvlink_4() -> Link:
+    """NVLink 4 of H100 and H200, the same link; measured on H200, whose switch helps with the all-reduce (NVLS)."""
+    gathers = float(one("collectives", collective="all_gather", system="8xH200")["bus_GBps"]) * GIGA
+    pair = "published: a pair of H200 copies 396.4 of 450 GB/s (stas00/ml-engineering network/README.md)"
+    return _nvlink(
+        "NVLink 4", "NVLink 4 (H100/H200, 18 links)", "8xH200 NVLink4 (NVLS from 2MiB)", pair, gathers
+    )
+
+
+def h100() -> Hardware:
+    """Eight H100 SXM on NVLink 4."""
+    return Hardware("8x-h100-nvlink", _gpu("H100 SXM", "H100 SXM"), _nvlink_4())
+
+
+def h200() -> Hardware:
+    """Eight H200 SXM on NVLink 4."""
+    # H200 has H100's arithmetic and more memory.
+    return Hardware("8x-h200-nvlink", _gpu("H200 SXM", "H100 SXM"), _nvlink_4())
+
+
+def h100_pcie() -> Hardware:
+    """Eight H100 PCIe without NVLink."""
+    line = float(one("links", link="PCIe 5 x16")["GBps"]) * GIGA
+    ring = one("links", link="A100 PCIe 8 GPU ring")
+    shares = {
+        Kind.ALL_REDUCE: 0.4176,
+        Kind.ALL_GATHER: 0.4497,
+        Kind.REDUCE_SCATTER: 0.3688,
+        Kind.ALL_TO_ALL: 0.2754,
+    }
+    sources = {
+        "bus": f"assumed: the shares of the line rate that 8 A100 reach over PCIe 4 ({ring['source']})",
+        "bandwidth": "published: copies between host and H200 reach 0.88 of PCIe 5 (stas00/ml-engineering)",
+        "latency": f"assumed: 10 us, within the 3 to 30 us of A100 over PCIe 4 ({ring['source']})",
+    }
+    link = Link(
+        "PCIe 5 x16", 10e-6, 0.88 * line, {kind: share * line for kind, share in shares.items()}, sources
+    )
+    # The SXM card's share of the peak stands in for that of the PCIe card.
+    return Hardware("8x-h100-pcie", _gpu("H100 PCIe", "H100 SXM"), link)
+
+
+def b200() -> Hardware:
+    """Eight B200 SXM on NVLink 5."""
+    assumed = "assumed: 0.88 of the line rate, as a pair reaches on NVLink 4"
+    ring = float(one("collectives", system="B200 NVLS off (ring)", ranks="8")["bus_GBps"]) * GIGA
+    link = _nvlink("NVLink 5", "NVLink 5 (B200, 18 links)", "8xB200 NVLink5", assumed, ring)
+    return Hardware("8x-b200-nvlink", _gpu("B200 SXM", "B200 SXM"), link)
+
+
+def _cards(name: str, source: str) -> Link:
+    """A 400 Gb/s network card for each device, fitted to 4 nodes of 8 B200 over EFA."""
+    fit = fit_all_reduce("4x8xB200 EFAv4 8x400G", 2**19)
+    # Eight devices of a node share the ring's traffic among their eight cards.
+    return Link(name, fit.latency, fit.bandwidth / 8, {}, {"latency": source, "bandwidth": source})
+
+
+def two_h100_nodes() -> Hardware:
+    """Two nodes of eight H100, a 400 Gb/s InfiniBand card for each GPU."""
+    source = (
+        "assumed: as 4x8 B200 over EFA, whose cards have the same line rate of 50 GB/s (fitted to nccl-tests)"
+    )
+    between = _cards("InfiniBand NDR, a card a GPU", source)
+    return Hardware("2x8-h100-ib", _gpu("H100 SXM", "H100 SXM"), _nvlink_4(), between, nodes=2)
+
+
+def four_b200_nodes() -> Hardware:
+    """Four nodes of eight B200, a 400 Gb/s EFA card for each GPU."""
+    between = _cards("EFA v4, a card a GPU", "fitted to nccl-tests on 4x8 B200 over EFA, from 512 KiB on")
+    return Hardware("4x8-b200-efa", _gpu("B200 SXM", "B200 SXM"), b200().link, between, nodes=4)
+
+
+MACHINES: Mapping[str, Callable[[], Hardware]] = {
+    "cpu": cpu,
+    "2x-titan-rtx-nvlink": lambda: titan_rtx(nvlink=True),
+    "2x-titan-rtx": lambda: titan_rtx(nvlink=False),
+    "2x-rtx-4090": rtx_4090,
+    "8x-a100-nvlink": a100,
+    "8x-h100-nvlink": h100,
+    "8x-h100-pcie": h100_pcie,
+    "8x-h200-nvlink": h200,
+    "8x-b200-nvlink": b200,
+    "2x8-h100-ib": two_h100_nodes,
+    "4x8-b200-efa": four_b200_nodes,
+}
