@@ -1,0 +1,124 @@
+"""TrainJob: what a rank needs to know to do its part of a training. Made by `mpkit.prepare`, all of it data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.parallel.microbatch import Value
+from mpkit.plan import Plan
+from mpkit.record.flops import Flops
+
+__all__ = ["Boundary", "LayerNumbers", "Spec", "TrainJob"]
+
+
+class Spec(NamedTuple):
+    """A tensor that crosses from a layer to the next."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What crosses from a layer to the next: a tensor, or a tuple of tensors.
+
+    Attributes:
+        specs: one a tensor.
+        single: a tensor itself, not a tuple of one.
+    """
+
+    specs: tuple[Spec, ...]
+    single: bool = True
+
+    @classmethod
+    def of(cls, value: Any) -> Boundary | None:
+        """The boundary that a layer's output is; None if it is neither a tensor nor a tuple of tensors."""
+        tensors = (value,) if isinstance(value, Tensor) else value
+        if not isinstance(tensors, tuple) or not all(isinstance(t, Tensor) for t in tensors) or not tensors:
+            return None
+        specs = tuple(Spec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+        return cls(specs, isinstance(value, Tensor))
+
+    @property
+    def shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and dtype of each tensor."""
+        return [(spec.shape, spec.dtype) for spec in self.specs]
+
+    def pack(self, tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        """The value that a layer is called with."""
+        return tensors[0] if self.single else tensors
+
+    def __str__(self) -> str:
+        shapes = [f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}" for spec in self.specs]
+        return shapes[0] if self.single else f"({', '.join(shapes)})"
+
+
+@dataclass(frozen=True)
+class LayerNumbers:
+    """What a layer does to one micro-batch.
+
+    Attributes:
+        flops: and bytes, of forward and backward.
+        output: what it passes on; None if it is nothing that can be sent.
+        in_place: it writes into what it is given.
+    """
+
+    flops: Flops
+    output: Boundary | None
+    in_place: bool = False
+
+
+@dataclass
+class TrainJob:
+    """A training, ready to start.
+
+    Attributes:
+        plan: how.
+        model: a chain of layers, on the CPU; a rank takes its own layers out and lets go of the rest.
+        stages: the layers of each stage, by number.
+        batches: step i takes batches[i % len(batches)]; on the CPU.
+        loss: loss(outputs, targets) -> scalar, the mean over the batch.
+        optimizer: optimizer(params) -> torch.optim.Optimizer.
+        steps: how many.
+        seed: of the ranks' random state.
+        numbers: by signature of a micro-batch, what each layer does to it, and last the loss.
+        names: of the model's state dict, in order.
+        meta: about the run, of JSON types; goes into the trace.
+    """
+
+    plan: Plan
+    model: nn.Module | None
+    stages: list[range]
+    batches: list[tuple[Value, Value]]
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    steps: int
+    seed: int
+    numbers: dict[Hashable, list[LayerNumbers]]
+    names: list[str]
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def boundary(self, key: Hashable, stage: int) -> Boundary:
+        """What crosses from a stage to the next, for micro-batches of this signature."""
+        output = self.numbers[key][self.stages[stage].stop - 1].output
+        assert output is not None, "a cut is only made where something can be sent"
+        return output
+
+    def flops(self, key: Hashable, stage: int) -> Flops:
+        """FLOPs and bytes of a stage, the last with the loss, for micro-batches of this signature."""
+        numbers = self.numbers[key]
+        held = [numbers[layer].flops for layer in self.stages[stage]]
+        if stage == len(self.stages) - 1:
+            held.append(numbers[-1].flops)
+        return Flops(
+            sum(flops.forward for flops in held),
+            sum(flops.backward for flops in held),
+            sum(flops.forward_bytes for flops in held),
+            sum(flops.backward_bytes for flops in held),
+        )

@@ -1,0 +1,116 @@
+"""Stage: a contiguous part of the model, its forward and its backward for one micro-batch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.parallel.microbatch import Value, map_tensors
+
+__all__ = ["RandomState", "Stage", "call"]
+
+
+class Stage:
+    """Some layers of a chain, on a device.
+
+    Attributes:
+        number: which stage it is.
+        layers: the layers, in order, by name.
+        names: those that the model knows them by.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        layers: list[tuple[str, nn.Module]],
+        device: torch.device,
+        *,
+        in_place: bool = False,
+    ) -> None:
+        self.number = number
+        self.names = [name for name, _ in layers]
+        # An nn.Module allows no dots in a name.
+        named = OrderedDict((name.replace(".", "/"), layer) for name, layer in layers)
+        self.layers = nn.Sequential(named).to(device)
+        self._in_place = in_place
+
+    def __call__(self, inputs: Value) -> Any:
+        """The output for a stage's input: of stage 0 whatever the model is called with, else what the one before gave.
+
+        The input stays as it is, also where a layer works in place: backward or recomputation need it.
+        """
+        if self._in_place:
+            inputs = map_tensors(torch.clone, inputs)
+        value: Any = inputs
+        for i, layer in enumerate(self.layers):
+            value = call(layer, value, first=i == 0 and self.number == 0)
+        return value
+
+    @contextmanager
+    def spare_buffers(self) -> Iterator[None]:
+        """Inside, the layers work on copies of their buffers: running means are not updated a second time."""
+        kept = [
+            (module, name, buffer) for module in self.layers.modules() for name, buffer in _buffers(module)
+        ]
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer.clone()
+        try:
+            yield
+        finally:
+            for module, name, buffer in kept:
+                module._buffers[name] = buffer
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers by the model's own names, on the CPU."""
+        found: dict[str, Tensor] = {}
+        for name, layer in zip(self.names, self.layers, strict=True):
+            for key, value in layer.state_dict(prefix=f"{name}.").items():
+                found[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+        return found
+
+
+def call(layer: nn.Module, value: Any, *, first: bool) -> Any:
+    """Call a layer: the model's first with its inputs by position or name, another with what the one before gave."""
+    if first and isinstance(value, dict):
+        return layer(**value)
+    if first and isinstance(value, tuple):
+        return layer(*value)
+    return layer(value)
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
+
+
+@dataclass
+class RandomState:
+    """The random state of a rank at some moment, so that a forward done again drops what it dropped."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """Remember it."""
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+
+    @contextmanager
+    def again(self, device: torch.device) -> Iterator[None]:
+        """Inside it is as it was then; afterwards, as it was before."""
+        before = RandomState.now(device)
+        self._set(device)
+        try:
+            yield
+        finally:
+            before._set(device)
+
+    def _set(self, device: torch.device) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, device)

@@ -1,0 +1,108 @@
+"""What happens to a training before any rank starts: everything is checked, and counted.
+
+    arguments   are they what they should be, and do they fit each other?
+    batches     the data, as far as the steps take it
+    dry_run     model and loss once on tensors without content: shapes, FLOPs, and what they refuse
+    stages      where the model is cut
+
+All of this happens in the caller's process, and leaves the caller's model and random state as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpkit.models.chain import chain
+from mpkit.parallel.job import TrainJob
+from mpkit.parallel.microbatch import batch_size
+from mpkit.plan import Plan
+from mpkit.prepare.arguments import (
+    check_integers,
+    check_loss,
+    check_model,
+    check_optimizer,
+    check_plan,
+)
+from mpkit.prepare.batches import check_split, take_batches
+from mpkit.prepare.dry_run import dry_run, quiet
+from mpkit.prepare.stages import check_sharing, cut_stages
+
+__all__ = ["TrainJob", "prepare"]
+
+
+def prepare(
+    model: nn.Module,
+    data: Any,
+    plan: Plan,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    steps: int,
+    seed: int = 0,
+    ranks: int,
+) -> TrainJob:
+    """Check a training and make it ready for the ranks.
+
+    Args:
+        model: a chain of layers (`mpkit.models.chain`); left as it is.
+        data: a sequence of (inputs, targets), or anything that gives them one after the other, such as a DataLoader,
+            of which `steps` are taken. Inputs and targets: a tensor, a tuple or a dict of tensors, batch first.
+        plan: how to train.
+        loss: loss(outputs, targets) -> scalar, the mean over the batch.
+        optimizer: optimizer(params) -> torch.optim.Optimizer.
+        steps: how many; step i takes data[i % len(data)].
+        seed: of the ranks' random state.
+        ranks: how many there are.
+
+    Raises:
+        ValueError: what was given cannot work; with the reason and what would work.
+    """
+    check_model(model)
+    check_plan(plan, ranks)
+    steps, seed = check_integers(steps, seed)
+    check_loss(loss)
+    layers = chain(model)
+    with quiet():
+        batches = take_batches(data, steps)
+        check_split(batches, plan)
+        numbers = dry_run(model, batches, plan.microbatches, loss)
+        stages = cut_stages([name for name, _ in layers], next(iter(numbers.values()))[:-1], plan)
+        check_sharing(layers, stages)
+        check_optimizer(optimizer, layers, stages)
+    parameters = list(model.parameters())
+    meta = {
+        "plan": plan.to_json(),
+        "stages": [[layers[i][0] for i in stage] for stage in stages],
+        "batch_size": batch_size(batches[0][0]),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "float32",
+        "steps": steps,
+        "seed": seed,
+    }
+    return TrainJob(
+        plan=plan,
+        model=_on_cpu(model),
+        stages=stages,
+        batches=batches,
+        loss=loss,
+        optimizer=optimizer,
+        steps=steps,
+        seed=seed,
+        numbers=numbers,
+        names=list(model.state_dict()),
+        meta=meta,
+    )
+
+
+def _on_cpu(model: nn.Module) -> nn.Module:
+    """The model itself, or a copy where some of it is on a GPU: it travels to the ranks through host memory."""
+    import copy
+    from itertools import chain as both
+
+    if all(tensor.device.type == "cpu" for tensor in both(model.parameters(), model.buffers())):
+        return model
+    return copy.deepcopy(model).cpu()

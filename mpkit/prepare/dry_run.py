@@ -1,0 +1,202 @@
+"""Model and loss, once, on tensors without content.
+
+Under torch's FakeTensorMode every operation computes shapes and no numbers, so a model of any size runs in
+milliseconds, and what it would refuse it refuses here, before any rank starts. A layer that looks at its tensors'
+values cannot run on such tensors: then one micro-batch is computed for real, on a copy of the model. With the
+shapes known, FLOPs and bytes are counted layer by layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import random
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from itertools import chain as both
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpkit.models.chain import chain
+from mpkit.parallel.job import Boundary, LayerNumbers
+from mpkit.parallel.microbatch import Value, batch_size, map_tensors, part, signature, split
+from mpkit.parallel.stage import call
+from mpkit.prepare.arguments import CROSS_ENTROPY, one_line
+from mpkit.record.flops import Flops, count
+
+__all__ = ["dry_run", "quiet"]
+
+Loss = Callable[[Any, Any], Any]
+
+
+class Passed(NamedTuple):
+    """What a layer passes on, if it can be sent, and whether it writes into what it is given."""
+
+    output: Boundary | None
+    in_place: bool
+
+
+def dry_run(
+    model: nn.Module, batches: list[tuple[Value, Value]], m: int, loss: Loss
+) -> dict[Hashable, list[LayerNumbers]]:
+    """What each layer, and last the loss, does to micro-batches of every shape that will come, by their signature.
+
+    Raises:
+        ValueError: a layer refuses what it is given, or the loss is not a scalar.
+    """
+    found: dict[Hashable, list[LayerNumbers]] = {}
+    for inputs, targets in batches:
+        for start, end in split(batch_size(inputs), m):
+            x, y = part(inputs, start, end), part(targets, start, end)
+            key = signature(x, y)
+            if key not in found:
+                found[key] = _dry_run(model, x, y, loss)
+    return found
+
+
+def _dry_run(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[LayerNumbers]:
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+            def fake(value: Value) -> Value:
+                return map_tensors(mode.from_tensor, value)
+
+            passed = _walk(_stand_in(model, mode), fake(inputs), fake(targets), loss)
+    except Exception:
+        # Either the model refuses, and will again, with the words that the user knows; or it is only the
+        # tensors without content that it cannot do with.
+        passed = _walk_for_real(model, inputs, targets, loss)
+    return _count(model, inputs, targets, loss, passed)
+
+
+def _walk_for_real(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[Passed]:
+    try:
+        held = copy.deepcopy(model)
+    except Exception as error:
+        raise ValueError(
+            f"The model cannot be copied, and so not sent to the ranks: {one_line(error)}"
+        ) from None
+    device = next(both(model.parameters(), model.buffers(), [torch.empty(0)])).device
+    x, y = (map_tensors(lambda tensor: tensor.to(device), value) for value in (inputs, targets))
+    return _walk(held, x, y, loss)
+
+
+def _stand_in(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of the model whose parameters and buffers have no content."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = mode.from_tensor(buffer)
+    return copy.deepcopy(model, memo)
+
+
+def _walk(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[Passed]:
+    """Layer after layer, then the loss: what each passes on, and whether it writes into what it is given."""
+    found = []
+    value: Any = inputs
+    for i, (name, layer) in enumerate(chain(model)):
+        given, before = value, _versions(value)
+        try:
+            value = call(layer, value, first=i == 0)
+        except Exception as error:
+            whole = "data of this shape" if i == 0 else "what its own layers make of data of this shape"
+            raise ValueError(
+                f"The model refuses {whole}: layer {i} ({name}, {type(layer).__name__}) was given "
+                f"{_describe(given)} and said: {one_line(error)}"
+            ) from None
+        found.append(Passed(Boundary.of(value), _versions(given) != before))
+    _check_loss(loss, value, targets)
+    return found
+
+
+def _versions(value: Any) -> list[int]:
+    """How often each tensor was written into."""
+    tensors = value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,)
+    return [tensor._version for tensor in tensors if isinstance(tensor, Tensor)]
+
+
+def _count(
+    model: nn.Module, inputs: Value, targets: Value, loss: Loss, passed: list[Passed]
+) -> list[LayerNumbers]:
+    """FLOPs and bytes of each layer, and last those of the loss; 0 where they cannot be counted."""
+    layers = [layer for _, layer in chain(model)]
+    found = []
+    for i, (layer, (output, in_place)) in enumerate(zip(layers, passed, strict=True)):
+        if i == 0:
+            arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+        else:
+            arguments = _empty(passed[i - 1].output)
+        by_name = isinstance(inputs, dict) and i == 0
+        flops = count(_by_name(layer) if by_name else layer, *arguments) if arguments else Flops()
+        found.append(LayerNumbers(flops, output, in_place))
+    outputs = _empty(passed[-1].output)
+    found.append(LayerNumbers(count(loss, *outputs, targets) if outputs else Flops(), None))
+    return found
+
+
+def _empty(boundary: Boundary | None) -> tuple[Any, ...]:
+    """Tensors such as those that cross here, of any content, as the arguments of what comes next."""
+    if boundary is None:
+        return ()
+    tensors = tuple(
+        torch.empty(spec.shape, dtype=spec.dtype, requires_grad=spec.requires_grad) for spec in boundary.specs
+    )
+    return (boundary.pack(tensors),)
+
+
+def _by_name(layer: nn.Module) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda named: layer(**named)
+
+
+def _check_loss(loss: Loss, outputs: Any, targets: Value) -> None:
+    given = f"outputs {_describe(outputs)} and targets {_describe(targets)}"
+    try:
+        value = loss(outputs, targets)
+    except Exception as error:
+        raise ValueError(f"The loss refuses {given}: {one_line(error)}") from None
+    wanted = f"It has to give a scalar tensor, the mean over the batch, such as {CROSS_ENTROPY} does"
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"The loss made {type(value).__name__} of {given}. {wanted}; .item() would cut it off."
+        )
+    if value.numel() != 1:
+        raise ValueError(
+            f"The loss made a tensor of shape {list(value.shape)} of {given}, not a scalar. {wanted}: .mean() makes "
+            "one of it, and the losses of torch.nn do with reduction='mean'."
+        )
+    if not value.requires_grad:
+        raise ValueError(
+            f"The loss does not depend on any parameter that is trained, so there is nothing to do: either all have "
+            f"requires_grad=False, or it was cut off by .detach() or torch.no_grad(). {wanted}."
+        )
+
+
+def _describe(value: Any) -> str:
+    """Shapes and dtypes, as in "[8, 4] float32"."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_describe(tensor)}" for name, tensor in value.items()) + "}"
+    boundary = Boundary.of(value)
+    return type(value).__name__ if boundary is None else str(boundary)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, nothing is printed or warned of, and afterwards all random states are as before."""
+    states = random.getstate(), np.random.get_state()
+    with (
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
