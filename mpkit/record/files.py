@@ -96,7 +96,7 @@ class RecordFile:
 class _Forget:
     """Calls `forget` without keeping the file alive: what is registered at fork stays registered."""
 
-    def __init__(self, file: RecordFile) -> None:
+    def __init__(self, file: RecordFile | NameFile) -> None:
         self._file = weakref.ref(file)
 
     def __call__(self) -> None:
@@ -112,6 +112,7 @@ class NameFile(dict[str, int]):
         super().__init__()
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         self[""]
+        os.register_at_fork(after_in_child=_Forget(self))
 
     def __missing__(self, name: str) -> int:
         line = len(self)
@@ -125,6 +126,8 @@ class NameFile(dict[str, int]):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    forget = close  # in a forked child
 
 
 def _claim(fd: int, size: int) -> None:

@@ -139,7 +139,7 @@ class Recorder:
         if not lane:
             since = start - self._looked
             cpu = self._cpu + since if since < _NEAR else time.thread_time_ns()
-            self._open = (index, cpu, around[2] + 1, around)
+            self._open = (index, cpu, around[2] + 1 if around[2] < 255 else 255, around)  # `depth` is a byte
         return index
 
     def end(self, index: int, *, nbytes: int = 0) -> None:

@@ -1,19 +1,28 @@
 """The recorder: what is written, and when."""
 
 import math
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from mpkit.record.clock import clock_for
 from mpkit.record.recorder import Recorder
-from mpkit.trace import Kind, Trace, read_rank
+from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, Trace, read_rank
 
 
-def test_ops_are_written_open_and_then_ended(tmp_path: Path) -> None:
-    record = Recorder(tmp_path, 0)
+@pytest.fixture
+def record(tmp_path: Path) -> Recorder:
+    return Recorder(tmp_path, 0)
+
+
+def test_ops_are_written_open_and_then_ended(tmp_path: Path, record: Recorder) -> None:
     index = record.begin(Kind.FORWARD, "F", stage=1, microbatch=2, flops=3.0, nbytes=4)
     (op,) = read_rank(tmp_path, 0).ops
-    assert (op["kind"], op["stage"], op["microbatch"], op["end"]) == (Kind.FORWARD, 1, 2, 0)
+    assert (op["kind"], op["stage"], op["microbatch"], op["end"], op["cpu"]) == (Kind.FORWARD, 1, 2, 0, 0)
     assert record.current == (None, 1, 2)
     record.end(index)
     record.close("finished")
@@ -21,24 +30,242 @@ def test_ops_are_written_open_and_then_ended(tmp_path: Path) -> None:
     (op,) = rank.ops
     assert 0 < op["start"] <= op["end"]
     assert op["cpu"] > 0
-    assert (op["flops"], op["bytes"], rank.name(op["name"])) == (3.0, 4, "F")
+    assert (op["flops"], op["bytes"], op["step"], op["value"]) == (3.0, 4, -1, 0.0)
+    assert rank.name(op["name"]) == "F"
     assert rank.state == "finished"
 
 
-def test_steps_and_losses(tmp_path: Path) -> None:
-    record = Recorder(tmp_path, 0)
+def test_every_column_lands_where_the_format_says(tmp_path: Path, record: Recorder) -> None:
+    before = time.monotonic_ns()
+    index = record.begin(
+        Kind.SEND, "x", stage=-1, microbatch=7, nbytes=2**40, group="0>1#2", number=3, peer=1, ref=5, where="a.py:1"
+    )  # fmt: skip
+    record.end(index)
+    rank = read_rank(tmp_path, 0)
+    (op,) = rank.ops
+    columns = {name: op[name].item() for name in OP.names or ()}
+    assert before <= columns.pop("start") <= columns.pop("end") <= time.monotonic_ns()
+    assert [rank.name(columns.pop(c)) for c in ("name", "where", "group")] == ["x", "a.py:1", "0>1#2"]
+    assert columns == {
+        "kind": Kind.SEND, "lane": Lane.COMM, "depth": 0, "flags": 0, "stage": -1, "pad": 0, "microbatch": 7,
+        "step": -1, "number": 3, "peer": 1, "ref": 5, "cpu": 0, "bytes": 2**40, "flops": 0.0, "value": 0.0,
+    }  # fmt: skip
+
+
+def test_bytes_may_be_known_only_at_the_end(tmp_path: Path, record: Recorder) -> None:
+    record.end(record.begin(Kind.RECV), nbytes=12)
+    assert read_rank(tmp_path, 0).ops["bytes"] == [12]
+
+
+def test_compute_ops_nest_and_communication_overlaps(tmp_path: Path, record: Recorder) -> None:
+    outer = record.begin(Kind.FORWARD)
+    send = record.begin(Kind.SEND)
+    inner = record.begin(Kind.FORWARD)
+    record.end(inner)
+    record.end(outer)
+    wait = record.begin(Kind.WAIT, ref=send)
+    record.end(send)
+    record.end(wait)
+    ops = read_rank(tmp_path, 0).ops
+    assert list(ops["depth"]) == [0, 0, 1, 0]
+    assert list(ops["lane"]) == [Lane.COMPUTE, Lane.COMM, Lane.COMPUTE, Lane.COMPUTE]
+    assert ops["end"][send] > ops["end"][outer] > ops["end"][inner]
+
+
+def test_however_deep_ops_nest_they_are_recorded(tmp_path: Path, record: Recorder) -> None:
+    for _ in range(300):
+        record.begin(Kind.COMPUTE)
+    assert list(read_rank(tmp_path, 0).ops["depth"]) == [min(n, 255) for n in range(300)]
+
+
+def test_an_op_ends_what_was_left_open_in_it(tmp_path: Path, record: Recorder) -> None:
+    outer = record.begin(Kind.BACKWARD)
+    middle = record.begin(Kind.BACKWARD)
+    record.begin(Kind.BACKWARD)
+    record.end(outer)
+    ended = read_rank(tmp_path, 0).ops
+    assert ended["end"].all()
+    assert (ended["cpu"] > 0).all()
+    record.end(middle)  # once more changes nothing
+    assert read_rank(tmp_path, 0).ops.tobytes() == ended.tobytes()
+    record.begin(Kind.FORWARD)
+    assert read_rank(tmp_path, 0).ops["depth"][-1] == 0
+
+
+def test_cpu_time_is_that_of_the_thread(tmp_path: Path, record: Recorder) -> None:
+    """Also right after another op, where the recorder saves itself a look at the CPU clock."""
+    for _ in range(3):
+        before = time.thread_time_ns()
+        index = record.begin(Kind.FORWARD)
+        spun = time.thread_time_ns()
+        while time.thread_time_ns() < spun + 2_000_000:
+            pass
+        record.end(index)
+        bound = time.thread_time_ns() - before
+        cpu = read_rank(tmp_path, 0).ops["cpu"][-1]
+        assert 2_000_000 - 20_000 <= cpu <= bound + 20_000
+
+
+def test_waiting_costs_no_cpu_time(tmp_path: Path, record: Recorder) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import json, subprocess, pathlib"])
+    with record.span("wait for a process"):
+        child.wait()
+    (op,) = read_rank(tmp_path, 0).ops
+    assert op["cpu"] < (op["end"] - op["start"]) / 2
+
+
+def test_steps_and_losses(tmp_path: Path, record: Recorder) -> None:
     for number in range(2):
         with record.step(number):
             with record.span("mine"):
                 pass
             if number:
                 record.loss(0.5)
+    with pytest.raises(ValueError, match="no step is under way"):
+        record.loss(1.0)
+    with pytest.raises(ValueError, match="numbered from 0"), record.step(-1):
+        pass
     record.close("failed")
     rank = Trace.load(tmp_path).ranks[0]
     assert [Kind(k).word for k in rank.ops["kind"]] == ["step", "compute"] * 2
     assert list(rank.ops["step"]) == [0, 0, 1, 1]
+    assert list(rank.ops["depth"]) == [0, 0, 0, 0]
     assert math.isnan(rank.ops["value"][0])
     assert rank.ops["value"][2] == 0.5
     assert rank.state == "failed"
-    with pytest.raises(ValueError, match="no step is under way"):
-        record.loss(1.0)
+
+
+def test_a_span_has_the_place_of_the_op_around_it(tmp_path: Path, record: Recorder) -> None:
+    with record.step(4):
+        index = record.begin(Kind.FORWARD, stage=2, microbatch=3)
+        with record.span("attention", flops=8.0, nbytes=16):
+            assert record.current == (4, 2, 3)
+        record.end(index)
+        assert record.current == (4, None, None)
+    rank = read_rank(tmp_path, 0)
+    op = rank.ops[-1]
+    assert (op["kind"], op["depth"], op["stage"], op["microbatch"], op["step"]) == (Kind.COMPUTE, 1, 2, 3, 4)
+    assert (op["flops"], op["bytes"], rank.name(op["name"])) == (8.0, 16, "attention")
+
+
+def test_what_failed_stays_open_and_current_says_where(tmp_path: Path, record: Recorder) -> None:
+    with pytest.raises(ZeroDivisionError), record.step(1):
+        record.begin(Kind.FORWARD, stage=0, microbatch=5)
+        with record.span("inner"):
+            _ = 1 / 0
+    assert record.current == (1, 0, 5)
+    assert not read_rank(tmp_path, 0).ops["end"].any()
+
+
+def test_a_failure_that_is_caught_is_forgotten_with_the_next_op(tmp_path: Path, record: Recorder) -> None:
+    with pytest.raises(ZeroDivisionError), record.span("outer"), record.span("inner"):
+        _ = 1 / 0
+    assert record.current == (None, None, None)
+    with record.span("next"):
+        pass
+    assert list(read_rank(tmp_path, 0).ops["depth"]) == [0, 1, 0]
+    assert [bool(end) for end in read_rank(tmp_path, 0).ops["end"]] == [False, False, True]
+
+
+def test_files_grow_past_their_first_capacity_and_shrink_to_what_is_used(
+    tmp_path: Path, record: Recorder
+) -> None:
+    first = record.begin(Kind.STEP, "around all growth")
+    for number in range(20_000):
+        record.end(record.begin(Kind.FORWARD, "f", microbatch=number))
+        record.ledger.change("grads", 1)
+    record.end(first)
+    record.close("finished")
+    rank = read_rank(tmp_path, 0)
+    assert list(rank.ops["microbatch"]) == [-1, *range(20_000)]
+    assert rank.ops["end"].all()
+    assert list(rank.memory["op"]) == list(range(2, 20_002))
+    assert (tmp_path / "rank0.ops").stat().st_size == HEADER.itemsize + 20_001 * OP.itemsize
+    assert (tmp_path / "rank0.mem").stat().st_size == HEADER.itemsize + 20_000 * MEMORY.itemsize
+
+
+def test_nothing_is_recorded_after_the_end(tmp_path: Path, record: Recorder) -> None:
+    left_open = record.begin(Kind.FORWARD)
+    record.close("finished")
+    before = read_rank(tmp_path, 0)
+    assert record.begin(Kind.FORWARD) == -1
+    record.end(-1)
+    record.end(left_open)
+    record.ledger.change("params", 8)
+    record.close("failed")
+    after = read_rank(tmp_path, 0)
+    assert (len(after.ops), len(after.memory), after.state) == (len(before.ops), 0, "finished")
+
+
+def test_names_may_hold_anything(tmp_path: Path, record: Recorder) -> None:
+    names = ["", "a\nb", '"', "\\", "ünïcode ∑", "\udc80", "</script>", "x" * 100_000]
+    for name in names:
+        record.begin(Kind.SEND, name)
+    rank = read_rank(tmp_path, 0)
+    assert [rank.name(n) for n in rank.ops["name"]] == names
+    assert len(rank.names) == len(names)  # each once, "" included
+
+
+FILLS_THE_DISK = """
+import pathlib, resource, sys, warnings
+from mpkit.record.recorder import Recorder
+from mpkit.trace import Kind
+resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))  # a file may have so many bytes
+warnings.simplefilter("always")
+record = Recorder(pathlib.Path(sys.argv[1]), 0)
+found = [record.begin(Kind.SEND) for _ in range(5000)]
+for index in found:
+    record.end(index)
+assert found == [*range(4096), *[-1] * (5000 - 4096)], found
+record.close("finished")
+"""
+
+
+def test_a_full_disk_costs_the_rest_of_the_trace_and_not_the_run(tmp_path: Path) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", FILLS_THE_DISK, tmp_path], capture_output=True, text=True, check=True
+    )
+    assert child.stderr.count("recording stops after 4,096 records, the run goes on") == 1
+    rank = read_rank(tmp_path, 0)
+    assert len(rank.ops) == 4096
+    assert rank.ops["end"].all()
+
+
+FORKS = """
+import os, pathlib, sys, torch
+from mpkit.record.recorder import Recorder
+from mpkit.trace import Kind
+record = Recorder(pathlib.Path(sys.argv[1]), 0)
+held = torch.zeros(100)
+record.ledger.track(held, "buffers")
+around = record.begin(Kind.FORWARD, "parent")
+child = os.fork()
+if not child:
+    del held
+    record.end(around)
+    for _ in range(9000):
+        record.end(record.begin(Kind.FORWARD, "child"))
+    record.close("failed")
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+record.end(record.begin(Kind.SEND, "after"))
+os._exit(0)
+"""
+
+
+def test_a_forked_child_writes_nothing_into_its_parents_files(tmp_path: Path) -> None:
+    """A DataLoader's workers are forked from a rank, and let go of its tensors when they end."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS, tmp_path], check=True)
+    rank = read_rank(tmp_path, 0)
+    assert [rank.name(n) for n in rank.ops["name"]] == ["parent", "after"]
+    assert list(rank.ops["end"] > 0) == [False, True]
+    assert list(rank.memory["delta"]) == [400]
+    assert rank.state == "running"
+
+
+def test_a_cpu_needs_no_late_clock() -> None:
+    for device in (None, torch.device("cpu")):
+        clock = clock_for(device)
+        clock.mark(0, False)
+        assert not clock.late
+        assert clock.resolve() == []

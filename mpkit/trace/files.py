@@ -1,0 +1,79 @@
+"""Reading the files of a rank, whole, growing or cut."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.errors import TraceError
+from mpkit.trace.records import HEADER, MAGIC, MEMORY, OP
+
+__all__ = ["RankTrace", "read_rank"]
+
+
+@dataclass
+class RankTrace:
+    """One rank's part of a Trace.
+
+    Attributes:
+        ops: (n,) array of `OP`.
+        memory: (m,) array of `MEMORY`.
+        names: the strings that `ops` refers to.
+        state: "running" (cut off there, if the run is over), "finished" or "failed".
+    """
+
+    ops: npt.NDArray[Any]
+    memory: npt.NDArray[Any]
+    names: list[str]
+    state: str = "finished"
+
+    def name(self, line: int) -> str:
+        """The string of that number; "?" where the rank was killed before it wrote it."""
+        return self.names[line] if 0 <= line < len(self.names) else "?"
+
+
+def read_rank(folder: Path, number: int) -> RankTrace:
+    """What rank `number` has recorded so far; copies, so that the files may go."""
+    ops, state = _read_records(folder / f"rank{number}.ops", "ops", OP)
+    while len(ops) and not ops[-1]["kind"]:  # counted, but on its way still from another core
+        ops = ops[:-1]
+    memory, _ = _read_records(folder / f"rank{number}.mem", "mem", MEMORY)
+    names = _read_names(folder / f"rank{number}.names")
+    return RankTrace(ops, memory, names, ("running", "finished", "failed")[min(state, 2)])
+
+
+def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], int]:
+    """The whole records of one file and its state."""
+    try:
+        data = np.memmap(path, mode="r")
+    except (FileNotFoundError, ValueError):  # not there yet, or still empty
+        return np.empty(0, dtype), 0
+    if len(data) < HEADER.itemsize:
+        return np.empty(0, dtype), 0
+    head = data[: HEADER.itemsize].view(HEADER)[0]
+    if not head["magic"]:  # only just made
+        return np.empty(0, dtype), 0
+    if bytes(head["magic"]) != MAGIC[part]:
+        raise TraceError(
+            f"{path} is not a file of this version of mpkit: it begins with {bytes(head['magic'])!r}"
+        )
+    there = (len(data) - HEADER.itemsize) // dtype.itemsize
+    count = min(int(head["count"]), there)
+    body = data[HEADER.itemsize : HEADER.itemsize + count * dtype.itemsize]
+    return np.array(body).view(dtype), int(head["state"])
+
+
+def _read_names(path: Path) -> list[str]:
+    names = []
+    if path.exists():
+        for line in path.read_bytes().split(b"\n")[:-1]:  # a line without its end is not whole
+            try:
+                names.append(str(json.loads(line)))
+            except ValueError:
+                names.append("?")
+    return names or [""]

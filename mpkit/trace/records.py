@@ -1,0 +1,116 @@
+"""What is recorded: the kinds of operations, the lanes they run on, and the columns of a record."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+__all__ = ["CATEGORIES", "HEADER", "MAGIC", "MEMORY", "OP", "Kind", "Lane", "lane_of"]
+
+
+class Lane(IntEnum):
+    """The lanes of one device: what can happen at the same time on it."""
+
+    COMPUTE = 0
+    COMM = 1
+    HOST = 2
+    NONE = 3  # markers, such as a step; never drawn as work
+
+
+class Kind(IntEnum):
+    """What an op is. The lower-case name is the word used in data frames and pictures."""
+
+    # compute lane: the device is busy
+    FORWARD = 1  # F
+    BACKWARD = 2  # B
+    INPUT_GRAD = 3  # I: the backward's half that the stage before waits for
+    WEIGHT_GRAD = 4  # W: the other half
+    OPTIMIZER = 5
+    RECOMPUTE = 6
+    COMPUTE = 7  # anything else that computes, such as a learner's own span
+    # compute lane: the device is idle
+    WAIT = 16  # until the op `ref` is finished
+    # comm lane
+    SEND = 32
+    RECV = 33
+    ALL_REDUCE = 34
+    ALL_GATHER = 35
+    REDUCE_SCATTER = 36
+    BROADCAST = 37
+    REDUCE = 38
+    SCATTER = 39
+    GATHER = 40
+    ALL_TO_ALL = 41
+    BARRIER = 42
+    # host lane: copies between device and host
+    COPY_TO_DEVICE = 64
+    COPY_TO_HOST = 65
+    # no lane
+    STEP = 128  # one training step; `value` is its loss, on the ranks that know it
+
+    @property
+    def word(self) -> str:
+        """The kind as data frames and pictures spell it, such as "all_reduce"."""
+        return self.name.lower()
+
+
+def lane_of(kind: int) -> Lane:
+    """The lane on which an op of this kind runs.
+
+    >>> lane_of(Kind.ALL_REDUCE).name
+    'COMM'
+    """
+    if kind < 32:
+        return Lane.COMPUTE
+    if kind < 64:
+        return Lane.COMM
+    return Lane.HOST if kind < 128 else Lane.NONE
+
+
+CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
+"""What memory is held for. A MEMORY record's `category` is an index into these."""
+
+HEADER = np.dtype([("magic", "S8"), ("count", "<u8"), ("state", "<u8"), ("pad", "V40")])
+"""64 bytes. `count`: the records that are whole. `state`: 0 running, 1 finished, 2 failed."""
+
+OP = np.dtype(
+    [
+        ("kind", "u1"),
+        ("lane", "u1"),
+        ("depth", "u1"),  # 0: a whole action; 1 and more: a layer within it, not counted again
+        ("flags", "u1"),  # reserved
+        ("stage", "<i2"),  # -1: none
+        ("pad", "<i2"),
+        ("microbatch", "<i4"),  # -1: none
+        ("step", "<i4"),  # -1: outside of any step
+        # Lines of rank*.names; line 0 is "". `where` is the code that asked for it, "file.py:12 in function";
+        # `group` is "0,1,2,3" for a collective, "0>1#tag" for a message.
+        ("name", "<u4"),
+        ("where", "<u4"),
+        ("group", "<u4"),
+        ("number", "<i4"),  # the n-th op of its group (or of its src, dst and tag), from 0; -1: none
+        ("peer", "<i4"),  # the other end of a message or the root of a collective, as a global rank; -1
+        ("ref", "<i4"),  # WAIT: index of the op waited for; -1
+        # ns of the machine's monotonic clock. Of communication: when it was issued, when it was seen to be complete.
+        ("start", "<i8"),
+        ("end", "<i8"),  # 0 while the op is open
+        ("cpu", "<i8"),  # compute lane: ns of CPU time that the rank's thread used between start and end
+        ("bytes", "<i8"),  # payload of a communication or copy; touched by a compute op, 0 if unknown
+        ("flops", "<f8"),  # of a compute op, 0 if unknown
+        ("value", "<f8"),  # STEP: the loss, nan if unknown
+    ]
+)
+"""88 bytes an op."""
+
+MEMORY = np.dtype(
+    [
+        ("time", "<i8"),  # ns, as in OP
+        ("op", "<u4"),  # ops begun on this rank before the change: it happened in or after op - 1
+        ("category", "u1"),
+        ("pad", "V3"),
+        ("delta", "<i8"),  # bytes
+    ]
+)
+
+MAGIC = {"ops": b"MPKOPS01", "mem": b"MPKMEM01"}
