@@ -75,6 +75,11 @@ class Cluster:
     ) -> None:
         self.close()
 
+    @property
+    def warm_pid(self) -> int | None:
+        """Process id of the helper process, the parent of all ranks; None if there is none now."""
+        return self._warm.pid if self._warm is not None and self._warm.alive else None
+
     def close(self) -> None:
         """Stop what runs, and the helper process. A closed cluster can be asked for nothing more."""
         self._closed = True

@@ -42,8 +42,11 @@ class Figures:
 
     @property
     def step_time(self) -> float:
-        """Seconds from the beginning of the step's first op of any kind to the end of its last."""
-        start, end = metrics.extent(self._last)
+        """Seconds from the start of the step's first action, message or copy to the end of its last.
+
+        A rank that waits for the step's first message while others finish the step before is not in this step yet.
+        """
+        start, end = metrics.extent(metrics.active(self._last))
         return end - start
 
     @property
@@ -106,7 +109,7 @@ class Figures:
 
     @property
     def peak_memory(self) -> list[dict[str, int]]:
-        """Bytes by rank, by category, at the moment of the step at which the rank held most; "total" is their sum."""
+        """The most bytes held in the step, by rank: by category, each at its own peak, and of all as "total"."""
         return metrics.peak(self.held, self.world_size, *metrics.extent(self._last))
 
     @property

@@ -13,7 +13,18 @@ import numpy.typing as npt
 
 from mpkit.trace import CATEGORIES, Kind, Lane
 
-__all__ = ["busy", "bytes_by_kind", "covered", "extent", "length", "peak", "steps", "within", "work"]
+__all__ = [
+    "active",
+    "busy",
+    "bytes_by_kind",
+    "covered",
+    "extent",
+    "length",
+    "peak",
+    "steps",
+    "within",
+    "work",
+]
 
 Array = npt.NDArray[Any]
 
@@ -35,6 +46,13 @@ def steps(spans: Array, world_size: int) -> list[int]:
         return [int(n) for n in numbers[ranks == world_size]]
     numbers = np.unique(spans["step"])
     return [int(n) for n in numbers[numbers >= 0]]
+
+
+def active(spans: Array) -> Array:
+    """Whole actions, communication and copies: all that takes a device or a link. Not waits, nor steps."""
+    waits = (spans["kind"] == Kind.WAIT) | (spans["lane"] == Lane.NONE)
+    these: Array = spans[~waits]
+    return these
 
 
 def extent(spans: Array) -> tuple[float, float]:
@@ -78,7 +96,11 @@ def within(held: Array, start: float, end: float) -> Array:
 
 
 def peak(held: Array, world_size: int, start: float, end: float) -> list[dict[str, int]]:
-    """By rank what was held by category when the rank held most between two times, and the sum as "total"."""
+    """By rank the most that was held between two times: of each category, and of all together as "total".
+
+    Categories peak at different moments (activations when the forwards end, gradients when the backwards do), so
+    their peaks may sum to more than the total's.
+    """
     found = []
     for rank in range(world_size):
         mine = held[(held["rank"] == rank) & (held["time"] <= end)]
@@ -93,8 +115,9 @@ def peak(held: Array, world_size: int, start: float, end: float) -> list[dict[st
         # From the level at the beginning on.
         first = int(np.searchsorted(mine["time"], start, side="left"))
         levels = levels[first:]
-        most = levels[int(levels.sum(axis=1).argmax())]
-        found.append({**dict(zip(CATEGORIES, most.tolist(), strict=True)), "total": int(most.sum())})
+        most = levels.max(axis=0)
+        total = int(levels.sum(axis=1).max())
+        found.append({**dict(zip(CATEGORIES, most.tolist(), strict=True)), "total": total})
     return found
 
 

@@ -94,6 +94,11 @@ class Run:
         return "stopped" if self._launch.stopped else "finished"
 
     @property
+    def pids(self) -> list[int]:
+        """Process ids by rank; empty until they are started."""
+        return self._launch.pids
+
+    @property
     def error(self) -> Exception | None:
         """What went wrong, or None."""
         return self._launch.error

@@ -68,6 +68,7 @@ class Launch:
         self.over = False
         self.error: RankFailed | None = None
         self.stopped = False
+        self.pids: list[int] = []  # by rank, once they are started
         self._warm = warm
         self._sink = sink
         self._statuses: dict[int, int] = {}  # exit status by rank, in the order in which they ended
@@ -104,6 +105,8 @@ class Launch:
                 self._finish(MpkitError("the process that ranks are started from has died"))
             elif event.get("id") != self._id:
                 continue  # of an earlier launch
+            elif event["event"] == "started":
+                self.pids = list(event["pids"])
             elif event["event"] == "exit":
                 self._statuses.setdefault(event["rank"], event["status"])
             elif event["event"] == "over":

@@ -225,6 +225,16 @@ class Nursery:
             brood.signal(signal.SIGKILL)
 
 
+def warm_up() -> None:
+    """Import, once, what every rank would import. No op that computes: its threads would not survive a fork."""
+    import torch
+
+    for name in ("cloudpickle", "torch.distributed", "mpkit.launch.rank", "mpkit.parallel.train"):
+        importlib.import_module(name)
+    # The first optimizer that is made imports a second's worth of modules (torch._dynamo).
+    torch.optim.SGD([torch.nn.Parameter(torch.empty(1))], lr=0.1)
+
+
 def main(fork: bool) -> None:
     """Run by a Cluster in a process and session of its own, so that no Ctrl-C of the terminal reaches it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -232,11 +242,7 @@ def main(fork: bool) -> None:
     out = os.dup(1)
     os.dup2(2, 1)
     if fork:
-        import cloudpickle  # noqa: F401  what every rank needs, imported once
-        import torch.distributed  # noqa: F401
-
-        importlib.import_module("mpkit.launch.rank")
-
+        warm_up()
         gc.collect()
         gc.freeze()  # the collector would touch every object, and so copy every page the ranks share
     Nursery(out, fork).serve(0)

@@ -113,8 +113,9 @@ def picture(timeline: Timeline, step: int | None = None) -> Picture:
     chosen &= (timeline.spans["lane"] != Lane.NONE) & (timeline.spans["end"] > timeline.spans["start"])
     drawn = np.flatnonzero(chosen)
     spans = timeline.spans[drawn]
-    origin = float(spans["start"].min()) if len(spans) else 0.0
-    duration = float(spans["end"].max()) - origin if len(spans) else 0.0
+    # A rank that waits for the first message while others end the step before is not in this picture yet.
+    origin, end = metrics.extent(metrics.active(spans))
+    duration = end - origin
     rows = _rows(timeline, spans)
     boxes = np.concatenate([_idle_boxes(spans, drawn, rows), _span_boxes(spans, drawn, rows)])
     boxes["start"] -= origin
@@ -237,6 +238,7 @@ def _waits_in(
 
 def _marks(spans: npt.NDArray[Any], origin: float) -> list[Mark]:
     """Where each step starts on its first rank, if there are several."""
+    spans = metrics.active(spans)
     steps = [step for step in np.unique(spans["step"]).tolist() if step >= 0]
     if len(steps) < 2:
         return []
