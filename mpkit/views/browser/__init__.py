@@ -1,0 +1,36 @@
+"""The half that runs in a browser: one ES module without a build step, in files of one concept each.
+
+    words.js     numbers as people read them
+    store.js     spans in typed arrays, batches decoded
+    raster.js    a row of boxes on the canvas
+    chart.js     which rows, which times; one frame
+    tip.js       what is under the pointer, in words
+    pointer.js   wheel, drag, hover, keys
+    panel.js     the chart with figures, legend and table
+    widget.js    the two ways in: a live widget, and a page that holds its data
+
+They are joined in this order, and so need no import of each other.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+__all__ = ["FILES", "css", "esm"]
+
+FILES = ("words", "store", "raster", "chart", "tip", "pointer", "panel", "widget")
+
+
+def esm() -> str:
+    """The module's source, as a widget's `_esm` or within `<script type="module">`.
+
+    >>> esm().count("export default")
+    1
+    """
+    here = files(__name__)
+    return "\n".join((here / f"{name}.js").read_text(encoding="utf-8") for name in FILES)
+
+
+def css() -> str:
+    """The style that goes with it."""
+    return (files(__name__) / "timeline.css").read_text(encoding="utf-8")

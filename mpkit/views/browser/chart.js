@@ -1,0 +1,289 @@
+// The canvas: which rows are where, which times are seen, and how one frame is drawn.
+
+const HEIGHTS = { compute: 28, layers: 8, comm: 8, host: 6 };
+const SPACE = { between: 8, within: 2, top: 6, marks: 18, axis: 24, most: 720 };
+
+class Chart {
+  constructor(canvas, store, look) {
+    Object.assign(this, { canvas, store, look, labels: [], hidden: new Set(), dark: false });
+    this.raster = new Raster();
+    this.window = null; // [t0, t1], or null for all there is
+    this.room = 0; // seconds to show at least, where several charts share a scale
+    this.follow = false; // keep the window's end at the newest span
+    this.pointed = null; // {row, index}: what the pointer rests on
+    this.frames = 0;
+    this.asked = 0;
+  }
+
+  // ------------------------------------------------------------ which times are seen
+
+  get begin() {
+    return this.store.begin;
+  }
+
+  get end() {
+    return Math.max(this.store.end, this.store.begin + this.room);
+  }
+
+  get times() {
+    const { begin, end } = this;
+    if (!(end > begin)) return [0, 1];
+    if (!this.window) return [begin, end];
+    if (!this.follow) return this.window;
+    return [end - (this.window[1] - this.window[0]), end];
+  }
+
+  /** Show t0 to t1, but never nothing: at most all, at least a billionth of it. */
+  show(t0, t1) {
+    const { begin, end } = this;
+    const whole = end - begin;
+    if (!(whole > 0)) return;
+    const length = Math.max(t1 - t0, whole * 1e-9);
+    if (length >= whole) {
+      this.window = null;
+    } else {
+      const from = Math.min(Math.max(t0, begin), end - length);
+      this.window = [from, from + length];
+    }
+    this.ask();
+  }
+
+  zoom(factor, x = this.left + this.width / 2) {
+    const [t0, t1] = this.times;
+    const share = Math.min(Math.max((x - this.left) / this.width, 0), 1);
+    const still = this.follow ? t1 : t0 + share * (t1 - t0);
+    this.show(still - (still - t0) * factor, still + (t1 - still) * factor);
+  }
+
+  pan(share) {
+    const [t0, t1] = this.times;
+    this.follow = false;
+    this.show(t0 + share * (t1 - t0), t1 + share * (t1 - t0));
+  }
+
+  time(x) {
+    const [t0, t1] = this.times;
+    return t0 + ((x - this.left) / this.width) * (t1 - t0);
+  }
+
+  // ------------------------------------------------------------ which rows are where
+
+  /** Rows with y and height in CSS pixels; many ranks get thinner rows, so that all are seen. */
+  layout() {
+    const parts = PARTS.filter((part) => this.store.parts.has(part));
+    const each = parts.reduce((sum, part) => sum + HEIGHTS[part] + SPACE.within, SPACE.between);
+    const ranks = Math.max(this.labels.length, 1);
+    const thin = Math.min(1, Math.max(SPACE.most / (ranks * each), 0.12));
+    const rows = [];
+    let y = SPACE.top + (this.store.steps.size > 1 ? SPACE.marks : 0);
+    const top = y;
+    for (let rank = 0; rank < ranks; rank++) {
+      for (const part of parts) {
+        rows.push({ rank, part, y, height: HEIGHTS[part] * thin });
+        y += (HEIGHTS[part] + SPACE.within) * thin;
+      }
+      y += SPACE.between * thin;
+    }
+    return { rows, top, bottom: y, height: y + SPACE.axis, thin };
+  }
+
+  /** What lies under a point: {row, index} of a box, {rank, idle: true}, or null. */
+  hit(x, y) {
+    if (x < this.left || x > this.left + this.width || !this.store.count) return null;
+    const [t0, t1] = this.times;
+    const slack = (1.5 / this.width) * (t1 - t0);
+    const place = this.placed.rows.find((row) => y >= row.y - 1 && y <= row.y + row.height + 1);
+    if (!place) return null;
+    const row = this.store.find(place.rank, place.part);
+    const index = row ? row.at(this.time(x), slack) : -1;
+    if (index >= 0 && !this.hidden.has(row.key[index])) return { row, index, place };
+    if (place.part !== "compute") return null;
+    const waits = this.store.find(place.rank, "waits");
+    const wait = waits ? waits.at(this.time(x), 0) : -1;
+    return wait >= 0 ? { row: waits, index: wait, place } : null;
+  }
+
+  // ------------------------------------------------------------ one frame
+
+  /** Draw with the screen's next frame; many askings make one drawing. */
+  ask() {
+    this.asked ||= requestAnimationFrame(() => {
+      this.asked = 0;
+      this.draw();
+    });
+  }
+
+  draw() {
+    const ratio = window.devicePixelRatio || 1;
+    const css = this.canvas.parentElement.clientWidth;
+    if (!css) return;
+    this.theme = this.look.themes[this.dark ? "dark" : "light"];
+    this.inks = this.look.inks.map((ink) => {
+      const fill = this.dark ? ink.dark : ink.light;
+      return { fill, on: this.dark ? ink.on_dark : ink.on_light, rgb: rgb(fill) };
+    });
+    const placed = (this.placed = this.layout());
+    const context = this.canvas.getContext("2d");
+    this.resize(css, placed.height, ratio);
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.clearRect(0, 0, this.canvas.width, this.canvas.height);
+    context.font = `${12 * ratio}px ${FONT}`;
+    const longest = Math.max(0, ...this.labels.map((label) => context.measureText(label).width / ratio));
+    this.left = Math.min(Math.ceil(longest) + 12, css / 3);
+    this.width = Math.max(css - this.left - 8, 40);
+    const [t0, t1] = this.times;
+    const width = Math.round(this.width * ratio);
+    const frame = {
+      context, t0, t1, ratio, width, left: Math.round(this.left * ratio), scale: width / (t1 - t0),
+      inks: this.inks, hidden: this.hidden, ground: this.theme.ground,
+    };
+    this.drawLabels(frame, placed);
+    this.drawIdle(frame, placed);
+    this.drawMarks(frame, placed);
+    this.drawRows(frame, placed);
+    this.drawAxis(frame, placed);
+    this.drawPointed(frame, placed);
+    this.frames += 1;
+  }
+
+  resize(width, height, ratio) {
+    const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
+    if (this.canvas.width === w && this.canvas.height === h) return;
+    Object.assign(this.canvas, { width: w, height: h });
+    Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
+  }
+
+  drawLabels({ context, ratio }, { rows, thin }) {
+    context.font = `${12 * ratio}px ${FONT}`;
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    context.fillStyle = this.theme.text;
+    const every = Math.ceil(0.5 / thin); // of thin rows, label some
+    for (const { rank, part, y, height } of rows) {
+      if (part !== "compute" || rank % every) continue;
+      context.fillText(this.labels[rank] ?? "", (this.left - 8) * ratio, (y + height / 2) * ratio);
+    }
+  }
+
+  /** The ground of the compute rows is idle time, hatched, from each step's first start to its last end. */
+  drawIdle(frame, { rows }) {
+    if (this.hidden.has(IDLE)) return;
+    frame.context.fillStyle = this.hatch(frame);
+    const edge = (time) => Math.min(Math.max((time - frame.t0) * frame.scale, 0), frame.width);
+    let extents = [...this.store.steps.values()];
+    if (extents.length > frame.width / 8) extents = [[this.store.begin, this.store.end]];
+    for (const [start, end] of extents) {
+      const [a, b] = [edge(start), edge(end)];
+      if (b <= a) continue;
+      for (const { part, y, height } of rows) {
+        if (part !== "compute") continue;
+        frame.context.fillRect(frame.left + a, y * frame.ratio, b - a, height * frame.ratio);
+      }
+    }
+  }
+
+  hatch({ context, ratio }) {
+    const size = Math.round(7 * ratio);
+    const tile = document.createElement("canvas");
+    Object.assign(tile, { width: size, height: size });
+    const pen = tile.getContext("2d");
+    pen.fillStyle = this.theme.idle;
+    pen.fillRect(0, 0, size, size);
+    pen.strokeStyle = this.theme.hatch;
+    pen.lineWidth = 1.4 * ratio;
+    for (const shift of [-size, 0, size]) {
+      pen.beginPath();
+      pen.moveTo(shift, size);
+      pen.lineTo(shift + size, 0);
+      pen.stroke();
+    }
+    return context.createPattern(tile, "repeat");
+  }
+
+  drawRows(frame, { rows }) {
+    const { ratio } = frame;
+    const label = (span) => {
+      const number = this.store.value("microbatch", span);
+      return number >= 0 ? String(number) : "";
+    };
+    for (const { rank, part, y, height } of rows) {
+      const row = this.store.find(rank, part);
+      if (!row) continue;
+      const [top, tall] = [Math.round(y * ratio), Math.max(1, Math.round(height * ratio))];
+      this.raster.row(frame, row, top, tall, part === "compute" ? label : null);
+    }
+  }
+
+  /** A line where each step begins, with its number where there is room. */
+  drawMarks(frame, { top, bottom }) {
+    const { context, ratio } = frame;
+    if (this.store.steps.size < 2) return;
+    context.strokeStyle = this.theme.line;
+    context.fillStyle = this.theme.faint;
+    context.font = `${11 * ratio}px ${FONT}`;
+    context.textAlign = "left";
+    context.textBaseline = "alphabetic";
+    context.lineWidth = ratio;
+    let free = -Infinity;
+    for (const [step, [start]] of this.store.steps) {
+      const x = (start - frame.t0) * frame.scale;
+      if (step < 0 || x < -1 || x > frame.width || x < free - 40 * ratio) continue;
+      context.beginPath();
+      context.moveTo(frame.left + x, (top - 12) * ratio);
+      context.lineTo(frame.left + x, bottom * ratio);
+      context.stroke();
+      if (x < free) continue;
+      const words = `step ${step}`;
+      context.fillText(words, frame.left + x + 4 * ratio, (top - 6) * ratio);
+      free = x + context.measureText(words).width + 14 * ratio;
+    }
+  }
+
+  drawAxis(frame, { bottom }) {
+    const { context, ratio, left, width } = frame;
+    if (!this.store.count) return;
+    context.strokeStyle = this.theme.line;
+    context.fillStyle = this.theme.faint;
+    context.font = `${11 * ratio}px ${FONT}`;
+    context.textBaseline = "top";
+    context.lineWidth = ratio;
+    context.beginPath();
+    context.moveTo(left, bottom * ratio);
+    context.lineTo(left + width, bottom * ratio);
+    const { begin } = this.store;
+    for (const [time, words] of ticks(frame.t0 - begin, frame.t1 - begin, Math.max(2, Math.floor(this.width / 100)))) {
+      const x = left + (time + begin - frame.t0) * frame.scale;
+      context.moveTo(x, bottom * ratio);
+      context.lineTo(x, (bottom + 4) * ratio);
+      const room = context.measureText(words).width / 2;
+      context.textAlign = x + room > left + width ? "right" : "center";
+      context.fillText(words, Math.min(x, left + width), (bottom + 8) * ratio);
+    }
+    context.stroke();
+  }
+
+  /** An outline around what the pointer rests on; from a wait, a line to the end of what it waited for. */
+  drawPointed(frame, { rows }) {
+    if (!this.pointed) return;
+    const { context, ratio, left } = frame;
+    const { row, index, place } = this.pointed;
+    const x = (time) => left + Math.min(Math.max((time - frame.t0) * frame.scale, 0), frame.width);
+    context.strokeStyle = this.theme.text;
+    context.lineWidth = 2 * ratio;
+    const [a, b] = [x(row.start[index]), x(row.end[index])];
+    context.strokeRect(a, place.y * ratio, Math.max(b - a, 2 * ratio), place.height * ratio);
+    const cause = row.part === "waits" ? this.store.value("cause", row.span[index]) : -1;
+    if (!(cause >= 0 && cause < this.store.count)) return;
+    const { store } = this;
+    const part = PARTS[partOf(store.value("kind", cause), store.value("lane", cause), store.value("depth", cause))];
+    const there = rows.find((other) => other.rank === store.value("rank", cause) && other.part === part);
+    if (!there) return;
+    context.setLineDash([4 * ratio, 3 * ratio]);
+    context.lineWidth = 1.5 * ratio;
+    context.beginPath();
+    context.moveTo(b, (place.y + place.height / 2) * ratio);
+    context.lineTo(x(store.value("start", cause) + store.value("duration", cause)), (there.y + there.height / 2) * ratio);
+    context.stroke();
+    context.setLineDash([]);
+  }
+}

@@ -1,0 +1,190 @@
+// The chart with what surrounds it: figures above, legend and table below, pointer and keys.
+//
+// The state it shows: {title, labels, bubble, step_time, clock, note, live, table: {head, rows}}
+
+/** Dark as JupyterLab, VS Code, Colab or the page says; as the system prefers, where none does. */
+function isDark() {
+  const { body, documentElement: root } = document;
+  if (body.dataset.jpThemeLight) return body.dataset.jpThemeLight === "false";
+  if (body.classList.contains("vscode-dark") || body.classList.contains("vscode-high-contrast")) return true;
+  if (body.classList.contains("vscode-light")) return false;
+  if (root.getAttribute("theme") === "dark") return true;
+  return window.matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+/** Call back when that may have changed; returns how to stop. */
+function watchTheme(changed) {
+  const system = window.matchMedia("(prefers-color-scheme: dark)");
+  const page = new MutationObserver(changed);
+  const options = { attributes: true, attributeFilter: ["class", "theme", "data-jp-theme-light"] };
+  page.observe(document.body, options);
+  page.observe(document.documentElement, options);
+  system.addEventListener("change", changed);
+  return () => {
+    page.disconnect();
+    system.removeEventListener("change", changed);
+  };
+}
+
+/** Build everything inside `host`. */
+class Panel {
+  constructor(host, store, look) {
+    this.state = {};
+    this.root = host.appendChild(node("section", "mpkit-timeline"));
+    this.build(look);
+    this.chart = new Chart(this.canvas, store, look);
+    this.tip = new Tip(this.stage);
+    this.stops = [watchTheme(() => this.theme()), watchSize(this.stage, this.chart), listen(this)];
+    this.theme();
+  }
+
+  build() {
+    const head = this.root.appendChild(node("header"));
+    this.title = head.appendChild(node("strong", "mpkit-title"));
+    this.bubble = figure(head, "bubble", "idle share of a step, averaged over GPUs (GPipe's definition)");
+    this.time = figure(head, "step time", "from a step's first operation to its last one's end");
+    const tools = head.appendChild(node("span", "mpkit-tools"));
+    this.followed = button(tools, "Follow", "keep the newest operations in view", () => this.toggleFollow());
+    button(tools, "−", "zoom out (-)", () => this.chart.zoom(1.6));
+    button(tools, "+", "zoom in (+)", () => this.chart.zoom(1 / 1.6));
+    button(tools, "Fit", "show all (double-click, or 0)", () => this.fit());
+    this.stage = this.root.appendChild(node("div", "mpkit-stage"));
+    this.stage.tabIndex = 0;
+    this.stage.dataset.lmSuppressShortcuts = "true"; // or JupyterLab takes the keys for its own
+    this.canvas = this.stage.appendChild(node("canvas"));
+    this.canvas.setAttribute("role", "img");
+    this.legend = this.root.appendChild(node("div", "mpkit-legend"));
+    this.clock = this.root.appendChild(node("p", "mpkit-clock"));
+    this.note = this.root.appendChild(node("p", "mpkit-note"));
+    const details = this.root.appendChild(node("details"));
+    details.append(node("summary", "", "The figures as a table"));
+    this.table = details.appendChild(node("table"));
+  }
+
+  /** Show a changed state; and draw. */
+  update(state) {
+    const before = this.state;
+    this.state = { ...before, ...state };
+    const { title, labels, bubble, step_time, clock, note, live, table } = this.state;
+    this.title.textContent = title ?? "";
+    this.bubble.set(bubble == null ? "" : percent(bubble));
+    this.time.set(step_time == null ? "" : seconds(step_time));
+    this.clock.textContent = clock ?? "";
+    this.note.textContent = note ?? "";
+    this.chart.labels = labels ?? [];
+    if (live !== before.live) this.chart.follow = Boolean(live);
+    this.followed.hidden = !live;
+    if (table && table !== before.table) fillTable(this.table, table);
+    this.canvas.setAttribute("aria-label", this.inWords());
+    this.changed();
+  }
+
+  /** New spans are in the store. */
+  changed() {
+    const { store } = this.chart;
+    this.root.dataset.spans = store.count;
+    if (store.keys.size !== this.legend.dataset.keys * 1) this.fillLegend();
+    this.chart.ask();
+    this.followed.setAttribute("aria-pressed", String(this.chart.follow));
+  }
+
+  inWords() {
+    const { title, labels = [], bubble, step_time, clock } = this.state;
+    const words = [title || "Timeline", `${labels.length} lanes`];
+    if (bubble != null) words.push(`bubble ${percent(bubble)}`);
+    if (step_time != null) words.push(`step time ${seconds(step_time)}`);
+    return `${words.join(", ")}. ${clock ?? ""}. The table below has the figures.`;
+  }
+
+  fillLegend() {
+    const { chart } = this;
+    const keys = [...chart.store.keys].sort((a, b) => a - b);
+    this.legend.dataset.keys = chart.store.keys.size;
+    this.legend.replaceChildren();
+    for (const key of chart.store.keys.size ? [...keys.filter((key) => key !== IDLE), IDLE] : []) {
+      const words = chart.look.inks[key].word + (key === IDLE ? " (bubble)" : "");
+      const item = button(this.legend, "", `show or hide ${words}`, () => {
+        if (!chart.hidden.delete(key)) chart.hidden.add(key);
+        item.setAttribute("aria-pressed", String(!chart.hidden.has(key)));
+        chart.ask();
+      });
+      item.setAttribute("aria-pressed", String(!chart.hidden.has(key)));
+      const swatch = item.appendChild(node("i", key === IDLE ? "mpkit-idle" : ""));
+      swatch.style.setProperty("--ink", `var(--mpkit-ink-${key})`);
+      item.append(words);
+    }
+  }
+
+  /** Colours as CSS variables; the canvas takes the same. */
+  theme() {
+    const dark = isDark();
+    const { look } = this.chart;
+    this.chart.dark = dark;
+    this.root.dataset.theme = dark ? "dark" : "light";
+    for (const [name, value] of Object.entries(look.themes[dark ? "dark" : "light"])) {
+      this.root.style.setProperty(`--mpkit-${name}`, value);
+    }
+    look.inks.forEach((ink, key) => this.root.style.setProperty(`--mpkit-ink-${key}`, dark ? ink.dark : ink.light));
+    this.chart.ask();
+  }
+
+  fit() {
+    this.chart.window = null;
+    this.chart.follow = Boolean(this.state.live);
+    this.changed();
+  }
+
+  toggleFollow() {
+    this.chart.follow = !this.chart.follow;
+    this.changed();
+  }
+
+  destroy() {
+    this.stops.forEach((stop) => stop());
+    this.root.remove();
+  }
+}
+
+function button(parent, text, title, act) {
+  const made = parent.appendChild(node("button", "", text));
+  Object.assign(made, { type: "button", title });
+  if (!/^\w{2,}/.test(text)) made.setAttribute("aria-label", title);
+  made.addEventListener("click", act);
+  return made;
+}
+
+/** A number with what it is; hidden while there is none. */
+function figure(parent, what, title) {
+  const box = parent.appendChild(node("span", "mpkit-figure"));
+  box.title = title;
+  const number = box.appendChild(node("b"));
+  box.append(what);
+  return {
+    set(text) {
+      box.hidden = !text;
+      number.textContent = text;
+    },
+  };
+}
+
+function fillTable(table, { head, rows }) {
+  const line = (tag, values) => {
+    const made = node("tr");
+    values.forEach((value, i) => {
+      const cell = made.appendChild(node(tag === "th" || !i ? "th" : "td", "", String(value)));
+      if (cell.tagName === "TH") cell.scope = tag === "th" ? "col" : "row";
+    });
+    return made;
+  };
+  const top = node("thead");
+  top.append(line("th", head));
+  const body = node("tbody");
+  body.append(...rows.map((row) => line("td", row)));
+  table.replaceChildren(top, body);
+}
+
+function watchSize(stage, chart) {
+  const observer = new ResizeObserver(() => chart.ask());
+  observer.observe(stage);
+  return () => observer.disconnect();
+}

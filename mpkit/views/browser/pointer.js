@@ -1,0 +1,92 @@
+// Wheel, drag, hover and keys on a panel's chart.
+
+/** Connect them; returns how to disconnect. */
+function listen(panel) {
+  const { stage, chart, tip } = panel;
+  const controller = new AbortController();
+  const on = (name, act, options = {}) => stage.addEventListener(name, act, { signal: controller.signal, ...options });
+  const place = (event) => {
+    const box = stage.getBoundingClientRect();
+    return [event.clientX - box.left, event.clientY - box.top];
+  };
+  let dragged = null;
+
+  on("wheel", (event) => wheel(event, panel, place(event)[0]), { passive: false });
+  on("dblclick", () => panel.fit());
+  on("pointerdown", (event) => {
+    if (event.button) return;
+    dragged = { x: event.clientX, moved: false };
+    stage.setPointerCapture(event.pointerId);
+  });
+  on("pointermove", (event) => {
+    if (dragged) {
+      const share = (dragged.x - event.clientX) / chart.width;
+      if (!dragged.moved && Math.abs(share * chart.width) < 3) return; // a click may tremble
+      dragged = { x: event.clientX, moved: true };
+      stage.classList.add("mpkit-dragged");
+      point(panel, null);
+      chart.pan(share);
+      panel.changed();
+    } else {
+      point(panel, ...place(event));
+    }
+  });
+  const drop = () => {
+    dragged = null;
+    stage.classList.remove("mpkit-dragged");
+  };
+  on("pointerup", drop);
+  on("pointercancel", drop);
+  on("pointerleave", () => point(panel, null));
+  on("blur", () => tip.hide());
+  on("keydown", (event) => key(event, panel));
+  return () => controller.abort();
+}
+
+/** Zoom around the pointer; sideways pans. Zooming out of a picture that is whole scrolls the page. */
+function wheel(event, panel, x) {
+  const { chart } = panel;
+  const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
+  if (Math.abs(sideways) > Math.abs(event.deltaY) || event.shiftKey) {
+    if (!chart.window) return;
+    chart.pan(sideways / chart.width);
+  } else {
+    if (event.deltaY > 0 && !chart.window) return;
+    const lines = event.deltaMode === 1 ? 16 : 1; // some mice count lines, not pixels
+    chart.zoom(Math.exp(Math.max(-100, Math.min(100, event.deltaY * lines)) * 0.003), x);
+  }
+  event.preventDefault();
+  panel.changed();
+}
+
+/** Tell what is under the pointer; without a place, or with nothing there, tell nothing. */
+function point(panel, x, y) {
+  const { chart, tip } = panel;
+  const hit = x === null || !chart.placed ? null : chart.hit(x, y);
+  const before = chart.pointed;
+  chart.pointed = hit;
+  if (hit) tip.show(chart, hit, x, y);
+  else tip.hide();
+  if (hit?.row !== before?.row || hit?.index !== before?.index) chart.ask();
+}
+
+function key(event, panel) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const { chart } = panel;
+  const acts = {
+    ArrowLeft: () => chart.pan(-0.1),
+    ArrowRight: () => chart.pan(0.1),
+    "+": () => chart.zoom(1 / 1.4),
+    "=": () => chart.zoom(1 / 1.4),
+    "-": () => chart.zoom(1.4),
+    ArrowUp: () => chart.zoom(1 / 1.4),
+    ArrowDown: () => chart.zoom(1.4),
+    0: () => panel.fit(),
+    Home: () => panel.fit(),
+  };
+  if (!acts[event.key]) return;
+  acts[event.key]();
+  panel.changed();
+  event.preventDefault();
+  event.stopPropagation();
+}

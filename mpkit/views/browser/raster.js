@@ -1,0 +1,110 @@
+// A row of boxes on the canvas: each as itself where there is room, and where many fall on a pixel, the work
+// that takes most of the pixel, as strongly as the pixel is busy.
+
+/** Share of each pixel by key: out[key * width + pixel], of boxes first to after. */
+function cover(row, first, after, t0, scale, width, hidden, out) {
+  out.fill(0);
+  const { start, end, key } = row;
+  for (let i = first; i < after; i++) {
+    if (hidden.has(key[i])) continue;
+    const base = key[i] * width;
+    const a = Math.max((start[i] - t0) * scale, 0);
+    const b = Math.min((end[i] - t0) * scale, width);
+    const from = a | 0;
+    const to = Math.min(b | 0, width - 1);
+    if (from >= width || b <= 0) continue;
+    if (from === to) {
+      out[base + from] += b - a;
+      continue;
+    }
+    out[base + from] += from + 1 - a;
+    for (let pixel = from + 1; pixel < to; pixel++) out[base + pixel] = 1;
+    out[base + to] += b - to;
+  }
+}
+
+/** A strip one pixel high from shares, as RGBA; `inks[key]` is [red, green, blue]. */
+function shade(shares, width, inks, strip) {
+  for (let pixel = 0; pixel < width; pixel++) {
+    let busy = 0;
+    let most = 0;
+    let best = 0;
+    for (let key = 1; key < inks.length; key++) {
+      const share = shares[key * width + pixel];
+      busy += share;
+      if (share > most) {
+        most = share;
+        best = key;
+      }
+    }
+    const at = 4 * pixel;
+    const ink = inks[best];
+    strip[at] = ink[0];
+    strip[at + 1] = ink[1];
+    strip[at + 2] = ink[2];
+    // What is there at all must be visible: never fainter than a sixth.
+    strip[at + 3] = best ? 255 * Math.min(1, Math.max(busy, 1 / 6)) : 0;
+  }
+}
+
+/** Draws rows into one canvas context, in device pixels; keeps its buffers between frames. */
+class Raster {
+  constructor() {
+    this.canvas = document.createElement("canvas");
+    this.width = 0;
+  }
+
+  resize(width, keys) {
+    if (width === this.width) return;
+    this.width = width;
+    this.canvas.width = width;
+    this.canvas.height = 1;
+    this.image = new ImageData(width, 1);
+    this.shares = new Float32Array(width * keys);
+  }
+
+  /** frame: {context, t0, scale (device pixels a second), left, width, ratio, inks, hidden, ground} */
+  row(frame, row, y, height, label) {
+    const [first, after] = row.tidy().between(frame.t0, frame.t0 + frame.width / frame.scale);
+    if (after <= first) return;
+    if (after - first > frame.width / (2 * frame.ratio)) this.many(frame, row, first, after, y, height);
+    else this.few(frame, row, first, after, y, height, label);
+  }
+
+  many(frame, row, first, after, y, height) {
+    this.resize(frame.width, frame.inks.length);
+    cover(row, first, after, frame.t0, frame.scale, frame.width, frame.hidden, this.shares);
+    shade(this.shares, frame.width, frame.inks.map((ink) => ink.rgb), this.image.data);
+    this.canvas.getContext("2d").putImageData(this.image, 0, 0);
+    frame.context.imageSmoothingEnabled = false;
+    frame.context.drawImage(this.canvas, frame.left, y, frame.width, height);
+  }
+
+  few(frame, row, first, after, y, height, label) {
+    const { context, t0, scale, left, width, ratio, inks, hidden, ground } = frame;
+    const font = Math.min(12 * ratio, height * 0.55);
+    context.font = `500 ${font}px ${FONT}`;
+    context.textAlign = "center";
+    context.textBaseline = "middle";
+    for (let i = first; i < after; i++) {
+      const key = row.key[i];
+      if (hidden.has(key)) continue;
+      const a = Math.max((row.start[i] - t0) * scale, 0);
+      const b = Math.min((row.end[i] - t0) * scale, width);
+      // Neighbours of one colour stay apart by a line of the ground's.
+      const apart = b - a > 3 * ratio;
+      const shown = Math.max(b - a - (apart ? ratio : 0), Math.min(ratio, 1));
+      if (apart) {
+        context.fillStyle = ground;
+        context.fillRect(left + b - ratio, y, ratio, height);
+      }
+      context.fillStyle = inks[key].fill;
+      context.fillRect(left + a, y, shown, height);
+      const words = height >= 11 * ratio && label ? label(row.span[i]) : "";
+      if (words && b - a > (0.62 * words.length + 0.5) * font) {
+        context.fillStyle = inks[key].on;
+        context.fillText(words, left + (a + b) / 2, y + height / 2 + ratio / 2);
+      }
+    }
+  }
+}

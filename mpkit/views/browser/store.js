@@ -1,0 +1,198 @@
+// Spans as the browser keeps them: one typed array a column, grown by doubling, and for each row (a rank's
+// compute, layers, communication, host copies) its boxes in the order of their starts.
+
+const PARTS = ["compute", "layers", "comm", "host", "waits"]; // waits are found by the pointer, not drawn
+const LANE = { COMPUTE: 0, COMM: 1, HOST: 2, NONE: 3 };
+const WAIT = 16;
+const IDLE = 0;
+const ARRAYS = {
+  "<f8": Float64Array, "<f4": Float32Array, "<i4": Int32Array, "<i2": Int16Array, "u1": Uint8Array,
+};
+
+/** A typed array that grows. */
+class Column {
+  constructor(Type) {
+    this.data = new Type(256);
+    this.count = 0;
+  }
+
+  reserve(more) {
+    if (this.count + more <= this.data.length) return;
+    const larger = new this.data.constructor(Math.max(2 * this.data.length, this.count + more));
+    larger.set(this.data.subarray(0, this.count));
+    this.data = larger;
+  }
+
+  append(values) {
+    this.reserve(values.length);
+    this.data.set(values, this.count);
+    this.count += values.length;
+  }
+}
+
+/** The boxes of one row. `reach[i]` is the latest end of boxes 0 to i, so it can be searched by bisection. */
+class Row {
+  constructor(rank, part) {
+    Object.assign(this, { rank, part, count: 0, sorted: true });
+    this.grow(64);
+  }
+
+  grow(size) {
+    const enlarged = (old, Type) => {
+      const array = new Type(size);
+      if (old) array.set(old.subarray(0, this.count));
+      return array;
+    };
+    this.start = enlarged(this.start, Float64Array);
+    this.end = enlarged(this.end, Float64Array);
+    this.reach = enlarged(this.reach, Float64Array);
+    this.key = enlarged(this.key, Uint8Array);
+    this.span = enlarged(this.span, Int32Array);
+  }
+
+  push(start, end, key, span) {
+    const i = this.count;
+    if (i === this.start.length) this.grow(2 * i);
+    this.start[i] = start;
+    this.end[i] = end;
+    this.key[i] = key;
+    this.span[i] = span;
+    this.reach[i] = i && this.reach[i - 1] > end ? this.reach[i - 1] : end;
+    if (i && start < this.start[i - 1]) this.sorted = false;
+    this.count = i + 1;
+  }
+
+  /** Batches of several ranks may arrive out of order: sort once, when somebody looks. */
+  tidy() {
+    if (this.sorted) return this;
+    const order = Array.from({ length: this.count }, (_, i) => i).sort((a, b) => this.start[a] - this.start[b]);
+    for (const name of ["start", "end", "key", "span"]) {
+      const old = this[name].slice(0, this.count);
+      order.forEach((from, to) => { this[name][to] = old[from]; });
+    }
+    for (let i = 0, latest = -Infinity; i < this.count; i++) {
+      latest = Math.max(latest, this.end[i]);
+      this.reach[i] = latest;
+    }
+    this.sorted = true;
+    return this;
+  }
+
+  /** [first, after): the boxes that may be seen between two times. */
+  between(t0, t1) {
+    return [bisect(this.reach, this.count, t0), bisect(this.start, this.count, t1)];
+  }
+
+  /** The last box that holds this time (or begins within `slack` of it), -1 if none does. */
+  at(time, slack) {
+    const [first, after] = this.tidy().between(time - slack, time + slack);
+    let best = -1;
+    for (let i = after - 1; i >= first && i > after - 2000; i--) {
+      if (this.start[i] <= time && time < this.end[i]) return i;
+      if (best < 0 && this.end[i] >= time - slack) best = i;
+    }
+    return best;
+  }
+}
+
+/** How many of the first `count` ascending values are below or at `value`. */
+function bisect(values, count, value) {
+  let low = 0;
+  let high = count;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] <= value) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/** Everything that was received in this epoch. */
+class Store {
+  constructor() {
+    this.reset(-1);
+  }
+
+  reset(epoch) {
+    Object.assign(this, { epoch, count: 0, begin: Infinity, end: -Infinity });
+    this.columns = {};
+    this.names = [""];
+    this.steps = new Map(); // step -> [start, end]: where idle time counts as bubble
+    this.rows = new Map(); // rank * PARTS.length + part -> Row
+    this.keys = new Set();
+    this.parts = new Set(["compute"]);
+  }
+
+  /** Take a batch. "taken", "known" (nothing new in it) or "missed" (one before it never came). */
+  receive(message, buffer) {
+    if (message.epoch < this.epoch) return "known";
+    if (message.epoch > this.epoch) this.reset(message.epoch);
+    if (message.first > this.count) return "missed";
+    const skip = this.count - message.first;
+    for (const [step, start, end] of message.steps) this.steps.set(step, [start, end]);
+    if (message.names_first <= this.names.length) {
+      message.names.forEach((name, i) => { this.names[message.names_first + i] = name; });
+    }
+    if (skip >= message.count) return "known";
+    this.take(decode(message, buffer), skip, message.count);
+    return "taken";
+  }
+
+  take(batch, skip, count) {
+    const base = this.count - skip;
+    for (const [name, values] of Object.entries(batch)) {
+      this.columns[name] ??= new Column(values.constructor);
+      this.columns[name].append(skip ? values.subarray(skip) : values);
+    }
+    const { start, duration, rank, kind, lane, depth, key } = batch;
+    for (let i = skip; i < count; i++) {
+      if (lane[i] === LANE.NONE) continue;
+      const end = start[i] + duration[i];
+      if (start[i] < this.begin) this.begin = start[i];
+      if (end > this.end) this.end = end;
+      this.row(rank[i], partOf(kind[i], lane[i], depth[i])).push(start[i], end, key[i], base + i);
+      if (kind[i] !== WAIT) this.keys.add(key[i]);
+    }
+    this.count = base + count;
+  }
+
+  row(rank, part) {
+    const number = rank * PARTS.length + part;
+    let row = this.rows.get(number);
+    if (!row) {
+      row = new Row(rank, PARTS[part]);
+      this.rows.set(number, row);
+      if (part < 4) this.parts.add(PARTS[part]);
+    }
+    return row;
+  }
+
+  find(rank, part) {
+    return this.rows.get(rank * PARTS.length + PARTS.indexOf(part));
+  }
+
+  value(column, span) {
+    return this.columns[column].data[span];
+  }
+}
+
+function partOf(kind, lane, depth) {
+  if (lane === LANE.COMM) return 2;
+  if (lane === LANE.HOST) return 3;
+  if (kind === WAIT) return 4;
+  return depth > 0 ? 1 : 0;
+}
+
+/** The columns of a message's buffer; wire.py has their order. */
+function decode(message, buffer) {
+  // A view into a larger buffer may lie at an odd address, where no Float64Array can be: copy then.
+  const aligned = buffer.byteOffset % 8 === 0;
+  const bytes = aligned ? buffer.buffer : buffer.buffer.slice(buffer.byteOffset, buffer.byteOffset + buffer.byteLength);
+  let at = aligned ? buffer.byteOffset : 0;
+  const columns = {};
+  for (const [name, code] of message.columns) {
+    columns[name] = new ARRAYS[code](bytes, at, message.count);
+    at += columns[name].byteLength;
+  }
+  return columns;
+}

@@ -1,0 +1,77 @@
+// What an operation is, in words, under the pointer.
+
+/** A node with text; names come from users, so text is never read as HTML. */
+function node(tag, className = "", text = "") {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  if (text) made.textContent = text;
+  return made;
+}
+
+/** "forward · micro-batch 3" of a span. */
+function title(chart, span) {
+  const { store, look } = chart;
+  const words = [look.kinds[store.value("kind", span)] ?? "operation"];
+  const name = store.names[store.value("name", span)];
+  if (name) words.push(name);
+  const microbatch = store.value("microbatch", span);
+  if (microbatch >= 0) words.push(`micro-batch ${microbatch}`);
+  return words.join(" · ");
+}
+
+/** [[what, value], ...] of a span. */
+function facts(chart, span) {
+  const { store, labels } = chart;
+  const value = (column) => store.value(column, span);
+  const who = (rank) => labels[rank] ?? `rank ${rank}`;
+  const found = [["on", who(value("rank"))]];
+  if (value("stage") >= 0) found.push(["stage", value("stage")]);
+  if (value("step") >= 0) found.push(["step", value("step")]);
+  found.push(["start", seconds(value("start") - store.begin)], ["took", seconds(value("duration"))]);
+  if (value("bytes") > 0) found.push(["bytes", amount(value("bytes"), "B")]);
+  if (value("flops") > 0) found.push(["work", amount(value("flops"), "FLOP")]);
+  if (value("flops") > 0 && value("duration") > 0) {
+    found.push(["rate", `${amount(value("flops") / value("duration"), "FLOP")}/s`]);
+  }
+  if (value("peer") >= 0) {
+    const way = { send: "to", recv: "from" }[chart.look.kinds[value("kind")]] ?? "peer";
+    found.push([way, who(value("peer"))]);
+  }
+  const cause = value("cause");
+  if (value("kind") === WAIT && cause >= 0 && cause < store.count) {
+    found.push(["waited for", `${title(chart, cause)} on ${who(store.value("rank", cause))}`]);
+  }
+  return found;
+}
+
+/** The box that follows the pointer. */
+class Tip {
+  constructor(stage) {
+    this.stage = stage;
+    this.box = stage.appendChild(node("div", "mpkit-tip"));
+    this.box.hidden = true;
+  }
+
+  show(chart, hit, x, y) {
+    const span = hit.row.span[hit.index];
+    const idle = hit.row.part === "waits";
+    const head = node("div", "mpkit-tip-head");
+    const swatch = head.appendChild(node("i"));
+    swatch.style.background = chart.inks[hit.row.key[hit.index]].fill;
+    head.append(idle ? `idle: ${title(chart, span)}` : title(chart, span));
+    const list = node("dl");
+    for (const [what, value] of facts(chart, span)) list.append(node("dt", "", what), node("dd", "", String(value)));
+    this.box.replaceChildren(head, list);
+    this.box.hidden = false;
+    // Beside the pointer, on the side where there is room.
+    const { clientWidth, clientHeight } = this.stage;
+    const { offsetWidth, offsetHeight } = this.box;
+    const left = x + 14 + offsetWidth > clientWidth ? x - 14 - offsetWidth : x + 14;
+    const top = y + 14 + offsetHeight > clientHeight + 60 ? y - 10 - offsetHeight : y + 14;
+    this.box.style.transform = `translate(${Math.max(0, left)}px, ${top}px)`;
+  }
+
+  hide() {
+    this.box.hidden = true;
+  }
+}

@@ -1,0 +1,73 @@
+// The two ways in: a live widget (anywidget), whose kernel sends batches, and a page that holds its data.
+
+const TRAITS = ["title", "labels", "bubble", "step_time", "clock", "note", "live", "table"];
+
+/** What the panel shows, from the model's traits. */
+const stateOf = (model) => Object.fromEntries(TRAITS.map((name) => [name, model.get(name)]));
+
+/** anywidget's model differs between initialize and render, so what lasts is kept in this closure. */
+function timelineWidget() {
+  const store = new Store();
+  const panels = new Set();
+  let asked = 0;
+
+  const hello = (model) => {
+    asked = performance.now();
+    model.send({ type: "hello", epoch: store.epoch, have: store.count });
+  };
+  const backlog = (model) => {
+    const buffer = model.get("backlog");
+    const head = model.get("backlog_head");
+    return buffer?.byteLength && head?.type ? store.receive(head, buffer) : "missed";
+  };
+  const hear = (model, message, buffers) => {
+    if (message?.type !== "spans") return;
+    let what = store.receive(message, buffers[0]);
+    // Something before it never came (it was sent while this page loaded): take the kernel's backlog, or ask.
+    if (what === "missed" && backlog(model) !== "missed") what = store.receive(message, buffers[0]);
+    if (what === "missed" && performance.now() - asked > 1000) hello(model);
+    panels.forEach((panel) => panel.changed());
+  };
+  return {
+    initialize({ model }) {
+      model.on("msg:custom", (message, buffers) => hear(model, message, buffers));
+      model.on("change:backlog", () => {
+        backlog(model);
+        panels.forEach((panel) => panel.changed());
+      });
+      backlog(model);
+      hello(model);
+    },
+    render({ model, el }) {
+      const panel = new Panel(el, store, model.get("look"));
+      const update = () => panel.update(stateOf(model));
+      const events = TRAITS.map((name) => `change:${name}`).join(" ");
+      panels.add(panel);
+      model.on(events, update);
+      update();
+      return () => {
+        model.off(events, update);
+        panels.delete(panel);
+        panel.destroy();
+      };
+    },
+  };
+}
+
+/** A panel on a page: `state` as above, `batches` as [[message, buffer], ...]. */
+export function showTimeline(host, look, state, batches) {
+  const store = new Store();
+  const panel = new Panel(host, store, look);
+  for (const [message, buffer] of batches) store.receive(message, buffer);
+  panel.update(state);
+  return panel;
+}
+
+/** The bytes of base64 text that holds gzip, as a DataView. */
+export async function unpacked(text) {
+  const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new DataView(await new Response(stream).arrayBuffer());
+}
+
+export default timelineWidget;

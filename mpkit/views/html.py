@@ -1,0 +1,158 @@
+"""Timelines as one HTML page that needs nothing else: no network, no kernel.
+
+    summary     a line a strategy: bubble, step time, memory, bytes, and what the caller knows besides
+    a section   a strategy: the interactive timeline (timeline widget's own code), memory by GPU
+
+The spans travel inside as the widget's binary batches, zipped. Until the script has drawn them, and where none
+may run, the page shows the same pictures as SVG.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from base64 import b64encode
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from mpkit import metrics
+from mpkit.timeline import Timeline
+from mpkit.views.browser import css, esm
+from mpkit.views.colours import THEMES
+from mpkit.views.counting import BubbleCounter
+from mpkit.views.held import held_text
+from mpkit.views.memory_svg import highest_of, memory_svg
+from mpkit.views.picture import CLOCKS, rank_label
+from mpkit.views.svg import svg
+from mpkit.views.table import rank_table
+from mpkit.views.units import bytes_text, percent, seconds
+from mpkit.views.wire import Batches, look
+
+__all__ = ["html"]
+
+
+def html(
+    timelines: Timeline | Mapping[str, Timeline],
+    title: str = "",
+    *,
+    facts: Mapping[str, Mapping[str, str]] | None = None,
+    intro: str = "",
+) -> str:
+    """A page with one timeline, or with several by name.
+
+    Args:
+        timelines: what to show.
+        title: the page's heading.
+        facts: more columns for the summary table, by timeline's name: {"gpipe": {"in theory": "27.3 %"}}.
+        intro: a paragraph below the heading.
+
+    Raises:
+        ValueError: no timeline, or facts about one that is not there.
+
+    >>> import mpkit as mk
+    >>> page = html({"GPipe": mk.simulate(mk.Plan.gpipe(4, 8))}, facts={"GPipe": {"in theory": "27.3 %"}})
+    >>> page.startswith("<!doctype html>"), "27.3 %" in page
+    (True, True)
+    """
+    named = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
+    facts = facts or {}
+    if not named:
+        raise ValueError("html({}) has no timeline to show: give a Timeline, or {name: Timeline}")
+    if unknown := set(facts) - set(named):
+        raise ValueError(f"facts about {sorted(unknown)}, but the timelines are {sorted(named)}")
+    title = title or (
+        "Timelines" if len(named) > 1 else f"Timeline of {next(iter(named.values())).world_size} ranks"
+    )
+    highest = max(highest_of(timeline) for timeline in named.values())
+    sections = [
+        _section(number, name, timeline, highest) for number, (name, timeline) in enumerate(named.items())
+    ]
+    page = Template((files(__package__) / "browser" / "page.html").read_text(encoding="utf-8"))
+    return page.substitute(
+        title=escape(title),
+        intro=f"<p class='intro'>{escape(intro)}</p>" if intro else "",
+        variables=_variables(),
+        css=css(),
+        summary=_summary(named, facts) if len(named) > 1 or facts else "",
+        sections="\n".join(sections),
+        look=_embedded(look()),
+        script=esm(),
+    )
+
+
+def _section(number: int, name: str, timeline: Timeline, highest: int) -> str:
+    """One timeline: the SVG that stands until the canvas is drawn, the data, and the memory."""
+    batches, counter = Batches(), BubbleCounter(timeline.world_size)
+    batches.add(timeline.spans, timeline.names)
+    counter.add(timeline.spans)
+    ((head, buffer),) = batches.since(0, counter.extents, most=max(len(timeline.spans), 1))
+    data = b64encode(gzip.compress(buffer, 6, mtime=0)).decode()
+    works = len(metrics.work(timeline.spans)) > 0
+    state = {
+        "title": "",
+        "labels": [rank_label(timeline, rank) for rank in range(timeline.world_size)],
+        "bubble": timeline.bubble if works else None,
+        "step_time": timeline.step_time if works else None,
+        "clock": CLOCKS.get(timeline.clock, timeline.clock),
+        "note": " ".join(timeline.notes),
+        "live": False,
+        "table": rank_table(timeline),
+    }
+    heading = f"<h2>{escape(name)}</h2>" if name else ""
+    memory = ""
+    if len(timeline.held):
+        memory = f"<h3>Memory by GPU</h3><div class='scroll'>{memory_svg(timeline, highest=highest)}</div>"
+    return (
+        f'<section class="card" id="timeline-{number}">{heading}'
+        f'<div class="host" data-number="{number}"><div class="static scroll">{svg(timeline)}</div></div>'
+        f'<script type="application/json" data-of="{number}">{_embedded({"head": head, "state": state})}</script>'
+        f'<script type="text/plain" data-spans="{number}">{data}</script>'
+        f"{memory}</section>"
+    )
+
+
+def _summary(named: Mapping[str, Timeline], facts: Mapping[str, Mapping[str, str]]) -> str:
+    """The table by strategy. A column that only some have is left empty for the others."""
+    extra = list(dict.fromkeys(column for known in facts.values() for column in known))
+    slowest = max(timeline.step_time for timeline in named.values())
+    rows = []
+    for number, (name, timeline) in enumerate(named.items()):
+        bubble = timeline.bubble
+        peak = max((held["total"] for held in timeline.peak_memory), default=0)
+        sent = sum(sum(kinds.values()) for kinds in timeline.comm_bytes)
+        cells = [
+            f'<th scope="row"><a href="#timeline-{number}">{escape(name or "timeline")}</a></th>',
+            f'<td><span class="bar" style="--share:{bubble:.4f}"></span>{percent(bubble)}</td>',
+            f"<td>{seconds(timeline.step_time)}</td>",
+            f"<td>{slowest / timeline.step_time:.2f} ×</td>" if timeline.step_time else "<td></td>",
+            f"<td>{escape(held_text(timeline, peak)) if peak else ''}</td>",
+            f"<td>{bytes_text(sent) if sent else ''}</td>",
+            *(f"<td>{escape(facts.get(name, {}).get(column, ''))}</td>" for column in extra),
+        ]
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    head = ["", "bubble", "step time", "speed-up", "peak memory a GPU", "bytes a step", *extra]
+    share = '<label class="share"><input type="checkbox" id="share">draw all on one time scale</label>'
+    share = share if len(named) > 1 else ""
+    columns = "".join(f'<th scope="col">{escape(column)}</th>' for column in head)
+    return (
+        f'<section class="card scroll"><table class="summary"><thead><tr>{columns}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table>{share}</section>"
+    )
+
+
+def _variables() -> str:
+    """The page's own colours, of the same themes as the pictures."""
+
+    def block(name: str) -> str:
+        return "".join(f"--{word}:{value};" for word, value in vars(THEMES[name]).items())
+
+    return f":root{{{block('light')}}}@media (prefers-color-scheme: dark){{:root{{{block('dark')}}}}}"
+
+
+def _embedded(value: Any) -> str:
+    """JSON that cannot end the script element it lies in."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

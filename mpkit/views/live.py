@@ -1,0 +1,141 @@
+"""A run in the terminal, in colour, while it goes.
+
+    GPipe, 8 micro-batches   step 3 of 4 ━━━━━━━━━━━━━━━━━━╸━━━━━━   loss 4.541   bubble 28 %
+    rank 0 (CPU) 0 1 2 3 4 5 6 7 ·············· 7   6   5   4
+    rank 1 (CPU)
+
+The rows are those of `text.py`; what is drawn is the newest step, as far as it has come on the virtual clock.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from mpkit.timeline import Timeline
+from mpkit.views.colours import INKS, Key
+from mpkit.views.picture import picture
+from mpkit.views.text import Cells, cells
+from mpkit.views.units import percent
+
+if TYPE_CHECKING:
+    from mpkit.run import Run
+
+__all__ = ["TerminalView", "watch"]
+
+WIDEST = 120
+"""Columns; on a wider terminal a picture gets harder to read, not easier."""
+
+
+class TerminalView:
+    """An onlooker of a run that draws it with rich.
+
+    Args:
+        title: what the run is called.
+        console: where to draw; None: standard output.
+    """
+
+    def __init__(self, title: str, console: Console | None = None) -> None:
+        self.title = title
+        self.console = console or Console()
+        self._live = Live(console=self.console, auto_refresh=False, transient=False)
+        self._feed = None
+
+    def __enter__(self) -> TerminalView:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.__exit__(None, None, None)
+
+    def tick(self, run: Run) -> None:
+        """Draw what is new."""
+        if self._feed is None:
+            self._feed = run.feed()  # type: ignore[assignment]
+        assert self._feed is not None
+        self._feed.advance()
+        self._live.update(self.draw(run, self._feed.timeline()), refresh=True)
+
+    def output(self, line: str) -> None:
+        """A rank printed something: above the picture."""
+        self.console.print(Text(line, style="dim"))
+
+    def end(self, run: Run) -> None:
+        """Draw the whole of it."""
+        self._live.update(self.draw(run, run.timeline()), refresh=True)
+
+    def draw(self, run: Run, timeline: Timeline) -> RenderableType:
+        """Progress, and the newest step of the timeline."""
+        width = min(self.console.width, WIDEST)
+        done = run.losses
+        rows: list[RenderableType] = [_progress(self.title, run, done, timeline)]
+        step = _newest(timeline)
+        if step is not None and width >= 40:
+            rows += [_coloured(row) for row in cells(picture(timeline, step), width)]
+            if run.done:
+                rows.append(_legend(timeline, step))
+        return Group(*rows)
+
+
+def watch(run: Run, title: str, console: Console | None = None, *, live: bool = True) -> Run:
+    """Draw a run until it is over; returns it. Without a terminal, or with `live` off, only its end is drawn.
+
+    Raises:
+        RankFailed: as `Run.wait`.
+    """
+    view = TerminalView(title, console)
+    if live and view.console.is_terminal:
+        with view:
+            run.look(view)
+            return run.wait()
+    run.wait()
+    view.console.print(view.draw(run, run.timeline()))
+    return run
+
+
+def _newest(timeline: Timeline) -> int | None:
+    """The step to draw: the last complete one at the end, else the last that has begun."""
+    begun = timeline.spans["step"][timeline.spans["step"] >= 0]
+    return int(begun.max()) if len(begun) else None
+
+
+def _progress(title: str, run: Run, losses: list[float], timeline: Timeline) -> RenderableType:
+    line = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=run.steps, completed=len(losses), width=24)
+    figures = [f"loss {losses[-1]:.4f}" if losses else ""]
+    if timeline.world_size > 1 and timeline.steps:
+        figures.append(f"bubble {percent(timeline.bubble)}")
+    line.add_row(Text(title, style="bold"), f"step {len(losses)} of {run.steps}", bar, *figures)
+    return line
+
+
+def _coloured(row: Cells) -> Text:
+    """A row of cells; runs of equal keys share a style."""
+    text = Text(f"{row.label} ", style="dim", no_wrap=True)
+    keys = row.keys.tolist()
+    for column, key in enumerate(keys):
+        mark = row.digits.get(column, "·" if key == Key.IDLE else " ")
+        if key == Key.IDLE or key < 0:
+            text.append(mark, style="bright_black")
+        else:
+            ink = INKS[Key(key)]
+            text.append(mark, style=f"{ink.on_light} on {ink.light}")
+    text.append(f" {row.note}", style="dim")
+    return text
+
+
+def _legend(timeline: Timeline, step: int) -> Text:
+    """What the colours are, of those in the picture."""
+    text = Text(" " * 4)
+    present = np.unique(picture(timeline, step).boxes["key"]).tolist()
+    for key in (Key(key) for key in present if key < Key.COMM):
+        mark, style = ("·", "bright_black") if key == Key.IDLE else (" ", f"on {INKS[key].light}")
+        text.append(mark * 2, style=style)
+        text.append(f" {INKS[key].word}   ", style="dim")
+    return text

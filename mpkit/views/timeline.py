@@ -1,0 +1,205 @@
+"""The live timeline: an anywidget canvas, fed in batches.
+
+    append   from any thread, as often as one likes; spans gather
+    flush    at most each PAUSE seconds all that gathered goes out as one binary message
+    hello    a browser that (re)loads says how much it has, and is sent the rest
+
+Until a browser has said hello, what was sent may have been lost while its page loaded, and a kernel that runs a
+cell does not hear it. So as long as nobody said hello, a copy of everything lies in the trait `backlog`, where
+no message is lost.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from mpkit import metrics
+from mpkit.timeline import Timeline
+from mpkit.views.browser import css, esm
+from mpkit.views.counting import BubbleCounter
+from mpkit.views.fallback import static_bundle
+from mpkit.views.needs import needs_notebook
+from mpkit.views.picture import CLOCKS, rank_label
+from mpkit.views.table import rank_table
+from mpkit.views.units import percent
+from mpkit.views.wire import Batches, look
+
+try:
+    import anywidget
+    import traitlets
+except ImportError as error:
+    raise needs_notebook("the live timeline", error) from error
+
+__all__ = ["TimelineView"]
+
+PAUSE = 0.08
+"""Seconds between two messages at least. One message a span would run into the server's limit of messages."""
+
+BACKLOG = 200_000
+"""Spans that the backlog holds at most; beyond that a browser that lost something has to be heard."""
+
+
+class TimelineView(anywidget.AnyWidget):
+    """A timeline to look at in a notebook: zoom by wheel, pan by dragging, details by hovering.
+
+    Args:
+        timeline: what to show; None for one that is filled by `append`.
+        labels: of the lanes, one a rank, where no timeline tells.
+        title: a heading.
+        clock: "measured", "virtual" or "simulated", where no timeline tells.
+
+    Attributes:
+        bubble: the idle share of the last step, so far; None before there is any.
+        step_time: its seconds, so far.
+        clock: which clock the times are of, in words.
+        note: a sentence below the picture.
+        live: whether more is to come: then the view follows the newest operations.
+    """
+
+    _esm = esm()
+    _css = css()
+    title = traitlets.Unicode().tag(sync=True)
+    labels = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    bubble = traitlets.Float(None, allow_none=True).tag(sync=True)
+    step_time = traitlets.Float(None, allow_none=True).tag(sync=True)
+    clock = traitlets.Unicode().tag(sync=True)
+    note = traitlets.Unicode().tag(sync=True)
+    live = traitlets.Bool(False).tag(sync=True)
+    table = traitlets.Dict().tag(sync=True)
+    look = traitlets.Dict().tag(sync=True)
+    backlog = traitlets.Bytes(b"").tag(sync=True)
+    backlog_head = traitlets.Dict().tag(sync=True)
+
+    def __init__(
+        self,
+        timeline: Timeline | None = None,
+        *,
+        labels: Sequence[str] = (),
+        title: str = "",
+        clock: str = "virtual",
+    ) -> None:
+        super().__init__(look=look(), title=title, labels=list(labels), clock=CLOCKS.get(clock, clock))
+        self._lock = threading.RLock()
+        self._batches = Batches()
+        self._counter = BubbleCounter(max(len(labels), 1))
+        self._timeline: Timeline | None = None
+        self._sent = self._names_sent = 0
+        self._changed: set[int] = set()  # steps whose extents grew since they were sent
+        self._flushed = 0.0
+        self._timer: threading.Timer | None = None
+        self._heard = False
+        self._in_backlog = 0
+        self.on_msg(self._hear)
+        if timeline is not None:
+            self.replace(timeline)
+
+    # ---- feeding --------------------------------------------------------------------------------------------
+
+    def append(self, spans: npt.NDArray[Any], names: Sequence[str] = ("",)) -> None:
+        """More spans, (n,) of `SPAN`; from any thread. They show within a tenth of a second.
+
+        Args:
+            spans: their `cause` counts all spans appended so far, from 0.
+            names: all strings so far that spans refer to, not the new ones only.
+        """
+        with self._lock:
+            if not len(spans):
+                return
+            self._timeline = None
+            self._batches.add(spans, names)
+            self._changed.update(self._counter.add(spans))
+            wait = self._flushed + PAUSE - time.monotonic()
+            if wait <= 0:
+                self.flush()
+            elif self._timer is None:
+                self._timer = threading.Timer(wait, self.flush)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def replace(self, timeline: Timeline) -> None:
+        """Show this timeline instead of all there was."""
+        with self._lock:
+            self._timeline = timeline
+            self._batches.reset()
+            self._counter = BubbleCounter(timeline.world_size)
+            self._batches.add(timeline.spans, timeline.names)
+            self._changed = set(self._counter.add(timeline.spans))
+            self._sent = self._names_sent = self._in_backlog = 0
+            works = len(metrics.work(timeline.spans)) > 0
+            with self.hold_sync():
+                self.labels = [rank_label(timeline, rank) for rank in range(timeline.world_size)]
+                self.clock = CLOCKS.get(timeline.clock, timeline.clock)
+                if hardware := timeline.meta.get("hardware", "") if timeline.clock != "simulated" else "":
+                    self.clock += f" ({hardware})"
+                self.note = " ".join(timeline.notes)
+                self.table = rank_table(timeline)
+            self.flush()
+            self.bubble = timeline.bubble if works else None
+            self.step_time = timeline.step_time if works else None
+
+    def flush(self) -> None:
+        """Send now what gathered."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            self._flushed = time.monotonic()
+            if self._sent == self._batches.count and self._sent:
+                return
+            # The backlog first: where a page is still loading, it is what the message builds on.
+            self._keep_backlog()
+            steps = {step: self._counter.extents[step] for step in sorted(self._changed)}
+            for head, buffer in self._batches.since(self._sent, steps, self._names_sent):
+                self.send(head, [buffer])
+            self._sent, self._names_sent = self._batches.count, len(self._batches.names)
+            self._changed.clear()
+            if self._timeline is None:
+                self._count()
+
+    def _count(self) -> None:
+        """The figures so far."""
+        self.bubble = self._counter.bubble()
+        self.step_time = self._counter.step_time()
+        idle = self._counter.idle_shares()
+        self.table = {
+            "head": ["", "idle so far"],
+            "rows": [[label, percent(share)] for label, share in zip(self.labels, idle, strict=False)],
+        }
+
+    # ---- browsers -------------------------------------------------------------------------------------------
+
+    def _hear(self, _widget: Any, content: Any, _buffers: Any) -> None:
+        """A browser says hello with what it has: send the rest."""
+        if not isinstance(content, dict) or content.get("type") != "hello":
+            return
+        with self._lock:
+            self._heard = True
+            self.backlog, self.backlog_head = b"", {}
+            known = content.get("epoch") == self._batches.epoch
+            have = int(content.get("have", 0)) if known else 0
+            if have < self._batches.count:
+                for head, buffer in self._batches.since(have, self._counter.extents):
+                    self.send(head, [buffer])
+
+    def _keep_backlog(self) -> None:
+        """As long as no browser was heard: a copy of all, renewed as it grows by a quarter."""
+        count = self._batches.count
+        if self._heard or count > BACKLOG or count < 1.25 * self._in_backlog:
+            return
+        ((head, buffer),) = self._batches.since(0, self._counter.extents, most=BACKLOG)
+        self._in_backlog = count
+        with self.hold_sync():
+            self.backlog, self.backlog_head = buffer, head
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """The widget, and beside it what is seen where no kernel runs."""
+        found = super()._repr_mimebundle_(**kwargs)
+        data, metadata = found if isinstance(found, tuple) else (found, {})
+        with self._lock:
+            fallback = static_bundle(self._timeline, self.title) if self._timeline is not None else {}
+        return {**(data or {}), **fallback}, metadata

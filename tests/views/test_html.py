@@ -1,0 +1,97 @@
+"""The page that needs nothing else."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from base64 import b64decode
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+import mpkit as mk
+from mpkit.views.html import html
+from mpkit.views.wire import unpack
+
+
+class Page(HTMLParser):
+    """What a browser would load, and the texts of its scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self.words: list[str] = []
+        self._in: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.loads += [
+            found[name] or "" for name in ("src", "href", "srcset", "data", "action") if name in found
+        ]
+        self._in = tag if tag in ("script", "style") else None
+        if tag == "script":
+            self.scripts.append((found, ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in = None
+
+    def handle_data(self, data: str) -> None:
+        if self._in == "script":
+            attrs, text = self.scripts.pop()
+            self.scripts.append((attrs, text + data))
+        elif self._in is None:
+            self.words.append(data)
+
+
+def test_nothing_is_loaded(gpipe: mk.Timeline) -> None:
+    text = html({"one": gpipe, "two": gpipe})
+    page = Page(text)
+    assert [load for load in page.loads if not load.startswith(("#", "data:,"))] == []
+    assert not re.findall(r"@import|url\((?!#)|import\s*\(|\bfetch\b|XMLHttpRequest", text)
+    assert {found for found in re.findall(r"https?://[^\"'\s)]+", text)} == {"http://www.w3.org/2000/svg"}
+
+
+def test_the_page_holds_every_span(long_run) -> None:
+    timeline = long_run(5000)
+    page = Page(html(timeline))
+    (head,) = [json.loads(text)["head"] for attrs, text in page.scripts if "data-of" in attrs]
+    (data,) = [text for attrs, text in page.scripts if "data-spans" in attrs]
+    columns = unpack(gzip.decompress(b64decode(data)), head["count"])
+    assert head["count"] == len(timeline.spans)
+    assert np.array_equal(columns["start"], timeline.spans["start"])
+    assert np.allclose(columns["duration"], timeline.spans["end"] - timeline.spans["start"])
+
+
+def test_the_summary_compares_strategies() -> None:
+    naive, gpipe = (
+        mk.simulate(mk.Plan.gpipe(4, 1), forward=8, input_grad=8, weight_grad=8),
+        mk.simulate(mk.Plan.gpipe(4, 8)),
+    )
+    words = Page(html({"naive": naive, "GPipe": gpipe}, facts={"GPipe": {"in theory": "27.3 %"}})).words
+    assert {"75.0 %", "27.3 %", "2.91 ×", "8 micro-batches", "in theory"} <= set(words)
+
+
+def test_strings_stay_strings(hostile: mk.Timeline) -> None:
+    name = "</script><script>alert(3)</script>"
+    page = Page(html({name: hostile}, title=name, intro=name, facts={name: {name: name}}))
+    kinds = [attrs.get("type") for attrs, _ in page.scripts]
+    assert kinds == ["application/json", "text/plain", "application/json", "module"]
+    (state,) = [json.loads(text)["state"] for attrs, text in page.scripts if "data-of" in attrs]
+    assert state["note"] == hostile.notes[0]
+
+
+def test_where_no_script_runs_the_pictures_stand(gpipe: mk.Timeline) -> None:
+    text = html(gpipe)
+    assert text.count("<svg") == 2  # timeline and memory
+    assert "bubble: 30.4 %" in text
+
+
+def test_what_cannot_be_shown_is_refused(gpipe: mk.Timeline) -> None:
+    with pytest.raises(ValueError, match="no timeline to show"):
+        html({})
+    with pytest.raises(ValueError, match=r"facts about \['b'\], but the timelines are \['a'\]"):
+        html({"a": gpipe}, facts={"b": {}})

@@ -1,0 +1,71 @@
+"""Chrome's trace format."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import mpkit as mk
+from mpkit.views.perfetto import perfetto
+
+
+def events(timeline: mk.Timeline) -> list[dict]:
+    return json.loads(perfetto(timeline))["traceEvents"]
+
+
+def test_every_event_has_what_the_format_asks_for(gpipe: mk.Timeline, data_parallel: mk.Timeline) -> None:
+    for timeline in (gpipe, data_parallel):
+        for event in events(timeline):
+            assert event["ph"] in "XCMsf"
+            assert isinstance(event["pid"], int) and isinstance(event["name"], str)
+            if event["ph"] != "M":
+                assert event["ts"] >= 0
+            if event["ph"] == "X":
+                assert event["dur"] >= 0 and isinstance(event["tid"], int)
+            if event["ph"] in "sf":
+                assert isinstance(event["id"], int) and event["cat"]
+
+
+def test_a_process_a_rank_and_a_thread_a_lane(data_parallel: mk.Timeline) -> None:
+    names = {
+        (e["pid"], e.get("tid"), e["args"]["name"])
+        for e in events(data_parallel)
+        if e["name"].endswith("_name")
+    }
+    assert {(0, None, "rank 0 (CPU)"), (1, 1, "compute"), (1, 10, "comm"), (1, 50, "host")} <= names
+
+
+def test_slices_of_a_thread_nest_and_never_cross(gpipe: mk.Timeline, data_parallel: mk.Timeline) -> None:
+    for timeline in (gpipe, data_parallel):
+        threads = defaultdict(list)
+        for event in events(timeline):
+            if event["ph"] == "X":
+                threads[event["pid"], event["tid"]].append((event["ts"], -event["dur"]))
+        for slices in threads.values():
+            open_ends: list[float] = []
+            for start, minus in sorted(slices):
+                while open_ends and open_ends[-1] <= start + 1e-6:
+                    open_ends.pop()
+                assert not open_ends or start - minus <= open_ends[-1] + 1e-6
+                open_ends.append(start - minus)
+
+
+def test_an_arrow_a_message_from_the_sender_to_the_receiver(gpipe: mk.Timeline) -> None:
+    flows = defaultdict(dict)
+    for event in events(gpipe):
+        if event["ph"] in "sf":
+            flows[event["id"]][event["ph"]] = event
+    assert len(flows) == 2 * 3 * 8  # forward and backward, over three borders, for each micro-batch
+    for ends in flows.values():
+        assert abs(ends["s"]["pid"] - ends["f"]["pid"]) == 1
+        assert ends["s"]["ts"] <= ends["f"]["ts"]
+
+
+def test_memory_is_a_counter_by_category(data_parallel: mk.Timeline) -> None:
+    counters = [e for e in events(data_parallel) if e["ph"] == "C" and e["pid"] == 0]
+    assert max(sum(counter["args"].values()) for counter in counters) == 2000
+    assert set(counters[0]["args"]) == {"params", "grads", "optimizer", "activations", "buffers"}
+
+
+def test_hostile_names_are_json(hostile: mk.Timeline) -> None:
+    assert any(event["name"] == hostile.names[-1] for event in events(hostile))

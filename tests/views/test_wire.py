@@ -1,0 +1,77 @@
+"""Batches for a browser, and the bubble counted from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpkit as mk
+from mpkit.timeline import SPAN
+from mpkit.views.browser import esm
+from mpkit.views.colours import Key
+from mpkit.views.counting import BubbleCounter
+from mpkit.views.wire import COLUMNS, Batches, look, unpack
+
+
+def test_columns_come_back_as_they_went(gpipe: mk.Timeline) -> None:
+    batches = Batches()
+    batches.add(gpipe.spans, gpipe.names)
+    ((head, buffer),) = batches.since(0, {0: (0.0, 34.5)})
+    columns = unpack(buffer, head["count"])
+    for name in ("start", "rank", "stage", "microbatch", "step", "kind", "lane", "cause"):
+        assert np.array_equal(columns[name], gpipe.spans[name]), name
+    assert head["names"] == gpipe.names
+    assert head["steps"] == [[0, 0.0, 34.5]]
+
+
+def test_columns_are_aligned_for_typed_arrays() -> None:
+    # The widest first: then each begins at a multiple of its own width, for any number of spans.
+    widths = [np.dtype(code).itemsize for _, code in COLUMNS]
+    assert widths == sorted(widths, reverse=True)
+    assert all(f'"{code}"' in esm() for _, code in COLUMNS)
+
+
+@pytest.mark.parametrize("first", [0, 1, 700, 999])
+def test_who_has_some_gets_the_rest(long_run, first: int) -> None:
+    spans = long_run(1000).spans[:1000]
+    batches = Batches()
+    for at in range(0, 1000, 137):
+        batches.add(spans[at : at + 137], [""])
+    assert np.array_equal(batches.spans, spans)
+    starts, expected = [], first
+    for head, buffer in batches.since(first, {}, most=100):
+        assert head["first"] == expected and head["count"] <= 100
+        expected += head["count"]
+        starts.append(unpack(buffer, head["count"])["start"])
+    assert expected == 1000
+    assert np.array_equal(np.concatenate(starts), spans["start"][first:])
+
+
+def test_a_new_epoch_begins_at_nothing(gpipe: mk.Timeline) -> None:
+    batches = Batches()
+    batches.add(gpipe.spans, gpipe.names)
+    batches.reset()
+    ((head, buffer),) = batches.since(0, {})
+    assert (head["epoch"], head["count"], head["names"], buffer) == (1, 0, [""], b"")
+
+
+@pytest.mark.parametrize("plan", [mk.Plan.gpipe(4, 8), mk.Plan.gpipe(4, 1), mk.Plan.gpipe(2, 3)])
+def test_the_bubble_counted_in_batches_is_the_timelines(plan: mk.Plan) -> None:
+    timeline = mk.simulate(plan, hop=0.3)
+    in_time = timeline.spans[np.argsort(timeline.spans["start"], kind="stable")]
+    counter = BubbleCounter(timeline.world_size)
+    for at in range(0, len(in_time), 7):
+        counter.add(in_time[at : at + 7])
+    assert counter.bubble() == pytest.approx(timeline.bubble)
+    assert counter.step_time() == pytest.approx(timeline.makespan)
+
+
+def test_nothing_counted_is_no_bubble() -> None:
+    counter = BubbleCounter(2)
+    assert counter.add(np.empty(0, SPAN)) == []
+    assert counter.bubble() is None and counter.step_time() is None
+
+
+def test_the_browser_gets_every_colour() -> None:
+    assert len(look()["inks"]) == len(Key)
+    assert look()["kinds"]["34"] == "all reduce"
