@@ -106,7 +106,7 @@ def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:
         return copied.view_as(copied) if tensor.requires_grad else copied
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    moved = _Moved()
+    moved = _Moved(mode)
     counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION_ON_CPU)
     with mode, torch.enable_grad():
         target, inputs = _copied(target, mode), tree_map_only(torch.Tensor, fake, inputs)
@@ -176,16 +176,21 @@ _MOVES_NOTHING = {  # besides what is declared to be a view
 
 
 class _Moved(TorchDispatchMode):
-    """Sums the bytes that operators read and write."""
+    """Sums the bytes that operators read and write, none of which are real.
 
-    def __init__(self) -> None:
+    A function may bring tensors of its own, with data; what it writes into those must not arrive.
+    """
+
+    def __init__(self, mode: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes = 0
+        self._mode = mode
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(torch.Tensor, self._mode.from_tensor, (args, kwargs or {}))
+        out = func(*args, **kwargs)
         if not func.is_view and func.namespace != "prim" and func.overloadpacket not in _MOVES_NOTHING:
             touched = tree_leaves((args, kwargs, out))
             self.nbytes += sum(value.nbytes for value in touched if isinstance(value, torch.Tensor))

@@ -1,0 +1,153 @@
+"""Counted FLOPs are those by hand, and counting leaves no trace."""
+
+import copy
+import random
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpkit.record.flops import Flops, FlopTable, count
+
+B, T, H, HEADS = 2, 16, 64, 4
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(H, 3 * H)
+        self.out = nn.Linear(H, H)
+        self.drop = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(T)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        q, k, v = self.qkv(self.norm(x)).view(B, T, 3, HEADS, H // HEADS).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.drop(self.out(y.transpose(1, 2).reshape(B, T, H)))
+
+
+def test_the_private_module_is_there() -> None:
+    assert import_module("torch._subclasses.fake_tensor").FakeTensorMode
+
+
+@pytest.mark.parametrize("wants", [False, True], ids=["data", "from the stage before"])
+def test_a_linear_layer_costs_two_a_weight_a_row_and_bytes_once(wants: bool) -> None:
+    k, n, rows = 3, 5, 7
+    flops = count(nn.Linear(k, n), torch.zeros(rows, k, requires_grad=wants))
+    assert flops.forward == 2 * rows * k * n
+    assert flops.backward == (2 if wants else 1) * 2 * rows * k * n
+    assert flops.forward_bytes == 4 * (k * n + n + rows * k + rows * n)  # weight, bias, input, output
+    assert flops.why == ""
+
+
+def test_attention_is_counted_on_a_cpu_as_on_a_gpu() -> None:
+    flops = count(Attention(), torch.zeros(B, T, H, requires_grad=True))
+    linear = 2 * B * T * H * 4 * H
+    scores = 2 * B * T * T * H  # q k^T; as much again for the weighted sum of v
+    assert flops.forward == linear + 2 * scores
+    assert flops.backward == 2 * linear + 5 * scores  # flash attention computes the scores anew
+    assert flops.layers["qkv"] == (0.75 * linear, 1.5 * linear)
+    assert flops.layers["out"] == (0.25 * linear, 0.5 * linear)
+
+
+def test_a_convolution() -> None:
+    flops = count(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True)), torch.zeros(2, 3, 8, 8)
+    )
+    assert flops.forward == 2 * (2 * 8 * 6 * 6) * (3 * 3 * 3)
+
+
+def test_a_function_is_counted_with_the_module_it_calls() -> None:
+    model, target = nn.Linear(4, 2), torch.zeros(3, dtype=torch.long)
+    x = torch.zeros(3, 4, requires_grad=True)
+    whole = count(lambda x: F.cross_entropy(model(x), target), x)
+    alone = count(model, x)
+    assert (whole.forward, whole.backward) == (alone.forward, alone.backward)
+    assert whole.forward_bytes > alone.forward_bytes
+    assert model.weight.grad is None
+
+
+def test_inputs_and_outputs_may_be_dicts_and_tied_weights_count_twice() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(6, 6, bias=False)
+            self.down = nn.Linear(6, 6, bias=False)
+            self.down.weight = self.up.weight
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {"y": self.down(self.up(batch["x"])), "ids": batch["ids"]}
+
+    inputs = {"x": torch.zeros(2, 6), "ids": torch.zeros(2, dtype=torch.long)}
+    flops = count(Tied(), inputs)
+    assert (flops.forward, flops.backward) == (2 * 144, 3 * 144)
+
+
+def test_counting_changes_nothing() -> None:
+    torch.manual_seed(1)
+    model = Attention()
+    before = copy.deepcopy(model.state_dict())
+    versions = [b.data_ptr() for b in model.state_dict().values()]
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return model(x * random.random() + np.random.rand() + torch.rand(1))
+
+    x = torch.ones(B, T, H, requires_grad=True)
+    for target in (model, noisy):
+        assert count(target, x).forward > 0
+    assert x.grad is None
+    assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
+    assert [b.data_ptr() for b in model.state_dict().values()] == versions
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert states[2] == np.random.get_state()[1].tolist()
+    assert model.calls == 1  # by `noisy`, which is not ours to copy; the module itself was
+    assert model(x).isfinite().all()
+
+
+def test_a_module_far_too_large_to_run_is_counted() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2**20, 2**20, bias=False)  # 4 TiB
+    assert count(model, torch.empty(1, 2**20, device="meta")).forward == 2 * 2**40
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        (lambda x: x[x > 0], "DynamicOutputShapeException"),
+        (lambda x: x if x.sum().item() > 0 else -x, "DataDependentOutputException"),
+        (lambda x: x @ torch.zeros(7, 7), "RuntimeError: "),
+        (lambda: None, "TypeError: "),
+    ],
+)
+def test_what_cannot_be_counted_costs_nothing_and_says_why(target: object, why: str) -> None:
+    flops = count(target, torch.ones(2, 3))
+    assert flops.why.startswith(why)
+    assert (flops.forward, flops.backward, flops.forward_bytes, flops.backward_bytes) == (0, 0, 0, 0)
+
+
+def test_a_table_counts_once_a_shape() -> None:
+    table, calls = FlopTable(), []
+
+    def target(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        calls.append(x.shape)
+        return x @ x.t() * scale
+
+    for rows in (2, 3, 2, 3):
+        assert table.of("stage 0", target, torch.ones(rows, 4)).forward == 2 * rows * rows * 4
+    assert len(calls) == 2
+    table.of("stage 1", target, torch.ones(2, 4))
+    table.of("stage 0", target, torch.ones(2, 4, dtype=torch.float64))
+    table.of("stage 0", target, torch.ones(2, 4), 2.0)
+    assert len(calls) == 5
+
+
+def test_no_flops_are_zeros() -> None:
+    assert Flops() == Flops(0.0, 0.0, 0, 0, {}, "")

@@ -1,0 +1,154 @@
+"""The ledger counts each storage once, for as long as it lives."""
+
+import gc
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mpkit.record.ledger import Ledger
+from mpkit.record.recorder import Recorder
+from mpkit.trace import CATEGORIES, Kind, read_rank
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Recorder:
+    return Recorder(tmp_path, 0)
+
+
+def written(folder: Path) -> dict[str, int]:
+    """Bytes by category, summed up from the file; those of nothing left out."""
+    memory = read_rank(folder, 0).memory
+    sums = {name: int(memory["delta"][memory["category"] == n].sum()) for n, name in enumerate(CATEGORIES)}
+    return {name: nbytes for name, nbytes in sums.items() if nbytes}
+
+
+def held(ledger: Ledger) -> dict[str, int]:
+    return {name: nbytes for name, nbytes in ledger.held.items() if nbytes}
+
+
+def test_a_storage_counts_once_and_until_it_dies(tmp_path: Path, record: Recorder) -> None:
+    tensor = torch.zeros(10, 10)
+    view = tensor[3:5].t()
+    record.ledger.track(view, "grads")  # the whole storage lives as long as the view
+    record.ledger.track(tensor, "params")  # the first category wins
+    assert held(record.ledger) == written(tmp_path) == {"grads": 400}
+    del tensor
+    assert held(record.ledger) == {"grads": 400}
+    del view
+    assert held(record.ledger) == written(tmp_path) == {}
+    assert list(read_rank(tmp_path, 0).memory["delta"]) == [400, -400]
+
+
+def test_what_autograd_alone_keeps_alive_is_still_held(record: Recorder) -> None:
+    x = torch.zeros(8, requires_grad=True)
+    y = (2 * x).exp()  # exp's backward needs its output
+    record.ledger.track(y, "activations")
+    total = y.sum()
+    del y
+    gc.collect()
+    assert held(record.ledger) == {"activations": 32}
+    total.backward()
+    assert held(record.ledger) == {}
+
+
+def test_moving_to_another_category(tmp_path: Path, record: Recorder) -> None:
+    known, new = torch.zeros(2), torch.zeros(3)
+    record.ledger.track(known, "activations")
+    record.ledger.move(known, "grads")
+    record.ledger.move(known, "grads")
+    record.ledger.move(new, "grads")
+    assert held(record.ledger) == written(tmp_path) == {"grads": 20}
+    assert len(read_rank(tmp_path, 0).memory) == 4
+    del known
+    assert held(record.ledger) == {"grads": 12}
+
+
+def test_a_storage_that_is_resized_is_counted_anew(record: Recorder) -> None:
+    tensor = torch.zeros(10)
+    record.ledger.track(tensor, "params")
+    tensor.untyped_storage().resize_(0)  # as FSDP frees a shard
+    record.ledger.track(tensor, "params")
+    assert held(record.ledger) == {}
+    tensor.untyped_storage().resize_(40)
+    record.ledger.track(tensor, "params")
+    assert held(record.ledger) == {"params": 40}
+
+
+def test_what_is_not_on_the_device_is_not_counted(tmp_path: Path) -> None:
+    ledger = Recorder(tmp_path, 0).ledger
+    kept = [torch.zeros(3, device="meta"), torch.zeros(3, 3).to_sparse()]
+    for tensor in kept:
+        ledger.track(tensor, "params")
+    assert held(ledger) == {}
+
+
+def test_an_unknown_category_names_those_there_are(record: Recorder) -> None:
+    with pytest.raises(
+        ValueError, match="params, grads, optimizer, activations, buffers, and none called 'weights'"
+    ):
+        record.ledger.track(torch.zeros(1), "weights")
+
+
+def test_changes_say_during_which_op_they_happened(tmp_path: Path, record: Recorder) -> None:
+    record.ledger.change("buffers", 1)
+    for _ in range(2):
+        record.end(record.begin(Kind.FORWARD))
+        record.ledger.change("buffers", 1)
+    memory = read_rank(tmp_path, 0).memory
+    assert list(memory["op"]) == [0, 1, 2]
+    assert (np.diff(memory["time"]) >= 0).all()
+
+
+def test_deaths_in_the_middle_of_recording_are_all_written(tmp_path: Path, record: Recorder) -> None:
+    """The garbage collector finds cycles of tensors whenever it pleases, also while a change is being written."""
+
+    class Knot:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor, self.itself = tensor, self
+
+    before = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        for number in range(500):
+            index = record.begin(Kind.FORWARD)
+            knot = Knot(torch.zeros(number + 1))
+            record.ledger.track(knot.tensor, "activations")
+            del knot
+            record.end(index)
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    memory = read_rank(tmp_path, 0).memory
+    assert held(record.ledger) == written(tmp_path) == {}
+    assert len(memory) == 1000
+    assert (np.cumsum(memory["delta"]) >= 0).all()
+    assert len(read_rank(tmp_path, 0).ops) == 500
+
+
+def test_several_threads_lose_no_change(tmp_path: Path, record: Recorder) -> None:
+    def work() -> None:
+        for _ in range(2000):
+            tensor = torch.zeros(1)
+            record.ledger.track(tensor, "activations")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    memory = read_rank(tmp_path, 0).memory
+    assert len(memory) == 16000
+    assert sorted(set(memory["delta"])) == [-4, 4]
+    assert held(record.ledger) == written(tmp_path) == {}
+
+
+def test_tied_weights_count_once(record: Recorder) -> None:
+    embedding, head = nn.Embedding(7, 5), nn.Linear(5, 7, bias=False)
+    head.weight = embedding.weight
+    for module in (embedding, head):
+        record.ledger.track(module.weight, "params")
+    assert held(record.ledger) == {"params": 7 * 5 * 4}
