@@ -22,7 +22,7 @@ from mpkit.models import GPT, next_token_loss
 from mpkit.plan import Plan
 from mpkit.timeline import Timeline
 from mpkit.trace import CATEGORIES
-from mpkit.views.terminal import watch
+from mpkit.views.live import watch
 from mpkit.views.units import bytes_text, percent, seconds
 
 __all__ = ["Demo", "Outcome"]

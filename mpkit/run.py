@@ -65,14 +65,13 @@ class Run:
         self.steps = job.steps
         self._job = job
         self._onlookers: list[Onlooker] = list(onlookers)
-        self._over = threading.Event()
+        self._telling = threading.RLock()  # held while onlookers are told, or one joins them
+        self._ended = False
+        self._over = threading.Event()  # ended, and every onlooker has been told
         self._launch = cluster.launch(train, (job,), timeout=timeout, sink=self._output, meta=job.meta)
         self._dashboard: Any = None
         if show or (show is None and _in_notebook()):
-            from mpkit.views.dashboard import show_run
-
-            self._dashboard = show_run(self)
-            self._onlookers.append(self._dashboard)
+            self.show()
         self._thread = threading.Thread(target=self._follow, name="mpkit-run", daemon=True)
         atexit.register(self._abandon)
         self._thread.start()
@@ -82,7 +81,7 @@ class Run:
     @property
     def done(self) -> bool:
         """Whether it is over: finished, stopped or failed."""
-        return self._over.is_set()
+        return self._ended
 
     @property
     def status(self) -> str:
@@ -125,6 +124,13 @@ class Run:
         self._launch.kill()
         self._over.wait(10.0)
         return self
+
+    def look(self, onlooker: Onlooker) -> None:
+        """Tell `onlooker` what happens from now on."""
+        with self._telling:
+            self._onlookers.append(onlooker)
+            if self.done:
+                self._tell("end", self)
 
     # ---- what it left -------------------------------------------------------------------------------------
 
@@ -178,18 +184,15 @@ class Run:
             merged |= part
         return {name: merged[name] for name in self._job.names}
 
-    def show(self) -> Any:
-        """The run's picture: in a notebook the live one, else printed as text."""
+    def show(self) -> None:
+        """The run's picture: in a notebook the live one, else the newest step as text."""
         if not _in_notebook():
             print(self.timeline())
-            return None
+            return
         from mpkit.views.dashboard import show_run
 
-        if self._dashboard is None:
-            self._dashboard = show_run(self)
-            if not self.done:
-                self._onlookers.append(self._dashboard)
-        return self._dashboard
+        self._dashboard = show_run(self)
+        self.look(self._dashboard)
 
     def __repr__(self) -> str:
         losses = self.losses
@@ -210,18 +213,28 @@ class Run:
             while not self._launch.poll(TICK):
                 if time.monotonic() - looked >= TICK:
                     looked = time.monotonic()
-                    for onlooker in self._onlookers:
-                        onlooker.tick(self)
+                    self._tell("tick", self)
         finally:
             atexit.unregister(self._abandon)
+            with self._telling:
+                self._ended = True
+                self._tell("end", self)
             self._over.set()
-            for onlooker in self._onlookers:
-                onlooker.end(self)
+
+    def _tell(self, what: str, value: Any) -> None:
+        """Tell every onlooker; one that fails is told nothing more, and the run goes on."""
+        with self._telling:
+            for onlooker in list(self._onlookers):
+                try:
+                    getattr(onlooker, what)(value)
+                except Exception as error:
+                    self._onlookers.remove(onlooker)
+                    trouble = f"{type(error).__name__}: {error}"
+                    print(f"mpkit: a view of the run stopped ({trouble}); the run goes on", file=sys.stderr)
 
     def _output(self, line: str) -> None:
         if self._onlookers:
-            for onlooker in self._onlookers:
-                onlooker.output(line)
+            self._tell("output", line)
         else:
             print(line, flush=True)
 

@@ -22,6 +22,7 @@ from mpkit.timeline import Timeline
 from mpkit.views.colours import INKS, Key
 from mpkit.views.picture import picture
 from mpkit.views.text import Cells, cells
+from mpkit.views.text import text as plain
 from mpkit.views.units import percent
 
 if TYPE_CHECKING:
@@ -95,7 +96,10 @@ def watch(run: Run, title: str, console: Console | None = None, *, live: bool = 
             run.look(view)
             return run.wait()
     run.wait()
-    view.console.print(view.draw(run, run.timeline()))
+    view.console.print(f"{title}: loss {run.losses[-1]:.4f} after {run.steps} steps")
+    view.console.print(
+        plain(run.timeline(), min(view.console.width, WIDEST)), highlight=False, soft_wrap=True
+    )
     return run
 
 
