@@ -93,34 +93,43 @@ class Demo:
         size = sum(p.numel() for p in model.parameters())
         self.console.print(
             f"[bold]mpkit[/bold] trains a GPT of {self.layers} blocks, {size / 1e6:.1f} M parameters, on Python's own "
-            f"documentation: {self.steps} steps of {self.batch} x {self.length} bytes."
+            f"documentation: {self.steps} steps of {self.batch} x {self.length} bytes.",
+            highlight=False,
         )
-        outcomes = [self._train("serial", Plan.serial(), 1, model, data)]
-        for name, plan in plans.items():
-            outcomes.append(self._train(name, plan, self.ranks, model, data))
+        # Both import torch at once, in the background; the second is ready when it is needed.
+        with Cluster(1, self.device) as one, Cluster(self.ranks, self.device) as all_ranks:
+            outcomes = [self._train("serial", Plan.serial(), one, model, data)]
+            for name, plan in plans.items():
+                outcomes.append(self._train(name, plan, all_ranks, model, data))
+        self.console.print()
         self.console.print(self.table(outcomes))
-        self.console.print(f"[dim]{self._explain(outcomes)}[/dim]")
+        self.console.print(f"[dim]{self._explain(outcomes)}[/dim]", highlight=False)
         if self.html:
             self._keep(outcomes[1:] or outcomes)
         return outcomes
 
     def _train(
-        self, name: str, plan: Plan, ranks: int, model: GPT, data: list[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        name: str,
+        plan: Plan,
+        cluster: Cluster,
+        model: GPT,
+        data: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> Outcome:
-        with Cluster(ranks, self.device) as cluster:
-            run = cluster.train(
-                model,
-                data,
-                plan,
-                loss=next_token_loss,
-                optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4),
-                steps=self.steps,
-                seed=self.seed,
-                show=False,
-            )
-            watch(run, title=name, console=self.console, live=not self.plain)
-            theory = plan.bubble_in_theory
-            return Outcome(name, run.timeline(), run.losses, None if theory is None else float(theory))
+        self.console.print()
+        run = cluster.train(
+            model,
+            data,
+            plan,
+            loss=next_token_loss,
+            optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4),
+            steps=self.steps,
+            seed=self.seed,
+            show=False,
+        )
+        watch(run, title=name, console=self.console, live=not self.plain)
+        theory = plan.bubble_in_theory
+        return Outcome(name, run.timeline(), run.losses, None if theory is None else float(theory))
 
     def table(self, outcomes: list[Outcome]) -> Table:
         """What each strategy cost, a column a strategy."""
@@ -165,7 +174,9 @@ class Demo:
 
         path = Path(self.html)
         path.write_text(html({o.name: o.timeline for o in outcomes}, title="mpkit demo"), encoding="utf-8")
-        self.console.print(f"Interactive timelines: [bold]{path.resolve()}[/bold] (open it in a browser)")
+        self.console.print(
+            f"Interactive timelines: [bold]{path.resolve()}[/bold] (open it in a browser)", highlight=False
+        )
 
 
 def _fullest(timeline: Timeline) -> dict[str, int]:

@@ -115,13 +115,14 @@ def _progress(title: str, run: Run, losses: list[float], timeline: Timeline) -> 
     figures = [f"loss {losses[-1]:.4f}" if losses else ""]
     if timeline.world_size > 1 and timeline.steps:
         figures.append(f"bubble {percent(timeline.bubble)}")
-    line.add_row(Text(title, style="bold"), f"step {len(losses)} of {run.steps}", bar, *figures)
+    line.add_row(Text(title, style="bold", no_wrap=True), f"step {len(losses)} of {run.steps}", bar, *figures)
     return line
 
 
 def _coloured(row: Cells) -> Text:
     """A row of cells; runs of equal keys share a style."""
-    text = Text(f"{row.label} ", style="dim", no_wrap=True)
+    text = Text(no_wrap=True)
+    text.append(f"{row.label} ", style="dim")
     keys = row.keys.tolist()
     for column, key in enumerate(keys):
         mark = row.digits.get(column, "·" if key == Key.IDLE else " ")
