@@ -38,14 +38,11 @@ def work(spans: Array) -> Array:
 
 
 def steps(spans: Array, world_size: int) -> list[int]:
-    """The steps that every rank completed, in order; where nobody marked any, those that ops name."""
+    """The steps that every rank completed, in order."""
     marks = spans[spans["kind"] == Kind.STEP]
-    if len(marks):
-        both = np.unique(marks["step"].astype(np.int64) * world_size + marks["rank"])
-        numbers, ranks = np.unique(both // world_size, return_counts=True)
-        return [int(n) for n in numbers[ranks == world_size]]
-    numbers = np.unique(spans["step"])
-    return [int(n) for n in numbers[numbers >= 0]]
+    both = np.unique(marks["step"].astype(np.int64) * world_size + marks["rank"])
+    numbers, ranks = np.unique(both // max(world_size, 1), return_counts=True)
+    return [int(n) for n in numbers[ranks == world_size]]
 
 
 def active(spans: Array) -> Array:

@@ -7,7 +7,7 @@ forward and not yet backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf, isfinite
 
 import numpy as np
@@ -58,6 +58,8 @@ def simulate(
     >>> t.makespan, t.idle, t.bubble
     (33.0, [9.0, 9.0, 9.0, 9.0], 0.2727272727272727)
     """
+    if not isinstance(plan, Plan):
+        raise ValueError(f"simulate({plan!r}): give a Plan, such as simulate(Plan.gpipe(4, 8))")
     schedule = build(plan)
     times = {
         name: _by_stage(name, value, schedule.stages)
@@ -147,6 +149,8 @@ def _trace(ops: list[Row], memory: list[tuple[int, int, int]], names: list[str])
 def _by_stage(name: str, value: Times, stages: int) -> list[float]:
     if isinstance(value, int | float):
         return [_check(name, value)] * stages
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return [_check(name, value)]
     given = [_check(name, each) for each in value]
     if len(given) != stages:
         raise ValueError(

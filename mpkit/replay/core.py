@@ -63,7 +63,7 @@ class Replay:
         *,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        chosen, cost, self.notes = machine(hardware, meta or {})
+        chosen, cost, self.notes = machine(hardware, meta or {}, world_size)
         self._meta = {**(meta or {}), "hardware": chosen.name}
         self._names = Names()
         self._network = Network(world_size, chosen)
@@ -177,6 +177,6 @@ class Replay:
             self._rows += len(spans)
             self._ops.append(ops)
             new.append(spans)
-            self._held.append(this.place_memory())
+            self._held.append(this.place_memory(final))
         self._spans += new
         return np.concatenate([np.zeros(0, SPAN), *new])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpkit.catalogue import hardware as find
-from mpkit.devices import Device, Hardware
+from mpkit.devices import Device, Hardware, Link
 from mpkit.trace import Kind
 
 __all__ = ["machine"]
@@ -19,32 +20,46 @@ Cost = Callable[[Array], Array]
 """Seconds of compute that each op of (n,) of `OP` takes."""
 
 
-def machine(wanted: Hardware | str | None, meta: Mapping[str, Any]) -> tuple[Hardware, Cost, list[str]]:
+def machine(
+    wanted: Hardware | str | None, meta: Mapping[str, Any], world_size: int
+) -> tuple[Hardware, Cost, list[str]]:
     """The hardware to replay on, the cost of an op there, and what a reader should know about it.
 
-    With no hardware, or "cpu" for a run on CPUs, an op takes what it took in the run.
+    On the machine of the run an op takes what it took: without hardware, or with "cpu" for a run on CPUs. On other
+    hardware its time is modelled.
     """
     on_gpu = meta.get("device") == "cuda"
-    own = find("cpu")
     measured = _on_gpu if on_gpu else _on_cpu
-    if wanted is None:
-        return own, measured, [f"Messages take what {own.link.name} is assumed to take."]
-    chosen = find(wanted)
-    if chosen.device == own.device and not on_gpu:
-        return chosen, measured, []
+    is_known = not on_gpu or meta.get("hardware") in find()  # a GPU that nobody named is like no other
+    own = find(meta["hardware"] if meta.get("hardware") in find() else "cpu")
+    chosen = own if wanted is None else find(wanted)
+    if wanted is None or (is_known and chosen.device == own.device):
+        what = "GPU" if on_gpu else "core"
+        return chosen, measured, [f"Each rank on a {what} of its own; {_in_words(chosen.link)}."]
+    notes = []
+    if world_size > chosen.devices:
+        notes.append(
+            f"{chosen.name} has {chosen.devices} devices; it is replayed as if it had {world_size}, one a rank."
+        )
     dtype = str(meta.get("dtype", "float32"))
-    notes = [
+    notes.append(
         f"Compute is modelled for {chosen.device.name}: FLOPs at {chosen.device.rate(dtype) / 1e12:,.3g} TFLOP/s "
         f"or bytes at {chosen.device.bandwidth / 1e9:,.0f} GB/s, whichever takes longer; ops of unknown FLOPs take "
-        "their measured time, scaled by the rates of the two devices. Starting a kernel takes no time here."
-    ]
-    recorded = find(meta["hardware"]).device if on_gpu and "hardware" in meta else own.device
-    scale = recorded.rate(dtype) / chosen.device.rate(dtype)
+        f"their measured time{', scaled by the rates of the two devices' if is_known else ''}. Starting a kernel takes no time here."
+    )
+    scale = own.device.rate(dtype) / chosen.device.rate(dtype) if is_known else 1.0
 
     def modelled(ops: Array) -> Array:
         return _roofline(ops, chosen.device, dtype, measured(ops) * scale)
 
     return chosen, modelled, notes
+
+
+def _in_words(link: Link) -> str:
+    sources = " ".join(link.sources.values())
+    assumed = " (assumed)" if "assumed" in sources else ""
+    rate = "" if link.bandwidth == inf else f" and {link.bandwidth / 1e9:.3g} GB/s"
+    return f"messages over {link.name} take {link.latency * 1e6:.3g} us{rate}{assumed}"
 
 
 def _on_cpu(ops: Array) -> Array:

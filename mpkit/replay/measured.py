@@ -29,7 +29,9 @@ def measured(trace: Trace) -> Timeline:
         whole = rank.ops["end"] != 0
         ops = rank.ops[whole]
         if len(ops) < len(rank.ops):
-            notes.append(f"Rank {number} left {len(rank.ops) - len(ops)} ops open, which are not shown.")
+            count = len(rank.ops) - len(ops)
+            are = "op open, which is" if count == 1 else "ops open, which are"
+            notes.append(f"Rank {number} left {count:,} {are} not shown.")
         order = np.argsort(ops["start"], kind="stable")
         ops = ops[order]
         part = np.zeros(len(ops), SPAN)

@@ -146,9 +146,10 @@ class RankReplay:
         spans["cause"][waits] = np.where(known, self._rows[np.where(known, ref, 0)], -1) if len(ref) else ref
         return spans, ops
 
-    def place_memory(self) -> Array:
+    def place_memory(self, final: bool) -> Array:
         """(n,) of `HELD`: the changes of the memory held that have a time by now."""
-        timed = self.memory["op"] < self.reached
+        # What changed after the last op so far may yet have an op after it, by which it is placed.
+        timed = self.memory["op"] < self.reached + final
         held = self._held.place(self.rank, self.program, self.memory[timed])
         self.memory = self.memory[~timed]
         self.program.forget(min(self.reached, int(self._others.min(initial=self.reached))))

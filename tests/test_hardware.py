@@ -1,0 +1,149 @@
+"""What ops and collectives cost, and where the figures are from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpkit as mk
+from mpkit.catalogue.tables import fit_all_reduce, one, rows, sweep
+from mpkit.devices import hops, wire_factor
+from mpkit.trace import Kind
+
+SWEEPS = {
+    # system: its link, from which payload on, within which factor there, and from 64 MiB on
+    "8xA100 NVLink3": ("8x-a100-nvlink", 0, 1.6, 1.15),
+    "8xH200 NVLink4 (NVLS from 2MiB)": ("8x-h100-nvlink", 0, 1.3, 1.15),
+    "8xB200 NVLink5": ("8x-b200-nvlink", 0, 1.6, 1.4),
+    "4x8xB200 EFAv4 8x400G": ("4x8-b200-efa", 2**19, 1.6, 1.3),
+}
+
+
+@pytest.mark.parametrize("system", SWEEPS)
+def test_links_come_near_the_times_that_were_measured(system: str) -> None:
+    name, least, everywhere, large = SWEEPS[system]
+    n, payload, seconds = sweep(system, least)
+    link = mk.hardware(name).link_of(range(n))
+    ratio = np.array([link.time(Kind.ALL_REDUCE, size, n) for size in payload]) / seconds
+    off = np.maximum(ratio, 1 / ratio)
+    assert off.max() < everywhere
+    assert off[payload >= 2**26].max() < large
+
+
+def test_a_fit_finds_what_made_its_times() -> None:
+    fit = fit_all_reduce("8xA100 NVLink3")
+    n, payload, seconds = sweep("8xA100 NVLink3")
+    terms = hops(Kind.ALL_REDUCE, n) * fit.latency, wire_factor(Kind.ALL_REDUCE, n) * payload / fit.bandwidth
+    residual = sum(terms) / seconds - 1
+    # Least squares: what is left over is at right angles to both terms.
+    for term in (np.full(len(payload), hops(Kind.ALL_REDUCE, n)), wire_factor(Kind.ALL_REDUCE, n) * payload):
+        assert float(residual @ (term / seconds)) == pytest.approx(
+            0, abs=1e-6 * float(np.abs(term / seconds).sum())
+        )
+
+
+def test_without_nvlink_the_titans_take_148_ms_longer_a_step() -> None:
+    """The Hugging Face guide's experiment: 498 MB of gradients, DDP with and without NVLink."""
+    with_it, without = (mk.hardware(name).link for name in ("2x-titan-rtx-nvlink", "2x-titan-rtx"))
+    gradients = 124.44e6 * 4
+    longer = without.time(Kind.ALL_REDUCE, gradients, 2) - with_it.time(Kind.ALL_REDUCE, gradients, 2)
+    assert longer == pytest.approx((131.4367 - 101.9003) / 200)
+
+
+@pytest.mark.parametrize("name", list(mk.hardware()))
+def test_every_machine_has_sane_figures_and_their_sources(name: str) -> None:
+    machine = mk.hardware(name)
+    assert machine.name == name
+    links = [link for link in (machine.link, machine.between) if link is not None]
+    for link in links:
+        assert 0 < link.latency < 1e-3
+        assert 1e9 < link.bandwidth < 1e12
+        assert {"latency", "bandwidth"} <= link.sources.keys()
+        assert "bus" in link.sources or not link.bus
+    device = machine.device
+    assert device.rate() > 0
+    assert device.rate("bfloat16") >= device.rate()
+    assert device.rate("no such dtype") == device.rate()
+    for source in [*device.sources.values(), *(s for link in links for s in link.sources.values())]:
+        assert any(mark in source for mark in ("published", "fitted", "assumed")), source
+
+
+def test_rates_are_those_reached_not_those_of_the_data_sheet() -> None:
+    """MAMF of an A100 SXM: 271.2 of 312 TFLOP/s."""
+    assert mk.hardware("8x-a100-nvlink").device.rate("bfloat16") == pytest.approx(271.2e12)
+
+
+def test_every_row_of_the_tables_names_its_source() -> None:
+    for table in ("devices", "links", "mamf", "collectives", "titan_rtx_ddp"):
+        for row in rows(table):
+            assert row["source"], (table, row)
+            for column in row:
+                if column.endswith(("_tflops", "_GB", "GBps", "_us", "bytes", "ranks")) and row[column]:
+                    float(row[column])
+
+
+def test_a_table_is_asked_for_one_row() -> None:
+    with pytest.raises(AssertionError, match="0 rows"):
+        one("devices", device="Abacus")
+
+
+def test_wire_factors_are_those_of_nccl_tests() -> None:
+    """nccl-tests, doc/PERFORMANCE.md."""
+    for n in (2, 3, 8):
+        assert wire_factor(Kind.ALL_REDUCE, n) == 2 * (n - 1) / n
+        for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL):
+            assert wire_factor(kind, n) == (n - 1) / n
+        for kind in (Kind.BROADCAST, Kind.REDUCE, Kind.SEND):
+            assert wire_factor(kind, n) == 1
+
+
+@given(
+    n=st.integers(2, 64),
+    small=st.floats(0, 1e9),
+    more=st.floats(1, 1e9),
+    kind=st.sampled_from(list(Kind)[8:18]),
+)
+def test_more_bytes_take_longer_and_a_faster_link_never_does(
+    n: int, small: float, more: float, kind: Kind
+) -> None:
+    slow, fast = mk.Link("slow", 1e-5, 1e9), mk.Link("fast", 1e-6, 1e10)
+    assert slow.time(kind, small, n) <= slow.time(kind, small + more, n)
+    assert fast.time(kind, small, n) <= slow.time(kind, small, n)
+
+
+def test_across_nodes_the_cards_set_the_pace() -> None:
+    machine = mk.hardware("2x8-h100-ib")
+    assert machine.devices == 16
+    assert machine.link_of(range(8)) == machine.link
+    assert machine.between is not None
+    assert machine.link_of([0, 8]).bandwidth == machine.between.bandwidth
+    # All eight cards of a node carry one ring's traffic; it can be no faster than the node's own link.
+    assert machine.link_of(range(16)).bandwidth == pytest.approx(8 * machine.between.bandwidth)
+    assert machine.link_of(range(16)).time(Kind.ALL_REDUCE, 1e9, 16) > machine.link.time(
+        Kind.ALL_REDUCE, 1e9, 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("8x-h100", "'8x-h100'.*'8x-h100-pcie', '8x-h100-nvlink'"),
+        ("8X-A100-NVLINK", "nearest: '8x-a100-nvlink'"),
+        ("abacus", "none of that name"),
+        (8, "give a name"),
+    ],
+)
+def test_machines_that_there_are_not(name: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        mk.hardware(name)  # type: ignore[call-overload]
+
+
+def test_the_catalogue_prints_as_a_table() -> None:
+    catalogue = mk.hardware()
+    assert len(repr(catalogue).splitlines()) == len(catalogue) + 1
+    assert "8x-a100-nvlink" in repr(catalogue)
+    assert catalogue._repr_html_().count("<tr>") == len(catalogue) + 1
+    own = mk.Hardware("own", mk.hardware("cpu").device, mk.Link("rope", 1.0, 1.0))
+    assert mk.hardware(own) is own

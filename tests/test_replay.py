@@ -1,0 +1,633 @@
+"""A replay puts each op where a device of its own, and a link of that latency and bandwidth, would."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpkit.devices import Device, Hardware, Link
+from mpkit.replay import Replay, replay
+from mpkit.timeline import Timeline
+from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace, Trace, lane_of
+
+# Seconds are FLOPs here, and all figures are binary fractions: sums are exact, whatever their order.
+UNIT = Device("one FLOP a second", {"float32": 1.0}, bandwidth=2.0**40, host=1.0)
+LATENCY, BANDWIDTH = 0.25, 8.0
+TOY = Hardware("toy", UNIT, Link("toy", LATENCY, BANDWIDTH), per_node=64)
+
+
+@dataclass
+class Rank:
+    """Writes what a rank would record."""
+
+    ops: list[dict[str, Any]] = field(default_factory=list)
+    memory: list[tuple[int, int, int, int]] = field(default_factory=list)  # time, op, category, delta
+    names: list[str] = field(default_factory=lambda: [""])
+    wall: int = 1
+
+    def op(self, kind: Kind, *, wall: int = 10, group: str = "", **columns: Any) -> int:
+        if group not in self.names:
+            self.names.append(group)
+        start, self.wall = self.wall, self.wall + wall
+        where = {"kind": kind, "lane": lane_of(kind), "group": self.names.index(group), "start": start}
+        blank = {"stage": -1, "microbatch": -1, "step": -1, "number": -1, "peer": -1, "ref": -1}
+        self.ops.append({**blank, **where, "end": self.wall, **columns})
+        return len(self.ops) - 1
+
+    def compute(self, seconds: float, kind: Kind = Kind.FORWARD, **columns: Any) -> int:
+        return self.op(kind, flops=seconds, **columns)
+
+    def wait(self, ref: int, **columns: Any) -> int:
+        return self.op(Kind.WAIT, ref=ref, **columns)
+
+    def trace(self) -> RankTrace:
+        ops = np.zeros(len(self.ops), OP)
+        for row, columns in enumerate(self.ops):
+            for column, value in columns.items():
+                ops[column][row] = value
+        memory = np.zeros(len(self.memory), MEMORY)
+        for row, (time, op, category, delta) in enumerate(self.memory):
+            memory[row] = (time, op, category, b"", delta)
+        return RankTrace(ops, memory, self.names)
+
+
+def play(*ranks: Rank, hardware: Hardware = TOY, **meta: Any) -> Timeline:
+    return replay(Trace([rank.trace() for rank in ranks], meta), hardware)
+
+
+def times(timeline: Timeline, rank: int, *kinds: Kind) -> list[tuple[float, float]]:
+    spans = timeline.spans[timeline.spans["rank"] == rank]
+    if kinds:
+        spans = spans[np.isin(spans["kind"], kinds)]
+    return list(zip(spans["start"].tolist(), spans["end"].tolist(), strict=True))
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_nothing_is_nothing() -> None:
+    for timeline in (
+        play(),
+        play(Rank()),
+        replay(Trace([])),
+        replay(Trace([Rank().trace()]), clock="measured"),
+    ):
+        assert len(timeline.spans) == 0
+        assert timeline.makespan == timeline.step_time == timeline.bubble == 0.0
+        assert timeline.notes == [] or timeline.clock == "virtual"
+
+
+def test_what_a_rank_computes_takes_its_own_time_without_gaps() -> None:
+    rank = Rank()
+    rank.compute(2.0)
+    rank.wall += 1000  # whatever the wall clock shows in between
+    rank.compute(3.0)
+    assert times(play(rank), 0) == [(0.0, 2.0), (2.0, 5.0)]
+
+
+def test_a_message_arrives_after_latency_and_bytes_and_the_sender_goes_on_meanwhile() -> None:
+    sender, receiver = Rank(), Rank()
+    sender.compute(1.0)
+    sender.op(Kind.SEND, group="0>1#F0", number=0, peer=1, bytes=16)  # 2 s on the wire
+    sender.compute(1.0)
+    got = receiver.op(Kind.RECV, group="0>1#F0", number=0, peer=0, bytes=16)
+    receiver.wait(got)
+    receiver.compute(1.0)
+    timeline = play(sender, receiver)
+    assert times(timeline, 0) == [(0.0, 1.0), (1.0, 3.0), (1.0, 2.0)]
+    assert times(timeline, 1, Kind.RECV) == [(1.0, 3.25)]
+    assert times(timeline, 1, Kind.WAIT) == [(0.0, 3.25)]
+    assert times(timeline, 1, Kind.FORWARD) == [(3.25, 4.25)]
+    wait = timeline.spans[timeline.spans["kind"] == Kind.WAIT][0]
+    assert Kind(timeline.spans[wait["cause"]]["kind"]) == Kind.RECV
+    assert timeline.spans[timeline.spans["kind"] == Kind.RECV]["issued"].tolist() == [0.0]
+
+
+def test_a_message_that_came_before_it_was_asked_for_is_not_waited_for() -> None:
+    sender, receiver = Rank(), Rank()
+    sender.op(Kind.SEND, group="0>1#F0", number=0, peer=1, bytes=8)
+    receiver.compute(9.0)
+    receiver.wait(receiver.op(Kind.RECV, group="0>1#F0", number=0, peer=0, bytes=8))
+    receiver.compute(1.0)
+    timeline = play(sender, receiver)
+    assert times(timeline, 1, Kind.FORWARD) == [(0.0, 9.0), (9.0, 10.0)]
+    assert times(timeline, 1, Kind.RECV) == [(0.0, 1.25)]
+
+
+def test_messages_share_their_senders_way_out() -> None:
+    ranks = [Rank(), Rank(), Rank()]
+    for to in (1, 2):
+        ranks[0].op(Kind.SEND, group=f"0>{to}#F0", number=0, peer=to, bytes=8)
+        got = ranks[to].op(Kind.RECV, group=f"0>{to}#F0", number=0, peer=0, bytes=8)
+        ranks[to].wait(got)
+    timeline = play(*ranks)
+    assert times(timeline, 0) == [(0.0, 1.0), (1.0, 2.0)]
+    assert times(timeline, 2, Kind.RECV) == [(1.0, 2.25)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [
+        # 3 ranks, 24 bytes at 8 bytes a second: 3 s on a wire of factor 1, and 0.25 s a hop
+        (Kind.ALL_REDUCE, 4 / 3 * 3 + 4 * 0.25),
+        (Kind.ALL_GATHER, 2 / 3 * 3 + 2 * 0.25),
+        (Kind.REDUCE_SCATTER, 2 / 3 * 3 + 2 * 0.25),
+        (Kind.ALL_TO_ALL, 2 / 3 * 3 + 2 * 0.25),
+        (Kind.BROADCAST, 3 + 2 * 0.25),
+        (Kind.REDUCE, 3 + 2 * 0.25),
+        (Kind.BARRIER, 4 * 0.25),
+    ],
+)
+def test_a_collective_begins_when_its_last_member_has_come(kind: Kind, seconds: float) -> None:
+    ranks = [Rank(), Rank(), Rank()]
+    for number, rank in enumerate(ranks):
+        rank.compute(1.0 + number)
+        rank.wait(rank.op(kind, group="0,1,2", number=0, bytes=0 if kind == Kind.BARRIER else 24))
+        rank.compute(1.0)
+    timeline = play(*ranks)
+    end = 3.0 + seconds
+    for number in range(3):
+        assert times(timeline, number, kind) == [(3.0, pytest.approx(end))]
+        assert times(timeline, number, Kind.WAIT) == [(1.0 + number, pytest.approx(end))]
+        assert times(timeline, number, Kind.FORWARD)[1] == (pytest.approx(end), pytest.approx(end + 1))
+
+
+def test_alone_a_collective_takes_no_time() -> None:
+    rank = Rank()
+    rank.wait(rank.op(Kind.ALL_REDUCE, group="0", number=0, bytes=1 << 30))
+    assert times(play(rank), 0, Kind.ALL_REDUCE) == [(0.0, 0.0)]
+
+
+def test_collectives_of_a_rank_come_one_after_the_other_whatever_their_groups() -> None:
+    ranks = [Rank(), Rank(), Rank()]
+    for number in (0, 1):
+        ranks[number].op(Kind.BROADCAST, group="0,1", number=0, bytes=8)
+    for number in (0, 2):
+        ranks[number].op(Kind.BROADCAST, group="0,2", number=0, bytes=8)
+    assert times(play(*ranks), 0) == [(0.0, 1.25), (1.25, 2.5)]
+
+
+def test_layers_share_their_actions_time_and_waits_within_it_come_on_top() -> None:
+    ranks = [Rank(), Rank()]
+    for number, rank in enumerate(ranks):
+        rank.compute(4.0 if number == 0 else 8.0)  # rank 1 comes to the all-reduce 4 s later
+        whole = rank.compute(8.0, wall=100)
+        rank.wall -= 100
+        begin = rank.wall
+        rank.op(Kind.FORWARD, wall=40, depth=1)
+        # The thread was blocked for 20 of the 100: no work of the action's.
+        reduce = rank.op(Kind.ALL_REDUCE, wall=0, group="0,1", number=0, bytes=8)
+        rank.wait(reduce, wall=20, depth=1)
+        rank.op(Kind.FORWARD, wall=40, depth=1)
+        assert rank.wall == begin + 100 == rank.ops[whole]["end"]
+        rank.compute(1.0)
+    timeline = play(*ranks)
+    # 4 s of the action on either side of the all-reduce, which takes 2 hops and 1 s and begins at 12.
+    assert times(timeline, 1, Kind.ALL_REDUCE) == [(12.0, 13.5)]
+    for number, (first, whole) in enumerate([((4.0, 8.0), (4.0, 17.5)), ((8.0, 12.0), (8.0, 17.5))]):
+        spans = timeline.spans[(timeline.spans["rank"] == number) & (timeline.spans["kind"] == Kind.FORWARD)]
+        actions, layers = spans[spans["depth"] == 0], spans[spans["depth"] == 1]
+        assert (float(actions["start"][1]), float(actions["end"][1])) == whole
+        assert (float(layers["start"][0]), float(layers["end"][0])) == first
+        assert (float(layers["start"][1]), float(layers["end"][1])) == (13.5, 17.5)
+        assert (float(actions["start"][2]), float(actions["end"][2])) == (17.5, 18.5)
+
+
+def test_layers_of_layers_lie_within_each_other() -> None:
+    rank = Rank()
+    rank.compute(10.0, wall=100)
+    rank.wall -= 100
+    for depth, wall in ((1, 60), (2, 30)):
+        rank.op(Kind.FORWARD, wall=wall, depth=depth)
+        rank.wall -= wall
+    rank.wall += 60
+    rank.op(Kind.FORWARD, wall=40, depth=1)
+    assert times(play(rank), 0) == [(0.0, 10.0), (0.0, 6.0), (0.0, 3.0), (6.0, 10.0)]
+
+
+def test_copies_take_the_host_lane_and_hold_their_rank_up() -> None:
+    rank = Rank()
+    rank.compute(1.0)
+    rank.op(Kind.COPY_TO_HOST, bytes=2)
+    rank.compute(1.0)
+    timeline = play(rank)
+    assert times(timeline, 0) == [(0.0, 1.0), (1.0, 3.0), (3.0, 4.0)]
+    assert timeline.to_dataframe()["lane"].tolist() == ["compute", "host", "compute"]
+
+
+def test_steps_span_what_is_in_them() -> None:
+    rank = Rank()
+    for step in range(3):
+        mark = rank.op(Kind.STEP, wall=0, step=step)
+        rank.compute(2.0 + step, step=step)
+        rank.ops[mark]["end"] = rank.wall
+    rank.compute(5.0)  # an evaluation afterwards, say
+    timeline = play(rank)
+    assert times(timeline, 0, Kind.STEP) == [(0.0, 2.0), (2.0, 5.0), (5.0, 9.0)]
+    assert timeline.steps == [0, 1, 2]
+    assert timeline.step_time == 4.0 == timeline.step(2).step_time
+    assert timeline.step(0).makespan == 2.0
+
+
+def test_on_the_machine_of_the_run_an_op_takes_the_cpu_time_it_took() -> None:
+    rank = Rank()
+    rank.compute(1e12, cpu=3_000_000_000)
+    for hardware in (None, "cpu"):
+        assert times(replay(Trace([rank.trace()], {"device": "cpu"}), hardware), 0) == [(0.0, 3.0)]
+
+
+def test_on_a_gpu_it_is_the_time_between_its_events() -> None:
+    rank = Rank()
+    rank.compute(1e12, wall=2_000_000_000, cpu=5)
+    trace = Trace([rank.trace()], {"device": "cuda"})
+    assert replay(trace).clock == "measured"
+    assert times(replay(trace, clock="virtual"), 0) == [(0.0, 2.0)]
+
+
+def test_on_other_hardware_it_is_the_roofline() -> None:
+    device = Device("toy", {"float32": 4.0, "bfloat16": 16.0}, bandwidth=2.0)
+    toy = Hardware("toy", device, TOY.link)
+    rank = Rank()
+    rank.compute(8.0)
+    rank.compute(8.0, bytes=10)
+    rank.op(Kind.OPTIMIZER, bytes=6)
+    assert times(play(rank, hardware=toy), 0) == [(0.0, 2.0), (2.0, 7.0), (7.0, 10.0)]
+    assert times(play(rank, hardware=toy, dtype="bfloat16"), 0)[0] == (0.0, 0.5)
+
+
+def test_ops_of_unknown_flops_are_scaled_by_the_devices_rates() -> None:
+    rank = Rank()
+    rank.op(Kind.COMPUTE, cpu=1_000_000_000)
+    device = Device("toy", {"float32": 100e9}, bandwidth=1e12)  # twice the rate of the catalogue's CPU core
+    timeline = play(rank, hardware=Hardware("toy", device, TOY.link), device="cpu")
+    assert times(timeline, 0) == [(0.0, 0.5)]
+    assert "scaled" in timeline.notes[0]
+
+
+def test_more_ranks_than_devices_is_said() -> None:
+    notes = play(Rank(), Rank(), Rank(), hardware=Hardware("pair", UNIT, TOY.link, per_node=2)).notes
+    assert notes[0].startswith("pair has 2 devices; it is replayed as if it had 3")
+
+
+def test_memory_lies_where_it_changed() -> None:
+    rank = Rank()
+    rank.compute(4.0, wall=8)  # wall clock 1 to 9
+    rank.compute(2.0, wall=8)  # 9 to 17
+    activations, grads = CATEGORIES.index("activations"), CATEGORIES.index("grads")
+    rank.memory = [
+        (0, 0, grads, 7),  # before the first op
+        (5, 1, activations, 100),  # half way through op 0
+        (9, 1, activations, 50),  # at its end
+        (13, 2, activations, -150),  # half way through op 1
+    ]
+    timeline = play(rank)
+    assert timeline.held["time"].tolist() == [0.0, 2.0, 4.0, 5.0]
+    assert timeline.held["total"].tolist() == [7, 100, 150, 0]
+    assert timeline.peak_memory[0] == {
+        "params": 0, "grads": 7, "optimizer": 0, "activations": 150, "buffers": 0, "total": 157,
+    }  # fmt: skip
+
+
+def test_memory_after_a_wait_moves_with_it() -> None:
+    sender, receiver = Rank(), Rank()
+    sender.compute(5.0)
+    sender.op(Kind.SEND, group="0>1#0", number=0, bytes=0)
+    got = receiver.op(Kind.RECV, group="0>1#0", number=0, wall=2)
+    receiver.memory.append((2, 1, 0, 10))
+    receiver.wait(got, wall=8)
+    receiver.memory += [(5, 2, 0, 10), (11, 2, 0, 10)]  # while it waits, and when it has
+    timeline = play(sender, receiver)
+    assert timeline.held["time"].tolist() == [0.0, 0.0, 5.25]
+
+
+# ---------------------------------------------------------------- runs that were cut short
+
+
+def test_a_rank_killed_in_an_op_leaves_the_others_their_times_and_a_note() -> None:
+    ranks = [Rank(), Rank()]
+    for number, rank in enumerate(ranks):
+        rank.op(Kind.STEP, wall=0, step=0, end=0)
+        rank.compute(2.0, step=0, stage=number, microbatch=0)
+    ranks[0].op(Kind.SEND, group="0>1#F0", number=0, peer=1, bytes=8, step=0, end=0)
+    ranks[0].wait(ranks[0].op(Kind.RECV, group="1>0#B0", number=0, peer=1, step=0, end=0), step=0, end=0)
+    ranks[1].compute(1.0, kind=Kind.BACKWARD, step=0, stage=1, microbatch=3, end=0)
+    timeline = play(*ranks)
+    assert times(timeline, 0, Kind.FORWARD) == times(timeline, 1, Kind.FORWARD) == [(0.0, 2.0)]
+    assert times(timeline, 0, Kind.SEND) == [(2.0, 3.0)]
+    assert timeline.steps == []  # nobody completed it
+    assert "rank 1 is in backward of stage 1 micro-batch 3 (step 0)" in timeline.notes[-1]
+    assert "rank 0 waits for recv 1>0#B0 (step 0)" in timeline.notes[-1]
+    assert timeline.makespan == 2.0
+
+
+def test_what_never_comes_is_said_and_not_waited_for() -> None:
+    ranks = [Rank(), Rank()]
+    ranks[0].wait(ranks[0].op(Kind.RECV, group="1>0#F0", number=0))
+    ranks[0].compute(1.0)
+    ranks[1].compute(3.0)
+    timeline = play(*ranks)
+    assert times(timeline, 1) == [(0.0, 3.0)]
+    assert times(timeline, 0) == []
+    assert "rank 0 waits for recv 1>0#F0, which never comes. 3 ops" in timeline.notes[-1]
+
+
+@pytest.mark.parametrize("group", ["?", "", "0>9#F0", "0,1,9", "0>0#F0", "nonsense#"])
+def test_groups_that_were_never_written_whole_do_no_harm(group: str) -> None:
+    rank = Rank()
+    rank.op(Kind.ALL_REDUCE, group=group, number=0)
+    rank.compute(1.0)
+    assert times(play(rank, Rank()), 0) == [(0.0, 1.0)]
+
+
+def test_names_that_were_never_written_are_question_marks() -> None:
+    rank = Rank()
+    rank.compute(1.0, name=17)
+    timeline = play(rank)
+    assert timeline.to_dataframe()["name"].tolist() == ["?"]
+
+
+# ---------------------------------------------------------------- the wall clock
+
+
+def test_measured_is_the_wall_clock() -> None:
+    rank, other = Rank(wall=1_000_000_001), Rank(wall=2_000_000_001)
+    rank.compute(9.0, wall=500_000_000)
+    rank.wait(rank.op(Kind.RECV, wall=0, end=2_000_000_001), wall=500_000_000)
+    rank.compute(1.0, end=0)
+    other.compute(1.0, wall=250_000_000)
+    rank.memory.append((1_250_000_001, 1, 3, 64))
+    trace = Trace([rank.trace(), other.trace()])
+    timeline = replay(trace, clock="measured")
+    assert timeline.clock == "measured"
+    assert times(timeline, 0, Kind.FORWARD) == [(0.0, 0.5)]
+    assert times(timeline, 1) == [(1.0, 1.25)]
+    assert timeline.spans["cause"].tolist() == [-1, -1, 1, -1]
+    assert timeline.held["time"].tolist() == [0.25]
+    assert timeline.notes == ["Rank 0 left 1 op open, which is not shown."]
+
+
+def test_clocks_that_there_are_not() -> None:
+    with pytest.raises(ValueError, match=r"clock='wall'.*clock='virtual' and clock='measured'"):
+        replay(Trace([]), clock="wall")
+    with pytest.raises(ValueError, match="leave the hardware out"):
+        replay(Trace([]), "cpu", clock="measured")
+    with pytest.raises(ValueError, match="8x-a100-nvlink"):
+        replay(Trace([]), "8x-a100")
+
+
+# ---------------------------------------------------------------- any program
+
+# What one rank, or several, do next, in an order that any run could have: whoever waits, waits for what all members
+# have asked for before. So no program waits for ever.
+SECONDS = st.integers(0, 12).map(lambda n: n / 4)
+BYTES = st.sampled_from([0, 1, 4, 8, 64])
+
+
+@st.composite
+def programs(draw: st.DrawFn, *, collectives: bool = True) -> list[Rank]:
+    size = draw(st.integers(1, 5))
+    ranks = [Rank() for _ in range(size)]
+    pending: list[list[int]] = [[] for _ in range(size)]
+    numbers: dict[str, int] = {}
+    for _ in range(draw(st.integers(0, 40))):
+        what = draw(st.sampled_from(["compute", "compute", "message", "collective", "wait", "wait"]))
+        rank = draw(st.integers(0, size - 1))
+        if what == "compute":
+            ranks[rank].compute(draw(SECONDS))
+        elif what == "wait" and pending[rank]:
+            index = draw(st.integers(0, len(pending[rank]) - 1))
+            ranks[rank].wait(pending[rank].pop(index))
+        elif what == "message" and size > 1:
+            to = draw(st.integers(0, size - 2))
+            to += to >= rank
+            group = f"{rank}>{to}#{draw(st.sampled_from('FB'))}"
+            number = numbers[group] = numbers.get(group, -1) + 1
+            nbytes = draw(BYTES)
+            ends = [(Kind.SEND, rank), (Kind.RECV, to)]
+            for kind, end in draw(st.permutations(ends)):
+                pending[end].append(ranks[end].op(kind, group=group, number=number, bytes=nbytes))
+        elif what == "collective" and collectives:
+            members = sorted(draw(st.sets(st.integers(0, size - 1), min_size=1)))
+            group = ",".join(map(str, members))
+            number = numbers[group] = numbers.get(group, -1) + 1
+            kind = draw(st.sampled_from([Kind.ALL_GATHER, Kind.ALL_REDUCE, Kind.BROADCAST]))
+            nbytes = draw(BYTES) * 60  # 60: whatever the number of members, a part is whole
+            for end in members:
+                pending[end].append(ranks[end].op(kind, group=group, number=number, bytes=nbytes))
+    return ranks
+
+
+def reference(ranks: list[Rank], hardware: Hardware) -> dict[tuple[int, int], tuple[float, float]]:
+    """The same rules, done one event after the other in order of time."""
+    asked: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    placed: dict[tuple[int, int], tuple[float, float]] = {}
+    out, into = [0.0] * len(ranks), [0.0] * len(ranks)
+    parked: dict[tuple[int, int], tuple[float, int, int]] = {}
+    messages: dict[tuple[str, int], tuple[float, float]] = {}
+    events = [(0.0, rank, 0) for rank in range(len(ranks))]
+
+    def finish(rank: int, op: int, start: float, end: float) -> None:
+        placed[rank, op] = (start, end)
+        if (rank, op) in parked:
+            since, who, index = parked.pop((rank, op))
+            placed[who, index] = (since, max(since, end))
+            heapq.heappush(events, (max(since, end), who, index + 1))
+
+    while events:
+        now, rank, index = heapq.heappop(events)
+        if index == len(ranks[rank].ops):
+            continue
+        op = ranks[rank].ops[index]
+        kind = op["kind"]
+        if kind == Kind.FORWARD:
+            placed[rank, index] = (now, now + op["flops"])
+            heapq.heappush(events, (now + op["flops"], rank, index + 1))
+            continue
+        if kind == Kind.WAIT:
+            done = placed.get((rank, op["ref"]))
+            if done is None:
+                parked[rank, op["ref"]] = (now, rank, index)
+            else:
+                placed[rank, index] = (now, max(now, done[1]))
+                heapq.heappush(events, (max(now, done[1]), rank, index + 1))
+            continue
+        heapq.heappush(events, (now, rank, index + 1))
+        group = ranks[rank].names[op["group"]]
+        key = (group, op["number"])
+        if "#" in group:
+            source, target = map(int, group.split("#")[0].split(">"))
+            if kind == Kind.SEND:
+                wire = op["bytes"] / hardware.link.bandwidth
+                start = max(now, out[source], into[target] - hardware.link.latency)
+                out[source], into[target] = start + wire, start + hardware.link.latency + wire
+                messages[key] = (start, into[target])
+                finish(rank, index, start, out[source])
+                for end in asked.pop(key, []):
+                    finish(*end, *messages[key])
+            elif key in messages:
+                finish(rank, index, *messages[key])
+            else:
+                asked.setdefault(key, []).append((rank, index))
+            continue
+        members = list(map(int, group.split(",")))
+        asked.setdefault(key, []).append((rank, index))
+        if len(asked[key]) == len(members):
+            start = max([now, *(out[m] for m in members), *(into[m] for m in members)])
+            end = start + hardware.link.time(kind, op["bytes"], len(members))
+            for member in members:
+                out[member] = into[member] = end
+            for each in asked.pop(key):
+                finish(*each, start, end)
+    return placed
+
+
+def placed(replaying: Replay) -> dict[tuple[int, int], tuple[float, float]]:
+    """By rank and op its times. (A timeline does not number ops: ask the replay.)"""
+    return {
+        (int(span["rank"]), int(op)): (float(span["start"]), float(span["end"]))
+        for spans, ops in zip(replaying._spans[1:], replaying._ops[1:], strict=True)
+        for span, op in zip(spans, ops, strict=True)
+    }
+
+
+def whole(ranks: list[Rank], hardware: Hardware = TOY) -> Replay:
+    replaying = Replay(len(ranks), hardware)
+    for number, rank in enumerate(ranks):
+        recorded = rank.trace()
+        replaying.feed(number, recorded.ops, recorded.names, recorded.memory)
+    replaying.finish()
+    return replaying
+
+
+@given(programs())
+def test_any_program_is_placed_as_by_one_event_after_the_other(ranks: list[Rank]) -> None:
+    replaying = whole(ranks)
+    ours, theirs = placed(replaying), reference(ranks, TOY)
+    assert ours.keys() == theirs.keys()
+    for op, (start, end) in theirs.items():
+        assert ours[op] == (pytest.approx(start), pytest.approx(end))
+    assert sum(len(rank.ops) for rank in ranks) == len(replaying.timeline().spans)
+
+
+@given(programs(), st.data())
+def test_it_does_not_matter_how_the_records_come_in(ranks: list[Rank], data: st.DataObject) -> None:
+    """In pieces, some of them twice, the last op of a piece still open: the spans are the same."""
+    replaying = Replay(len(ranks), TOY)
+    records = [rank.trace() for rank in ranks]
+    reach = [0] * len(ranks)
+    for _ in range(data.draw(st.integers(0, 6))):
+        for number, recorded in enumerate(records):
+            reach[number] = data.draw(st.integers(reach[number], len(recorded.ops)))
+            first = data.draw(st.integers(0, replaying.wants(number)))
+            ops = recorded.ops[first : reach[number]].copy()
+            if len(ops) and data.draw(st.booleans()):
+                ops["end"][-1] = 0
+            replaying.feed(number, ops, recorded.names, first=first)
+        replaying.advance()
+    for number, recorded in enumerate(records):
+        replaying.feed(number, recorded.ops, recorded.names)
+    replaying.finish()
+    assert placed(replaying) == placed(whole(ranks))
+
+
+def layered(steps: int = 2) -> list[Rank]:
+    """Two ranks, each step an action of two layers with an all-reduce between them, a wait, a message, an optimizer."""
+    ranks = [Rank(), Rank()]
+    for number, rank in enumerate(ranks):
+        for step in range(steps):
+            mark = rank.op(Kind.STEP, wall=0, step=step)
+            action = rank.compute(4.0 + number, wall=0, step=step)
+            rank.op(Kind.FORWARD, wall=7, depth=1, step=step)
+            rank.memory.append((rank.wall - 3, len(rank.ops), 3, 64))
+            reduce = rank.op(Kind.ALL_REDUCE, wall=0, group="0,1", number=step, bytes=8, step=step)
+            rank.wait(reduce, wall=5, depth=1, step=step)
+            rank.ops[reduce]["end"] = rank.wall
+            rank.op(Kind.FORWARD, wall=9, depth=1, step=step)
+            rank.memory.append((rank.wall + 1, len(rank.ops), 3, -64))
+            rank.wall += 2
+            rank.ops[action]["end"] = rank.wall
+            kind = Kind.RECV if number else Kind.SEND
+            message = rank.op(kind, wall=1, group="0>1#F0", number=step, bytes=4, step=step)
+            if number:
+                rank.wait(message, step=step)
+            rank.compute(1.5, kind=Kind.OPTIMIZER, step=step)
+            rank.memory.append((rank.wall, len(rank.ops), 2, 8))
+            rank.ops[mark]["end"] = rank.wall
+            rank.wall += 5
+    return ranks
+
+
+@pytest.mark.parametrize("cut", range(2 * 9 + 1))
+def test_it_does_not_matter_where_layers_and_steps_are_cut(cut: int) -> None:
+    """What is open at the cut is fed again; memory is fed once."""
+    ranks = layered()
+    replaying = Replay(len(ranks), TOY)
+    for number, rank in enumerate(ranks):
+        recorded = rank.trace()
+        ops = recorded.ops[:cut].copy()
+        now = recorded.ops["start"][cut] if cut < len(recorded.ops) else rank.wall
+        ops["end"][ops["end"] > now] = 0
+        seen = recorded.memory["time"] <= now
+        replaying.feed(number, ops, recorded.names, recorded.memory[seen])
+        ranks[number].memory = [row for row, was_seen in zip(rank.memory, seen, strict=True) if not was_seen]
+    early = replaying.advance()
+    for number, rank in enumerate(ranks):
+        recorded = rank.trace()
+        replaying.feed(number, recorded.ops, recorded.names, recorded.memory)
+    late = replaying.finish()
+    timeline, expected = replaying.timeline(), whole(layered()).timeline()
+    assert len(early) + len(late) == len(expected.spans) == 2 * 8 + 2 * 9
+    assert timeline.spans.tolist() == expected.spans.tolist()
+    assert timeline.held.tolist() == expected.held.tolist()
+    assert timeline.steps == [0, 1]
+
+
+def test_a_gap_between_records_is_refused() -> None:
+    rank = Rank()
+    for _ in range(5):
+        rank.compute(1.0)
+    replaying = Replay(1, TOY)
+    replaying.feed(0, rank.trace().ops[:2], [""])
+    with pytest.raises(ValueError, match="ops 2 to 2 of this rank are missing"):
+        replaying.feed(0, rank.trace().ops[3:], [""], first=3)
+
+
+@given(programs())
+def test_lanes_never_do_two_things_at_once_and_nobody_waits_too_short(ranks: list[Rank]) -> None:
+    timeline = whole(ranks).timeline()
+    spans = timeline.spans
+    for rank, recorded in enumerate(ranks):
+        mine = spans[spans["rank"] == rank]
+        lane = mine[mine["lane"] == 0]
+        lane = lane[np.lexsort((lane["end"], lane["start"]))]
+        assert (lane["start"][1:] == lane["end"][:-1]).all()  # work and waits, without gaps
+        busy = sum(op.get("flops", 0.0) for op in recorded.ops)
+        assert timeline.busy[rank] == pytest.approx(busy)
+        for ways in ([Kind.SEND], [Kind.RECV]):  # one direction each; a collective takes both
+            both = [*ways, Kind.ALL_GATHER, Kind.ALL_REDUCE, Kind.BROADCAST]
+            used = mine[np.isin(mine["kind"], both)]
+            begin = used["start"] + np.where(used["kind"] == Kind.RECV, LATENCY, 0)
+            order = np.lexsort((used["end"], begin))
+            assert (begin[order][1:] >= used["end"][order][:-1] - 1e-9).all()
+    waits = spans[spans["kind"] == Kind.WAIT]
+    assert (waits["cause"] >= 0).all()
+    causes = spans[waits["cause"]]
+    assert (causes["rank"] == waits["rank"]).all()
+    assert (waits["end"] >= causes["end"]).all()
+    assert (spans["end"] >= spans["start"]).all()
+
+
+@given(programs(collectives=False))
+def test_where_messages_are_not_in_each_others_way_a_shorter_latency_makes_nothing_later(
+    ranks: list[Rank],
+) -> None:
+    """(Where they are it may: what becomes ready in another order is served in another order.)"""
+    wide = [Hardware("wide", UNIT, Link("wide", latency, 2.0**60), per_node=64) for latency in (0.0, LATENCY)]
+    sooner, later = (placed(whole(ranks, hardware)) for hardware in wide)
+    assert all(sooner[op][1] <= later[op][1] + 1e-9 for op in sooner)

@@ -1,0 +1,159 @@
+"""Schedules on the clock, against the figures of the papers that introduced them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from importlib import import_module
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpkit as mk
+from mpkit.schedule import play
+from mpkit.trace import Kind
+
+
+def test_gpipe_of_4_stages_and_8_micro_batches() -> None:
+    """Huang et al. 2019, section 2.3: F=1, B=2: span 3 (m + p - 1) = 33, idle 3 (p - 1) = 9."""
+    t = mk.simulate(mk.Plan.gpipe(4, 8))
+    assert t.makespan == t.step_time == 33.0
+    assert t.idle == [9.0] * 4
+    assert t.busy == [24.0] * 4
+    assert t.bubble == pytest.approx(3 / 11)
+    assert t.ideal_bubble == pytest.approx(3 / 8)  # Megatron's: (p - 1)/m
+    assert t.bubble_of(0) == t.bubble
+    assert t.bubble_of(0, ideal=True) == t.ideal_bubble
+    assert t.clock == "simulated"
+    assert t.steps == [0]
+    assert [peak["activations"] for peak in t.peak_memory] == [8] * 4
+
+
+def test_naive_mp_leaves_three_of_four_idle() -> None:
+    t = mk.simulate(mk.Plan.naive_mp(4))
+    assert t.bubble == 0.75
+    assert t.makespan == 12.0
+
+
+@given(p=st.integers(1, 8), m=st.integers(1, 12), forward=st.integers(1, 9), backward=st.integers(1, 9))
+def test_bubbles_are_those_of_the_theory(p: int, m: int, forward: int, backward: int) -> None:
+    """Whatever the times, as long as the stages are equal and messages take none."""
+    for plan, bubble in (
+        (mk.Plan.gpipe(p, m), Fraction(p - 1, m + p - 1)),
+        (mk.Plan(pp=p, schedule="naive", microbatches=m), Fraction(p - 1, p)),
+    ):
+        t = mk.simulate(plan, forward, backward / 2, backward / 2)
+        assert t.bubble == pytest.approx(float(bubble))
+        assert plan.bubble_in_theory == bubble
+        assert sum(t.busy) == pytest.approx(p * m * (forward + backward))
+
+
+@given(p=st.integers(1, 6), m=st.integers(1, 8), hop=st.integers(0, 12).map(lambda n: n / 4))
+def test_hops_are_on_the_critical_path_of_gpipe_once_there_and_once_back(p: int, m: int, hop: float) -> None:
+    """Messages are asynchronous, so only the first on its way there and the last on its way back are waited for."""
+    t = mk.simulate(mk.Plan.gpipe(p, m), hop=hop)
+    assert t.makespan == pytest.approx(3 * (m + p - 1) + 2 * (p - 1) * hop)
+
+
+@given(
+    p=st.integers(1, 5),
+    m=st.integers(1, 6),
+    times=st.lists(st.tuples(*[st.integers(0, 8).map(lambda n: n / 4)] * 3), min_size=5, max_size=5),
+)
+def test_stages_may_differ(p: int, m: int, times: list[tuple[float, float, float]]) -> None:
+    """Each action starts when those before it on its rank and those that it needs are done, and not before."""
+    forward, inputs, weights = (list(column) for column in zip(*times[:p], strict=True))
+    t = mk.simulate(mk.Plan.gpipe(p, m), forward, inputs, weights)
+    ends: dict[tuple[str, int, int], float] = {}
+    spans = t.spans[t.spans["lane"] == 0]
+    letters = {int(Kind.FORWARD): "F", int(Kind.BACKWARD): "B"}
+    work = [span for span in spans if int(span["kind"]) in letters]
+    for span in work:
+        ends[letters[int(span["kind"])], int(span["stage"]), int(span["microbatch"])] = float(span["end"])
+    free = [0.0] * p
+    for span in work:  # by rank, then start, which is each rank's program order
+        kind, stage, i = letters[int(span["kind"])], int(span["stage"]), int(span["microbatch"])
+        above = ends["F", stage - 1, i] if kind == "F" and stage else 0.0
+        below = ends["B", stage + 1, i] if kind == "B" and stage + 1 < p else 0.0
+        own = ends["F", stage, i] if kind == "B" else 0.0
+        assert span["start"] == max(free[stage], above, below, own)
+        length = forward[stage] if kind == "F" else inputs[stage] + weights[stage]
+        assert span["end"] - span["start"] == length
+        free[stage] = float(span["end"])
+
+
+def test_it_agrees_with_the_schedule_played_on_paper() -> None:
+    from mpkit.schedule import build
+
+    for plan in (
+        mk.Plan.gpipe(3, 5),
+        mk.Plan.naive_mp(4),
+        mk.Plan.from_schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]),
+    ):
+        placed = play(build(plan)).placed
+        letters = {"forward": "F", "backward": "B"}
+        frame = mk.simulate(plan).to_dataframe()
+        frame = frame[frame["lane"] == "compute"]
+        ours = {
+            (letters[row.kind], row.stage, row.microbatch, row.rank): (row.start, row.end)
+            for row in frame.itertuples()
+        }
+        assert ours == {(a.kind, a.stage, a.microbatch, rank): (start, end) for start, end, rank, a in placed}
+
+
+def test_split_backwards_let_the_stage_before_go_on() -> None:
+    """Qi et al. 2023: what the stage before waits for is I alone."""
+    whole = mk.Plan.from_schedule(["0F0 0B0", "1F0 1B0"])
+    split = mk.Plan.from_schedule(["0F0 0I0 0W0", "1F0 1I0 1W0"])
+    assert mk.simulate(whole, 1, 3, 2).makespan == 1 + 1 + 5 + 5
+    t = mk.simulate(split, 1, 3, 2)
+    assert t.makespan == 1 + 1 + 3 + 5
+    # Activations live until W is done.
+    assert t.peak_memory[1]["activations"] == 1
+    last = t.held[t.held["rank"] == 1][-1]
+    assert (last["time"], last["total"]) == (7.0, 0)
+
+
+def test_recomputation_does_the_forward_again() -> None:
+    t = mk.simulate(mk.Plan.gpipe(4, 8, recompute="full"))
+    assert t.makespan == 4 * 11
+    assert t.bubble == pytest.approx(3 / 11)
+    assert (t.spans["kind"] == Kind.RECOMPUTE).sum() == 4 * 8
+
+
+def test_stages_on_one_rank_send_each_other_nothing() -> None:
+    schedule = mk.Schedule(["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"], stage_to_rank=(0, 1, 0, 1))
+    local = mk.Schedule(["0F0 1F0 1B0 0B0", "2F0 3F0 3B0 2B0"], stage_to_rank=(0, 0, 1, 1))
+    assert (mk.simulate(mk.Plan(pp=2, schedule=schedule), hop=1).spans["kind"] == Kind.SEND).sum() == 6
+    assert (mk.simulate(mk.Plan(pp=2, schedule=local), hop=1).spans["kind"] == Kind.SEND).sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ({"forward": [1, 2]}, r"2 times for 4 stages.*forward=\[1.0, 1.0, 1.0, 1.0\]"),
+        ({"weight_grad": -1.0}, "weight_grad=-1.0.*not negative"),
+        ({"hop": float("inf")}, "hop=inf.*finite"),
+        ({"input_grad": float("nan")}, "input_grad=nan"),
+        ({"forward": "fast"}, "forward='fast'.*a number of seconds"),
+        ({"forward": None}, "forward=None"),
+        ({"forward": [1, 1, 1, "x"]}, "forward='x'"),
+        ({"hop": True}, "hop=True"),
+    ],
+)
+def test_times_that_cannot_be(times: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        mk.simulate(mk.Plan.gpipe(4, 8), **times)
+
+
+def test_only_plans_are_simulated() -> None:
+    with pytest.raises(ValueError, match=r"simulate\('gpipe'\).*Plan.gpipe\(4, 8\)"):
+        mk.simulate("gpipe")  # type: ignore[arg-type]
+
+
+def test_it_is_public_whatever_was_imported_before() -> None:
+    for module in ("mpkit.catalogue", "mpkit.simulation", "mpkit.devices"):
+        import_module(module)  # which binds the module's own name in mpkit
+    assert callable(mk.simulate)
+    assert callable(mk.hardware)

@@ -1,0 +1,207 @@
+"""The figures of a timeline, by hand and in general."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpkit as mk
+from mpkit import metrics
+from mpkit.timeline import HELD, SPAN, Timeline
+from mpkit.trace import CATEGORIES, Kind, lane_of
+
+Span = tuple[int, Kind, float, float]  # rank, kind, start, end
+
+
+def timeline(*rows: Span, step: int = -1, ranks: int = 2, held: Any = None, **columns: Any) -> Timeline:
+    spans = np.zeros(len(rows), SPAN)
+    for row, (rank, kind, start, end) in enumerate(rows):
+        spans[row]["rank"], spans[row]["kind"], spans[row]["lane"] = rank, kind, lane_of(kind)
+        spans[row]["start"], spans[row]["end"] = start, end
+    spans["step"], spans["cause"] = step, -1
+    for column, value in columns.items():
+        spans[column] = value
+    return Timeline(spans, [""], np.zeros(0, HELD) if held is None else held, ranks, "virtual")
+
+
+F, B, WAIT, SEND, RECV, REDUCE = Kind.FORWARD, Kind.BACKWARD, Kind.WAIT, Kind.SEND, Kind.RECV, Kind.ALL_REDUCE
+
+
+def test_the_bubble_is_the_idle_share_of_the_makespan() -> None:
+    t = timeline(
+        (0, F, 1.0, 3.0), (0, WAIT, 3.0, 5.0), (0, B, 5.0, 9.0), (1, F, 3.0, 5.0), (1, SEND, 5.0, 20.0)
+    )
+    assert t.makespan == 8.0
+    assert t.busy == [6.0, 2.0]
+    assert t.idle == [2.0, 6.0]
+    assert t.utilisation == [0.75, 0.25]
+    assert t.bubble == 0.5
+    assert t.ideal_bubble == 1.0
+    assert t.step_time == 19.0  # with what is sent afterwards
+
+
+def test_layers_within_an_action_are_not_counted_again() -> None:
+    t = timeline((0, F, 0.0, 4.0), (0, F, 0.0, 2.0), (0, F, 2.0, 4.0), ranks=1, depth=[0, 1, 1])
+    assert t.busy == [4.0]
+    assert t.bubble == 0.0
+
+
+def test_communication_is_exposed_where_nobody_computes_meanwhile() -> None:
+    t = timeline(
+        (0, F, 0.0, 4.0), (0, REDUCE, 1.0, 3.0), (0, REDUCE, 3.0, 6.0), (0, SEND, 5.0, 7.0), (0, B, 6.5, 8.0),
+        (1, B, 0.0, 1.0),
+    )  # fmt: skip
+    assert t.comm_time == [6.0, 0.0]
+    assert t.exposed_comm == [2.5, 0.0]
+    assert t.overlap == pytest.approx(1 - 2.5 / 6)
+    assert timeline((0, F, 0.0, 1.0)).overlap == 1.0
+
+
+def test_bytes_are_counted_by_rank_and_kind() -> None:
+    t = timeline((0, SEND, 0, 1), (0, SEND, 1, 2), (1, RECV, 0, 1), (1, REDUCE, 1, 2), bytes=[10, 5, 7, 100])
+    assert t.comm_bytes == [{"send": 15}, {"all_reduce": 100, "recv": 7}]
+
+
+def test_figures_are_those_of_the_last_step_that_everybody_completed() -> None:
+    rows: list[Span] = []
+    steps = []
+    for step in range(3):
+        for rank in (0, 1):
+            start = 10.0 * step
+            rows.append((rank, F, start, start + 1 + step))
+            steps.append(step)
+            if (rank, step) != (1, 2):
+                rows.append((rank, Kind.STEP, start - 3, start + 3 + step))
+                steps.append(step)
+    t = timeline(*rows, step=steps)  # type: ignore[arg-type]
+    assert t.steps == [0, 1]
+    assert t.makespan == 2.0
+    assert t.step_time == 2.0  # not the wait for its first message, while others are in the step before
+    assert t.step(0).makespan == 1.0
+    assert t.step(2).makespan == 3.0  # as far as it came
+    assert t.step(0).steps == [0]
+    with pytest.raises(ValueError, match=r"step\(7\).*no step 7. It has steps 0, 1."):
+        t.step(7)
+
+
+def test_a_step_keeps_what_its_waits_waited_for() -> None:
+    t = mk.simulate(mk.Plan.gpipe(2, 2))
+    doubled = np.concatenate([t.spans, t.spans])
+    doubled["cause"][len(t.spans) :] += np.where(t.spans["cause"] >= 0, len(t.spans), 0).astype(np.int32)
+    doubled["step"][len(t.spans) :] = 1
+    both = Timeline(doubled, t.names, t.held, 2, "simulated").step(1)
+    assert both.spans["cause"].tolist() == t.spans["cause"].tolist()
+
+
+def test_nothing_gives_figures_too() -> None:
+    for t in (timeline(ranks=0), timeline(), timeline((0, SEND, 1.0, 2.0)), timeline((0, F, 1.0, 1.0))):
+        assert t.makespan == t.bubble == t.ideal_bubble == 0.0
+        assert t.idle == t.utilisation == [0.0] * t.world_size
+        assert len(t.peak_memory) == len(t.comm_bytes) == t.world_size
+        assert all(peak["total"] == 0 for peak in t.peak_memory)
+        assert list(t.to_dataframe()) == COLUMNS
+        assert repr(t).startswith(f"<Timeline of {t.world_size} ranks, 0 steps, virtual")
+
+
+def changes(*rows: tuple[float, int, str, int]) -> Any:
+    held = np.zeros(len(rows), HELD)
+    for row, (time, rank, category, total) in enumerate(rows):
+        held[row] = (time, rank, CATEGORIES.index(category), total)
+    return held
+
+
+def test_each_category_has_its_own_peak_and_so_has_their_sum() -> None:
+    held = changes(
+        (0.0, 0, "params", 100), (1.0, 0, "activations", 50), (2.0, 0, "grads", 100), (2.5, 0, "activations", 10),
+        (3.0, 0, "optimizer", 1000),
+        (0.0, 1, "params", 7),
+    )  # fmt: skip
+    t = timeline((0, F, 0.0, 2.75), (1, F, 0.0, 1.0), held=held)
+    assert t.peak_memory[0] == {
+        "params": 100, "grads": 100, "optimizer": 0, "activations": 50, "buffers": 0, "total": 250,
+    }  # fmt: skip
+    assert t.peak_memory[1]["total"] == 7
+    assert t.peak_memory_of_run[0]["total"] == 1210
+
+
+def test_what_was_held_before_a_step_counts_in_it() -> None:
+    held = changes(
+        (0.0, 0, "params", 100), (1.0, 0, "grads", 5), (2.0, 0, "grads", 0), (6.0, 0, "activations", 30)
+    )
+    rows: list[Span] = [
+        (0, F, 0.0, 3.0),
+        (0, Kind.STEP, 0.0, 3.0),
+        (0, F, 5.0, 7.0),
+        (0, Kind.STEP, 5.0, 7.0),
+    ]
+    t = timeline(*rows, step=[0, 0, 1, 1], ranks=1, held=held)  # type: ignore[arg-type]
+    assert t.peak_memory[0]["total"] == 130
+    assert t.step(0).peak_memory[0]["total"] == 105
+    cut = t.step(1)
+    assert cut.peak_memory == t.peak_memory
+    assert cut.held["time"].tolist() == [5.0, 5.0, 6.0]
+    assert cut.held["total"].tolist() == [100, 0, 30]
+
+
+def test_throughput_knows_the_batch_or_asks_for_it() -> None:
+    t = timeline((0, F, 0.0, 4.0))
+    assert t.throughput(samples=32) == 8.0
+    with pytest.raises(ValueError, match="throughput\\(samples=32\\)"):
+        t.throughput()
+    t.meta["batch_size"] = 16
+    assert t.throughput() == 4.0
+
+
+COLUMNS = [
+    "rank", "lane", "kind", "stage", "microbatch", "name", "start", "end", "bytes", "flops", "step", "depth",
+]  # fmt: skip
+
+
+def test_the_data_frame_has_a_row_for_what_each_lane_did() -> None:
+    t = mk.simulate(mk.Plan.gpipe(2, 2), hop=0.5)
+    frame = t.to_dataframe()
+    assert list(frame.columns) == COLUMNS
+    assert set(frame["lane"]) == {"compute", "comm"}
+    assert set(frame["kind"]) == {"forward", "backward", "send", "recv"}
+    assert set(t.to_dataframe(waits=True)["kind"]) == {"forward", "backward", "send", "recv", "wait"}
+    work = frame[frame["lane"] == "compute"]
+    busy = (work["end"] - work["start"]).groupby(work["rank"]).sum()
+    assert busy.tolist() == t.busy
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=12))
+def test_what_intervals_cover_is_counted_once(pairs: list[tuple[int, int]]) -> None:
+    spans = np.zeros(len(pairs), SPAN)
+    spans["start"] = [start for start, _ in pairs]
+    spans["end"] = [start + length for start, length in pairs]
+    seconds = {t for start, length in pairs for t in range(start, start + length)}
+    intervals = metrics.covered(spans)
+    assert metrics.length(intervals) == len(seconds)
+    assert (intervals[1:, 0] > intervals[:-1, 1]).all()
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(range(5)), st.integers(0, 99)), max_size=12),
+       st.integers(0, 9), st.integers(0, 9))  # fmt: skip
+def test_a_peak_is_never_less_than_what_was_held_at_any_time(
+    rows: list[tuple[int, int, int]], start: int, length: int
+) -> None:
+    held = changes(
+        *[
+            (float(t), 0, CATEGORIES[category], total)
+            for t, category, total in sorted(rows, key=lambda r: r[0])
+        ]
+    )
+    peak = metrics.peak(held, 1, start, start + length)[0]
+    levels = [0] * 5
+    seen = []
+    for change in held:
+        if change["time"] >= start and not seen:
+            seen.append(sum(levels))
+        levels[change["category"]] = int(change["total"])
+        if start <= change["time"] <= start + length:
+            seen.append(sum(levels))
+    assert peak["total"] == max(seen or [sum(levels)])
