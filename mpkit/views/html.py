@@ -104,7 +104,9 @@ def _section(number: int, name: str, timeline: Timeline, highest: int) -> str:
     heading = f"<h2>{escape(name)}</h2>" if name else ""
     memory = ""
     if len(timeline.held):
-        memory = f"<h3>Memory by GPU</h3><div class='scroll'>{memory_svg(timeline, highest=highest)}</div>"
+        many = "" if timeline.world_size > 8 else " open"
+        drawn = memory_svg(timeline, highest=highest)
+        memory = f"<details{many}><summary>Memory by GPU</summary><div class='scroll'>{drawn}</div></details>"
     return (
         f'<section class="card" id="timeline-{number}">{heading}'
         f'<div class="host" data-number="{number}"><div class="static scroll">{svg(timeline)}</div></div>'
@@ -117,30 +119,39 @@ def _section(number: int, name: str, timeline: Timeline, highest: int) -> str:
 def _summary(named: Mapping[str, Timeline], facts: Mapping[str, Mapping[str, str]]) -> str:
     """The table by strategy. A column that only some have is left empty for the others."""
     extra = list(dict.fromkeys(column for known in facts.values() for column in known))
+    head = ["bubble", "step time", "speed-up", "peak memory a GPU", "bytes sent a step", *extra]
     slowest = max(timeline.step_time for timeline in named.values())
+    table = [
+        [*_figures(timeline, slowest), *(facts.get(name, {}).get(column, "") for column in extra)]
+        for name, timeline in named.items()
+    ]
+    kept = [at for at in range(len(head)) if any(row[at] for row in table)]
     rows = []
-    for number, (name, timeline) in enumerate(named.items()):
-        bubble = timeline.bubble
-        peak = max((held["total"] for held in timeline.peak_memory), default=0)
-        sent = sum(sum(kinds.values()) for kinds in timeline.comm_bytes)
-        cells = [
-            f'<th scope="row"><a href="#timeline-{number}">{escape(name or "timeline")}</a></th>',
-            f'<td><span class="bar" style="--share:{bubble:.4f}"></span>{percent(bubble)}</td>',
-            f"<td>{seconds(timeline.step_time)}</td>",
-            f"<td>{slowest / timeline.step_time:.2f} ×</td>" if timeline.step_time else "<td></td>",
-            f"<td>{escape(held_text(timeline, peak)) if peak else ''}</td>",
-            f"<td>{bytes_text(sent) if sent else ''}</td>",
-            *(f"<td>{escape(facts.get(name, {}).get(column, ''))}</td>" for column in extra),
-        ]
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    head = ["", "bubble", "step time", "speed-up", "peak memory a GPU", "bytes a step", *extra]
+    for number, (name, row) in enumerate(zip(named, table, strict=True)):
+        cells = "".join(f"<td>{row[at]}</td>" if at == 0 else f"<td>{escape(row[at])}</td>" for at in kept)
+        link = f'<a href="#timeline-{number}">{escape(name or "timeline")}</a>'
+        rows.append(f'<tr><th scope="row">{link}</th>{cells}</tr>')
     share = '<label class="share"><input type="checkbox" id="share">draw all on one time scale</label>'
     share = share if len(named) > 1 else ""
-    columns = "".join(f'<th scope="col">{escape(column)}</th>' for column in head)
+    columns = "".join(f'<th scope="col">{escape(column)}</th>' for column in ["", *(head[at] for at in kept)])
     return (
         f'<section class="card scroll"><table class="summary"><thead><tr>{columns}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table>{share}</section>"
     )
+
+
+def _figures(timeline: Timeline, slowest: float) -> list[str]:
+    """Bubble (as HTML: with a bar), step time, speed-up over the slowest, memory, bytes; "" where there is none."""
+    bubble, step_time = timeline.bubble, timeline.step_time
+    peak = max((held["total"] for held in timeline.peak_memory), default=0)
+    sent = sum(count for kinds in timeline.comm_bytes for kind, count in kinds.items() if kind != "recv")
+    return [
+        f'<span class="bar" style="--share:{bubble:.4f}"></span>{percent(bubble)}',
+        seconds(step_time),
+        f"{slowest / step_time:.2f} ×" if step_time else "",
+        held_text(timeline, peak) if peak else "",
+        bytes_text(sent) if sent else "",
+    ]
 
 
 def _variables() -> str:

@@ -30,11 +30,13 @@ def rank_table(timeline: Timeline) -> dict[str, Any]:
     keys = key_of(work["kind"])
     shown = [key for key in Key if np.any(keys == key)]
     length = work["end"] - work["start"]
-    sent = [sum(kinds.values()) for kinds in timeline.comm_bytes]
+    sent = [sum(kinds.values()) - kinds.get("recv", 0) for kinds in timeline.comm_bytes]
     exposed, peak = timeline.exposed_comm, [held["total"] for held in timeline.peak_memory]
     makespan, idle = timeline.makespan, timeline.idle
     head = ["", "idle", *(INKS[key].word for key in shown)]
-    head += ["exposed communication"] * any(exposed) + ["bytes"] * any(sent) + ["peak memory"] * any(peak)
+    head += (
+        ["exposed communication"] * any(exposed) + ["bytes sent"] * any(sent) + ["peak memory"] * any(peak)
+    )
     rows = []
     for rank in range(timeline.world_size):
         mine = work["rank"] == rank

@@ -224,18 +224,25 @@ class Chart {
     context.textAlign = "left";
     context.textBaseline = "alphabetic";
     context.lineWidth = ratio;
-    let free = -Infinity;
+    const seen = [];
     for (const [step, [start]] of this.store.steps) {
       const x = (start - frame.t0) * frame.scale;
-      if (step < 0 || x < -1 || x > frame.width || x < free - 40 * ratio) continue;
+      if (step >= 0 && x >= -1 && x <= frame.width) seen.push([step, frame.left + x]);
+    }
+    // Lines closer than this would hide what they part: then only some, and only above the rows.
+    const apart = seen.length * 24 * ratio < frame.width;
+    let free = -Infinity;
+    for (const [step, x] of seen) {
+      if (!apart && x < free) continue;
       context.beginPath();
-      context.moveTo(frame.left + x, (top - 12) * ratio);
-      context.lineTo(frame.left + x, bottom * ratio);
+      context.moveTo(x, (top - 14) * ratio);
+      context.lineTo(x, (apart ? bottom : top - 3) * ratio);
       context.stroke();
       if (x < free) continue;
       const words = `step ${step}`;
-      context.fillText(words, frame.left + x + 4 * ratio, (top - 6) * ratio);
-      free = x + context.measureText(words).width + 14 * ratio;
+      const width = context.measureText(words).width;
+      if (x + width < frame.left + frame.width) context.fillText(words, x + 4 * ratio, (top - 6) * ratio);
+      free = x + width + 16 * ratio;
     }
   }
 

@@ -31,6 +31,7 @@ class Panel {
   constructor(host, store, look) {
     this.state = {};
     this.root = host.appendChild(node("section", "mpkit-timeline"));
+    this.root.panel = this; // for tests, and for the curious in the browser's console
     this.build(look);
     this.chart = new Chart(this.canvas, store, look);
     this.tip = new Tip(this.stage);
@@ -67,14 +68,14 @@ class Panel {
     this.state = { ...before, ...state };
     const { title, labels, bubble, step_time, clock, note, live, table } = this.state;
     this.title.textContent = title ?? "";
-    this.bubble.set(bubble == null ? "" : percent(bubble));
-    this.time.set(step_time == null ? "" : seconds(step_time));
+    this.bubble.set(bubble == null ? "" : percent(bubble), live);
+    this.time.set(step_time == null ? "" : seconds(step_time), live);
     this.clock.textContent = clock ?? "";
     this.note.textContent = note ?? "";
     this.chart.labels = labels ?? [];
     if (live !== before.live) this.chart.follow = Boolean(live);
     this.followed.hidden = !live;
-    if (table && table !== before.table) fillTable(this.table, table);
+    if (table?.head && table !== before.table) fillTable(this.table, table);
     this.canvas.setAttribute("aria-label", this.inWords());
     this.changed();
   }
@@ -158,11 +159,12 @@ function figure(parent, what, title) {
   const box = parent.appendChild(node("span", "mpkit-figure"));
   box.title = title;
   const number = box.appendChild(node("b"));
-  box.append(what);
+  const words = box.appendChild(node("span", "", what));
   return {
-    set(text) {
+    set(text, soFar) {
       box.hidden = !text;
       number.textContent = text;
+      words.textContent = soFar ? `${what} so far` : what;
     },
   };
 }

@@ -82,8 +82,8 @@ class Raster {
 
   few(frame, row, first, after, y, height, label) {
     const { context, t0, scale, left, width, ratio, inks, hidden, ground } = frame;
-    const font = Math.min(12 * ratio, height * 0.55);
-    context.font = `500 ${font}px ${FONT}`;
+    const largest = Math.round(Math.min(12 * ratio, height * 0.55));
+    let font = 0;
     context.textAlign = "center";
     context.textBaseline = "middle";
     for (let i = first; i < after; i++) {
@@ -100,11 +100,15 @@ class Raster {
       }
       context.fillStyle = inks[key].fill;
       context.fillRect(left + a, y, shown, height);
-      const words = height >= 11 * ratio && label ? label(row.span[i]) : "";
-      if (words && b - a > (0.62 * words.length + 0.5) * font) {
-        context.fillStyle = inks[key].on;
-        context.fillText(words, left + (a + b) / 2, y + height / 2 + ratio / 2);
+      const words = label && largest >= 8 * ratio ? label(row.span[i]) : "";
+      const room = words && Math.floor(Math.min((b - a) / (0.62 * words.length + 0.25), largest));
+      if (!words || room < 8 * ratio) continue;
+      if (room !== font) {
+        font = room;
+        context.font = `500 ${font}px ${FONT}`;
       }
+      context.fillStyle = inks[key].on;
+      context.fillText(words, left + (a + b) / 2, y + height / 2 + ratio / 2);
     }
   }
 }

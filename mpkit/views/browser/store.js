@@ -146,7 +146,7 @@ class Store {
     }
     const { start, duration, rank, kind, lane, depth, key } = batch;
     for (let i = skip; i < count; i++) {
-      if (lane[i] === LANE.NONE) continue;
+      if (lane[i] === LANE.NONE || !(duration[i] > 0)) continue; // what takes no time is nothing to see
       const end = start[i] + duration[i];
       if (start[i] < this.begin) this.begin = start[i];
       if (end > this.end) this.end = end;

@@ -1,0 +1,404 @@
+"""The timeline in a real browser: as a page that holds its data, and as a live widget fed in batches."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from playwright.sync_api import Page, expect
+
+import mpkit as mk
+from mpkit.views.browser import css, esm
+from mpkit.views.colours import INKS, Key
+from mpkit.views.html import html
+from mpkit.views.timeline import TimelineView
+
+NewPage = Callable[..., Page]
+Screenshot = Callable[[Page, str], None]
+
+
+def repeated(timeline: mk.Timeline, steps: int) -> mk.Timeline:
+    """The same step again and again, one after the other."""
+    length = float(timeline.spans["end"].max())
+    parts = [timeline.spans.copy() for _ in range(steps)]
+    for step, part in enumerate(parts):
+        for column in ("start", "end", "issued"):
+            part[column] += step * length
+        part["step"], part["cause"] = step, -1
+    spans = np.concatenate(parts)
+    return replace(timeline, spans=spans[np.lexsort((spans["start"], spans["rank"]))])
+
+
+def open_html(page: Page, folder: Path, timelines: Any, **options: Any) -> None:
+    path = folder / "page.html"
+    path.write_text(html(timelines, **options), encoding="utf-8")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-drawn=true]")
+    page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.frames > 0")
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+
+
+def window(page: Page) -> list[float]:
+    """The times that the first chart shows."""
+    return page.evaluate("document.querySelector('.mpkit-timeline').panel.chart.times")
+
+
+def place(page: Page, time: float, rank: int = 0) -> tuple[float, float]:
+    """Where on the page a moment of a rank's compute row is drawn."""
+    return tuple(
+        page.evaluate(
+            """([time, rank]) => {
+              const { chart } = document.querySelector('.mpkit-timeline').panel;
+              const [t0, t1] = chart.times;
+              const row = chart.placed.rows.find((row) => row.rank === rank && row.part === 'compute');
+              const box = chart.canvas.getBoundingClientRect();
+              return [box.left + chart.left + (time - t0) / (t1 - t0) * chart.width, box.top + row.y + row.height / 3];
+            }""",
+            [time, rank],
+        )
+    )
+
+
+def colour(page: Page, time: float, rank: int = 0) -> str:
+    """The colour of the canvas there, as #rrggbb; "" where it is clear."""
+    x, y = place(page, time, rank)
+    red, green, blue, alpha = page.evaluate(
+        """([x, y]) => {
+          const { canvas } = document.querySelector('.mpkit-timeline').panel.chart;
+          const box = canvas.getBoundingClientRect();
+          const ratio = canvas.width / box.width;
+          const at = [(x - box.left) * ratio, (y - box.top) * ratio];
+          const pixel = new OffscreenCanvas(1, 1).getContext('2d', { willReadFrequently: true });
+          pixel.drawImage(canvas, at[0], at[1], 1, 1, 0, 0, 1, 1);
+          return [...pixel.getImageData(0, 0, 1, 1).data];
+        }""",
+        [x, y],
+    )
+    return f"#{red:02x}{green:02x}{blue:02x}" if alpha else ""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_of_two_strategies(
+    new_page: NewPage, tmp_path: Path, screenshot: Screenshot, scheme: str
+) -> None:
+    naive = mk.simulate(mk.Plan.gpipe(4, 1), forward=8, input_grad=8, weight_grad=8, hop=0.4)
+    gpipe = mk.simulate(mk.Plan.gpipe(4, 8), hop=0.4)
+    page = new_page(color_scheme=scheme)
+    open_html(
+        page,
+        tmp_path,
+        {"naive model parallelism": naive, "GPipe, 8 micro-batches": gpipe},
+        title="One model on four GPUs",
+        intro="The same work, cut in two ways. Hatched is idle: the bubble.",
+        facts={
+            "GPipe, 8 micro-batches": {"in theory": "27.3 %"},
+            "naive model parallelism": {"in theory": "75.0 %"},
+        },
+    )
+    screenshot(page, f"page-{scheme}")
+    assert colour(page, 1.0) == getattr(INKS[Key.FORWARD], scheme)
+    assert colour(page, 95.0, rank=0) == getattr(INKS[Key.BACKWARD], scheme)
+    assert colour(page, 40.0) not in ("", *(getattr(ink, scheme) for ink in INKS.values()))  # idle: the hatch
+    page.get_by_label("draw all on one time scale").check()
+    page.wait_for_function("document.querySelectorAll('.mpkit-timeline')[1].panel.chart.room > 90")
+    screenshot(page, f"page-one-scale-{scheme}")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_hover_zoom_pan_keys_and_legend(
+    new_page: NewPage, tmp_path: Path, screenshot: Screenshot, scheme: str
+) -> None:
+    page = new_page(color_scheme=scheme)
+    open_html(page, tmp_path, repeated(mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25), 3))
+    whole = window(page)
+    tip = page.locator(".mpkit-tip")
+    expect(tip).to_be_hidden()
+
+    # Hover: an operation, and idle time with what it waited for.
+    page.mouse.move(*place(page, 2.5))
+    expect(tip).to_contain_text("forward · micro-batch 2")
+    expect(tip).to_contain_text("GPU 0")
+    screenshot(page, f"hover-{scheme}")
+    page.mouse.move(*place(page, 0.6, rank=1))
+    expect(tip).to_contain_text("idle: wait")
+
+    # The wheel zooms around the pointer: the moment under it stays under it.
+    x, y = place(page, 10.0)
+    page.mouse.move(x, y)
+    for _ in range(4):
+        page.mouse.wheel(0, -240)
+    page.wait_for_function(f"{WINDOW}[1] - {WINDOW}[0] < {0.5 * (whole[1] - whole[0])}")
+    assert abs(place(page, 10.0)[0] - x) < 2
+    screenshot(page, f"zoomed-{scheme}")
+
+    # Dragging pans: what was under the pointer moves along.
+    t0 = window(page)[0]
+    page.mouse.down()
+    page.mouse.move(x - 120, y, steps=5)
+    page.mouse.up()
+    assert window(page)[0] > t0
+    assert abs(place(page, 10.0)[0] - (x - 120)) < 8
+
+    # Keys, where the picture has the focus; a double click shows all again.
+    length = window(page)[1] - window(page)[0]
+    page.locator(".mpkit-stage").focus()
+    page.keyboard.press("+")
+    assert window(page)[1] - window(page)[0] < length
+    before = window(page)[0]
+    page.keyboard.press("ArrowLeft")
+    assert window(page)[0] < before
+    page.mouse.dblclick(x, y)
+    assert window(page) == whole
+
+    # The legend hides what is clicked.
+    page.get_by_role("button", name="show or hide forward").click()
+    page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.asked === 0")
+    assert colour(page, 0.5) != getattr(INKS[Key.FORWARD], scheme)
+
+
+WINDOW = "document.querySelector('.mpkit-timeline').panel.chart.times"
+
+
+def test_who_cannot_see_the_canvas_has_words_and_a_table(new_page: NewPage, tmp_path: Path) -> None:
+    page = new_page()
+    open_html(page, tmp_path, mk.simulate(mk.Plan.gpipe(4, 8)))
+    words = page.get_by_role("img").first.get_attribute("aria-label")
+    assert words and "bubble 27.3 %" in words and "4 lanes" in words
+    page.get_by_text("The figures as a table").click()
+    expect(page.get_by_role("row", name="GPU 3")).to_contain_text("27.3 %")
+    assert page.get_by_role("columnheader").all_inner_texts()[1:4] == ["idle", "forward", "backward"]
+
+
+def test_names_are_never_read_as_html(new_page: NewPage, tmp_path: Path) -> None:
+    hostile = (
+        "<img src=x onerror=\"document.title='caught'\"></script><script>document.title='caught'</script>"
+    )
+    gpipe = mk.simulate(mk.Plan.gpipe(2, 2))
+    spans = gpipe.spans.copy()
+    spans["name"] = len(gpipe.names)
+    page = new_page()
+    open_html(
+        page, tmp_path, {hostile: replace(gpipe, spans=spans, names=[*gpipe.names, hostile], notes=[hostile])}
+    )
+    page.mouse.move(*place(page, 0.5))
+    expect(page.locator(".mpkit-tip")).to_contain_text("<img src=x")
+    assert page.title() != "caught"
+
+
+def test_many_gpus_and_many_operations(new_page: NewPage, tmp_path: Path, screenshot: Screenshot) -> None:
+    page = new_page()
+    crowd = repeated(mk.simulate(mk.Plan.gpipe(64, 64), hop=0.1), 2)
+    open_html(page, tmp_path, crowd)
+    screenshot(page, "many-gpus")
+    long = repeated(mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25), 500)
+    assert len(long.spans) > 100_000
+    open_html(page, tmp_path, long)
+    screenshot(page, "many-operations")
+    # Zoomed in far enough, each operation is itself again.
+    page.evaluate("document.querySelector('.mpkit-timeline').panel.chart.show(34.5 * 250, 34.5 * 251)")
+    page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.asked === 0")
+    assert colour(page, 34.5 * 250 + 0.2) == INKS[Key.FORWARD].light
+    screenshot(page, "many-operations-zoomed")
+
+
+def test_a_narrow_window(new_page: NewPage, tmp_path: Path, screenshot: Screenshot) -> None:
+    page = new_page(viewport={"width": 420, "height": 800}, device_scale_factor=2)
+    open_html(
+        page, tmp_path, {"GPipe": mk.simulate(mk.Plan.gpipe(4, 8)), "naive": mk.simulate(mk.Plan.gpipe(4, 1))}
+    )
+    assert page.evaluate("document.documentElement.scrollWidth") <= 420
+    assert colour(page, 0.15) == INKS[Key.FORWARD].light
+    screenshot(page, "narrow")
+
+
+# ---------------------------------------------------------------- the live widget
+
+MODEL = """
+// What anywidget gives a widget, as far as this one uses it.
+class Model {
+  constructor(state) { this.state = state; this.handlers = []; this.sent = []; }
+  get(name) { return this.state[name]; }
+  on(names, act) { for (const name of names.split(' ')) this.handlers.push([name, act]); }
+  off(names, act) { this.handlers = this.handlers.filter(([name, done]) => done !== act || !names.includes(name)); }
+  send(message) { this.sent.push(message); }
+  trigger(name, ...values) { this.handlers.filter(([known]) => known === name).forEach(([, act]) => act(...values)); }
+}
+const bytes = (text) => new DataView(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
+window.open_widget = async (state) => {
+  window.model = new Model({ ...state, backlog: bytes(state.backlog) });
+  const widget = timelineWidget();
+  await widget.initialize({ model });
+  document.body.replaceChildren();
+  window.close_widget = await widget.render({ model, el: document.body.appendChild(document.createElement('div')) });
+};
+window.bring = (messages) => messages.forEach(([head, text]) => model.trigger('msg:custom', head, [bytes(text)]));
+window.set_traits = (state) => Object.entries(state).forEach(([name, value]) => {
+  model.state[name] = name === 'backlog' ? bytes(value) : value;
+  model.trigger('change:' + name);
+});
+"""
+
+
+class Live:
+    """A TimelineView whose messages go to a page, and whose page's hellos come back."""
+
+    TRAITS = (
+        "title",
+        "labels",
+        "bubble",
+        "step_time",
+        "clock",
+        "note",
+        "live",
+        "table",
+        "look",
+        "backlog_head",
+    )
+
+    def __init__(self, page: Page, **options: Any) -> None:
+        outer = self
+        self.page = page
+        self.waiting: list[tuple[Any, str]] = []
+
+        class View(TimelineView):
+            def send(self, content: Any, buffers: Any = None) -> None:
+                outer.waiting.append((content, b64encode(buffers[0]).decode()))
+
+        self.view = View(**options)
+
+    def state(self) -> dict[str, Any]:
+        found = {name: getattr(self.view, name) for name in self.TRAITS}
+        return {**found, "backlog": b64encode(self.view.backlog).decode()}
+
+    def load(self) -> None:
+        """The page, or the page again after a reload."""
+        self.page.set_content("<!doctype html><meta charset=utf-8><body></body>")
+        self.page.add_style_tag(content=css())
+        self.page.add_script_tag(content=esm() + MODEL + "window.ready = true;", type="module")
+        self.page.wait_for_function("window.ready")
+        self.page.evaluate("(state) => open_widget(state)", self.state())
+
+    def deliver(self) -> None:
+        """Messages and traits to the page."""
+        self.page.evaluate("(messages) => bring(messages)", self.waiting)
+        self.waiting.clear()
+        self.page.evaluate(
+            "(state) => set_traits(state)", {k: v for k, v in self.state().items() if k != "look"}
+        )
+
+    def lose(self) -> None:
+        """What was sent never arrives."""
+        self.waiting.clear()
+
+    def listen(self) -> None:
+        """The page's hellos to the kernel."""
+        for message in self.page.evaluate("model.sent.splice(0)"):
+            self.view._handle_custom_msg(json.loads(json.dumps(message)), [])
+
+    @property
+    def spans(self) -> int:
+        return int(self.page.locator(".mpkit-timeline").get_attribute("data-spans") or 0)
+
+
+def in_batches(timeline: mk.Timeline, count: int) -> Iterator[np.ndarray]:
+    yield from np.array_split(timeline.spans[np.argsort(timeline.spans["end"], kind="stable")], count)
+
+
+def test_a_live_widget_fills_follows_and_comes_back(new_page: NewPage, screenshot: Screenshot) -> None:
+    timeline = repeated(mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25), 4)
+    page = new_page()
+    live = Live(page, labels=[f"GPU {rank}" for rank in range(4)], title="A run")
+    live.view.live = True
+    live.load()
+    live.listen()
+    ends, bubbles = [], []
+    for batch in in_batches(timeline, 12):
+        live.view.append(batch, timeline.names)
+        live.view.flush()
+        live.deliver()
+        ends.append(window(page)[1])
+        bubbles.append(page.locator(".mpkit-figure b").first.inner_text())
+        if len(ends) == 7:
+            screenshot(page, "live")
+    assert live.spans == len(timeline.spans)
+    assert ends == sorted(ends) and ends[-1] == timeline.spans["end"].max()  # the newest is always in view
+    assert len(set(bubbles)) > 4 and bubbles[-1] == "30.4 %"
+    # Zoomed in, it follows with what was zoomed to.
+    page.evaluate("document.querySelector('.mpkit-timeline').panel.chart.zoom(0.25)")
+    assert window(page)[1] == ends[-1] and window(page)[0] > 60
+    # The page is loaded again: it says hello, and has everything.
+    live.load()
+    assert live.spans == 0
+    live.listen()
+    live.deliver()
+    assert live.spans == len(timeline.spans)
+
+
+def test_what_was_lost_while_the_page_loaded_is_found(new_page: NewPage) -> None:
+    timeline = repeated(mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25), 4)
+    batches = list(in_batches(timeline, 6))
+    page = new_page()
+    live = Live(page, labels=[f"GPU {rank}" for rank in range(4)])
+
+    def append(batch: np.ndarray) -> None:
+        live.view.append(batch, timeline.names)
+        live.view.flush()
+
+    append(batches[0])
+    live.load()
+    assert live.spans == len(batches[0])  # from the backlog, though its message never came
+    append(batches[1])
+    live.lose()
+    append(batches[2])
+    live.deliver()
+    assert live.spans == sum(map(len, batches[:3]))
+    # Once heard, the kernel keeps no backlog, and a page that misses something asks.
+    live.listen()
+    live.lose()
+    append(batches[3])
+    live.lose()
+    append(batches[4])
+    live.deliver()
+    page.wait_for_timeout(1100)
+    append(batches[5])
+    live.deliver()
+    live.listen()
+    live.deliver()
+    assert live.spans == len(timeline.spans)
+
+
+def test_a_closed_view_lets_go(new_page: NewPage) -> None:
+    page = new_page()
+    live = Live(page, timeline=mk.simulate(mk.Plan.gpipe(2, 2)))
+    live.load()
+    before = page.evaluate("model.handlers.length")
+    page.evaluate("close_widget()")
+    assert page.locator(".mpkit-timeline").count() == 0
+    assert page.evaluate("model.handlers.length") < before
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_theme_is_jupyterlabs(new_page: NewPage, screenshot: Screenshot, theme: str) -> None:
+    page = new_page(
+        color_scheme="dark" if theme == "light" else "light"
+    )  # the page's word counts, not the system's
+    live = Live(page, timeline=mk.simulate(mk.Plan.gpipe(4, 8), hop=0.2))
+    live.load()
+    live.listen()
+    live.deliver()
+    page.evaluate(
+        "([light, ground]) => { document.body.dataset.jpThemeLight = light; document.body.style.background = ground; }",
+        [str(theme == "light").lower(), "#ffffff" if theme == "light" else "#111111"],
+    )
+    expect(page.locator(".mpkit-timeline")).to_have_attribute("data-theme", theme)
+    page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.asked === 0")
+    assert colour(page, 0.15) == getattr(INKS[Key.FORWARD], theme)
+    screenshot(page, f"jupyterlab-{theme}")
