@@ -1,0 +1,161 @@
+"""Run: the handle on a training that goes on elsewhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mpkit as mk
+from mpkit.models import MLP
+
+mse = torch.nn.functional.mse_loss
+
+
+def sgd(params: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05)  # type: ignore[arg-type]
+
+
+def toy(seed: int = 0) -> tuple[MLP, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(seed)
+    return MLP(6, 3, width=16, layers=5), [(torch.randn(12, 6), torch.randn(12, 3)) for _ in range(3)]
+
+
+def test_train_returns_at_once_and_leaves_the_caller_alone(cluster: mk.Cluster) -> None:
+    model, data = toy()
+    before, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    run = cluster.train(model, data, mk.Plan.gpipe(4, 3), loss=mse, optimizer=sgd, steps=20)
+    assert run.wait() is run
+    assert (run.done, run.status, len(run.losses)) == (True, "finished", 20)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert list(run.state_dict()) == list(before)
+    assert all(not torch.equal(before[name], value) for name, value in run.state_dict().items())
+    model.load_state_dict(run.state_dict())
+
+
+def test_it_goes_on_while_this_thread_is_busy(cluster: mk.Cluster) -> None:
+    model, data = toy()
+    run = cluster.train(model, data, mk.Plan.naive_mp(4), loss=mse, optimizer=sgd, steps=1_000_000)
+    try:
+        while len(run.losses) < 5:
+            assert not run.done
+        assert run.status == "running"
+        assert "running, step" in repr(run)
+        with pytest.raises(mk.MpkitError, match=r"run\.wait\(\) first"):
+            run.state_dict()
+        with pytest.raises(ValueError, match=r"still busy.*run\.wait\(\).*run\.stop\(\)"):
+            cluster.run(lambda ctx: None)
+    finally:
+        run.stop()
+    assert (run.done, run.status) == (True, "stopped")
+    assert len(run.losses) >= 5 and len(run.trace) > 0
+    assert run.timeline().steps
+    with pytest.raises(mk.MpkitError, match="stopped before its end"):
+        run.state_dict()
+    assert run.wait() is run
+    assert cluster.run(lambda ctx: ctx.rank) == [0, 1, 2, 3]
+
+
+def test_interrupting_the_wait_stops_the_run(cluster: mk.Cluster) -> None:
+    model, data = toy()
+    run = cluster.train(model, data, mk.Plan.naive_mp(4), loss=mse, optimizer=sgd, steps=1_000_000)
+
+    def interrupt() -> None:
+        while len(run.losses) < 3:
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run.wait()
+    thread.join()
+    assert run.status == "stopped"
+    assert cluster.run(lambda ctx: ctx.rank) == [0, 1, 2, 3]
+
+
+class Faulty(nn.Module):
+    """Refuses the batch whose mark is in it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and type(x) is not torch.Tensor:
+            return x + 0  # a dry run with fake tensors
+        if bool((x > 1e6).any()):
+            raise ArithmeticError("the marked batch")
+        return x + 0
+
+
+def test_a_failure_names_step_stage_and_microbatch(cluster: mk.Cluster) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), Faulty(), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(4))
+    data = [(torch.zeros(8, 4), torch.zeros(8, 4)) for _ in range(3)]
+    data[2][0][6:] = 1e9  # step 2, and of four micro-batches number 3
+    plan = mk.Plan.gpipe(4, 4, cut=[1, 2, 3])
+    run = cluster.train(model, data, plan, loss=mse, optimizer=lambda p: torch.optim.SGD(p, lr=0.0), steps=9)
+    with pytest.raises(mk.RankFailed, match="rank 2 of 4 failed in step 2, stage 2, micro-batch 3") as caught:
+        run.wait()
+    error = caught.value
+    assert (error.rank, error.step, error.stage, error.microbatch) == (2, 2, 2, 3)
+    assert "ArithmeticError: the marked batch" in error.traceback and "in forward" in error.traceback
+    assert run.status == "failed" and len(run.losses) == 2
+    with pytest.raises(mk.RankFailed):
+        run.state_dict()
+    assert run.timeline().world_size == 4
+
+
+def test_a_loss_that_is_no_number_is_said(
+    clusters: Callable[[int], mk.Cluster], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, data = toy()
+    data[1][0][0, 0] = math.inf
+    run = clusters(2).train(model, data, mk.Plan.gpipe(2, 2), loss=mse, optimizer=sgd, steps=4).wait()
+    printed = capsys.readouterr().out
+    assert "step 1: the loss is nan" in printed
+    assert printed.count("the loss is") == 1
+    assert math.isnan(run.losses[1])
+
+
+def test_layers_are_recorded_if_asked() -> None:
+    model, data = toy()
+    with mk.Cluster(2, device="cpu", layers=True) as cluster:
+        run = cluster.train(model, data, mk.Plan.gpipe(2, 2), loss=mse, optimizer=sgd, steps=1).wait()
+    frame = run.timeline().to_dataframe()
+    inner = frame[frame["depth"] > 0]
+    assert set(inner["kind"]) == {"forward", "backward"}
+    for name, layer in inner[inner["kind"] == "forward"].groupby("name"):
+        assert len(layer) == 2, name  # one a micro-batch
+
+
+UNFINISHED = """
+import torch, mpkit as mk
+from mpkit.models import MLP
+run = mk.Cluster(2, device="cpu").train(
+    MLP(4, 2), [(torch.randn(8, 4), torch.randn(8, 2))], mk.Plan.naive_mp(2),
+    loss=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=10**9)
+while not run.pids:
+    pass
+print(*run.pids, flush=True)
+"""
+
+
+def test_a_script_that_ends_early_says_so(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNFINISHED], text=True, capture_output=True, cwd=tmp_path, timeout=60
+    )
+    assert "the script ended" in done.stderr and "run.wait()" in done.stderr
+    begin = time.monotonic()
+    for pid in map(int, done.stdout.split()):
+        while Path(f"/proc/{pid}").exists():
+            assert time.monotonic() - begin < 2.0
