@@ -1,6 +1,8 @@
 """What every test shares."""
 
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -39,3 +41,23 @@ def clusters() -> Iterator[Callable[[int], mk.Cluster]]:
 def cluster(clusters: Callable[[int], mk.Cluster]) -> mk.Cluster:
     """Four CPU processes."""
     return clusters(4)
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether no process of that number runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.fixture(scope="session")
+def wait_until_gone() -> Callable[[list[int], float], None]:
+    """wait_until_gone(pids, seconds): fails if one of the processes is still there after so many seconds."""
+
+    def wait(pids: list[int], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not all(map(_is_gone, pids)):
+            assert time.monotonic() < deadline, f"still there after {seconds} s: {pids}"
+
+    return wait

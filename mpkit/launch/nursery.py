@@ -220,9 +220,12 @@ class Nursery:
             self.say("over", id=brood.id)
 
     def abandon(self) -> None:
-        """Whoever started us is gone."""
+        """Whoever started us is gone: nobody outlives it, not even as a zombie."""
         for brood in self.broods.values():
             brood.signal(signal.SIGKILL)
+            for pid in brood.pids:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
 
 
 def warm_up() -> None:

@@ -101,6 +101,7 @@ class Warm:
             return []
         chunk = os.read(self._events.fileno(), 65536)
         if not chunk:
+            self.close()  # its end is closed before the system counts it as dead
             return [{"event": "gone"}]
         *lines, self._pending = (self._pending + chunk).split(b"\n")
         return [json.loads(line) for line in lines]

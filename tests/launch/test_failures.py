@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,21 +15,7 @@ import torch
 
 import mpkit as mk
 
-
-def is_gone(pid: int) -> bool:
-    """Whether no process of that number runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def wait_until_gone(pids: list[int], seconds: float) -> float:
-    """How long it took, at most `seconds`."""
-    begin = time.monotonic()
-    while not all(map(is_gone, pids)):
-        assert time.monotonic() - begin < seconds, f"still there after {seconds} s: {pids}"
-    return time.monotonic() - begin
+WaitUntilGone = Callable[[list[int], float], None]
 
 
 def still_works(cluster: mk.Cluster) -> None:
@@ -88,7 +74,9 @@ def test_a_rank_leaves_early(cluster: mk.Cluster, leave: object) -> None:
     still_works(cluster)
 
 
-def test_children_of_ranks_go_with_them(cluster: mk.Cluster, tmp_path: Path) -> None:
+def test_children_of_ranks_go_with_them(
+    cluster: mk.Cluster, wait_until_gone: WaitUntilGone, tmp_path: Path
+) -> None:
     note = tmp_path / "pid"
 
     def fail(ctx):  # type: ignore[no-untyped-def]
@@ -122,7 +110,7 @@ def test_the_warm_process_dies(cluster: mk.Cluster) -> None:
     still_works(cluster)
 
 
-def test_ctrl_c_stops_the_ranks(cluster: mk.Cluster, tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_ranks(cluster: mk.Cluster, wait_until_gone: WaitUntilGone, tmp_path: Path) -> None:
     """As in a notebook: an interrupt of the process that waits."""
 
     def work(ctx):  # type: ignore[no-untyped-def]
@@ -161,7 +149,9 @@ mk.Cluster(3, device="cpu").run(work)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_no_rank_outlives_the_script(how: signal.Signals, tmp_path: Path) -> None:
+def test_no_rank_outlives_the_script(
+    how: signal.Signals, wait_until_gone: WaitUntilGone, tmp_path: Path
+) -> None:
     script = subprocess.Popen(
         [sys.executable, "-c", LONG], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )

@@ -1,0 +1,120 @@
+"""In a real kernel: functions of cells, tracebacks with their lines, interrupts, the kernel's death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.blocking import BlockingKernelClient
+from jupyter_client.manager import KernelManager, start_new_kernel
+
+WaitUntilGone = Callable[[list[int], float], None]
+Kernel = tuple[KernelManager, BlockingKernelClient]
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    manager, client = start_new_kernel(kernel_name="python3")
+    yield manager, client
+    client.stop_channels()
+    if manager.has_kernel:
+        manager.shutdown_kernel(now=True)
+    manager.cleanup_resources()
+
+
+def outputs_until_idle(client: BlockingKernelClient, request: str) -> str:
+    """All that a cell printed and raised, as text."""
+    found = []
+    while True:
+        message: dict[str, Any] = client.get_iopub_msg(timeout=60)
+        if message["parent_header"].get("msg_id") != request:
+            continue
+        content = message["content"]
+        if message["msg_type"] == "stream":
+            found.append(content["text"])
+        elif message["msg_type"] == "error":
+            found.append("\n".join([content["ename"], content["evalue"], *content["traceback"]]))
+        elif message["msg_type"] == "execute_result":
+            found.append(content["data"]["text/plain"])
+        elif message["msg_type"] == "status" and content["execution_state"] == "idle":
+            return "\n".join(found)
+
+
+def run_cell(kernel: Kernel, code: str) -> str:
+    return outputs_until_idle(kernel[1], kernel[1].execute(code))
+
+
+SETUP = """
+import os, torch, mpkit as mk
+cluster = mk.Cluster(2, device="cpu")
+
+class Double(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+def work(ctx, model):
+    print("here is rank", ctx.rank)
+    return model(ctx.comm.all_reduce(torch.ones(1))).item()
+"""
+
+
+def test_functions_and_models_of_cells(kernel: Kernel) -> None:
+    run_cell(kernel, SETUP)
+    printed = run_cell(kernel, "cluster.run(work, Double())")
+    assert "[4.0, 4.0]" in printed
+    assert "[rank 0] here is rank 0" in printed and "[rank 1] here is rank 1" in printed
+
+
+def test_a_traceback_shows_the_line_of_the_cell(kernel: Kernel) -> None:
+    run_cell(kernel, SETUP)
+    run_cell(kernel, "def broken(ctx):\n    return 1 / (ctx.rank - 1)  # the faulty line\n")
+    said = run_cell(kernel, "cluster.run(broken)")
+    assert "rank 1 of 2 failed: ZeroDivisionError" in said
+    assert said.count("# the faulty line") >= 1
+    assert "[4.0, 4.0]" in run_cell(kernel, "cluster.run(work, Double())")
+
+
+def test_interrupting_a_cell(kernel: Kernel, wait_until_gone: WaitUntilGone, tmp_path: Path) -> None:
+    run_cell(kernel, SETUP)
+    ready = tmp_path / "ready"
+    loop = f"""
+def spin(ctx):
+    ctx.comm.barrier()
+    open({str(ready)!r} + str(ctx.rank), "w").write(str(os.getpid()))
+    while True: pass
+cluster.run(spin)
+"""
+    request = kernel[1].execute(loop)
+    pids = [int(wait_for_text(Path(f"{ready}{rank}"))) for rank in range(2)]
+    kernel[0].interrupt_kernel()
+    assert "KeyboardInterrupt" in outputs_until_idle(kernel[1], request)
+    wait_until_gone(pids, 2.0)
+    assert "[4.0, 4.0]" in run_cell(kernel, "cluster.run(work, Double())")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_the_kernel_dies(kernel: Kernel, wait_until_gone: WaitUntilGone, how: signal.Signals) -> None:
+    run_cell(kernel, SETUP)
+    start = """
+from mpkit.models import MLP
+run = cluster.train(MLP(4, 2), [(torch.randn(8, 4), torch.randn(8, 2))], mk.Plan.naive_mp(2),
+    loss=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=10**9, show=False)
+while not run.pids: pass
+print(os.getpid(), *run.pids)
+"""
+    found = run_cell(kernel, start).split()
+    mine, ranks = int(found[0]), [int(pid) for pid in found[1:]]
+    os.kill(mine, how)
+    wait_until_gone(ranks, 2.0)
+
+
+def wait_for_text(path: Path) -> str:
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline
+    return path.read_text()
