@@ -1,0 +1,231 @@
+"""What a Run shows in a notebook: progress, timeline, memory, a stop button, what the ranks print.
+
+    Dashboard    the widgets, filled from any thread by methods that say what they need
+    RunView      looks on while a Run goes, and fills one
+    show_run     makes both and displays them
+
+The timeline's picture comes first; the memory chart, whose library is five megabytes, once there is some. When
+the run ends, the output is replaced by one that holds pictures too: a saved notebook shows them without a kernel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from mpkit.timeline import Timeline
+from mpkit.views import dashboard_html as parts
+from mpkit.views.memory import MemoryView
+from mpkit.views.needs import needs_notebook
+from mpkit.views.pace import Pace
+from mpkit.views.picture import rank_label
+from mpkit.views.text import text
+from mpkit.views.timeline import TimelineView
+
+try:
+    import ipywidgets
+except ImportError as error:
+    raise needs_notebook("a run's dashboard", error) from error
+
+if TYPE_CHECKING:
+    from mpkit.run import Run
+
+__all__ = ["Dashboard", "RunView", "show_run"]
+
+LINES = 500
+"""Lines of the ranks' output that stay in view."""
+
+
+class Dashboard:
+    """The widgets of a run. All methods may be called from any thread.
+
+    Args:
+        title: what the run is.
+        labels: of the timeline's lanes, one a rank.
+        steps: how many the run is to have.
+        on_stop: called, in a thread of its own, when the stop button is pressed.
+        theory: the bubble by the formula, to show beside the measured one.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        labels: Sequence[str],
+        steps: int,
+        on_stop: Callable[[], object],
+        *,
+        theory: float | None = None,
+    ) -> None:
+        self.title, self.steps = title, steps
+        self._lock = threading.RLock()
+        self._on_stop, self._theory = on_stop, theory
+        self._lines: list[str] = []
+        self._memory: MemoryView | None = None
+        self._static: tuple[str, str] | None = None  # text/html and text/plain, once the run is over
+        self._handle: Any = None
+        self._losses: list[float] = []
+        self._head = ipywidgets.HTML(parts.head(title, "running"))
+        self._bar = ipywidgets.IntProgress(value=0, max=max(steps, 1), layout={"width": "220px"})
+        self._words = ipywidgets.HTML(parts.progress(0, steps, []))
+        self._stop = ipywidgets.Button(
+            description="Stop", icon="stop", layout={"width": "90px"}, tooltip=parts.STOP_HINT
+        )
+        self._stop.on_click(self._pressed)
+        self.timeline = TimelineView(labels=labels)
+        self.timeline.live = True
+        self.timeline.note = self._note()
+        self._trouble, self._output = ipywidgets.HTML(), ipywidgets.HTML()
+        self._below = ipywidgets.VBox()
+        line = ipywidgets.HBox([self._bar, self._words, self._stop], layout={"align_items": "center"})
+        self.widget = ipywidgets.VBox(
+            [self._head, line, self._trouble, self.timeline, self._below, self._output]
+        )
+
+    # ---- filling ------------------------------------------------------------------------------------------
+
+    def add_spans(self, spans: npt.NDArray[Any], names: Sequence[str]) -> None:
+        """More operations, as `TimelineView.append` takes them."""
+        self.timeline.append(spans, names)
+
+    def set_progress(self, step: int, losses: Sequence[float], note: str = "") -> None:
+        """How far the run has come: steps done, and the loss of each."""
+        with self._lock:
+            self._losses = list(losses)
+            self._bar.value = min(step, self._bar.max)
+            self._words.value = parts.progress(step, self.steps, losses)
+            if note:
+                self.timeline.note = note
+
+    def set_memory(self, timeline: Timeline, *, now: bool = False) -> None:
+        """The memory so far; drawn now and then (see `MemoryView`), or `now`."""
+        with self._lock:
+            if not len(timeline.held):
+                return
+            if self._memory is None:
+                self._memory = MemoryView(timeline)
+                self._below.children = [self._memory.widget]
+            else:
+                self._memory.update(timeline, now=now)
+
+    def add_output(self, line: str) -> None:
+        """What a rank printed, with the rank's label."""
+        with self._lock:
+            self._lines += line.splitlines() or [""]
+            del self._lines[:-LINES]
+            self._output.value = parts.output(self._lines)
+
+    def finish(self, timeline: Timeline, message: str = "", *, status: str = "finished") -> None:
+        """The run is over: show its whole timeline, and keep pictures for who will have no kernel.
+
+        Args:
+            timeline: of the whole run.
+            message: what went wrong, if something did.
+            status: "finished", "stopped" or "failed".
+        """
+        with self._lock:
+            self.timeline.replace(timeline)
+            self.timeline.live = False
+            self.timeline.note = " ".join([self._note(), *timeline.notes]).strip()
+            self.set_memory(timeline, now=True)
+            self._head.value = parts.head(self.title, status)
+            self._trouble.value = parts.trouble(message)
+            self._bar.bar_style = {"finished": "success", "failed": "danger"}.get(status, "warning")
+            self._stop.layout.display = "none"
+            words = parts.progress(len(self._losses), self.steps, self._losses)
+            self._static = (
+                parts.static(self.title, status, words, message, timeline, self._lines),
+                "\n".join(filter(None, [f"{self.title}: {status}", message, text(timeline, 100)])),
+            )
+            if self._handle is not None:
+                self._handle.update(self.mimebundle(), raw=True)
+
+    # ---- showing ------------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Display it here; the same output is replaced when the run ends."""
+        from IPython.display import display
+
+        self._handle = display(self.mimebundle(), raw=True, display_id=True)
+
+    def mimebundle(self) -> dict[str, Any]:
+        """The widgets, and beside them what is seen where no kernel runs."""
+        with self._lock:
+            static = self._static or (
+                parts.head(self.title, "running"),
+                f"{self.title}: running, in a widget that this front end does not show",
+            )
+            view = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
+            return {
+                "application/vnd.jupyter.widget-view+json": view,
+                "text/html": static[0],
+                "text/plain": static[1],
+            }
+
+    def _note(self) -> str:
+        return "" if self._theory is None else parts.theory(self._theory)
+
+    def _pressed(self, _button: object) -> None:
+        self._stop.disabled = True
+        self._stop.description = "Stopping"
+        # Not here: this is the kernel's thread, or one that it must not wait for.
+        threading.Thread(target=self._on_stop, name="mpkit-stop", daemon=True).start()
+
+
+class RunView:
+    """Looks on while a Run goes (`mpkit.run.Onlooker`), and fills a Dashboard."""
+
+    def __init__(self, run: Run) -> None:
+        self._feed, self._cell = run.feed(), _cell()
+        self._loss_pace, self._memory_pace = Pace(0.3), Pace(0.8)
+        so_far = self._feed.timeline()
+        theory = run.plan.bubble_in_theory
+        self.dashboard = Dashboard(
+            run.plan.describe().split(". ")[0].rstrip("."),
+            [rank_label(so_far, rank) for rank in range(so_far.world_size)],
+            run.steps,
+            run.stop,
+            theory=float(theory) if theory else None,
+        )
+
+    def tick(self, run: Run) -> None:
+        """Something may have changed."""
+        self.dashboard.add_spans(self._feed.advance(), self._feed.names)
+        self._loss_pace(lambda: self._progress(run))
+        self._memory_pace(lambda: self.dashboard.set_memory(self._feed.timeline()))
+
+    def output(self, line: str) -> None:
+        """A rank printed this line."""
+        self.dashboard.add_output(line)
+
+    def end(self, run: Run) -> None:
+        """It is over: finished, stopped or failed."""
+        self._progress(run)
+        self.dashboard.finish(run.timeline(), str(run.error or ""), status=run.status)
+
+    def mimebundle(self) -> dict[str, Any]:
+        """What displaying the Run again shows; in the cell that has it already, a word."""
+        if _cell() == self._cell:
+            return {"text/plain": f"<Run: {self.dashboard.title}; shown above>"}
+        return self.dashboard.mimebundle()
+
+    def _progress(self, run: Run) -> None:
+        losses = run.losses
+        self.dashboard.set_progress(len(losses), losses)
+
+
+def _cell() -> int:
+    """The number of the cell that runs; -1 where nobody counts."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    return -1 if shell is None else int(shell.execution_count)
+
+
+def show_run(run: Run) -> RunView:
+    """Display a run's dashboard here; the view returned wants to be told how the run goes."""
+    view = RunView(run)
+    view.dashboard.show()
+    return view

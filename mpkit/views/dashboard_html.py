@@ -1,0 +1,111 @@
+"""The dashboard's words as HTML: pure functions, every string escaped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from mpkit.timeline import Timeline
+from mpkit.views.fallback import image
+from mpkit.views.memory_svg import memory_svg
+from mpkit.views.picture import picture
+from mpkit.views.svg import summary, svg
+from mpkit.views.units import percent
+
+__all__ = ["STOP_HINT", "head", "output", "progress", "sparkline", "static", "theory", "trouble"]
+
+STOP_HINT = "End the ranks now. While a cell is running, interrupt the kernel instead: that stops them too."
+
+_CHIPS = {"running": "#0072b2", "finished": "#007a5a", "stopped": "#9a6b00", "failed": "#c23b00"}
+_FAINT = "color:var(--jp-ui-font-color2,#656d76)"
+_MONO = "font:12px/1.45 ui-monospace,SFMono-Regular,Menlo,'DejaVu Sans Mono',monospace"
+
+
+def head(title: str, status: str) -> str:
+    """The title, and how the run stands.
+
+    >>> "&lt;b&gt;" in head("<b>", "running")
+    True
+    """
+    chip = (
+        f"background:{_CHIPS.get(status, _CHIPS['running'])};color:#fff;border-radius:9px;padding:1px 9px;"
+        "font-size:12px;margin-left:10px;vertical-align:1px"
+    )
+    return (
+        f'<div style="font-size:15px;font-weight:600;line-height:1.7">{escape(title)}'
+        f'<span style="{chip};font-weight:500">{escape(status)}</span></div>'
+    )
+
+
+def progress(step: int, steps: int, losses: Sequence[float]) -> str:
+    """Steps, the latest loss, and all of them as a line."""
+    words = f"step <b>{step}</b> of {steps}"
+    if losses:
+        words += f' <span style="{_FAINT}">&nbsp;loss</span> <b>{losses[-1]:.4f}</b> {sparkline(losses)}'
+    return f'<div style="font-variant-numeric:tabular-nums;margin:0 12px;white-space:nowrap">{words}</div>'
+
+
+def sparkline(losses: Sequence[float], width: int = 110, height: int = 22) -> str:
+    """The losses as a small line; what is no number (NaN) is left out.
+
+    >>> sparkline([1.0]), sparkline([float("nan"), float("inf")])
+    ('', '')
+    """
+    points = [(i, loss) for i, loss in enumerate(losses) if math.isfinite(loss)]
+    points = points[:: max(1, len(points) // width)] + points[-1:]
+    if len(points) < 3:
+        return ""
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    span = (high - low) or 1.0
+    last = points[-1][0] or 1
+    path = " ".join(
+        f"{2 + x / last * (width - 4):.1f},{2 + (high - y) / span * (height - 4):.1f}" for x, y in points
+    )
+    return (
+        f'<svg role="img" aria-label="loss from {losses[0]:.3g} to {losses[-1]:.3g}" width="{width}" '
+        f'height="{height}" style="vertical-align:middle;margin-left:6px">'
+        f'<polyline points="{path}" fill="none" stroke="#0072b2" stroke-width="1.6" stroke-linejoin="round"/></svg>'
+    )
+
+
+def output(lines: Sequence[str]) -> str:
+    """What the ranks printed; the newest in view."""
+    if not lines:
+        return ""
+    # Two boxes: the outer one turns the order around, so that it is scrolled to the end.
+    return (
+        '<div style="max-height:220px;overflow:auto;display:flex;flex-direction:column-reverse;'
+        'border-top:1px solid var(--jp-border-color2,#d8dee4)">'
+        f'<pre style="{_MONO};margin:6px 0;white-space:pre-wrap">{escape(chr(10).join(lines))}</pre></div>'
+    )
+
+
+def trouble(message: str) -> str:
+    """What went wrong, as it was said."""
+    if not message:
+        return ""
+    return (
+        f'<pre style="{_MONO};white-space:pre-wrap;margin:6px 0;padding:8px 12px;border-left:4px solid #d55e00;'
+        f'background:rgba(213,94,0,0.08)">{escape(message)}</pre>'
+    )
+
+
+def theory(bubble: float) -> str:
+    """The bubble by the formula.
+
+    >>> theory(3 / 11)
+    'Bubble in theory, were all stages equal: 27.3 %.'
+    """
+    return f"Bubble in theory, were all stages equal: {percent(bubble)}."
+
+
+def static(
+    title: str, status: str, words: str, message: str, timeline: Timeline, lines: Sequence[str]
+) -> str:
+    """All of it without a kernel: pictures as images, for a saved notebook."""
+    drawn = [head(title, status), words, trouble(message)]
+    drawn.append(image(svg(timeline), summary(picture(timeline))))
+    if len(timeline.held):
+        drawn.append(image(memory_svg(timeline), "Memory by GPU over time"))
+    return "".join([*drawn, output(lines)])

@@ -1,0 +1,163 @@
+"""Memory by category and GPU as a plotly chart: small panels on one scale, the peak of each marked.
+
+Beyond PANELS GPUs a panel each would be a wallpaper: then a bar a GPU, at the moment when it held most. A live
+chart is changed in place at most once in PAUSE seconds, since each change sends its arrays anew: at most 500
+moments a trace, in float32 (what is int64 would travel as JSON).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from mpkit.timeline import Timeline
+from mpkit.trace import CATEGORIES
+from mpkit.views.held import CATEGORY_INKS, held_text, memory_of
+from mpkit.views.needs import needs_notebook
+from mpkit.views.picture import rank_label
+
+try:
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+except ImportError as error:
+    raise needs_notebook("the memory chart", error) from error
+
+__all__ = ["MemoryView", "memory_figure"]
+
+PANELS = 16
+PAUSE = 0.7
+GREY, LINE = "#757d88", "rgba(128,128,128,0.25)"  # read on a light and on a dark ground
+
+
+def memory_figure(timeline: Timeline) -> Any:
+    """The chart as a plotly Figure, with the numbers inside.
+
+    Args:
+        timeline: whose `held` to draw.
+    """
+    ranks = timeline.world_size
+    return _bars(ranks, timeline) if ranks > PANELS else _panels(ranks, timeline)
+
+
+class MemoryView:
+    """The chart as a widget that moves with the run; `widget` is what to display.
+
+    Args:
+        timeline: of the run so far.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.widget = go.FigureWidget(memory_figure(timeline))
+        self._ranks = timeline.world_size
+        self._lock = threading.Lock()
+        self._drawn = time.monotonic()
+
+    def update(self, timeline: Timeline, *, now: bool = False) -> bool:
+        """Show the memory of a later timeline; from any thread. Returns whether it was time to.
+
+        Args:
+            timeline: of the same run, further on.
+            now: draw however short ago the last time was.
+        """
+        with self._lock:
+            if not now and time.monotonic() - self._drawn < PAUSE:
+                return False
+            fresh = memory_figure(timeline)
+            with self.widget.batch_update():
+                for old, new in zip(self.widget.data, fresh.data, strict=True):
+                    old.x, old.y = new.x, new.y
+                for old, new in zip(self.widget.layout.annotations, fresh.layout.annotations, strict=True):
+                    old.text = new.text
+            self._drawn = time.monotonic()
+            return True
+
+
+def _panels(ranks: int, timeline: Timeline) -> Any:
+    """A panel a GPU: categories stacked over time, a mark and a number at the peak."""
+    across = min(4, ranks)
+    down = -(-ranks // across)
+    memories = [memory_of(timeline, rank, points=500) for rank in range(ranks)]
+    figure = make_subplots(
+        rows=down,
+        cols=across,
+        shared_yaxes="all",
+        shared_xaxes="all",
+        subplot_titles=[
+            f"{rank_label(timeline, rank)}: <b>peak {held_text(timeline, memory.total)}</b>"
+            for rank, memory in enumerate(memories)
+        ],
+        horizontal_spacing=0.02,
+        vertical_spacing=0.36 / down,
+    )
+    for rank, memory in enumerate(memories):
+        place = {"row": rank // across + 1, "col": rank % across + 1}
+        for number, category in enumerate(CATEGORIES):
+            ink = CATEGORY_INKS[category][0]
+            area = go.Scatter(
+                x=memory.times,
+                y=memory.levels[:, number],
+                name=category,
+                legendgroup=category,
+                showlegend=rank == 0,
+                stackgroup="held",
+                line={"shape": "hv", "width": 0, "color": ink},
+                fillcolor=ink,
+                hovertemplate="%{y:.3s}B<extra>" + category + "</extra>",
+            )
+            figure.add_trace(area, **place)
+        peak = go.Scatter(
+            x=memory.times[memory.peak : memory.peak + 1],
+            y=np.array([memory.total], np.float32),
+            mode="markers",
+            marker={"color": GREY, "size": 8, "symbol": "diamond"},
+            showlegend=False,
+            cliponaxis=False,
+            hovertemplate="peak: %{y:.3s}B at %{x:.3s}s<extra></extra>",
+        )
+        figure.add_trace(peak, **place)
+    figure.update_annotations(font={"size": 12}, yshift=4)
+    return _dressed(figure, 90 + 130 * down, timeline)
+
+
+def _bars(ranks: int, timeline: Timeline) -> Any:
+    """A bar a GPU, of what it held when it held most."""
+    memories = [memory_of(timeline, rank, points=500) for rank in range(ranks)]
+    labels = [rank_label(timeline, rank) for rank in range(ranks)]
+    figure = go.Figure()
+    for number, category in enumerate(CATEGORIES):
+        held = np.array([memory.levels[memory.peak, number] for memory in memories], np.float32)
+        figure.add_trace(go.Bar(x=labels, y=held, name=category, marker_color=CATEGORY_INKS[category][0]))
+    figure.update_layout(barmode="stack", bargap=0.15)
+    return _dressed(figure, 280, timeline)
+
+
+def _dressed(figure: Any, height: int, timeline: Timeline) -> Any:
+    """The same quiet look as the other pictures, on any ground."""
+    unit = "" if timeline.clock == "simulated" else "B"
+    figure.update_layout(
+        height=height,
+        margin={"l": 56, "r": 16, "t": 34, "b": 56},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"color": GREY, "size": 12},
+        legend={
+            "orientation": "h",
+            "yref": "container",
+            "y": 0,
+            "yanchor": "bottom",
+            "x": 0,
+            "traceorder": "normal",
+        },
+        hovermode="x unified",
+        hoverlabel={"font": {"color": "#1f2328"}, "bgcolor": "#ffffff"},
+    )
+    figure.update_xaxes(showgrid=False, linecolor=LINE, zeroline=False, tickformat="~s", ticksuffix="s")
+    figure.update_yaxes(
+        gridcolor=LINE, zeroline=False, tickformat="~s", ticksuffix=unit, rangemode="tozero", nticks=4
+    )
+    if figure.layout.barmode == "stack":
+        figure.update_xaxes(tickformat=None, ticksuffix=None)
+    return figure

@@ -1,0 +1,155 @@
+"""What a Run shows in a notebook, and the memory chart in it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import mpkit as mk
+from mpkit.views.dashboard import Dashboard
+from mpkit.views.dashboard_html import head, output, progress, sparkline, trouble
+from mpkit.views.memory import MemoryView, memory_figure
+from mpkit.views.pace import Pace
+
+LABELS = [f"GPU {rank}" for rank in range(4)]
+
+
+def test_a_run_from_its_start_to_its_end(gpipe: mk.Timeline) -> None:
+    board = Dashboard("GPipe", LABELS, steps=3, on_stop=lambda: None, theory=3 / 11)
+    assert "in theory" in board.timeline.note and "27.3 %" in board.timeline.note
+    assert "running" in board.mimebundle()["text/plain"]
+    board.add_spans(gpipe.spans[:100], gpipe.names)
+    board.set_progress(2, [4.5, 4.25])
+    board.set_memory(gpipe)
+    board.add_output("[rank 1] hello")
+    board.timeline.flush()
+    assert board._bar.value == 2
+    assert "4.2500" in board._words.value and "of 3" in board._words.value
+    assert "[rank 1] hello" in board._output.value
+    assert len(board._below.children) == 1
+    board.finish(gpipe)
+    assert board.timeline.bubble == gpipe.bubble and not board.timeline.live
+    bundle = board.mimebundle()
+    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == board.widget.model_id
+    assert bundle["text/html"].count("<img alt=") == 2  # timeline and memory
+    assert "GPU 0 │0░1░" in bundle["text/plain"]
+    json.dumps(bundle)
+
+
+def test_a_failure_is_said_and_nothing_of_it_is_html(gpipe: mk.Timeline) -> None:
+    hostile = "<script>alert(1)</script>"
+    board = Dashboard(hostile, LABELS, steps=3, on_stop=lambda: None)
+    board.add_output(hostile)
+    board.finish(replace(gpipe, spans=gpipe.spans[:0]), f"rank 2 raised {hostile}", status="failed")
+    for html in (
+        board._trouble.value,
+        board._head.value,
+        board._output.value,
+        board.mimebundle()["text/html"],
+    ):
+        assert "<script" not in html and "&lt;script&gt;" in html
+    assert "failed" in board.mimebundle()["text/plain"]
+    assert board._stop.layout.display == "none"
+
+
+def test_the_stop_button_stops_without_holding_the_kernel_up() -> None:
+    may_end, ended = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        may_end.wait(10)
+        ended.set()
+
+    board = Dashboard("GPipe", LABELS, steps=3, on_stop=stop)
+    board._stop.click()  # returns, although stopping takes its time
+    assert board._stop.disabled and not ended.is_set()
+    may_end.set()
+    assert ended.wait(10)
+
+
+def test_threads_may_fill_it_together(gpipe: mk.Timeline) -> None:
+    board = Dashboard("GPipe", LABELS, steps=100, on_stop=lambda: None)
+    acts = [
+        lambda i: board.add_spans(gpipe.spans[i : i + 1], gpipe.names),
+        lambda i: board.set_progress(i, [1.0] * i),
+        lambda i: board.set_memory(gpipe),
+        lambda i: board.add_output(f"line {i}"),
+    ]
+    errors: list[BaseException] = []
+
+    def work(act) -> None:
+        try:
+            for i in range(50):
+                act(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(act,)) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert board._output.value.count("line ") == 50
+
+
+def test_long_output_keeps_its_end() -> None:
+    board = Dashboard("GPipe", LABELS, steps=1, on_stop=lambda: None)
+    for i in range(1200):
+        board.add_output(f"<line {i}>")
+    assert "&lt;line 1199&gt;" in board._output.value and "&lt;line 600&gt;" not in board._output.value
+
+
+def test_words() -> None:
+    assert progress(0, 5, []).count("<b>") == 1
+    assert "nan" in progress(1, 5, [float("nan")])
+    assert sparkline([3.0, 2.0, float("nan"), 1.0]).count(",") == 3 + 1  # the last is named again
+    assert output([]) == trouble("") == ""
+    assert "failed" in head("x", "failed")
+
+
+def test_pace_gives_costly_things_a_twentieth_of_the_time() -> None:
+    pace = Pace(0.0)
+    assert pace(lambda: sum(range(200_000)))
+    assert not pace(lambda: pytest.fail("too early"))
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_a_panel_a_gpu_with_its_peak(data_parallel: mk.Timeline) -> None:
+    figure = memory_figure(data_parallel)
+    assert len(figure.data) == 2 * (5 + 1)
+    assert [title.text for title in figure.layout.annotations] == [
+        "rank 0 (CPU): <b>peak 2.00 kB</b>",
+        "rank 1 (CPU): <b>peak 2.00 kB</b>",
+    ]
+    assert figure.data[5].y[0] == 2000 and figure.data[5].x[0] == 3.0
+    assert all(trace.x.dtype == trace.y.dtype == np.float32 for trace in figure.data)
+
+
+def test_few_points_whatever_the_length(gpipe: mk.Timeline) -> None:
+    held = np.zeros(200_000, gpipe.held.dtype)
+    held["time"], held["total"] = np.arange(200_000), np.arange(200_000) % 1000
+    figure = memory_figure(replace(gpipe, held=held))
+    assert max(len(trace.x) for trace in figure.data) <= 500
+    assert figure.data[0].y.max() == 999
+
+
+def test_many_gpus_have_a_bar_each(gpipe: mk.Timeline) -> None:
+    figure = memory_figure(replace(gpipe, world_size=40))
+    assert {trace.type for trace in figure.data} == {"bar"}
+    assert len(figure.data[0].x) == 40
+
+
+def test_the_live_chart_moves_but_not_too_often(data_parallel: mk.Timeline) -> None:
+    early = replace(data_parallel, held=data_parallel.held[data_parallel.held["time"] < 1])
+    view = MemoryView(early)
+    assert "1.20 kB" in view.widget.layout.annotations[0].text
+    assert not view.update(data_parallel)  # a moment later
+    assert view.update(data_parallel, now=True)
+    assert "2.00 kB" in view.widget.layout.annotations[0].text
+    assert view.widget.data[5].y[0] == 2000
