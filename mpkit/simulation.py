@@ -146,11 +146,9 @@ def _trace(ops: list[Row], memory: list[tuple[int, int, int]], names: list[str])
     return RankTrace(records, changes, names)
 
 
-def _by_stage(name: str, value: Times, stages: int) -> list[float]:
-    if isinstance(value, int | float):
-        return [_check(name, value)] * stages
+def _by_stage(name: str, value: object, stages: int) -> list[float]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        return [_check(name, value)]
+        return [_check(name, value)] * stages
     given = [_check(name, each) for each in value]
     if len(given) != stages:
         raise ValueError(

@@ -517,7 +517,10 @@ def test_any_program_is_placed_as_by_one_event_after_the_other(ranks: list[Rank]
 
 @given(programs(), st.data())
 def test_it_does_not_matter_how_the_records_come_in(ranks: list[Rank], data: st.DataObject) -> None:
-    """In pieces, some of them twice, the last op of a piece still open: the spans are the same."""
+    """In pieces, some of them twice, the last op of a piece still open: the spans are the same, to the last bit."""
+    for rank in ranks:
+        for op in rank.ops:
+            op["flops"] = op.get("flops", 0.0) / 3
     replaying = Replay(len(ranks), TOY)
     records = [rank.trace() for rank in ranks]
     reach = [0] * len(ranks)

@@ -132,7 +132,7 @@ class Replay:
         unfinished = [words for words in (this.unfinished() for this in self._ranks) if words]
         if unfinished:
             left = sum(
-                this.program.count - this.reached + len(this.program.left) + len(this.pending)
+                this.program.count - this.reached + len(this.program.left) + this.unserved
                 for this in self._ranks
             )
             self.notes.append(f"Not finished: {'; '.join(unfinished)}. {left:,} ops have no time here.")
@@ -163,7 +163,7 @@ class Replay:
             settled = self._network.serve(NEVER if final else self._horizon())
             if settled is None:
                 break
-            run = [self._ranks[one[0]] for one in settled if self._ranks[one[0]].settle(one)]
+            run = [this for one in settled if (this := self._ranks[one[0]]).settle(one)]
         return self._place(final)
 
     def _horizon(self) -> tuple[float, int, int]:

@@ -42,10 +42,11 @@ def machine(
             f"{chosen.name} has {chosen.devices} devices; it is replayed as if it had {world_size}, one a rank."
         )
     dtype = str(meta.get("dtype", "float32"))
+    scaled = ", scaled by the rates of the two devices" if is_known else ""
     notes.append(
         f"Compute is modelled for {chosen.device.name}: FLOPs at {chosen.device.rate(dtype) / 1e12:,.3g} TFLOP/s "
         f"or bytes at {chosen.device.bandwidth / 1e9:,.0f} GB/s, whichever takes longer; ops of unknown FLOPs take "
-        f"their measured time{', scaled by the rates of the two devices' if is_known else ''}. Starting a kernel takes no time here."
+        f"their measured time{scaled}. Starting a kernel takes no time here."
     )
     scale = own.device.rate(dtype) / chosen.device.rate(dtype) if is_known else 1.0
 

@@ -56,16 +56,18 @@ class Held:
         has_next = last + 1 < program.count
         next_begin = np.where(has_next, ops["start"][following], end)
         next_work = np.where(has_next, work[following], done[last])
-        takes_time = ops["kind"][last] != Kind.STEP
-        within = takes_time & (wall < end) & (ops["kind"][last] < 32)
-        share = _share(
-            wall, np.where(within, begin, np.where(takes_time, end, begin)), np.where(within, end, next_begin)
-        )
-        low = np.where(within, work[last], np.where(takes_time, done[last], work[last]))
+        # Communication and steps go on beside what follows; nothing is "after" them.
+        kind = ops["kind"][last]
+        has_end = (kind < Kind.SEND) | ((kind >= Kind.COPY_TO_DEVICE) & (kind < Kind.STEP))
+        within = has_end & (wall < end)
+        # Between the op's begin and its end, or between that and the next op's begin.
+        after = has_end & ~within
+        share = _share(wall, np.where(after, end, begin), np.where(within, end, next_begin))
+        low = np.where(after, done[last], work[last])
         high = np.where(within, done[last], next_work)
         at = np.where(op < 0, 0.0, low + share * (high - low))
         # A wait moves what comes after it; what happened while waiting is put where the wait begins.
-        waits = np.where(within & (ops["kind"][last] == Kind.WAIT), last, last + 1)
+        waits = np.where(within & (kind == Kind.WAIT), last, last + 1)
         return program.clock(at, np.where(op < 0, 0, waits))
 
 

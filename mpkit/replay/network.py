@@ -34,6 +34,7 @@ class _Route(NamedTuple):
     members: tuple[int, ...]  # of a message: sender, receiver
     link: Link
     is_message: bool
+    seconds_a_byte: float  # of a message
 
 
 class _Request:
@@ -104,11 +105,11 @@ class Network:
         return self._message(request, ready) if request.route.is_message else self._collective(request, ready)
 
     def _message(self, request: _Request, ready: float) -> list[Settled]:
-        (source, target), link, _ = request.route
-        wire = link.transfer(_SEND, request.nbytes)
-        start = max(ready, self._out[source], self._in[target] - link.latency)
+        (source, target), link, _, seconds_a_byte = request.route
+        wire, latency = request.nbytes * seconds_a_byte, link.latency
+        start = max(ready, self._out[source], self._in[target] - latency)
         left = self._out[source] = start + wire
-        arrived = self._in[target] = start + link.latency + wire
+        arrived = self._in[target] = start + latency + wire
         settled = [
             (rank, op, start, left if rank == source else arrived, issued)
             for issued, rank, op in request.asked
@@ -119,7 +120,7 @@ class Network:
         return settled
 
     def _collective(self, request: _Request, ready: float) -> list[Settled]:
-        members, link, _ = request.route
+        members, link, *_ = request.route
         start = ready
         for rank in members:
             start = max(start, self._out[rank], self._in[rank])
@@ -138,4 +139,5 @@ class Network:
             return None
         if is_message and (len(members) != 2 or members[0] == members[1]):
             return None
-        return _Route(members, self._hardware.link_of(members), bool(is_message))
+        link = self._hardware.link_of(members)
+        return _Route(members, link, bool(is_message), link.transfer(_SEND, 1.0))

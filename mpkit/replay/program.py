@@ -121,9 +121,10 @@ class Program:
         # Actions, and copies between device and host, which hold their rank up as well.
         works = ((kind < _WAIT) & (depth == 0)) | ((kind >= _HOST) & (kind < _STEP) & ~within)
         seconds = np.where(works, self._cost(ops), 0.0)
-        done = self.total + np.cumsum(seconds)
-        total = float(done[-1])
-        work = np.concatenate([[self.total], done[:-1]])
+        sums = np.cumsum(
+            np.concatenate([[self.total], seconds])
+        )  # added up in the same order, in one go or many
+        work, done, total = sums[:-1].copy(), sums[1:].copy(), float(sums[-1])
         close = here + 1
         if within.any():
             close = _closes(depth, kind < _COMM, within, action)
@@ -190,7 +191,7 @@ class Program:
 
     def forget(self, before: int) -> None:
         """No op before that one will be asked about any more."""
-        del self.pauses[: bisect_left(self.pauses, (before,)) - 1]
+        del self.pauses[: max(0, bisect_left(self.pauses, (before,)) - 1)]
 
     def clock(self, work: Array, op: Array) -> Array:
         """Seconds on the clock after that much work and all waits before `op`."""

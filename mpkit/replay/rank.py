@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,11 @@ class RankReplay:
         self.program = program
         self.lines = Lines(names)
         self.memory = np.zeros(0, MEMORY)  # changes that have no time yet
-        self.pending: set[int] = set()  # communication asked for and not served
         self.waits_for = -1  # the op that the rank is stuck on
         self._names = names
         self._controls: list[Control] = []
         self._at = 0  # the control that comes next
-        self._finished: dict[int, float] = {}  # communication served: when it ended
+        self._ends: dict[int, float] = {}  # when each communication ended; inf: asked for, and not served
         self._settled: list[Settled] = []  # communication that is not a span yet
         self._waited: list[tuple[int, float, float, int]] = []  # waits likewise: op, start, end, what for
         self._others = np.zeros(0, np.int64)  # all other ops likewise
@@ -86,7 +86,7 @@ class RankReplay:
     def run(self, network: Network) -> None:
         """Go on through communication and waits, until one has to wait for something unserved."""
         rank, controls, at, pauses = self.rank, self._controls, self._at, self.program.pauses
-        pending, finished, settled, waited = self.pending, self._finished, self._settled, self._waited
+        ends, settled, waited = self._ends, self._settled, self._waited
         ask = network.ask
         _, time, before = pauses[-1]
         while at < len(controls):
@@ -95,16 +95,16 @@ class RankReplay:
             if kind != _WAIT:
                 known = ask(rank, op, kind, group, number, nbytes, now)
                 if known is None:
-                    pending.add(op)
+                    ends[op] = inf
                 else:
-                    finished[op] = known[3]
+                    ends[op] = known[3]
                     settled.append(known)
-            elif ref in pending:
-                self.waits_for = ref
-                break
             else:
-                end = finished.get(ref, now)
+                end = ends.get(ref, now)
                 if end > now:
+                    if end == inf:
+                        self.waits_for = ref
+                        break
                     pauses.append((op, end, work))
                     time, before = end, work
                 else:
@@ -115,9 +115,8 @@ class RankReplay:
 
     def settle(self, settled: Settled) -> bool:
         """A communication of it was served; returns whether it waited for that."""
-        _, op, _, end, _ = settled
-        self.pending.discard(op)
-        self._finished[op] = end
+        op = settled[1]
+        self._ends[op] = settled[3]
         self._settled.append(settled)
         if self.waits_for != op:
             return False
@@ -152,7 +151,8 @@ class RankReplay:
         timed = self.memory["op"] < self.reached + final
         held = self._held.place(self.rank, self.program, self.memory[timed])
         self.memory = self.memory[~timed]
-        self.program.forget(min(self.reached, int(self._others.min(initial=self.reached))))
+        # A change of memory may still be to come that happened in the op before.
+        self.program.forget(min(self.reached, int(self._others.min(initial=self.reached))) - 1)
         return held
 
     def _place_others(self, final: bool) -> tuple[Array, Array, Array]:
@@ -170,6 +170,11 @@ class RankReplay:
         steps = np.flatnonzero(program.ops["kind"][op] == _STEP)
         done[steps] = [program.work[at] if at < program.count else program.total for at in close[steps]]
         return op, start, program.clock(done, close)
+
+    @property
+    def unserved(self) -> int:
+        """How many communications were asked for and not served."""
+        return sum(end == inf for end in self._ends.values())
 
     # ---- what is left at the end --------------------------------------------------------------------------
 
