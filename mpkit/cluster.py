@@ -7,14 +7,18 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from mpkit.errors import MpkitError
 from mpkit.launch.launch import Launch, here, pack
 from mpkit.launch.warm import Warm
 
 if TYPE_CHECKING:
     import torch
 
+    from mpkit.devices import Hardware
     from mpkit.plan import Plan
     from mpkit.run import Run
+    from mpkit.timeline import Timeline
+    from mpkit.trace import Trace
 
 __all__ = ["Cluster"]
 
@@ -111,6 +115,23 @@ class Cluster:
         launch = self.launch(fn, args, timeout=timeout, sink=print)
         launch.finish()
         return launch.results()
+
+    @property
+    def trace(self) -> Trace:
+        """What the ranks of the latest run recorded: of `run` too, with the spans of your own.
+
+        Raises:
+            MpkitError: nothing has run on this cluster yet.
+        """
+        if self._current is None:
+            raise MpkitError("this cluster has no trace yet: cluster.run(fn) or cluster.train(...) first")
+        return self._current.trace
+
+    def timeline(self, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
+        """The latest run on a clock; see `Run.timeline`."""
+        from mpkit.replay import replay
+
+        return replay(self.trace, hardware, clock)
 
     def train(
         self,

@@ -57,10 +57,18 @@ def extent(spans: Array) -> tuple[float, float]:
     return (float(spans["start"].min()), float(spans["end"].max())) if len(spans) else (0.0, 0.0)
 
 
+def waits_within(spans: Array) -> Array:
+    """Waits in the middle of an action, such as for an all-reduce in a span of a learner's own."""
+    within: Array = spans[(spans["kind"] == Kind.WAIT) & (spans["depth"] > 0)]
+    return within
+
+
 def busy(spans: Array, world_size: int) -> Array:
-    """Seconds of work by rank."""
-    these = work(spans)
-    return np.bincount(these["rank"], these["end"] - these["start"], minlength=world_size)
+    """Seconds of work by rank: its actions, without the waits within them."""
+    total = np.zeros(world_size)
+    for these, sign in ((work(spans), 1.0), (waits_within(spans), -1.0)):
+        total += sign * np.bincount(these["rank"], these["end"] - these["start"], minlength=world_size)
+    return total
 
 
 def covered(spans: Array) -> Array:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mpkit.cluster import Cluster
+    from mpkit.devices import Hardware
     from mpkit.live import LiveFeed
     from mpkit.prepare import TrainJob
     from mpkit.timeline import Timeline
@@ -150,7 +151,7 @@ class Run:
 
         return LiveFeed(self._launch.folder, self._launch.ranks, self._launch.meta)
 
-    def timeline(self, hardware: Any = None, clock: str | None = None) -> Timeline:
+    def timeline(self, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
         """The run on a clock.
 
         Args:

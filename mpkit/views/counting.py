@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.metrics import work
+from mpkit import metrics
 
 __all__ = ["BubbleCounter"]
 
@@ -37,12 +37,11 @@ class BubbleCounter:
 
     def add(self, spans: npt.NDArray[Any]) -> list[int]:
         """Take a batch; returns the steps that it changed."""
-        done = work(spans)
+        done = metrics.work(spans)
         changed: list[int] = np.unique(done["step"]).tolist()
         for step in changed:
             mine = done[done["step"] == step] if len(changed) > 1 else done
-            length = mine["end"] - mine["start"]
-            sums = np.bincount(mine["rank"], length, minlength=self.world_size)
+            sums = metrics.busy(spans[spans["step"] == step], self.world_size)
             self._busy[step] = self._busy.get(step, 0.0) + sums
             start, end = self.extents.get(step, (np.inf, -np.inf))
             self.extents[step] = (

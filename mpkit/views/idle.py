@@ -53,8 +53,9 @@ def outside(inner: npt.NDArray[Any], outer: npt.NDArray[Any]) -> npt.NDArray[Any
 
 def idle_gaps(spans: npt.NDArray[Any], rank: int) -> npt.NDArray[Any]:
     """The [start, end] of a rank's idle times within steps, (n, 2) seconds, sorted."""
-    work = metrics.work(spans[spans["rank"] == rank])
-    return outside(metrics.covered(work), step_extents(spans))
+    mine = spans[spans["rank"] == rank]
+    working = outside(metrics.covered(metrics.waits_within(mine)), metrics.covered(metrics.work(mine)))
+    return outside(working, step_extents(spans))
 
 
 def _within(times: npt.NDArray[Any], intervals: npt.NDArray[Any]) -> npt.NDArray[Any]:

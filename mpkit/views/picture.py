@@ -23,7 +23,7 @@ from mpkit import metrics
 from mpkit.timeline import Timeline
 from mpkit.trace import Kind, Lane
 from mpkit.views.colours import Key, key_of
-from mpkit.views.idle import idle_gaps
+from mpkit.views.idle import idle_gaps, outside
 from mpkit.views.units import bytes_text, flops_text, percent, seconds
 
 __all__ = ["BOX", "CLOCKS", "Mark", "Picture", "Row", "describe", "figures", "picture", "rank_label"]
@@ -191,7 +191,7 @@ def _part_of(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _rows(timeline: Timeline, spans: npt.NDArray[Any]) -> list[Row]:
     """Compute for every rank; the thin rows for every rank if any rank has something in them."""
-    parts = sorted({0, *np.unique(_part_of(spans)).tolist()})
+    parts = sorted({0, *np.unique(_part_of(spans[spans["kind"] != Kind.WAIT])).tolist()})
     return [
         Row(rank, _PARTS[part], rank_label(timeline, rank) if part == 0 else _PARTS[part])
         for rank in range(timeline.world_size)
@@ -208,7 +208,23 @@ def _span_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Row
     boxes["key"] = key_of(spans["kind"])
     boxes["start"], boxes["end"], boxes["span"] = spans["start"], spans["end"], drawn
     # A wait is idle time, which idle_gaps has already, with what surrounds it.
-    return np.asarray(boxes[spans["kind"] != Kind.WAIT])
+    shown = spans["kind"] != Kind.WAIT
+    return _around_waits(boxes[shown], spans["rank"][shown], metrics.waits_within(spans))
+
+
+def _around_waits(
+    boxes: npt.NDArray[Any], ranks: npt.NDArray[Any], waits: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """Boxes of actions that wait in their middle are cut into what lies before and after."""
+    pieces = [boxes[~np.isin(ranks, waits["rank"]) | (boxes["key"] >= Key.COMM)]]
+    for rank in np.unique(waits["rank"]).tolist():
+        idle = metrics.covered(waits[waits["rank"] == rank])
+        for box in boxes[(ranks == rank) & (boxes["key"] < Key.COMM)]:
+            work = outside(idle, np.array([[box["start"], box["end"]]]))
+            piece = np.repeat(box, len(work))
+            piece["start"], piece["end"] = work[:, 0], work[:, 1]
+            pieces.append(piece)
+    return np.concatenate(pieces)
 
 
 def _idle_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Row]) -> npt.NDArray[Any]:
