@@ -1,0 +1,404 @@
+"""The theorem that everything else stands on: parallel training equals serial training.
+
+On real processes. Serial training is ten lines of plain PyTorch, without mpkit.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.data import images, spirals, text_batches
+from mpkit.models import GPT, MLP, ConvNet, chain, next_token_loss
+from mpkit.run import Run
+from mpkit.schedule import Action, Schedule
+
+Train = Callable[..., Run]
+# Ranks get this module's functions by value, and need not import the module and what tests need.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def train(clusters: Callable[[int], mk.Cluster]) -> Train:
+    """`train(model, data, plan, ...)` on as many ranks as the plan takes, waited for."""
+
+    def run(model: nn.Module, data: Any, plan: mk.Plan, **how: Any) -> Run:
+        return clusters(plan.ranks).train(model, data, plan, **how).wait()
+
+    return run
+
+
+def serial(
+    model: nn.Module, data: Any, *, loss: Any, optimizer: Any, steps: int
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The same training on one process, as anyone would write it."""
+    model = copy.deepcopy(model)
+    opt = optimizer(model.parameters())
+    losses = []
+    for step in range(steps):
+        inputs, targets = data[step % len(data)]
+        opt.zero_grad()
+        value = loss(model(inputs), targets)
+        value.backward()
+        opt.step()
+        losses.append(value.item())
+    return losses, model.state_dict()
+
+
+def check_equal(train: Train, model: nn.Module, data: Any, plan: mk.Plan, **how: Any) -> Run:
+    """Losses and weights after training by `plan` are those of serial training."""
+    exact = next(model.parameters()).dtype == torch.float64
+    tolerance = {"rtol": 1e-8, "atol": 1e-10} if exact else {"rtol": 1e-4, "atol": 1e-6}
+    losses, weights = serial(model, data, **how)
+    run = train(model, data, plan, **how)
+    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(losses), **tolerance)
+    assert list(run.state_dict()) == list(weights)
+    for name, value in run.state_dict().items():
+        torch.testing.assert_close(value, weights[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    return run
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def plain_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+# ---------------------------------------------------------------- the kit's models, the classic plans
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
+    "gpt": lambda: (GPT(layers=3, width=16, heads=2, length=12), text_batches(6, 12, 3), next_token_loss),
+    "mlp": lambda: (MLP(2, 3, width=12, layers=4), spirals(6, 3), F.cross_entropy),
+    "convnet": lambda: (ConvNet(1, 4, width=4, layers=3), images(6, 3, size=8), F.cross_entropy),
+}
+PLANS = [
+    mk.Plan.serial(),
+    mk.Plan.serial(microbatches=4),
+    mk.Plan.naive_mp(4),
+    mk.Plan.gpipe(4, 6),
+    mk.Plan.gpipe(3, 4),  # 6 samples in 4: 2, 2, 1, 1
+    mk.Plan.gpipe(4, 3, recompute="full"),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_classics_equal_serial_training(train: Train, kind: str, plan: mk.Plan) -> None:
+    torch.manual_seed(1)
+    model, data, loss = MODELS[kind]()
+    data = [(x.double() if x.is_floating_point() else x, y) for x, y in data]
+    check_equal(train, model.double(), data, plan, loss=loss, optimizer=adamw, steps=5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_in_single_precision_too(train: Train, kind: str) -> None:
+    torch.manual_seed(2)
+    model, data, loss = MODELS[kind]()
+    check_equal(train, model, data, mk.Plan.gpipe(4, 3), loss=loss, optimizer=plain_sgd, steps=5)
+
+
+# ---------------------------------------------------------------- random chains, random schedules
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[nn.Module, int]:
+    """A random chain of layers from [batch, width] to [batch, 2], and its width."""
+    torch.manual_seed(draw(st.integers(0, 10**6)))
+    first = width = draw(st.integers(1, 6))
+    layers: list[nn.Module] = []
+    for kind in draw(st.lists(st.sampled_from(["linear", "relu", "tanh", "norm", "nested"]), max_size=6)):
+        if kind in ("linear", "nested"):
+            wider = draw(st.integers(1, 6))
+            linear = nn.Linear(width, wider, bias=draw(st.booleans()))
+            layers.append(nn.Sequential(nn.GELU(), linear) if kind == "nested" else linear)
+            width = wider
+        else:
+            # ReLU works in place, on what another rank sent or on the data itself; not where autograd forbids it
+            free = not layers or not isinstance(layers[-1], (nn.Tanh, nn.ReLU))
+            layers.append(
+                {"relu": nn.ReLU(inplace=free), "tanh": nn.Tanh(), "norm": nn.LayerNorm(width)}[kind]
+            )
+    return nn.Sequential(*layers, nn.Linear(width, 2)).double(), first
+
+
+def random_schedule(stages: int, ranks: int, m: int, rng: random.Random) -> Schedule:
+    """Everything after what it needs, in a random order, dealt out to the ranks."""
+    holders = [*range(ranks), *(rng.randrange(ranks) for _ in range(stages - ranks))]
+    rng.shuffle(holders)
+    left = {Action(kind, s, i) for kind in "FB" for s in range(stages) for i in range(m)}
+    all_in_one = Schedule([sorted(left)], stage_to_rank=[0] * stages)
+    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    done: set[Action] = set()
+    while left:
+        action = rng.choice(sorted(a for a in left if done.issuperset(all_in_one.needs(a))))
+        left.remove(action)
+        done.add(action)
+        rows[holders[action.stage]].append(action)
+    return Schedule(rows, "random", holders)
+
+
+# No shrinking: it would be hundreds of runs more.
+@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_random_chains_and_schedules_equal_serial_training(train: Train, data: st.DataObject) -> None:
+    model, width = data.draw(chains(), label="model")
+    layers = len(chain(model))
+    batch = data.draw(st.integers(1, 9), label="batch")
+    m = data.draw(st.integers(1, min(batch, 5)), label="microbatches")
+    ranks = data.draw(st.integers(1, min(4, layers)), label="ranks")
+    recompute = data.draw(st.sampled_from(["none", "full"]), label="recompute")
+    kind = data.draw(st.sampled_from(["naive", "gpipe", "random"]), label="schedule")
+    if kind == "random":
+        stages = data.draw(st.integers(ranks, min(6, layers)), label="stages")
+        rng = random.Random(data.draw(st.integers(0, 10**6), label="order"))
+        plan = mk.Plan.from_schedule(random_schedule(stages, ranks, m, rng), recompute=recompute)
+    else:
+        plan = mk.Plan(pp=ranks, schedule=kind, microbatches=m, recompute=recompute)
+    batches = [(torch.randn(batch, width).double(), torch.randn(batch, 2).double()) for _ in range(2)]
+    # AdamW takes whole steps from gradients that are zero but for rounding, such as those before a norm of few values.
+    normed = any(isinstance(layer, nn.LayerNorm) for layer in model.modules())
+    optimizer = data.draw(st.sampled_from([sgd] if normed else [sgd, adamw]), label="optimizer")
+    check_equal(train, model, batches, plan, loss=F.mse_loss, optimizer=optimizer, steps=5)
+
+
+# ---------------------------------------------------------------- what a chain may do
+
+
+def linears(*widths: int) -> list[nn.Module]:
+    return [nn.Linear(a, b).double() for a, b in pairwise(widths)]
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+class Add(nn.Module):
+    """Two inputs, by position or name."""
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return left + 2 * right
+
+
+class Fork(nn.Module):
+    """Passes on a tensor, an integer mask that has no gradient, and a tensor that nobody uses."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x.sin(), (x > 0).long(), x * 3
+
+
+class Join(nn.Module):
+    def forward(self, parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, mask, _ = parts
+        return x * mask
+
+
+class Middle(nn.Module):
+    def forward(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(part * 2 for part in parts)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_several_tensors_from_stage_to_stage(train: Train, recompute: str) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(*linears(4, 4), Fork(), Middle(), Join(), *linears(4, 2))
+    plan = mk.Plan.gpipe(4, 3, cut=[2, 3, 4], recompute=recompute)
+    data = [(normal(5, 4), normal(5, 2))]
+    check_equal(train, model, data, plan, loss=F.mse_loss, optimizer=adamw, steps=5)
+    twice = Schedule(["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"], name="two stages a rank")
+    plan = mk.Plan(pp=2, schedule=twice, cut=[2, 3, 4], recompute=recompute)
+    check_equal(train, model, data, plan, loss=F.mse_loss, optimizer=adamw, steps=5)
+
+
+def test_inputs_by_position_and_by_name(train: Train) -> None:
+    torch.manual_seed(4)
+    model = nn.Sequential(Add(), *linears(3, 3, 2))
+    left, right, targets = normal(4, 3), normal(4, 3), normal(4, 2)
+    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd, "steps": 5}
+    losses, weights = serial(model[1:], [(left + 2 * right, targets)], **how)
+    for inputs in ((left, right), {"right": right, "left": left}):
+        run = train(model, [(inputs, targets)], mk.Plan.gpipe(2, 3), **how)
+        assert run.losses == pytest.approx(losses, rel=1e-8)
+        torch.testing.assert_close(run.state_dict()["2.weight"], weights["2.weight"], rtol=1e-8, atol=1e-10)
+
+
+def test_batches_may_differ_in_shape_from_step_to_step(train: Train) -> None:
+    torch.manual_seed(5)
+    model = GPT(layers=2, width=8, heads=2, length=16, vocab=20).double()
+    data = [
+        (torch.randint(20, (b, t)), torch.randint(20, (b, t))) for b, t in ((4, 16), (3, 7), (6, 1), (4, 16))
+    ]
+    plan = mk.Plan.gpipe(3, 2)
+    check_equal(train, model, data, plan, loss=next_token_loss, optimizer=adamw, steps=5)
+
+
+def test_frozen_layers(train: Train) -> None:
+    torch.manual_seed(6)
+    for frozen in ((0,), (0, 1, 2), (1, 3), (3,)):
+        model = nn.Sequential(*linears(3, 4, 4, 2, 2))
+        for i in frozen:
+            model[i].requires_grad_(False)
+        data = [(normal(4, 3), normal(4, 2))]
+        for recompute in ("none", "full"):
+            plan = mk.Plan.gpipe(4, 2, recompute=recompute)
+            check_equal(train, model, data, plan, loss=F.mse_loss, optimizer=adamw, steps=5)
+
+
+def test_shared_layers_in_one_stage(train: Train) -> None:
+    torch.manual_seed(7)
+    first, shared, last = linears(3, 3, 3, 2)
+    model = nn.Sequential(first, shared, nn.Tanh(), shared, last)
+    data = [(normal(4, 3), normal(4, 2))]
+    plan = mk.Plan.gpipe(3, 2, cut=[1, 4])
+    check_equal(train, model, data, plan, loss=F.mse_loss, optimizer=adamw, steps=5)
+
+
+def test_batch_norm_with_whole_batches(train: Train) -> None:
+    # Over micro-batches its means differ, as in every pipeline; with one it is exact, running means too, also where
+    # the forward runs twice.
+    torch.manual_seed(8)
+    model = nn.Sequential(*linears(3, 4), nn.BatchNorm1d(4).double(), nn.ReLU(inplace=True), *linears(4, 2))
+    data = [(normal(6, 3), normal(6, 2))]
+    for recompute in ("none", "full"):
+        plan = mk.Plan(pp=2, schedule="naive", recompute=recompute)
+        check_equal(train, model, data, plan, loss=F.mse_loss, optimizer=sgd, steps=5)
+
+
+def test_an_evaluating_model_stays_so(train: Train) -> None:
+    torch.manual_seed(9)
+    norm, drop = nn.BatchNorm1d(4).double(), nn.Dropout(0.5)
+    model = nn.Sequential(*linears(3, 4), norm, drop, *linears(4, 2)).eval()
+    data = [(normal(6, 3), normal(6, 2))]
+    check_equal(train, model, data, mk.Plan.gpipe(2, 3), loss=F.mse_loss, optimizer=sgd, steps=5)
+
+
+def test_dropout_drops_the_same_when_recomputed(train: Train) -> None:
+    torch.manual_seed(10)
+    model = nn.Sequential(
+        *linears(3, 16), nn.Dropout(0.5), *linears(16, 16), nn.Dropout(0.5), *linears(16, 2)
+    )
+    data = [(normal(6, 3), normal(6, 2))]
+    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd, "steps": 3}
+    kept = train(model, data, mk.Plan.gpipe(3, 2), seed=3, **how)
+    again = train(model, data, mk.Plan.gpipe(3, 2, recompute="full"), seed=3, **how)
+    other = train(model, data, mk.Plan.gpipe(3, 2), seed=4, **how)
+    assert kept.losses == again.losses != other.losses
+    torch.testing.assert_close(kept.state_dict(), again.state_dict(), rtol=0, atol=0)
+
+
+class Gate(nn.Module):
+    """Looks at its tensors' values, which have none in the dry run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum().item() > 0 else -x
+
+
+def test_control_flow_on_values(train: Train) -> None:
+    torch.manual_seed(11)
+    model = nn.Sequential(*linears(3, 3), Gate(), *linears(3, 2))
+    data = [(normal(4, 3), normal(4, 2)) for _ in range(3)]
+    check_equal(train, model, data, mk.Plan.naive_mp(3), loss=F.mse_loss, optimizer=sgd, steps=5)
+
+
+# ---------------------------------------------------------------- what it leaves alone, and what it leaves behind
+
+
+def test_the_callers_model_data_and_random_state_are_left_alone(train: Train) -> None:
+    torch.manual_seed(12)
+    model = nn.Sequential(*linears(3, 3), nn.ReLU(inplace=True), *linears(3, 2))
+    data = [(normal(4, 3), normal(4, 2))]
+    weights, inputs = copy.deepcopy(model.state_dict()), data[0][0].clone()
+    states = torch.get_rng_state(), random.getstate()
+    train(model, data, mk.Plan.gpipe(2, 2), loss=F.mse_loss, optimizer=sgd, steps=2)
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(data[0][0], inputs)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+
+
+def test_the_trace_has_every_action_once_a_step(train: Train) -> None:
+    torch.manual_seed(13)
+    model, data, loss = MODELS["gpt"]()
+    run = train(model, data, mk.Plan.gpipe(4, 3), loss=loss, optimizer=adamw, steps=2)
+    frame = run.timeline().to_dataframe()
+    for kind in ("forward", "backward"):
+        rows = frame[frame["kind"] == kind]
+        found = sorted(zip(rows["rank"], rows["stage"], rows["microbatch"], strict=True))
+        assert found == sorted((s, s, m) for s in range(4) for m in range(3) for _ in range(2))
+        assert (rows["flops"] > 0).mean() > 0.7  # an embedding has none
+    assert (frame["kind"] == "optimizer").sum() == 4 * 2
+    # each boundary: 6 samples x 12 tokens x 16 floats, forward and back
+    sends = frame[frame["kind"] == "send"].groupby("rank")["bytes"].sum().to_dict()
+    assert sends == {rank: 2 * 6 * 12 * 16 * 4 * (1 if rank in (0, 3) else 2) for rank in range(4)}
+
+
+def test_recomputation_holds_less(train: Train) -> None:
+    torch.manual_seed(14)
+    model = GPT(layers=4, width=32, heads=2, length=32)
+    data = text_batches(8, 32, 1)
+    how: dict[str, Any] = {"loss": next_token_loss, "optimizer": plain_sgd, "steps": 2}
+    kept = train(model, data, mk.Plan.gpipe(2, 8), **how).timeline().peak_memory
+    again = train(model, data, mk.Plan.gpipe(2, 8, recompute="full"), **how).timeline().peak_memory
+    for rank in range(2):
+        assert again[rank]["activations"] < 0.5 * kept[rank]["activations"]
+        assert again[rank]["params"] == kept[rank]["params"]
+
+
+def test_a_loss_that_is_nan_is_said_once_with_its_step(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(15)
+    model = nn.Sequential(*linears(3, 3, 2))
+    good, bad = (normal(4, 3), normal(4, 2)), (normal(4, 3) * torch.nan, normal(4, 2))
+    run = train(model, [good, good, bad], mk.Plan.gpipe(2, 2), loss=F.mse_loss, optimizer=sgd, steps=5)
+    said = [line for line in capsys.readouterr().out.splitlines() if "the loss is nan" in line]
+    assert len(said) == 1
+    assert "step 2" in said[0]
+    assert [loss == loss for loss in run.losses] == [True, True, False, False, False]
+
+
+class Trap(nn.Module):
+    """Fails on data that begins with 7."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x[:, 0] == 7).any():
+            raise ArithmeticError("seven")
+        return x
+
+
+def test_a_failure_says_rank_step_stage_and_micro_batch(train: Train) -> None:
+    class Same(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    torch.manual_seed(16)
+    model = nn.Sequential(Same(), Trap(), *linears(3, 2))
+    bad = normal(4, 3)
+    bad[3, 0] = 7
+    data = [(normal(4, 3), normal(4, 2)), (bad, normal(4, 2))]
+    with pytest.raises(mk.RankFailed, match="seven") as caught:
+        train(model, data, mk.Plan.gpipe(3, 4, cut=[1, 2]), loss=F.mse_loss, optimizer=sgd, steps=3)
+    error = caught.value
+    assert (error.rank, error.step, error.stage, error.microbatch) == (1, 1, 1, 3)
+    assert "in forward" in error.traceback
+    # and the next training works
+    train(model, data[:1], mk.Plan.gpipe(3, 4, cut=[1, 2]), loss=F.mse_loss, optimizer=sgd, steps=1)
