@@ -8,7 +8,6 @@ layers                 (if asked) each layer's share of a forward or backward, a
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from mpkit.record.gradients import Gradients
 from mpkit.record.recorder import Recorder
 from mpkit.record.saved import saving
 from mpkit.trace import Kind
@@ -28,13 +28,27 @@ class Watch:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self._last: list[Callable[[], None]] = []
         self._backward = -1  # the layer whose backward is under way: its op
 
     def close(self) -> None:
         """Remove every hook. What is in the ledger stays there until it dies."""
         for handle in self._handles:
             handle.remove()
+        for forget in self._last:
+            forget()
         self._handles.clear()
+        self._last.clear()
+
+    def _watch_gradients(self, recorder: Recorder, module: nn.Module) -> None:
+        ledger, savings = recorder.ledger, recorder.savings
+        gradients = Gradients(
+            ledger, module.parameters(), made=lambda: savings.gradient_made(recorder.place()[:2])
+        )
+        ledger.change(("grads", gradients.collect()))  # those that are there already
+        gradients.watch()
+        savings.gradients.append(gradients)
+        self._last = [gradients.unwatch, lambda: savings.gradients.remove(gradients)]
 
 
 def watch(
@@ -57,7 +71,7 @@ def watch(
         ledger.track(parameter, "params")
     for buffer in module.buffers():
         ledger.track(buffer, "buffers")
-    watched._handles += _watch_gradients(recorder, module)
+    watched._watch_gradients(recorder, module)
     if optimizer is not None:
         watched._handles += _watch_optimizer(recorder, optimizer)
     if recorder.layers:
@@ -68,37 +82,13 @@ def watch(
     return watched
 
 
-def _watch_gradients(recorder: Recorder, module: nn.Module) -> Iterator[RemovableHandle]:
-    for number, parameter in enumerate(module.parameters()):
-        if parameter.requires_grad:
-            if parameter.grad is not None:
-                recorder.ledger.track(parameter.grad, "grads")
-            yield parameter.register_post_accumulate_grad_hook(_gradient_hook(recorder, number))
-
-
-def _gradient_hook(recorder: Recorder, number: int) -> Callable[[torch.Tensor], None]:
-    ledger, savings = recorder.ledger, recorder.savings
-    known: Callable[[], torch.Tensor | None] = lambda: None  # noqa: E731
-
-    def made(parameter: torch.Tensor) -> None:
-        nonlocal known
-        grad = parameter.grad
-        if known() is not grad and grad is not None:  # new since zero_grad, not only added to
-            known = weakref.ref(grad)
-            savings.gradient_made(recorder.place()[:2], number)
-            ledger.track(grad, "grads")
-        elif savings.measuring:
-            savings.gradient_made(recorder.place()[:2], number)
-
-    return made
-
-
 def _watch_optimizer(recorder: Recorder, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
     name = type(optimizer).__name__
     index = states = touched = 0
 
     def before(*_: Any) -> None:
         nonlocal index
+        recorder.ledger.change(("grads", recorder.savings.collect()))  # by a backward that nobody released
         index = recorder.begin(Kind.OPTIMIZER, name, nbytes=touched)
 
     def after(*_: Any) -> None:

@@ -11,7 +11,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,10 +46,11 @@ class Claim:
 
 
 class _Entry(weakref.ref[Any]):
-    """A storage in the ledger; dies with it, and knows what to take off then."""
+    """A storage in the ledger; with a callback, it tells when the storage dies."""
 
-    __slots__ = ("category", "claim", "key", "nbytes")
+    __slots__ = ("block", "category", "claim", "key", "nbytes")
 
+    block: list[_Entry] | None  # what was entered together with it, itself included
     category: int
     claim: Claim | None
     key: int
@@ -67,46 +70,79 @@ class Ledger:
     def __init__(self, file: RecordFile, ops: RecordFile, device: torch.device | None = None) -> None:
         self._file = file
         self._ops = ops
-        self._device = device.type if device is not None else "cpu"
+        self._is_here = attrgetter(f"is_{device.type if device is not None else 'cpu'}")
         self._entries: dict[int, _Entry] = {}
-        self._pending: deque[tuple[int, int, int]] = deque()
+        self._queue: deque[tuple[int, int, int]] = deque()
         self._writing = threading.Lock()
         self.held = dict.fromkeys(CATEGORIES, 0)
 
     def track(self, tensor: torch.Tensor, category: str) -> None:
         """Count the tensor's storage from now until it dies; one that is known stays in its category."""
-        entry = self._enter(tensor, _number(category), None)
-        if entry is not None and entry.claim is not None:
+        entry, is_new = self._find(tensor, _number(category), self._died)
+        if entry is not None and is_new:
+            self._change((entry.category, entry.nbytes))
+        elif entry is not None and entry.claim is not None:
             entry.claim.add(-entry.nbytes)
             entry.claim = None
 
     def move(self, tensor: torch.Tensor, category: str) -> None:
         """Count the tensor's storage in this category from now on, wherever it was before."""
-        new = _number(category)
         self.track(tensor, category)
-        entry = self._enter(tensor, new, None)
+        new = _number(category)
+        entry, _ = self._find(tensor, new, self._died)
         if entry is not None and entry.category != new:
-            self.change(CATEGORIES[entry.category], -entry.nbytes)
-            self.change(category, entry.nbytes)
+            self._change((entry.category, -entry.nbytes))
+            self._change((new, entry.nbytes))
             entry.category = new
 
     def claim(self, tensor: torch.Tensor, category: str, claim: Claim) -> None:
         """Track the tensor; a storage that is new is added to `claim` until `track` is called for it."""
-        self._enter(tensor, _number(category), claim)
+        entry, is_new = self._find(tensor, _number(category), self._died)
+        if entry is not None and is_new:
+            self._change((entry.category, entry.nbytes))
+            entry.claim = claim
+            claim.add(entry.nbytes)
 
-    def change(self, category: str, delta: int) -> None:
-        """Count `delta` bytes more without naming a tensor."""
-        self._change(_number(category), delta)
+    def enter(self, tensors: Iterable[torch.Tensor], category: str) -> int:
+        """Take in tensors that came together and will go together, in this order; returns the bytes that are new.
 
-    def _change(self, category: int, delta: int) -> None:
-        # This may be called at any moment by any thread, also in the middle of itself: the death of a storage
-        # is noticed wherever the garbage collector happens to run. So nobody waits for the lock: the change
-        # is queued, and whoever holds the lock writes the queue.
-        self._pending.append((time.monotonic_ns(), category, delta))
-        while self._pending and self._writing.acquire(blocking=False):
+        The caller writes the `change`. Only the last one's death is noticed, and those of the others with it, or
+        when somebody stumbles on them: so a hundred gradients that `zero_grad` drops cost as much as one.
+        """
+        block: list[_Entry] = []
+        for tensor in tensors:
+            entry, is_new = self._find(tensor, _number(category), None)
+            if entry is not None and is_new:
+                entry.block = block
+                block.append(entry)
+        if block:
+            block[-1] = self._again(block[-1])
+        return sum(entry.nbytes for entry in block)
+
+    def change(self, *deltas: tuple[str, int]) -> None:
+        """Count so many bytes more in these categories, without naming a tensor: `change(("grads", 400))`.
+
+        May be called at any moment by any thread.
+        """
+        self._change(*((_number(category), delta) for category, delta in deltas if delta))
+
+    def _change(self, *deltas: tuple[int, int]) -> None:
+        # Also in the middle of itself: the death of a storage is noticed wherever the garbage collector happens
+        # to run. So nobody waits for the lock: whoever finds it taken queues the change, and whoever holds it
+        # looks at the queue after letting it go.
+        now = time.monotonic_ns()
+        if self._writing.acquire(False):
             try:
-                while self._pending:
-                    self._write(*self._pending.popleft())
+                for category, delta in deltas:
+                    self._write(now, category, delta)
+            finally:
+                self._writing.release()
+        else:
+            self._queue.extend((now, *delta) for delta in deltas)
+        while self._queue and self._writing.acquire(False):
+            try:
+                while self._queue:
+                    self._write(*self._queue.popleft())
             finally:
                 self._writing.release()
 
@@ -118,35 +154,60 @@ class Ledger:
             _PACK(file.map, _FIRST + _SIZE * index, now, self._ops.count, category, delta)
             file.publish(index + 1)
 
-    def _enter(self, tensor: torch.Tensor, category: int, claim: Claim | None) -> _Entry | None:
-        """The entry of the tensor's storage, made if there is none; None for what is not counted."""
-        if tensor.device.type != self._device:
-            return None
+    def _find(
+        self, tensor: torch.Tensor, category: int, died: Callable[[weakref.ref[Any]], None] | None
+    ) -> tuple[_Entry | None, bool]:
+        """The entry of the tensor's storage, and whether it is new; None for what is not counted."""
+        if not self._is_here(tensor):
+            return None, False
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # a sparse tensor, or a subclass made of other tensors
-            return None
+            return None, False
         key, nbytes = storage._cdata, storage.nbytes()
         entry = self._entries.get(key)
+        if entry is not None and entry() is None:  # it died, and nobody noticed
+            self._sweep(entry)
+            entry = None
         if entry is None:
-            entry = _Entry(storage, self._died)
-            entry.key, entry.category, entry.nbytes, entry.claim = key, category, nbytes, claim
-            self._entries[key] = entry
-            self._change(category, nbytes)
-            if claim is not None:
-                claim.add(nbytes)
-        elif entry.nbytes != nbytes:  # resized in place
-            self._change(entry.category, nbytes - entry.nbytes)
+            self._entries[key] = entry = _Entry(storage, died)
+            entry.key, entry.category, entry.nbytes = key, category, nbytes
+            entry.claim = entry.block = None
+            return entry, True
+        if entry.nbytes != nbytes:  # resized in place
+            self._change((entry.category, nbytes - entry.nbytes))
             entry.nbytes = nbytes
-        return entry
+        return entry, False
 
     def _died(self, entry: weakref.ref[Any]) -> None:
-        assert isinstance(entry, _Entry)
-        if self._entries.get(entry.key) is entry:
-            del self._entries[entry.key]
+        if TYPE_CHECKING:
+            assert isinstance(entry, _Entry)
         if entry.claim is not None:
             entry.claim.alive -= entry.nbytes
-        self._change(entry.category, -entry.nbytes)
+        self._sweep(entry)
+
+    def _sweep(self, dead: _Entry) -> None:
+        """Take off a dead storage, and what is dead of its block; what is not stands for itself from now on."""
+        freed = 0
+        for entry in dead.block or (dead,):
+            if entry() is not None:
+                self._again(entry).block = None
+            elif self._entries.get(entry.key) is entry:
+                del self._entries[entry.key]
+                if entry.category == dead.category:
+                    freed += entry.nbytes
+                else:  # moved
+                    self._change((entry.category, -entry.nbytes))
+        if freed:
+            self._change((dead.category, -freed))
+
+    def _again(self, entry: _Entry) -> _Entry:
+        """The same entry with notice of its storage's death."""
+        again = _Entry(entry(), self._died)
+        again.key, again.category, again.nbytes = entry.key, entry.category, entry.nbytes
+        again.claim, again.block = entry.claim, entry.block
+        self._entries[entry.key] = again
+        return again
 
 
 def _number(category: str) -> int:

@@ -5,8 +5,9 @@ now, and what it was doing when it was killed or hung. The hot path is `begin` a
 clock, two packings into mapped memory, no allocation to speak of.
 
 A look at the wall clock is cheap, a look at the CPU time of a thread is a system call and costs as much as all
-the rest. So within 10 us of such a look CPU time is taken to have run on with the wall clock: the op that begins
-right after another ended needs no look of its own. It cannot be off by more than those 10 us.
+the rest. So within 50 us of such a look CPU time is taken to have run on with the wall clock: the op that begins
+right after another ended needs no look of its own. A thread that slept meanwhile did so in a WAIT, after which
+there is a look again; whatever else it slept cannot be more than those 50 us.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _AT = {name: int(OP.fields[name][1]) for name in OP.names}  # type: ignore[index
 _AT_LANE, _AT_PLACE, _AT_START, _AT_END = _AT["lane"], _AT["stage"], _AT["start"], _AT["end"]
 _AT_BYTES, _AT_VALUE = _AT["bytes"], _AT["value"]
 _LANE = bytes(lane_of(kind) for kind in range(256))
-_COMPUTE = Lane.COMPUTE.value  # 0
-_NEAR = 10_000  # ns
+_COMPUTE, _WAIT = Lane.COMPUTE.value, Kind.WAIT.value  # 0, 16
+_NEAR = 50_000  # ns
 _STATES = {"finished": 1, "failed": 2}
 
 # An op of the compute lane that is open: its index, the thread's CPU time when it began, the depth of an op
@@ -138,7 +139,12 @@ class Recorder:
             self._clock.mark(index, False)
         if not lane:
             since = start - self._looked
-            cpu = self._cpu + since if since < _NEAR else time.thread_time_ns()
+            if kind == _WAIT:
+                cpu = -1  # nobody asks
+            elif since < _NEAR:
+                cpu = self._cpu + since
+            else:
+                cpu = time.thread_time_ns()
             self._open = (index, cpu, around[2] + 1 if around[2] < 255 else 255, around)  # `depth` is a byte
         return index
 
@@ -155,7 +161,9 @@ class Recorder:
             assert around is not None
             self._open = around
             since = now - self._looked
-            if since < _NEAR:
+            if cpu < 0:
+                cpu = self._looked = 0
+            elif since < _NEAR:
                 cpu = self._cpu + since - cpu
             else:
                 self._cpu = time.thread_time_ns()

@@ -1,13 +1,13 @@
 """What a forward saves for its backward, counted as activations.
 
-Autograd tells through two hooks what it saves, tensor by tensor. Calling Python for each costs microseconds, which is a
-few percent of a small micro-batch; and the answer is the same for every micro-batch of one shape. So forwards of a
+Autograd tells through two hooks what it saves, tensor by tensor. Calling Python for each costs microseconds, which is
+some percent of a small micro-batch; and the answer is the same for every micro-batch of one shape. So forwards of a
 shape are *measured* with the hooks on until the backward of one of them is over; the later ones *reuse* its numbers:
 
-    measured    each storage enters the ledger as it is saved, and leaves it as backward lets go of it
-    reused      the total enters when the forward is over; it leaves when backward is over (`Saved.release`),
-                and before that, where a gradient is made that was not there, as much of it as had left by then
-                in the measured pass: a peak can only hide where memory is added
+    measured    each storage enters the ledger as it is saved, and leaves it as backward lets go of it; each
+                gradient enters as it is made
+    reused      the sum enters when the forward is over; when backward is over the ledger is told what was held at
+                the measured backward's peak, then that the sum is gone and which gradients there are
 
 Parameters, buffers and whatever else is in the ledger already is not counted again, so a pipeline that keeps
 a stage's inputs tracks them before the forward, and its outputs as soon as it has them.
@@ -15,59 +15,75 @@ a stage's inputs tracks them before the forward, and its outputs as soon as it h
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from mpkit.record.gradients import Gradients
 from mpkit.record.ledger import Claim, Ledger
 
 if TYPE_CHECKING:
     from mpkit.record.recorder import Recorder
 
-__all__ = ["Measured", "Saved", "Savings", "saving"]
+__all__ = ["Saved", "Savings", "saving"]
 
 
+@dataclass
 class Measured:
     """What one measured forward and its backward told of a shape.
 
     Attributes:
         claim: the storages that the forward saved.
-        left: bytes of them still alive when the gradient of the parameter of that number was made.
+        peaks: (bytes of them still alive, bytes of gradients made) when their sum was largest, of a
+            backward that made gradients for good (True: there were none) and of one that did not (False).
     """
 
-    def __init__(self) -> None:
-        self.claim = Claim()
-        self.left: dict[int, int] = {}
+    claim: Claim = field(default_factory=Claim)
+    peaks: dict[bool, tuple[int, int]] = field(default_factory=dict)
 
 
 class Savings:
-    """What was measured so far, by stage and shape, and what is saved for which micro-batch.
+    """What was measured so far, by stage and shape, and what there is to measure with.
 
     Attributes:
-        measuring: how many measured forwards wait for the end of their backward.
+        gradients: of the modules that are watched.
+        under_way: the measured forward of each stage and micro-batch.
+        measuring: how many of those wait for the end of their backward.
     """
 
     def __init__(self) -> None:
         self.measured: dict[Hashable, Measured] = {}
-        self.under_way: WeakValueDictionary[tuple[int, int], Saved] = WeakValueDictionary()
+        self.gradients: list[Gradients] = []
+        self.under_way: dict[tuple[int, int], weakref.ref[MeasuredSaved]] = {}
         self.measuring = 0
 
-    def gradient_made(self, place: tuple[int, int], number: int) -> None:
-        """The backward of this stage and micro-batch made the gradient of the parameter of this number."""
-        saved = self.under_way.get(place)
+    def gradient_made(self, place: tuple[int, int]) -> None:
+        """The backward of this stage and micro-batch makes a gradient, or has made it."""
+        found = self.under_way.get(place)
+        saved = found() if found is not None else None
         if saved is not None:
-            saved.gradient_made(number)
+            saved.sample()
+
+    def collect(self) -> int:
+        """Take gradients that are new into the ledger; the caller writes the change of that many bytes."""
+        return sum(gradients.collect() for gradients in self.gradients)
 
 
 class Saved:
-    """What one forward saved. Keep it with the micro-batch and release it when its backward is over."""
+    """What one forward saved: `with saving(...) as saved`, and `saved.release()` when its backward is over."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
 
     @property
     def nbytes(self) -> int:
@@ -77,31 +93,54 @@ class Saved:
     def release(self) -> None:
         """The backward is over, or never comes: nothing is held any more."""
 
-    def gradient_made(self, number: int) -> None:
-        """Backward made the gradient of the parameter of this number."""
 
-
-class _MeasuredSaved(Saved):
+class MeasuredSaved(Saved):
     """The ledger sees its storages one by one."""
 
-    def __init__(self, ledger: Ledger, savings: Savings, key: Hashable) -> None:
-        super().__init__(ledger)
+    def __init__(self, recorder: Recorder, key: Hashable, *, every: bool) -> None:
         self.measured = Measured()
-        self._savings, self._key = savings, key
+        self._ledger, self._savings = recorder.ledger, recorder.savings
+        self._key, self._every = key, every
+        self._grads_before = -1
+        self._peak = (0, 0)
+        self._hooks = _measuring(self._ledger, self.measured.claim)
         self._open = True
-        savings.measuring += 1
+        self._savings.measuring += 1
+        self._savings.under_way[recorder.place()[:2]] = weakref.ref(self)
+        for gradients in self._savings.gradients:
+            gradients.watch()
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
 
     @property
     def nbytes(self) -> int:
         return self.measured.claim.alive
 
-    def release(self) -> None:
-        if self._open:
-            self._savings.measured.setdefault(self._key, self.measured)
-            self._close()
+    def sample(self) -> None:
+        """Remember what is held if it is more than at any time before in this backward."""
+        alive, grads = self.measured.claim.alive, self._ledger.held["grads"]
+        if self._grads_before < 0:
+            self._grads_before = grads
+        made = grads - self._grads_before
+        if alive + made > sum(self._peak):
+            self._peak = alive, made
 
-    def gradient_made(self, number: int) -> None:
-        self.measured.left[number] = self.measured.claim.alive
+    def release(self) -> None:
+        if not self._open:
+            return
+        self.sample()
+        made = self._ledger.held["grads"] != self._grads_before
+        measured = self._savings.measured.setdefault(self._key, self.measured)
+        measured.peaks.setdefault(made, self._peak)
+        self._close()
+        if not (self._savings.measuring or self._every):
+            for gradients in self._savings.gradients:
+                gradients.unwatch()
 
     def _close(self) -> None:
         if self._open:
@@ -112,62 +151,55 @@ class _MeasuredSaved(Saved):
         self._close()  # given up without a backward: it told only half of it
 
 
-class _ReusedSaved(Saved):
+class ReusedSaved(Saved):
     """The ledger sees a sum."""
 
-    def __init__(self, ledger: Ledger, measured: Measured) -> None:
-        super().__init__(ledger)
+    def __init__(self, recorder: Recorder, measured: Measured) -> None:
+        self._ledger, self._savings = recorder.ledger, recorder.savings
         self._measured = measured
         self._held = 0
+
+    def __exit__(self, *error: Any) -> None:
+        self._held = self._measured.claim.nbytes
+        self._ledger.change(("activations", self._held))
 
     @property
     def nbytes(self) -> int:
         return self._held
 
-    def hold(self) -> None:
-        self._set(self._measured.claim.nbytes)
-
     def release(self) -> None:
-        self._set(0)
-
-    def gradient_made(self, number: int) -> None:
-        self._set(min(self._held, self._measured.left.get(number, self._held)))
-
-    def _set(self, nbytes: int) -> None:
-        if nbytes != self._held:
-            self._ledger.change("activations", nbytes - self._held)
-            self._held = nbytes
+        held, self._held = self._held, 0
+        new = self._savings.collect()
+        left, made = self._measured.peaks.get(new > 0, (0, 0))
+        if left + made > max(held, new):  # the peak was in between
+            self._ledger.change(
+                ("activations", left - held), ("grads", made), ("activations", -left), ("grads", new - made)
+            )
+        else:
+            self._ledger.change(("activations", -held), ("grads", new))
 
     def __del__(self) -> None:
-        self._set(0)  # given up
+        if self._held:  # given up
+            self._ledger.change(("activations", -self._held))
 
 
-@contextmanager
-def saving(recorder: Recorder, stage: int, key: Hashable, *, every: bool = False) -> Iterator[Saved]:
-    """Count what autograd saves inside, as activations.
+def saving(recorder: Recorder, stage: int, key: Hashable, *, every: bool = False) -> Saved:
+    """Count what autograd saves inside, as activations: a context manager.
 
     Args:
         stage: whose forward it is.
         key: what makes two forwards of the stage save the same: shapes and dtypes of its inputs.
         every: measure each time, not only the first of a key; exact, also where the key says too little.
 
-    Yields:
+    Returns:
         What is saved, to be released after the backward.
     """
-    savings, ledger = recorder.savings, recorder.ledger
     if not torch.is_grad_enabled():
-        yield Saved(ledger)  # nothing is saved
-        return
-    place = recorder.place()[:2]
-    measured = None if every else savings.measured.get((stage, key))
+        return Saved()  # nothing is saved
+    measured = None if every else recorder.savings.measured.get((stage, key))
     if measured is not None:
-        savings.under_way[place] = reused = _ReusedSaved(ledger, measured)
-        yield reused
-        reused.hold()
-    else:
-        savings.under_way[place] = saved = _MeasuredSaved(ledger, savings, (stage, key))
-        with _measuring(ledger, saved.measured.claim):
-            yield saved
+        return ReusedSaved(recorder, measured)
+    return MeasuredSaved(recorder, (stage, key), every=every)
 
 
 def _measuring(ledger: Ledger, claim: Claim) -> saved_tensors_hooks:

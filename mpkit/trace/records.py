@@ -95,7 +95,10 @@ OP = np.dtype(
         # ns of the machine's monotonic clock. Of communication: when it was issued, when it was seen to be complete.
         ("start", "<i8"),
         ("end", "<i8"),  # 0 while the op is open
-        ("cpu", "<i8"),  # compute lane: ns of CPU time that the rank's thread used between start and end
+        (
+            "cpu",
+            "<i8",
+        ),  # ns of CPU time that the rank's thread used in between; of a compute op other than WAIT
         ("bytes", "<i8"),  # payload of a communication or copy; touched by a compute op, 0 if unknown
         ("flops", "<f8"),  # of a compute op, 0 if unknown
         ("value", "<f8"),  # STEP: the loss, nan if unknown

@@ -94,10 +94,10 @@ def test_an_unknown_category_names_those_there_are(record: Recorder) -> None:
 
 
 def test_changes_say_during_which_op_they_happened(tmp_path: Path, record: Recorder) -> None:
-    record.ledger.change("buffers", 1)
+    record.ledger.change(("buffers", 1))
     for _ in range(2):
         record.end(record.begin(Kind.FORWARD))
-        record.ledger.change("buffers", 1)
+        record.ledger.change(("buffers", 1))
     memory = read_rank(tmp_path, 0).memory
     assert list(memory["op"]) == [0, 1, 2]
     assert (np.diff(memory["time"]) >= 0).all()

@@ -173,7 +173,7 @@ def test_files_grow_past_their_first_capacity_and_shrink_to_what_is_used(
     first = record.begin(Kind.STEP, "around all growth")
     for number in range(20_000):
         record.end(record.begin(Kind.FORWARD, "f", microbatch=number))
-        record.ledger.change("grads", 1)
+        record.ledger.change(("grads", 1))
     record.end(first)
     record.close("finished")
     rank = read_rank(tmp_path, 0)
@@ -191,7 +191,7 @@ def test_nothing_is_recorded_after_the_end(tmp_path: Path, record: Recorder) -> 
     assert record.begin(Kind.FORWARD) == -1
     record.end(-1)
     record.end(left_open)
-    record.ledger.change("params", 8)
+    record.ledger.change(("params", 8))
     record.close("failed")
     after = read_rank(tmp_path, 0)
     assert (len(after.ops), len(after.memory), after.state) == (len(before.ops), 0, "finished")

@@ -61,7 +61,7 @@ def recorded(folder: Path, ops: int = 10) -> Trace:
     record = Recorder(folder, 0)
     with record.step(0):
         for number in range(ops):
-            record.ledger.change("params", number)
+            record.ledger.change(("params", number))
             record.end(record.begin(Kind.FORWARD, f"op {number}", microbatch=number))
     record.close("finished")
     return Trace.load(folder)
@@ -259,7 +259,7 @@ record = Recorder(pathlib.Path(sys.argv[1]), 0)
 number = 0
 while True:
     index = record.begin(Kind.FORWARD, f"op {number}", microbatch=number)
-    record.ledger.change("activations", 1)
+    record.ledger.change(("activations", 1))
     record.end(index)
     number += 1
     if number % 100 == 0:
