@@ -2,7 +2,8 @@
 
     arguments   are they what they should be, and do they fit each other?
     batches     the data, as far as the steps take it
-    dry_run     model and loss once on tensors without content: shapes, FLOPs, and what they refuse
+    dry_run     model and loss once on tensors without content: shapes, and what they refuse
+    count       FLOPs and bytes, layer by layer
     stages      where the model is cut
 
 All of this happens in the caller's process, and leaves the caller's model and random state as they are.
@@ -10,6 +11,7 @@ All of this happens in the caller's process, and leaves the caller's model and r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +67,7 @@ def prepare(
     check_plan(plan, ranks)
     steps, seed = check_integers(steps, seed)
     check_loss(loss)
+    model = _on_cpu(model)
     layers = chain(model)
     with quiet():
         batches = take_batches(data, steps)
@@ -85,7 +88,7 @@ def prepare(
     }
     return TrainJob(
         plan=plan,
-        model=_on_cpu(model),
+        model=model,
         stages=stages,
         batches=batches,
         loss=loss,
@@ -100,9 +103,6 @@ def prepare(
 
 def _on_cpu(model: nn.Module) -> nn.Module:
     """The model itself, or a copy where some of it is on a GPU: it travels to the ranks through host memory."""
-    import copy
-    from itertools import chain as both
-
-    if all(tensor.device.type == "cpu" for tensor in both(model.parameters(), model.buffers())):
+    if all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers())):
         return model
     return copy.deepcopy(model).cpu()

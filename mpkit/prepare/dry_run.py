@@ -3,7 +3,7 @@
 Under torch's FakeTensorMode every operation computes shapes and no numbers, so a model of any size runs in
 milliseconds, and what it would refuse it refuses here, before any rank starts. A layer that looks at its tensors'
 values cannot run on such tensors: then one micro-batch is computed for real, on a copy of the model. With the
-shapes known, FLOPs and bytes are counted layer by layer.
+shapes known, FLOPs and bytes are counted layer by layer (`count`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import logging
 import random
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from itertools import chain as both
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,18 +27,11 @@ from mpkit.parallel.job import Boundary, LayerNumbers
 from mpkit.parallel.microbatch import Value, batch_size, map_tensors, part, signature, split
 from mpkit.parallel.stage import call
 from mpkit.prepare.arguments import CROSS_ENTROPY, one_line
-from mpkit.record.flops import Flops, count
+from mpkit.prepare.count import Passed, count_layers
 
 __all__ = ["dry_run", "quiet"]
 
 Loss = Callable[[Any, Any], Any]
-
-
-class Passed(NamedTuple):
-    """What a layer passes on, if it can be sent, and whether it writes into what it is given."""
-
-    output: Boundary | None
-    in_place: bool
 
 
 def dry_run(
@@ -71,7 +64,7 @@ def _dry_run(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> lis
         # Either the model refuses, and will again, with the words that the user knows; or it is only the
         # tensors without content that it cannot do with.
         passed = _walk_for_real(model, inputs, targets, loss)
-    return _count(model, inputs, targets, loss, passed)
+    return count_layers(model, inputs, targets, loss, passed)
 
 
 def _walk_for_real(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[Passed]:
@@ -81,8 +74,7 @@ def _walk_for_real(model: nn.Module, inputs: Value, targets: Value, loss: Loss) 
         raise ValueError(
             f"The model cannot be copied, and so not sent to the ranks: {one_line(error)}"
         ) from None
-    device = next(both(model.parameters(), model.buffers(), [torch.empty(0)])).device
-    x, y = (map_tensors(lambda tensor: tensor.to(device), value) for value in (inputs, targets))
+    x, y = (map_tensors(torch.clone, value) for value in (inputs, targets))
     return _walk(held, x, y, loss)
 
 
@@ -121,39 +113,6 @@ def _versions(value: Any) -> list[int]:
     return [tensor._version for tensor in tensors if isinstance(tensor, Tensor)]
 
 
-def _count(
-    model: nn.Module, inputs: Value, targets: Value, loss: Loss, passed: list[Passed]
-) -> list[LayerNumbers]:
-    """FLOPs and bytes of each layer, and last those of the loss; 0 where they cannot be counted."""
-    layers = [layer for _, layer in chain(model)]
-    found = []
-    for i, (layer, (output, in_place)) in enumerate(zip(layers, passed, strict=True)):
-        if i == 0:
-            arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-        else:
-            arguments = _empty(passed[i - 1].output)
-        by_name = isinstance(inputs, dict) and i == 0
-        flops = count(_by_name(layer) if by_name else layer, *arguments) if arguments else Flops()
-        found.append(LayerNumbers(flops, output, in_place))
-    outputs = _empty(passed[-1].output)
-    found.append(LayerNumbers(count(loss, *outputs, targets) if outputs else Flops(), None))
-    return found
-
-
-def _empty(boundary: Boundary | None) -> tuple[Any, ...]:
-    """Tensors such as those that cross here, of any content, as the arguments of what comes next."""
-    if boundary is None:
-        return ()
-    tensors = tuple(
-        torch.empty(spec.shape, dtype=spec.dtype, requires_grad=spec.requires_grad) for spec in boundary.specs
-    )
-    return (boundary.pack(tensors),)
-
-
-def _by_name(layer: nn.Module) -> Callable[[dict[str, Tensor]], Any]:
-    return lambda named: layer(**named)
-
-
 def _check_loss(loss: Loss, outputs: Any, targets: Value) -> None:
     given = f"outputs {_describe(outputs)} and targets {_describe(targets)}"
     try:
@@ -187,8 +146,10 @@ def _describe(value: Any) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, nothing is printed or warned of, and afterwards all random states are as before."""
+    """Inside, nothing is printed, logged or warned of, and afterwards all random states are as before."""
     states = random.getstate(), np.random.get_state()
+    logged = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # fake tensors log every refusal, with a traceback from inside torch
     with (
         torch.random.fork_rng(devices=[]),
         warnings.catch_warnings(),
@@ -198,5 +159,6 @@ def quiet() -> Iterator[None]:
         try:
             yield
         finally:
+            logging.disable(logged)
             random.setstate(states[0])
             np.random.set_state(states[1])

@@ -1,0 +1,29 @@
+"""The README's code runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_code_runs(tmp_path: Path) -> None:
+    first, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / "readme.py").write_text(first + second)
+    done = subprocess.run(
+        [sys.executable, "readme.py"], cwd=tmp_path, text=True, capture_output=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 3 (CPU)" in done.stdout and "bubble" in done.stdout
+    assert "canvas" in (tmp_path / "run.html").read_text()
+
+
+def test_every_file_that_it_names_is_there() -> None:
+    text = README.read_text()
+    for name in re.findall(r"\]\((?!http)([^)#]+)\)|`((?:docs|notebooks|benchmarks|mpkit)/[\w./-]*)`", text):
+        path = next(part for part in name if part)
+        if path != "benchmarks/results.json":  # made by make bench
+            assert (README.parent / path).exists(), path
