@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.models.chain import chain
 from mpkit.parallel.job import Boundary, LayerNumbers
@@ -59,12 +60,33 @@ def _dry_run(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> lis
             def fake(value: Value) -> Value:
                 return map_tensors(mode.from_tensor, value)
 
-            passed = _walk(_stand_in(model, mode), fake(inputs), fake(targets), loss)
+            with _DoubtDtypes():  # type: ignore[no-untyped-call]
+                passed = _walk(_stand_in(model, mode), fake(inputs), fake(targets), loss)
     except Exception:
         # Either the model refuses, and will again, with the words that the user knows; or it is only the
         # tensors without content that it cannot do with.
         passed = _walk_for_real(model, inputs, targets, loss)
     return count_layers(model, inputs, targets, loss, passed)
+
+
+class _DoubtDtypes(TorchDispatchMode):
+    """Tensors without content let pass what real ones refuse: a product of float64 with float32, say.
+
+    Where an operator is given several dtypes that it may not take together, the real run shall tell.
+    """
+
+    ALIKE = ("linear", "mm", "addmm", "bmm", "baddbmm", "native_layer_norm", "native_group_norm")
+    INDEXED = ("nll_loss_forward", "nll_loss2d_forward")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.ALIKE and len({value.dtype for value in args if isinstance(value, Tensor)}) > 1:
+            raise TypeError(f"{name} of several dtypes")
+        if name in self.INDEXED and args[1].dtype != torch.int64:
+            raise TypeError(f"{name} of targets {args[1].dtype}")
+        return func(*args, **(kwargs or {}))
 
 
 def _walk_for_real(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[Passed]:

@@ -1,0 +1,371 @@
+"""Bad input is refused before any rank starts, with what was given, why it cannot be, and what would work."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import mpkit as mk
+from mpkit.data import text_batches
+from mpkit.models import GPT, next_token_loss
+from mpkit.prepare import TrainJob, prepare
+from mpkit.prepare.count import make
+from mpkit.schedule import Schedule
+
+MODEL = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+DATA = [(torch.zeros(8, 4), torch.zeros(8, 2))]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params)
+
+
+def prepared(**changes: Any) -> TrainJob:
+    """A training that works, with changes."""
+    how: dict[str, Any] = {
+        "model": MODEL, "data": DATA, "plan": mk.Plan.gpipe(2, 4), "loss": F.mse_loss, "optimizer": adamw,
+        "steps": 3, "seed": 0, "ranks": 2,
+    }  # fmt: skip
+    how |= changes
+    return prepare(how.pop("model"), how.pop("data"), how.pop("plan"), **how)
+
+
+class Fork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.a(x)
+
+
+class AsDict(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"x": x}
+
+
+class FromDict(nn.Module):
+    def forward(self, named: dict[str, Tensor]) -> Tensor:
+        return named["x"]
+
+
+def tied() -> nn.Module:
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    return nn.Sequential(first, nn.ReLU(), last)
+
+
+def mean_of_outputs_only(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.detach().mean()
+
+
+def of_the_callers_copy(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    # the plan and the ranks
+    "another number of ranks": (
+        {"ranks": 4},
+        r"pp=2, 2 ranks, and the cluster has 4: mk.Cluster\(ranks=2\) fits it, or on this one: "
+        r"mk.Plan\(pp=4, schedule='gpipe', microbatches=4\)",
+    ),
+    "serial on several ranks": (
+        {"plan": mk.Plan.serial(), "ranks": 4},
+        r"a serial plan, 1 rank, and the cluster has 4: mk.Cluster\(ranks=1\)",
+    ),
+    "a plan of one's own on several ranks": (
+        {"plan": mk.Plan.from_schedule(["0F0 0B0"]), "ranks": 2},
+        r"mk.Cluster\(ranks=1\) fits it$",
+    ),
+    "a name for a plan": ({"plan": "gpipe"}, r"it is an mk.Plan, such as mk.Plan\(pp=2, schedule='gpipe'\)"),
+    "no plan": ({"plan": 4}, r"such as mk.Plan.gpipe\(2, 8\)"),
+    "a split backward": (
+        {"plan": mk.Plan.from_schedule(Schedule(["0F0 0I0 0W0", "1F0 1B0"]))},
+        "splits its backward .0I0., which mk.simulate can and training cannot.* 0B0",
+    ),
+    "more micro-batches than samples": (
+        {"plan": mk.Plan.gpipe(2, 12)},
+        r"12 micro-batches of data\[0\], a batch of 8.* microbatches=8 works, or a batch of 12 or more",
+    ),
+    "more stages than layers": (
+        {"plan": mk.Plan.gpipe(6, 4), "ranks": 6},
+        r"6 stages, but the model has 5 layers \(0, 1, 2, 3, 4\).* At most pp=5 works",
+    ),
+    "a cut at a layer that is not there": (
+        {"plan": mk.Plan.gpipe(2, 4, cut=["7"])},
+        "cut at '7': the model has no layer of that name",
+    ),
+    "a cut where a dict passes": (
+        {
+            "model": nn.Sequential(nn.Linear(4, 2), AsDict(), FromDict(), nn.ReLU()),
+            "plan": mk.Plan.gpipe(2, 2, cut=[2]),
+        },
+        r"cut=\[2\]: 1 passes on something that is neither a tensor",
+    ),
+    # numbers
+    "no steps": ({"steps": 0}, "steps=0: steps is a whole number, 1 or more, such as steps=3"),
+    "half a step": ({"steps": 1.5}, "steps=1.5"),
+    "a step that is true": ({"steps": True}, "steps=True"),
+    "a negative seed": ({"seed": -1}, "seed=-1: seed is a whole number, 0 or more"),
+    "a word for a seed": ({"seed": "x"}, "seed='x'"),
+    # the model
+    "a class": ({"model": Fork}, r"model=Fork is a class; the model is an object of it: Fork\(...\)"),
+    "a function": ({"model": len}, "what is trained is a torch.nn.Module"),
+    "no chain": ({"model": Fork()}, r"has to be a chain.*nn.Sequential\(model.a\)"),
+    "lazy": ({"model": nn.Sequential(nn.LazyLinear(2))}, "0.weight has no shape yet .* call the model once"),
+    "on meta": ({"model": nn.Sequential(nn.Linear(4, 2, device="meta"))}, "holds no numbers"),
+    "tied across stages": (
+        {"model": tied(), "data": [(torch.zeros(8, 4), torch.zeros(8, 4))]},
+        "Layers '0' and '2' share a weight, and would be in stages 0 and 1",
+    ),
+    "frozen": ({"model": copy.deepcopy(MODEL).requires_grad_(False)}, "does not depend on any parameter"),
+    # the data
+    "of a width that the model refuses": (
+        {"data": [(torch.zeros(8, 5), torch.zeros(8, 2))]},
+        r"refuses data of this shape: layer 0 \(0, Linear\) was given \[2, 5\] float32 and said: RuntimeError: "
+        r"mat1 and mat2 shapes cannot be multiplied \(2x5 and 4x8\)",
+    ),
+    "of a width that a later layer refuses": (
+        {"model": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(9, 2))},
+        r"what its own layers make.*layer 2 \(2, Linear\) was given \[2, 8\] float32",
+    ),
+    "of a type that the model refuses": (
+        {"data": [(torch.zeros(8, 4, dtype=torch.long), torch.zeros(8, 2))]},
+        r"was given \[2, 4\] int64",
+    ),
+    "of double precision": (
+        {"data": [(torch.zeros(8, 4, dtype=torch.float64), torch.zeros(8, 2))]},
+        r"was given \[2, 4\] float64 and said: RuntimeError: mat1 and mat2 must have the same dtype",
+    ),
+    "targets of another type": (
+        {"data": [(torch.zeros(8, 4), torch.zeros(8, dtype=torch.int32))], "loss": F.cross_entropy},
+        "The loss refuses outputs .* and targets .2. int32: .*Long",
+    ),
+    "targets of another shape": (
+        {"data": [(torch.zeros(8, 4), torch.zeros(8, 3))]},
+        r"The loss refuses outputs \[2, 2\] float32 and targets \[2, 3\] float32: RuntimeError: .*must match",
+    ),
+    "a later batch of another width": (
+        {"data": [*DATA, (torch.zeros(8, 5), torch.zeros(8, 2))]},
+        r"layer 0 \(0, Linear\) was given \[2, 5\]",
+    ),
+    "one tensor": ({"data": torch.zeros(8, 4)}, r"data is Tensor; .*data=\[\(inputs, targets\)\]"),
+    "one pair": ({"data": DATA[0]}, r"data is a pair of tensors, one batch.*data=\[data\]"),
+    "nothing": ({"data": []}, "data is empty"),
+    "a dict": ({"data": {"x": 1}}, "data is dict; data is a sequence of"),
+    "a number": ({"data": 3}, "data is int; data is a sequence of"),
+    "singles": ({"data": [torch.zeros(8, 4)]}, r"data\[0\] is Tensor, not a pair"),
+    "triples": ({"data": [(1, 2, 3)]}, r"data\[0\] is tuple of 3, not a pair"),
+    "arrays": (
+        {"data": [(np.zeros((8, 4)), torch.zeros(8, 2))]},
+        r"the inputs of data\[0\] are ndarray.*torch.as_tensor",
+    ),
+    "a number for a target": ({"data": [(torch.zeros(8, 4), torch.tensor(1.0))]}, "has no batch"),
+    "unequal": (
+        {"data": [(torch.zeros(8, 4), torch.zeros(7, 2))]},
+        r"first dimensions differ: inputs \[8, 4\], targets \[7, 2\]",
+    ),
+    "no samples": ({"data": [(torch.zeros(0, 4), torch.zeros(0, 2))]}, "a batch of 0 samples"),
+    # the loss
+    "a loss that is not a scalar": (
+        {"loss": lambda y, t: (y - t) ** 2},
+        r"a tensor of shape \[2, 2\] .* not a scalar.*\.mean\(\) makes one",
+    ),
+    "a loss that is a number": ({"loss": lambda y, t: F.mse_loss(y, t).item()}, "The loss made float"),
+    "a loss that is cut off": ({"loss": mean_of_outputs_only}, r"cut off by .detach\(\)"),
+    "a sum": ({"loss": nn.MSELoss(reduction="sum")}, r"reduction='sum'\): the loss is the mean"),
+    "a class for a loss": ({"loss": nn.MSELoss}, r"loss=torch.nn.MSELoss\(\)"),
+    "a string for a loss": ({"loss": "mse"}, r"loss is str 'mse'; it is a function"),
+    # the optimizer
+    "an optimizer": (
+        {"optimizer": torch.optim.SGD(MODEL.parameters(), lr=0.3)},
+        r"optimizer=lambda params: torch.optim.SGD\(params, lr=0.3\)",
+    ),
+    "a string for an optimizer": ({"optimizer": "adam"}, r"optimizer is str 'adam'; it is a function"),
+    "an optimizer that fails": (
+        {"optimizer": lambda params: torch.optim.SGD(params, lr=-1)},
+        r"failed for stage 0's \d parameters: ValueError: Invalid learning rate",
+    ),
+    "nothing for an optimizer": ({"optimizer": lambda params: None}, r"optimizer\(params\) gave NoneType"),
+    "one that needs a closure": ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss anew"),
+    "one of the caller's parameters": ({"optimizer": of_the_callers_copy}, "of other parameters than those"),
+}
+
+
+@pytest.mark.parametrize("changes, words", REFUSED.values(), ids=REFUSED.keys())
+def test_refused(changes: dict[str, Any], words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        prepared(**changes)
+    message = str(caught.value)
+    assert re.search(words, message), message
+    assert "Traceback" not in message and "FakeTensor" not in message
+    assert capfd.readouterr() == ("", ""), "nothing is logged on the way"
+    assert caught.value.__cause__ is None, "a reader sees the reason, not what it was found by"
+
+
+def test_nothing_of_the_callers_changes() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.ReLU(inplace=True), nn.Linear(8, 2)
+    )
+    weights = copy.deepcopy(model.state_dict())
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    prepared(model=model)
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert (states[2] == np.random.get_state()[1]).all()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_nothing_is_computed_and_nothing_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    class Loud(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            print("called with", x)
+            return x
+
+    # 64 GB of activations, if they were
+    model = nn.Sequential(nn.Linear(4, 4), Loud(), nn.Linear(4, 2**16))
+    data = [(torch.zeros(1, 1).expand(2**17, 4), torch.zeros(1, 1).expand(2**17, 2**16))]
+    job = prepared(model=model, data=data, steps=1)
+    assert capsys.readouterr().out == ""
+    assert sum(layer.flops.forward for layer in next(iter(job.numbers.values()))) > 1e10
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD, adamw])
+def test_optimizers_that_work(optimizer: Any) -> None:
+    prepared(optimizer=optimizer)
+
+
+def test_an_optimizer_with_groups() -> None:
+    def grouped(params: Any) -> torch.optim.Optimizer:
+        params = list(params)
+        matrices = [p for p in params if p.dim() > 1]
+        return torch.optim.AdamW(
+            [{"params": matrices}, {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
+        )
+
+    prepared(optimizer=grouped)
+
+
+def test_data_of_many_kinds() -> None:
+    dataset = TensorDataset(torch.randn(20, 4), torch.randn(20, 2))
+    before = torch.get_rng_state()
+    assert len(prepared(data=DataLoader(dataset, batch_size=8, shuffle=True)).batches) == 3  # 8, 8, 4
+    assert torch.equal(before, torch.get_rng_state()), "shuffling too leaves the random state alone"
+    endless = iter(lambda: DATA[0], None)
+    assert len(prepared(data=endless, steps=7).batches) == 7
+    assert len(prepared(data=DATA, steps=7).batches) == 1
+    assert len(prepared(data=[[DATA[0][0], DATA[0][1]]] * 9, steps=2).batches) == 2
+    job = prepared(data=[((torch.zeros(8, 4),), torch.zeros(8, 2))])
+    assert isinstance(job.batches[0][0], tuple)
+
+
+def test_a_layer_that_looks_at_values_is_run_for_real_on_a_copy() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x if x.sum().item() >= 0 else -x
+
+    model = nn.Sequential(nn.Linear(4, 4), Gate(), nn.Linear(4, 2))
+    job = prepared(model=model)
+    assert model[1].calls == 0
+    (numbers,) = job.numbers.values()
+    assert [layer.output.specs[0].shape for layer in numbers[:-1]] == [(2, 4), (2, 4), (2, 2)]
+    assert numbers[0].flops.forward > 0
+
+
+def test_a_model_that_cannot_be_sent() -> None:
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.endless = (x for x in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(ValueError, match="cannot be copied, and so not sent to the ranks"):
+        prepared(model=nn.Sequential(nn.Linear(4, 2), Holds()))
+
+
+def test_stages_balance_flops_and_may_be_told() -> None:
+    model = GPT(layers=6, width=32, length=16)
+    data = text_batches(8, 16, 1)
+    how: dict[str, Any] = {"model": model, "data": data, "loss": next_token_loss, "ranks": 3}
+    job = prepared(plan=mk.Plan.gpipe(3, 4), **how)
+    assert job.stages == [range(0, 3), range(3, 5), range(5, 8)]  # the head costs 2/3 of a block
+    told = prepared(plan=mk.Plan.gpipe(3, 4, cut=["block1", 4]), **how)
+    assert told.stages == [range(0, 2), range(2, 4), range(4, 8)]
+    assert job.meta["stages"][0] == ["embedding", "block0", "block1"]
+    assert job.meta["batch_size"] == 8 and job.meta["parameters"] == sum(
+        p.numel() for p in model.parameters()
+    )
+    assert job.names == list(model.state_dict())
+
+
+def test_flops_are_those_of_the_layers() -> None:
+    (numbers,) = prepared().numbers.values()
+    first, relu, middle, _, last, loss = (layer.flops for layer in numbers)
+    b = 2  # samples a micro-batch
+    assert (first.forward, first.backward) == (2 * b * 4 * 8, 2 * b * 4 * 8)  # the data wants no gradient
+    assert (middle.forward, middle.backward) == (2 * b * 8 * 8, 2 * 2 * b * 8 * 8)
+    assert (last.forward, last.backward) == (2 * b * 8 * 2, 2 * 2 * b * 8 * 2)
+    assert relu.forward == loss.forward == 0
+    assert relu.forward_bytes == 2 * b * 8 * 4
+    job = prepared()
+    (key,) = job.numbers
+    assert job.flops(key, 0).forward + job.flops(key, 1).forward == 2 * b * (4 * 8 + 8 * 8 + 8 * 2)
+
+
+def test_uneven_micro_batches_are_counted_by_size() -> None:
+    job = prepared(plan=mk.Plan.gpipe(2, 3))  # 3, 3, 2
+    assert [numbers[0].output.specs[0].shape for numbers in job.numbers.values()] == [(3, 8), (2, 8)]
+
+
+def test_a_dict_stays_within_a_stage() -> None:
+    model = nn.Sequential(AsDict(), FromDict(), nn.Linear(4, 4), AsDict(), FromDict(), nn.Linear(4, 2))
+    job = prepared(model=model, plan=mk.Plan.gpipe(4, 2), ranks=4)
+    assert [stage.start for stage in job.stages] == [0, 2, 3, 5]
+
+
+def test_layers_of_one_make_are_those_that_compute_the_same() -> None:
+    class Times(nn.Module):
+        def __init__(self, n: int) -> None:
+            super().__init__()
+            self.linear, self.n = nn.Linear(2, 2), n
+
+    model = GPT(layers=2, width=8, heads=2)
+    assert make(model.block0) == make(model.block1) != make(model.head)
+    assert make(Times(2)) == make(Times(2)) != make(Times(3))
+    assert make(nn.Linear(2, 2)) != make(nn.Linear(2, 2, bias=False))
+    assert make(nn.Linear(2, 2)) != make(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_a_job_travels() -> None:
+    job = prepared()
+    again = pickle.loads(pickle.dumps(job))
+    assert (again.plan, again.stages, again.numbers, again.meta) == (
+        job.plan,
+        job.stages,
+        job.numbers,
+        job.meta,
+    )
+
+
+def test_it_is_a_value_error_of_the_cluster_before_any_rank_starts(cluster: mk.Cluster) -> None:
+    with pytest.raises(ValueError, match="a batch of 8"):
+        cluster.train(MODEL, DATA, mk.Plan.gpipe(4, 12), loss=F.mse_loss, optimizer=adamw, steps=1)
