@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 from mpkit.mesh import Mesh
-from mpkit.schedule import NAMES, Schedule, validate
+from mpkit.plan_checks import call_of, checked_cut, checked_degree, checked_recompute, checked_schedule
+from mpkit.schedule import Schedule
 
 __all__ = ["Plan"]
-
-RECOMPUTE = ("none", "full")
 
 
 @dataclass(frozen=True)
@@ -52,93 +49,15 @@ class Plan:
     microbatches: int = 1
     virtual_stages: int = 1
     recompute: str = "none"
-    cut: tuple[int | str, ...] | None = None
+    cut: Sequence[int | str] | None = None
 
     def __post_init__(self) -> None:
-        # Each step may rely on those before it.
+        # Each check relies on those before it.
         for name in ("pp", "dp", "tp", "microbatches", "virtual_stages"):
-            object.__setattr__(self, name, _positive(name, getattr(self, name)))
-        for name, what in (
-            ("dp", "replicas"),
-            ("tp", "layers shared among ranks"),
-            ("virtual_stages", "stages"),
-        ):
-            if getattr(self, name) > 1:
-                pp = max(self.pp, getattr(self, name))
-                works = Plan(pp=pp, microbatches=max(self.microbatches, 2 * pp))
-                raise ValueError(
-                    f"Plan({name}={getattr(self, name)}): this version of mpkit has no {name} above 1 ({what}); "
-                    f"it has pipelines. This works, on {pp} ranks: {works}"
-                )
-        object.__setattr__(self, "schedule", self._checked_schedule())
-        if self.recompute not in RECOMPUTE:
-            near = (get_close_matches(str(self.recompute), RECOMPUTE, 1, 0.3) or ["full"])[0]
-            raise ValueError(
-                f"Plan(recompute={self.recompute!r}): recompute is one of {', '.join(map(repr, RECOMPUTE))}. "
-                f"Did you mean {self._instead(recompute=near)}"
-            )
-        if isinstance(self.schedule, Schedule):
-            self._check_own(self.schedule)
-        object.__setattr__(self, "cut", self._checked_cut())
-
-    def _checked_schedule(self) -> str | Schedule:
-        given: object = self.schedule
-        if isinstance(given, Schedule) or (isinstance(given, str) and given in NAMES):
-            return given
-        if isinstance(given, Sequence) and not isinstance(given, str):
-            return Schedule(given)
-        near = (get_close_matches(str(given).lower(), NAMES, 1, 0.4) or ["gpipe"])[0]
-        raise ValueError(
-            f"Plan(schedule={given!r}): there is no such schedule. This version has "
-            f"{' and '.join(map(repr, NAMES))}, and a Schedule of your own works too. "
-            f"The nearest is {self._instead(schedule=near)}"
-        )
-
-    def _checked_cut(self) -> tuple[int | str, ...] | None:
-        if self.cut is None:
-            return None
-        if isinstance(self.cut, str | int):
-            cut: tuple[Any, ...] = (self.cut,)
-        elif isinstance(self.cut, Sequence):
-            cut = tuple(self.cut)
-        else:
-            raise ValueError(
-                f"Plan(cut={self.cut!r}): cut is a list of the layers, by number or name, with which the stages "
-                f"after stage 0 begin; left out, the stages are balanced by FLOPs: {self._instead(cut=None)}"
-            )
-        if len(cut) != self.stages - 1:
-            raise ValueError(
-                f"Plan(cut={list(cut)}) cuts the model into {len(cut) + 1} stages, but pp={self.pp} asks for "
-                f"{self.stages}. Give the first layer of each stage but stage 0, {self.stages - 1} in all, or leave "
-                f"it out to balance the stages by FLOPs: {self._instead(cut=None)}"
-            )
-        numbers = [point for point in cut if not isinstance(point, str)]
-        if any(_index(point) is None for point in numbers) or any(a >= b for a, b in pairwise([0, *numbers])):
-            raise ValueError(
-                f"Plan(cut={list(cut)}): the points are layers, by number from 1 or by name, in rising order, "
-                f"such as {self._instead(cut=tuple(range(1, self.stages)))}"
-            )
-        return tuple(point if isinstance(point, str) else int(point) for point in cut)
-
-    def _check_own(self, schedule: Schedule) -> None:
-        """A schedule of the learner's own has its own degrees: the plan's must be the same."""
-        if not any(schedule.rows):
-            raise ValueError(
-                "Plan(schedule=[]): the schedule is empty. It has a row for each rank, such as "
-                "Plan(pp=2, schedule=['0F0 0B0', '1F0 1B0'])"
-            )
-        if (self.pp, self.microbatches) != (schedule.ranks, schedule.microbatches):
-            raise ValueError(
-                f"Plan(pp={self.pp}, microbatches={self.microbatches}, schedule={schedule.name!r}): the "
-                f"schedule has {schedule.ranks} rows and {schedule.microbatches} micro-batches. Write "
-                f"Plan.from_schedule(schedule), or "
-                f"Plan(pp={schedule.ranks}, microbatches={schedule.microbatches}, schedule=schedule)"
-            )
-        validate(schedule, schedule.stages, schedule.microbatches)
-
-    def _instead(self, **changes: Any) -> str:
-        """The call that makes this plan with some changes."""
-        return _call(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)
+            object.__setattr__(self, name, checked_degree(self, name))
+        object.__setattr__(self, "schedule", checked_schedule(self))
+        object.__setattr__(self, "recompute", checked_recompute(self))
+        object.__setattr__(self, "cut", checked_cut(self))
 
     # ------------------------------------------------------------ the classics by name
 
@@ -158,7 +77,7 @@ class Plan:
         >>> Plan.naive_mp(4).bubble_in_theory
         Fraction(3, 4)
         """
-        return cls(pp=stages, schedule="naive", cut=cut)  # type: ignore[arg-type]
+        return cls(pp=stages, schedule="naive", cut=cut)
 
     @classmethod
     def gpipe(
@@ -174,7 +93,7 @@ class Plan:
         >>> Plan.gpipe(4, 8, recompute="full")
         Plan(pp=4, schedule='gpipe', microbatches=8, recompute='full')
         """
-        return cls(pp=stages, microbatches=microbatches, recompute=recompute, cut=cut)  # type: ignore[arg-type]
+        return cls(pp=stages, microbatches=microbatches, recompute=recompute, cut=cut)
 
     @classmethod
     def from_schedule(cls, schedule: Schedule | Sequence[str], *, recompute: str = "none") -> Plan:
@@ -234,7 +153,7 @@ class Plan:
         return f"{title}: {stages}, each batch {parts}{again}.{theory if self.ranks > 1 else ''}"
 
     def __repr__(self) -> str:
-        return self._instead()
+        return call_of(self)
 
     # ------------------------------------------------------------ JSON
 
@@ -270,38 +189,3 @@ class Plan:
         if isinstance(values.get("schedule"), Mapping):
             values["schedule"] = Schedule(**values["schedule"])
         return cls(**values)
-
-
-def _index(value: object) -> int | None:
-    """A whole number of any make (numpy's too) as an int, else None. True and False are no numbers here."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def _positive(name: str, value: object) -> int:
-    number = _index(value)
-    if number is None or number < 1:
-        good = {"pp": 4, "microbatches": 8}.get(name, 1)
-        raise ValueError(
-            f"Plan({name}={value!r}): {name} is a whole number, 1 or more, such as {name}={good}: "
-            f"{_call(**{'pp': 4, 'microbatches': 8, name: good})}"
-        )
-    return number
-
-
-def _call(**values: Any) -> str:
-    """The call that makes a plan, without what is left at its default."""
-    defaults = {f.name: f.default for f in fields(Plan)}
-    if values.get("pp", 1) > 1:
-        del defaults["schedule"]  # of a pipeline, it is said
-        values = {"pp": 0, "schedule": "gpipe"} | values
-    given = [
-        f"{name}={list(value) if isinstance(value, tuple) else value!r}"
-        for name, value in values.items()
-        if name not in defaults or value != defaults[name]
-    ]
-    return f"Plan({', '.join(given)})"

@@ -1,0 +1,153 @@
+"""What makes a Plan impossible. Every message ends with a plan that works, to paste."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from mpkit.schedule import NAMES, Schedule, validate
+
+if TYPE_CHECKING:
+    from mpkit.plan import Plan
+
+__all__ = ["call_of", "checked_cut", "checked_degree", "checked_recompute", "checked_schedule"]
+
+RECOMPUTE = ("none", "full")
+
+LATER = {"dp": "replicas", "tp": "layers shared among ranks", "virtual_stages": "several stages a rank"}
+"""Degrees that this version has no strategies for."""
+
+
+def checked_degree(plan: Plan, name: str) -> int:
+    """A degree as an int, 1 or more.
+
+    Raises:
+        ValueError: it is not, or above 1 where this version has nothing for it.
+    """
+    value = getattr(plan, name)
+    number = whole(value)
+    if number is None or number < 1:
+        good = {"pp": 4, "microbatches": 8} | {name: {"pp": 4, "microbatches": 8}.get(name, 1)}
+        raise ValueError(
+            f"Plan({name}={value!r}): {name} is a whole number, 1 or more, such as in {call_of(plan, good, bare=True)}"
+        )
+    if name in LATER and number > 1:
+        pp = max(whole(plan.pp) or 1, number)
+        good = {"pp": pp, "microbatches": 2 * pp}
+        raise ValueError(
+            f"Plan({name}={number}): this version of mpkit has no {name} above 1 ({LATER[name]}); it has pipelines. "
+            f"This works, on {pp} ranks: {call_of(plan, good, bare=True)}"
+        )
+    return number
+
+
+def checked_schedule(plan: Plan) -> str | Schedule:
+    """A name that there is, or a Schedule that can run and has the plan's degrees.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    given: Any = plan.schedule
+    if isinstance(given, str) and given in NAMES:
+        return given
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        given = Schedule(given)
+    if not isinstance(given, Schedule):
+        near = (get_close_matches(str(given).lower(), NAMES, 1, 0.4) or ["gpipe"])[0]
+        raise ValueError(
+            f"Plan(schedule={given!r}): there is no such schedule. This version has "
+            f"{' and '.join(map(repr, NAMES))}, and a Schedule of your own works too. "
+            f"The nearest is {call_of(plan, {'schedule': near})}"
+        )
+    if not any(given.rows):
+        raise ValueError(
+            "Plan(schedule=[]): the schedule is empty. It has a row for each rank, such as "
+            "Plan(pp=2, schedule=['0F0 0B0', '1F0 1B0'])"
+        )
+    if (plan.pp, plan.microbatches) != (given.ranks, given.microbatches):
+        raise ValueError(
+            f"Plan(pp={plan.pp}, microbatches={plan.microbatches}, schedule={given.name!r}): the schedule has "
+            f"{given.ranks} rows and {given.microbatches} micro-batches. Write Plan.from_schedule(schedule), or "
+            f"Plan(pp={given.ranks}, microbatches={given.microbatches}, schedule=schedule)"
+        )
+    validate(given, given.stages, given.microbatches)
+    return given
+
+
+def checked_recompute(plan: Plan) -> str:
+    """What is recomputed.
+
+    Raises:
+        ValueError: there is no such choice.
+    """
+    if plan.recompute not in RECOMPUTE:
+        near = (get_close_matches(str(plan.recompute), RECOMPUTE, 1, 0.3) or ["full"])[0]
+        raise ValueError(
+            f"Plan(recompute={plan.recompute!r}): recompute is one of {', '.join(map(repr, RECOMPUTE))}. "
+            f"Did you mean {call_of(plan, {'recompute': near})}"
+        )
+    return plan.recompute
+
+
+def checked_cut(plan: Plan) -> tuple[int | str, ...] | None:
+    """The first layer of each stage but stage 0, rising as far as they are numbers.
+
+    Raises:
+        ValueError: they are of another kind, number or order. (Whether the model has them, `prepare` says.)
+    """
+    cut: Any = plan.cut
+    if cut is None:
+        return None
+    balanced = f"left out, the stages are balanced by FLOPs: {call_of(plan, {'cut': None})}"
+    if isinstance(cut, str | int):
+        cut = (cut,)
+    if not isinstance(cut, Sequence):
+        raise ValueError(
+            f"Plan(cut={cut!r}): cut is a list of the layers, by number or name, with which the stages after "
+            f"stage 0 begin; {balanced}"
+        )
+    if len(cut) != plan.stages - 1:
+        raise ValueError(
+            f"Plan(cut={list(cut)}) cuts the model into {len(cut) + 1} stages, but pp={plan.pp} asks for "
+            f"{plan.stages}. Give the first layer of each stage but stage 0, {plan.stages - 1} in all; {balanced}"
+        )
+    points = [point if isinstance(point, str) else whole(point) for point in cut]
+    numbers = [point for point in points if isinstance(point, int)]
+    if None in points or any(a >= b for a, b in pairwise([0, *numbers])):
+        good = {"cut": tuple(range(1, plan.stages))}
+        raise ValueError(
+            f"Plan(cut={list(cut)}): the points are layers, by number from 1 or by name, in rising order, such as "
+            f"{call_of(plan, good)}"
+        )
+    return tuple(point for point in points if point is not None)
+
+
+def whole(value: object) -> int | None:
+    """A whole number of any make (numpy's too) as an int, else None. True and False are no numbers here."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def call_of(plan: Plan, changes: dict[str, Any] | None = None, *, bare: bool = False) -> str:
+    """The call that makes a plan, with some changes, or (bare) with nothing else than them.
+
+    What is left at its default is left out, but for the schedule of a pipeline.
+    """
+    defaults = {field.name: field.default for field in fields(plan)}
+    values = dict(defaults) if bare else {name: getattr(plan, name) for name in defaults}
+    values |= changes or {}
+    pipeline = values["pp"] != 1
+    shown = [
+        f"{name}={list(value) if isinstance(value, tuple) else value!r}"
+        for name, value in values.items()
+        if value != defaults[name] or (name == "schedule" and pipeline)
+    ]
+    return f"Plan({', '.join(shown)})"
