@@ -17,7 +17,7 @@ def test_the_code_runs(tmp_path: Path) -> None:
         [sys.executable, "readme.py"], cwd=tmp_path, text=True, capture_output=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "rank 3 (CPU)" in done.stdout and "bubble" in done.stdout
+    assert "bubble" in done.stdout
     assert "canvas" in (tmp_path / "run.html").read_text()
 
 

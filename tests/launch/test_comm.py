@@ -67,7 +67,7 @@ def programs(draw: st.DrawFn) -> tuple[int, list[object]]:
     return world, program
 
 
-@examples(max_examples=40)
+@examples(max_examples=20)
 @given(programs())
 def test_collectives(clusters: Callable[[int], mk.Cluster], drawn: tuple[int, list[object]]) -> None:
     world, program = drawn
