@@ -124,7 +124,7 @@ class Ledger:
 
         May be called at any moment by any thread.
         """
-        self._change(*((_number(category), delta) for category, delta in deltas if delta))
+        self._change(*[(_NUMBER[category], delta) for category, delta in deltas if delta])
 
     def _change(self, *deltas: tuple[int, int]) -> None:
         # Also in the middle of itself: the death of a storage is noticed wherever the garbage collector happens

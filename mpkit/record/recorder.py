@@ -5,9 +5,9 @@ now, and what it was doing when it was killed or hung. The hot path is `begin` a
 clock, two packings into mapped memory, no allocation to speak of.
 
 A look at the wall clock is cheap, a look at the CPU time of a thread is a system call and costs as much as all
-the rest. So within 50 us of such a look CPU time is taken to have run on with the wall clock: the op that begins
-right after another ended needs no look of its own. A thread that slept meanwhile did so in a WAIT, after which
-there is a look again; whatever else it slept cannot be more than those 50 us.
+the rest. So within 0.2 ms of such a look CPU time is taken to have run on with the wall clock: the op that begins
+right after another needs no look of its own. A system that gives a core to somebody else gives it for longer than
+that, and a thread that slept did so in a WAIT, after which there is a look again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from math import nan
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
@@ -41,7 +41,7 @@ _AT_LANE, _AT_PLACE, _AT_START, _AT_END = _AT["lane"], _AT["stage"], _AT["start"
 _AT_BYTES, _AT_VALUE = _AT["bytes"], _AT["value"]
 _LANE = bytes(lane_of(kind) for kind in range(256))
 _COMPUTE, _WAIT = Lane.COMPUTE.value, Kind.WAIT.value  # 0, 16
-_NEAR = 50_000  # ns
+_NEAR = 200_000  # ns
 _STATES = {"finished": 1, "failed": 2}
 
 # An op of the compute lane that is open: its index, the thread's CPU time when it began, the depth of an op
@@ -248,7 +248,8 @@ class Recorder:
 
     def close(self, state: Literal["finished", "failed"] = "finished") -> None:
         """Write how the rank ended; nothing is recorded afterwards."""
-        self._resolve()
+        with suppress(RuntimeError) if state == "failed" else nullcontext():  # a GPU that failed cannot say
+            self._resolve()
         for file in (self._file, self._memory):
             file.close(_STATES[state])
         self._names.close()

@@ -9,6 +9,7 @@ from torch import nn
 
 from mpkit.record.hooks import layers_of, watch
 from mpkit.record.recorder import Recorder
+from mpkit.record.saved import saving
 from mpkit.trace import Kind, read_rank
 
 
@@ -100,6 +101,45 @@ def test_gradients_that_are_there_already_and_that_are_replaced(tmp_path: Path) 
     assert record.ledger.held["grads"] == 0
     model(torch.ones(3)).backward()
     assert record.ledger.held["grads"] == 12
+
+
+def test_gradients_are_exact_when_they_are_collected(tmp_path: Path) -> None:
+    """After the first measured backward no hook is left, and what is held is still known to the byte."""
+    record = Recorder(tmp_path, 0)
+    model = nn.ModuleList([nn.Linear(n, 1, bias=False) for n in (2, 3, 4)])
+    watch(record, model)
+
+    def backward(*used: int) -> int:
+        with saving(record, 0, used) as saved:
+            out = sum(model[i](torch.ones(model[i].in_features)) for i in used)
+        out.backward()
+        saved.release()
+        return record.ledger.held["grads"]
+
+    for _ in range(3):
+        assert backward(0, 1, 2) == 4 * 9
+        model.zero_grad()
+        assert record.ledger.held["grads"] == 0
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    # some parameters only, then the others too, then all again
+    assert [backward(*used) for used in [(0,), (1,), (0, 1, 2), (0,)]] == [8, 20, 36, 36]
+    # gradients that somebody keeps are still held, and the new ones as well
+    kept = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    assert [backward(0, 1, 2), backward(0, 1, 2)] == [72, 72]
+    del kept
+    assert record.ledger.held["grads"] == 36
+    # gradients kept at zero
+    model.zero_grad(set_to_none=False)
+    assert backward(0, 1, 2) == 36
+    # gradients that are views of one bucket are one storage
+    bucket = torch.zeros(9)
+    for parameter, view in zip(model.parameters(), bucket.split([2, 3, 4]), strict=True):
+        parameter.grad = view.view(1, -1)
+    assert [backward(0, 1, 2), backward(0, 1, 2)] == [36, 36]
+    del bucket, view
+    model.zero_grad()
+    assert record.ledger.held == dict.fromkeys(record.ledger.held, 0) | {"params": 36}
 
 
 def test_buffers_are_counted(tmp_path: Path) -> None:

@@ -152,3 +152,48 @@ def test_tied_weights_count_once(record: Recorder) -> None:
     for module in (embedding, head):
         record.ledger.track(module.weight, "params")
     assert held(record.ledger) == {"params": 7 * 5 * 4}
+
+
+def test_a_block_dies_with_its_last(tmp_path: Path, record: Recorder) -> None:
+    tensors = [torch.zeros(n) for n in (1, 2, 3)]
+    assert record.ledger.enter([*tensors, tensors[0].view(1, 1)], "grads") == 24
+    record.ledger.change(("grads", 24))
+    assert record.ledger.enter(tensors, "params") == 0
+    while tensors:
+        del tensors[0]
+    assert held(record.ledger) == written(tmp_path) == {}
+    assert list(read_rank(tmp_path, 0).memory["delta"]) == [24, -24]
+
+
+def test_what_outlives_its_block_stands_for_itself(record: Recorder) -> None:
+    tensors = [torch.zeros(n) for n in (1, 2, 3)]
+    record.ledger.change(("grads", record.ledger.enter(tensors, "grads")))
+    kept = tensors.pop(1)
+    tensors.clear()
+    assert held(record.ledger) == {"grads": 8}
+    del kept
+    assert held(record.ledger) == {}
+
+
+def test_a_block_may_be_moved_from(record: Recorder) -> None:
+    tensors = [torch.zeros(n) for n in (1, 2, 3)]
+    record.ledger.change(("grads", record.ledger.enter(tensors, "grads")))
+    record.ledger.move(tensors[0], "activations")
+    assert held(record.ledger) == {"grads": 20, "activations": 4}
+    tensors.clear()
+    assert held(record.ledger) == {}
+
+
+def test_a_death_that_nobody_noticed_is_no_harm(record: Recorder) -> None:
+    """A storage at the address of one that died within a block is a new one."""
+    for _ in range(50):
+        tensors = [torch.zeros(7), torch.zeros(5)]
+        record.ledger.change(("grads", record.ledger.enter(tensors, "grads")))
+        del tensors[0]
+        again = [torch.zeros(7) for _ in range(4)]  # one of them likely at that address
+        for tensor in again:
+            record.ledger.track(tensor, "params")
+        assert record.ledger.held["params"] == 4 * 28
+        del again, tensor
+        tensors.clear()
+        assert held(record.ledger) == {}

@@ -6,8 +6,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mpkit.record.clock import clock_for
 from mpkit.record.recorder import Recorder
@@ -92,6 +95,45 @@ def test_an_op_ends_what_was_left_open_in_it(tmp_path: Path, record: Recorder) -
     assert read_rank(tmp_path, 0).ops["depth"][-1] == 0
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from(["begin", "end", "drop", "send"]), st.integers(0, 30)), max_size=30)
+)
+def test_any_order_of_beginnings_and_ends(
+    tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[str, int]]
+) -> None:
+    """Ends in any order, twice, or never: what is open is a stack, and nothing that ended is touched again."""
+    folder = tmp_path_factory.mktemp("run")
+    record = Recorder(folder, 0)
+    stack: list[int] = []
+    sends: set[int] = set()
+    ended: set[int] = set()
+    depths: list[int] = []
+    for call, number in calls:
+        index = number % len(depths) if depths else -1
+        if call == "begin":
+            depths.append(len(stack))
+            stack.append(record.begin(Kind.FORWARD, microbatch=len(depths) - 1))
+        elif call == "send":
+            depths.append(0)
+            sends.add(record.begin(Kind.SEND))
+        elif call == "drop":
+            record.drop(index)
+            stack = stack[: stack.index(index)] if index in stack else stack
+        else:
+            record.end(index)
+            if index in stack:
+                ended |= set(stack[stack.index(index) :])
+                stack = stack[: stack.index(index)]
+            ended |= {index} & sends
+        assert record.busy == bool(stack)
+        if stack:
+            assert record.current.microbatch == stack[-1]
+    ops = read_rank(folder, 0).ops
+    assert list(ops["depth"]) == depths
+    assert set(np.flatnonzero(ops["end"])) == ended
+    record.close("finished")
+
+
 def test_cpu_time_is_that_of_the_thread(tmp_path: Path, record: Recorder) -> None:
     """Also right after another op, where the recorder saves itself a look at the CPU clock."""
     for _ in range(3):
@@ -103,7 +145,7 @@ def test_cpu_time_is_that_of_the_thread(tmp_path: Path, record: Recorder) -> Non
         record.end(index)
         bound = time.thread_time_ns() - before
         cpu = read_rank(tmp_path, 0).ops["cpu"][-1]
-        assert 2_000_000 - 20_000 <= cpu <= bound + 20_000
+        assert 2_000_000 - 200_000 <= cpu <= bound + 200_000
 
 
 def test_waiting_costs_no_cpu_time(tmp_path: Path, record: Recorder) -> None:

@@ -1,0 +1,194 @@
+"""What recording costs: an op, and a training step with everything on; beside torch.profiler.
+
+The step is a small GPT's on one thread: two micro-batches forward and backward, AdamW. Two equal models take turns, one
+recorded and one not, the order changing from pair to pair, so that whatever else the machine does falls on both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from mpkit.models import GPT
+from mpkit.record.hooks import watch
+from mpkit.record.recorder import Recorder
+from mpkit.record.saved import saving
+from mpkit.trace import Kind
+
+OPS, PAIRS, WARM_UP = 3000, 60, 5
+BUSY = 60_000  # ns
+MICROBATCHES = 2
+
+
+def measure() -> list[dict[str, Any]]:
+    """Medians: microseconds an op, and the share by which a step takes longer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return [*_ops(Path(folder)), *_steps(Path(folder))]
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- an op
+
+
+def _ops(folder: Path) -> Iterator[dict[str, Any]]:
+    record = Recorder(folder, 0)
+
+    def compute() -> Callable[[], None]:
+        index = record.begin(Kind.FORWARD, "F", stage=1, microbatch=3, flops=1e9, nbytes=1000)
+        return lambda: record.end(index)
+
+    def message() -> Callable[[], None]:
+        index = record.begin(Kind.SEND, group="0>1#3", number=5, peer=1, nbytes=1000, where="pipeline.py:100")
+        return lambda: record.end(index)
+
+    def profiled() -> Callable[[], None]:
+        region = record_function("F")
+        region.__enter__()
+        return lambda: region.__exit__(None, None, None)
+
+    ops = {
+        "of 60 us, after another": _cost(compute, busy=BUSY, idle=0),
+        "of 60 us, after a pause": _cost(compute, busy=BUSY, idle=BUSY),
+        "of communication": _cost(message, busy=0, idle=0),
+    }
+    with profile(activities=[ProfilerActivity.CPU]):
+        profiler = _cost(profiled, busy=BUSY, idle=0)
+    for name, cost in ops.items():
+        yield _row(f"record: begin and end of an op {name}", cost / 1e3, "us", 2000 / cost, "limit of 2 us")
+    first = next(iter(ops.values()))
+    yield _row("record: the same by torch.profiler", profiler / 1e3, "us", profiler / first, "times mpkit's")
+
+
+def _cost(begin: Callable[[], Callable[[], None]], *, busy: int, idle: int) -> float:
+    """Median ns of beginning and ending an op of `busy` ns, `idle` ns after the one before."""
+    clock = time.perf_counter_ns
+
+    def spin(duration: int) -> None:
+        until = clock() + duration
+        while clock() < until:
+            pass
+
+    def once(begin: Callable[[], Callable[[], None]]) -> int:
+        spin(idle)
+        first = clock()
+        end = begin()
+        second = clock()
+        spin(busy)
+        third = clock()
+        end()
+        return clock() - third + second - first
+
+    def nothing() -> Callable[[], None]:
+        return lambda: None
+
+    empty = statistics.median(once(nothing) for _ in range(OPS))
+    return statistics.median(once(begin) for _ in range(OPS)) - empty
+
+
+# ---------------------------------------------------------------- a step
+
+
+class _Training:
+    """A model and its steps, recorded or not."""
+
+    def __init__(self, record: Recorder | None) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(layers=2, width=96, heads=4, length=32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.record = record
+        self.number = 0
+        self.tokens = torch.randint(0, 256, (MICROBATCHES, 4, 33))
+        if record is not None:
+            watch(record, self.model, self.optimizer)
+
+    def step(self) -> None:
+        """Each micro-batch forward and backward, and the optimizer."""
+        record = self.record
+        with record.step(self.number) if record else nullcontext():
+            self.optimizer.zero_grad()
+            for number, tokens in enumerate(self.tokens):
+                if record:
+                    self._recorded(record, number, tokens)
+                else:
+                    self._forward(tokens).backward()
+            self.optimizer.step()
+        self.number += 1
+
+    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.model(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def _recorded(self, record: Recorder, number: int, tokens: torch.Tensor) -> None:
+        record.ledger.track(tokens, "activations")
+        index = record.begin(Kind.FORWARD, "F", stage=0, microbatch=number, flops=1e9, nbytes=1000)
+        with saving(record, 0, tokens.shape) as saved:
+            loss = self._forward(tokens)
+        record.ledger.track(loss, "activations")
+        record.end(index)
+        index = record.begin(Kind.BACKWARD, "B", stage=0, microbatch=number, flops=2e9, nbytes=2000)
+        loss.backward()
+        saved.release()
+        record.end(index)
+
+
+def _steps(folder: Path) -> Iterator[dict[str, Any]]:
+    plain = _Training(None)
+    for name, layers in (("everything on", False), ("every layer too", True)):
+        place = folder / name
+        place.mkdir()
+        ours = _Training(Recorder(place, 0, layers=layers))
+        base, share = _pairs(plain.step, ours.step)
+        yield _row(
+            f"record: a step of {base * 1e3:.0f} ms with {name}",
+            100 * share,
+            "% longer",
+            100 * share / 2,
+            "limit of 2 %",
+        )
+    profiled = _Training(None)
+
+    def with_profiler() -> None:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_flops=True):
+            profiled.step()
+
+    base, share = _pairs(plain.step, with_profiler, pairs=PAIRS // 6)
+    yield _row(
+        f"record: a step of {base * 1e3:.0f} ms by torch.profiler", 100 * share, "% longer", None, None
+    )
+
+
+def _pairs(off: Callable[[], None], on: Callable[[], None], pairs: int = PAIRS) -> tuple[float, float]:
+    """Median seconds of `off`, and the median share by which `on` takes longer than its neighbour.
+
+    Of the thread's CPU time: all of a step is on this thread, and other programs share the cores.
+    """
+    for _ in range(WARM_UP):
+        off()
+        on()
+    base, shares = [], []
+    for turn in range(pairs):
+        times = {}
+        for side in (off, on) if turn % 2 else (on, off):
+            begin = time.thread_time()
+            side()
+            times[side] = time.thread_time() - begin
+        base.append(times[off])
+        shares.append(times[on] / times[off] - 1)
+    return statistics.median(base), statistics.median(shares)
+
+
+def _row(name: str, value: float, unit: str, ratio: float | None, against: str | None) -> dict[str, Any]:
+    return {"name": name, "value": value, "unit": unit, "ratio": ratio, "against": against}
