@@ -10,9 +10,7 @@ A step goes through these phases:
                   SEND_F, SEND_B   send a stage's output on, or its input's gradient back
     drain     until what was sent has left
 
-Sends and receives are asynchronous. A receive is waited for by the F or B that needs it, a send when more than
-p of them are under way, which bounds the memory that they hold. Serial training is the case of one stage, naive
-model parallelism that of one micro-batch.
+Serial training is the case of one stage, naive model parallelism that of one micro-batch.
 
 The loss of a micro-batch of n samples out of N counts n/N, so that the sum over micro-batches is the mean over
 the batch, and its gradient the batch's gradient, also if they are not of one size.
@@ -20,7 +18,6 @@ the batch, and its gradient the batch's gradient, also if they are not of one si
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,15 +26,16 @@ import torch
 from torch import Tensor
 
 from mpkit.parallel.job import Boundary, TrainJob
+from mpkit.parallel.mail import Mail
 from mpkit.parallel.microbatch import Value, batch_size, leaves, map_tensors, part, signature, split
 from mpkit.parallel.stage import RandomState, Stage
+from mpkit.record.flops import Flops
 from mpkit.record.saved import Saved, saving
 from mpkit.schedule import Action, build, lower
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
     from mpkit.launch.context import Context
-    from mpkit.parallel.wire import Work
 
 __all__ = ["Pipeline"]
 
@@ -72,29 +70,17 @@ class Pipeline:
     """
 
     def __init__(self, context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
-        self.comm, self.record, self.device = context.comm, context.record, context.device
+        self.record, self.device = context.record, context.device
         self.job, self.stages = job, stages
         schedule = lower(build(job.plan))
         self.row = schedule.rows[context.rank]
-        self.rank_of = schedule.stage_to_rank
+        self.mail = Mail(context, schedule.stage_to_rank, schedule.microbatches)
         self.last = schedule.stages - 1
         self.recompute = job.plan.recompute == "full"
-        self._do = {
-            "F": self._forward,
-            "B": self._backward,
-            "SEND_F": self._send_output,
-            "RECV_F": self._receive_input,
-            "SEND_B": self._send_gradient,
-            "RECV_B": self._receive_gradient,
-        }
-        # What is under way, by (stage, micro-batch); all empty between steps.
-        self._inputs: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        self._gradients: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        self._arriving: dict[tuple[str, int, int], list[Work]] = {}
-        self._outgoing: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
-        self._kept: dict[tuple[int, int], Kept] = {}
-        self._sent: deque[Work] = deque()
+        self.microbatches: list[MicroBatch] = []
+        self._kept: dict[tuple[int, int], Kept] = {}  # by stage and micro-batch
         self._loss: Tensor | None = None
+        self._flops: dict[tuple[Hashable, int], Flops] = {}  # by signature and stage
 
     def step(self, inputs: Value, targets: Value) -> float | None:
         """Forward and backward of a batch; gradients are added to the parameters'.
@@ -104,8 +90,8 @@ class Pipeline:
         """
         self._split(inputs, targets)
         for action in self.row:
-            self._do[action.kind](action)
-        self._drain()
+            self._execute(action)
+        self.mail.drain()
         loss, self._loss = self._loss, None
         return None if loss is None else loss.item()
 
@@ -117,6 +103,26 @@ class Pipeline:
         for start, end in split(size, self.job.plan.microbatches):
             x, y = part(inputs, start, end), part(targets, start, end)
             self.microbatches.append(MicroBatch(x, y, signature(x, y), (end - start) / size))
+
+    # ---- execute ------------------------------------------------------------------------------------------
+
+    def _execute(self, action: Action) -> None:
+        match action.kind:
+            case "F":
+                self._forward(action)
+            case "B":
+                self._backward(action)
+            case "SEND_F" | "SEND_B":
+                self.mail.send(action)
+            case "RECV_F":  # the output of the stage before
+                self.mail.receive(action, list(self._boundary(action.stage - 1, action.microbatch).specs))
+            case _:  # RECV_B: the gradient of the own output, as far as it has one
+                specs = self._boundary(action.stage, action.microbatch).specs
+                self.mail.receive(action, [spec for spec in specs if spec.requires_grad])
+
+    def _boundary(self, s: int, m: int) -> Boundary:
+        """What crosses from stage s to the next for a micro-batch."""
+        return self.job.boundary(self.microbatches[m].key, s)
 
     # ---- forward ------------------------------------------------------------------------------------------
 
@@ -140,26 +146,17 @@ class Pipeline:
         if s == self.last:
             loss = outputs[0].detach()
             self._loss = loss if self._loss is None else self._loss + loss
-        elif self.rank_of[s + 1] == self.rank_of[s]:
-            self._inputs[s + 1, m] = self._as_input(s + 1, m, outputs)
         else:
-            self._outgoing["F", s, m] = outputs
+            self.mail.put("F", s, m, outputs)
 
     def _input(self, s: int, m: int) -> Value:
-        """The stage's input, on the device: of the data, or from the stage before, waited for if it has to come."""
+        """The stage's input, on the device: of the data, or what the stage before made, without its history."""
         if s == 0:
             return self._to_device(self.microbatches[m].inputs)
-        arriving = self._arriving.pop(("F", s, m), None)
-        if arriving is not None:
-            buffers = tuple(work.wait() for work in arriving)
-            self._inputs[s, m] = self._as_input(s, m, buffers)
-        return self.job.boundary(self.microbatches[m].key, s - 1).pack(self._inputs.pop((s, m)))
-
-    def _as_input(self, s: int, m: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Tensors without history, that collect a gradient where the stage before wants one."""
-        boundary = self.job.boundary(self.microbatches[m].key, s - 1)
-        pairs = zip(tensors, boundary.specs, strict=True)
-        return tuple(tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in pairs)
+        boundary = self._boundary(s - 1, m)
+        pairs = zip(self.mail.take("F", s, m), boundary.specs, strict=True)
+        # Where the stage before wants a gradient, it is collected here.
+        return boundary.pack(tuple(t.detach().requires_grad_(spec.requires_grad) for t, spec in pairs))
 
     def _compute(self, s: int, m: int, inputs: Value) -> tuple[Tensor, ...]:
         """What the stage makes: its output's tensors, or the micro-batch's share of the loss."""
@@ -168,7 +165,7 @@ class Pipeline:
         if s == self.last:
             loss = self.job.loss(output, self._to_device(microbatch.targets))
             return (loss * microbatch.weight,)
-        expected, made = self.job.boundary(microbatch.key, s), Boundary.of(output)
+        expected, made = self._boundary(s, m), Boundary.of(output)
         if made is None or made.shapes != expected.shapes:
             raise ValueError(
                 f"stage {s} made {made or type(output).__name__} of micro-batch {m}, and {expected} of one of the "
@@ -185,7 +182,7 @@ class Pipeline:
         kept = self._kept.pop((s, m))
         if self.recompute:
             self._forward_again(action, kept)
-        gradients = self._gradient(s, m)
+        gradients = None if s == self.last else self.mail.take("B", s, m)  # that of the loss is 1
         op = self._begin(Kind.BACKWARD, action)
         wanted = [output for output in kept.outputs if output.requires_grad]
         if wanted:
@@ -208,15 +205,6 @@ class Pipeline:
         self._track(kept.outputs)
         self.record.end(op)
 
-    def _gradient(self, s: int, m: int) -> tuple[Tensor, ...] | None:
-        """The gradients of the stage's output; None for the loss, whose gradient is 1."""
-        if s == self.last:
-            return None
-        arriving = self._arriving.pop(("B", s, m), None)
-        if arriving is not None:
-            return tuple(work.wait() for work in arriving)
-        return self._gradients.pop((s, m))
-
     def _pass_back(self, s: int, m: int, inputs: Value) -> None:
         """The gradients of the stage's input, to the stage before."""
         found = []
@@ -225,72 +213,17 @@ class Pipeline:
                 found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
         gradients = tuple(found)
         self._track(gradients)
-        if self.rank_of[s - 1] == self.rank_of[s]:
-            self._gradients[s - 1, m] = gradients
-        else:
-            self._outgoing["B", s, m] = gradients
+        self.mail.put("B", s, m, gradients)
 
-    # ---- send and receive ---------------------------------------------------------------------------------
-
-    def _send_output(self, action: Action) -> None:
-        """SEND_F: the stage's output, to the next stage."""
-        self._send("F", action, to=action.stage + 1)
-
-    def _send_gradient(self, action: Action) -> None:
-        """SEND_B: the gradient of the stage's input, to the stage before."""
-        self._send("B", action, to=action.stage - 1)
-
-    def _receive_input(self, action: Action) -> None:
-        """RECV_F: a buffer for the stage's input."""
-        s, m = action.stage, action.microbatch
-        boundary = self.job.boundary(self.microbatches[m].key, s - 1)
-        self._receive("F", action, self._buffers(boundary), source=s - 1)
-
-    def _receive_gradient(self, action: Action) -> None:
-        """RECV_B: a buffer for the gradient of the stage's output, as far as it has one."""
-        s, m = action.stage, action.microbatch
-        boundary = self.job.boundary(self.microbatches[m].key, s)
-        self._receive("B", action, self._buffers(boundary, gradients=True), source=s + 1)
-
-    def _buffers(self, boundary: Boundary, *, gradients: bool = False) -> list[Tensor]:
-        specs = [spec for spec in boundary.specs if spec.requires_grad or not gradients]
-        return [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
-
-    def _send(self, way: str, action: Action, to: int) -> None:
-        tensors = self._outgoing.pop((way, action.stage, action.microbatch))
-        for i, tensor in enumerate(tensors):
-            self._sent.append(self.comm.isend(tensor, self.rank_of[to], self._tag(way, to, action, i)))
-        while len(self._sent) > self.job.plan.pp:
-            self._sent.popleft().wait()
-
-    def _receive(self, way: str, action: Action, buffers: list[Tensor], source: int) -> None:
-        self._track(tuple(buffers))
-        self._arriving[way, action.stage, action.microbatch] = [
-            self.comm.irecv(buffer, self.rank_of[source], self._tag(way, action.stage, action, i))
-            for i, buffer in enumerate(buffers)
-        ]
-
-    def _tag(self, way: str, receiver: int, action: Action, i: int) -> str:
-        """What both ends call the i-th tensor of a message: the way and the micro-batch, such as F3.
-
-        Where two ranks have several stages between them, or a message several tensors, the number goes on.
-        """
-        local = self.rank_of[:receiver].count(self.rank_of[receiver])
-        held = self.rank_of.count(self.rank_of[receiver])
-        return f"{way}{action.microbatch + len(self.microbatches) * (local + held * i)}"
-
-    # ---- drain --------------------------------------------------------------------------------------------
-
-    def _drain(self) -> None:
-        while self._sent:
-            self._sent.popleft().wait()
-        assert not (self._kept or self._arriving or self._outgoing or self._inputs or self._gradients)
-
-    # ---- record and device -------------------------------------------------------------------------------------------
+    # ---- record and device --------------------------------------------------------------------------------
 
     def _begin(self, kind: Kind, action: Action) -> int:
+        """Record that the action's compute begins, with its FLOPs and bytes."""
         s, m = action.stage, action.microbatch
-        flops = self.job.flops(self.microbatches[m].key, s)
+        key = self.microbatches[m].key
+        flops = self._flops.get((key, s))
+        if flops is None:
+            flops = self._flops[key, s] = self.job.flops(key, s)
         done, moved = flops.forward, flops.forward_bytes
         if kind == Kind.BACKWARD:
             done, moved = flops.backward, flops.backward_bytes
@@ -298,14 +231,11 @@ class Pipeline:
 
     def _to_device(self, value: Value) -> Value:
         """A copy on the device, which a layer may write into."""
-        host = self.device.type == "cpu"
-        op = (
-            -1
-            if host
-            else self.record.begin(Kind.COPY_TO_DEVICE, nbytes=sum(t.nbytes for t in leaves(value)))
-        )
+        copies = self.device.type != "cpu"
+        nbytes = sum(tensor.nbytes for tensor in leaves(value))
+        op = self.record.begin(Kind.COPY_TO_DEVICE, nbytes=nbytes) if copies else -1
         copied = map_tensors(lambda tensor: tensor.to(self.device, copy=True), value)
-        if not host:
+        if copies:
             self.record.end(op)
         self._track(tuple(leaves(copied)))
         return copied
