@@ -1,0 +1,245 @@
+"""A notebook as a learner sees it: in JupyterLab, in a browser, from its first cell to its last."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+Screenshot = Callable[[Page, str], None]
+
+
+@pytest.fixture(scope="module")
+def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a JupyterLab of our own, on copies of the notebooks, that asks nothing and nobody."""
+    home = tmp_path_factory.mktemp("jupyter")
+    shutil.copytree(NOTEBOOKS, home / "notebooks", ignore=shutil.ignore_patterns(".*"))
+    news = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
+    news.parent.mkdir(parents=True)
+    quiet = {"checkForUpdates": False, "fetchNews": "false", "doNotDisturbMode": True}
+    news.write_text(json.dumps(quiet), encoding="utf-8")
+    folders = {
+        "JUPYTER_CONFIG_DIR": "config",
+        "JUPYTER_DATA_DIR": "data",
+        "JUPYTER_RUNTIME_DIR": "runtime",
+        "JUPYTERLAB_SETTINGS_DIR": "settings",
+        "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+        "IPYTHONDIR": "ipython",
+    }
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
+            *("--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"),
+            *("--IdentityProvider.token=", "--ServerApp.password=", "--ServerApp.disable_check_xsrf=True"),
+            *("--LabApp.expose_app_in_browser=True", f"--ServerApp.root_dir={home / 'notebooks'}"),
+        ],
+        env={**os.environ, **{name: str(home / folder) for name, folder in folders.items()}},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said: list[str] = []
+    ready = threading.Event()
+
+    def listen() -> None:
+        assert server.stderr is not None
+        for line in server.stderr:
+            said.append(line)
+            if "is running at" in line:
+                ready.set()
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        assert ready.wait(60), "JupyterLab does not start:\n" + "".join(said)
+        yield f"http://127.0.0.1:{port}/lab"
+    finally:
+        server.terminate()  # it ends its kernels first
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        listener.join(5)
+        assert server.stderr is not None
+        server.stderr.close()
+
+
+@pytest.fixture
+def lab_page(chromium: Browser) -> Iterator[Page]:
+    """A page whose errors fail the test. JupyterLab itself warns of this and that."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    errors: list[str] = []
+    page.on("console", lambda m: errors.append(f"{m.text} ({m.location})") if m.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page
+    context.close()
+    assert errors == []
+
+
+def open_notebook(page: Page, address: str) -> None:
+    """Open it, with a kernel that is ready."""
+    page.goto(address)
+    page.wait_for_function(
+        "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
+    )
+
+
+def in_cell(page: Page, code: str) -> Locator:
+    """The cell that has this code."""
+    return page.locator(".jp-CodeCell").filter(
+        has=page.locator(".jp-InputArea", has_text=code)
+    ).first  # fmt: skip
+
+
+WATCH = """() => {
+  // What the first timeline of the page shows, whenever that changes: and how its run stands.
+  window.seen = [];
+  const look = () => {
+    const root = document.querySelector('.mpkit-timeline');
+    const output = root?.closest('.jp-OutputArea-output');
+    if (output) {
+      const status = output.textContent.match(/running|finished|stopped|failed/)?.[0];
+      const spans = Number(root.dataset.spans ?? 0);
+      const last = window.seen.at(-1);
+      if (last?.status !== status || last?.spans !== spans) {
+        const words = root.querySelector('canvas').getAttribute('aria-label');
+        window.seen.push({ status, spans, words, picture: root.querySelector('canvas').toDataURL() });
+      }
+    }
+    requestAnimationFrame(look);
+  };
+  look();
+}"""
+
+RUN_ALL = """() => {
+  window.ran = undefined;
+  window.jupyterapp.commands.execute('notebook:run-all-cells').then((ok) => { window.ran = ok; });
+}"""
+
+CELLS = """() => {
+  const notebook = window.jupyterapp.shell.currentWidget.content;
+  return notebook.widgets.filter((cell) => cell.model.type === 'code').map((cell) => ({
+    count: cell.model.executionCount,
+    error: cell.model.outputs.toJSON().filter((output) => output.output_type === 'error'),
+  }));
+}"""
+
+TIMES = "(root) => root.panel.chart.times"
+
+
+def place(timeline: Locator, share: float, rank: int) -> tuple[float, float]:
+    """Where on the page a lane is, at a share of the times seen."""
+    timeline.scroll_into_view_if_needed()
+    x, y = timeline.evaluate(
+        """(root, [share, rank]) => {
+          const { chart } = root.panel;
+          const box = chart.canvas.getBoundingClientRect();
+          const row = chart.placed.rows.find((row) => row.rank === rank && row.part === 'compute');
+          return [box.left + chart.left + share * chart.width, box.top + row.y + row.height / 2];
+        }""",
+        [share, rank],
+    )
+    return float(x), float(y)
+
+
+def settled(timeline: Locator) -> None:
+    """Wait until what was asked for is drawn."""
+    timeline.page.wait_for_function(
+        "(root) => root.panel.chart.asked === 0", arg=timeline.element_handle()
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None:
+    page = lab_page
+    open_notebook(page, f"{jupyterlab}/tree/01-pipeline-bubbles.ipynb")
+    page.evaluate(WATCH)
+    page.evaluate(RUN_ALL)
+
+    # Bars appear while the run is going.
+    page.wait_for_function(
+        "window.seen.some((one) => one.status === 'running' && one.spans > 0)", timeout=120_000
+    )
+    naive = in_cell(page, "naive = train").locator(".mpkit-timeline")
+    naive.scroll_into_view_if_needed()
+    screenshot(page, "notebook-running")
+    page.wait_for_function("window.seen.some((one) => one.status === 'finished')")
+    seen: list[dict[str, Any]] = page.evaluate("window.seen")
+    going = [one for one in seen if one["status"] == "running" and one["spans"] > 0]
+    assert len({one["spans"] for one in going}) > 1, "the picture did not grow while the run was going"
+    assert len({one["picture"] for one in going}) > 1, "the canvas did not change"
+
+    # Every cell ran, none failed.
+    page.wait_for_function("window.ran !== undefined", timeout=150_000)
+    cells = page.evaluate(CELLS)
+    assert [cell["error"] for cell in cells if cell["error"]] == []
+    assert [cell["count"] for cell in cells] == list(range(1, len(cells) + 1))
+
+    # Hover: what an operation is. GPU 0 begins with its forward, and waits in the middle.
+    naive.scroll_into_view_if_needed()
+    tip = naive.locator(".mpkit-tip")
+    page.mouse.move(*place(naive, 0.01, rank=0))
+    expect(tip).to_contain_text(re.compile("forward.*micro-batch 0"))
+    screenshot(page, "notebook-hover")
+    page.mouse.move(*place(naive, 0.17, rank=0))
+    expect(tip).to_contain_text("idle: wait")
+
+    # The wheel zooms around the pointer.
+    whole = naive.evaluate(TIMES)
+    for _ in range(4):
+        page.mouse.wheel(0, -240)
+    page.wait_for_function(
+        "([root, length]) => root.panel.chart.times[1] - root.panel.chart.times[0] < 0.5 * length",
+        arg=[naive.element_handle(), whole[1] - whole[0]],
+    )
+    settled(naive)
+    screenshot(page, "notebook-zoomed")
+
+    # Another machine, by the dropdown.
+    machines = in_cell(page, "ipywidgets.Dropdown")
+    machines.scroll_into_view_if_needed()
+    clock = machines.locator(".mpkit-clock")
+    expect(clock).to_contain_text("2x-titan-rtx-nvlink")
+    screenshot(page, "notebook-with-nvlink")
+    machines.locator("select").select_option("TITAN RTX, without")
+    expect(clock).to_contain_text("(2x-titan-rtx)")
+    settled(machines.locator(".mpkit-timeline"))
+    screenshot(page, "notebook-without-nvlink")
+
+    for name, code in [
+        ("picture", "naive.timeline().step(2).show()"),
+        ("formula", "chart = go.Figure()"),
+        ("memory", "memory_figure(gpipe"),
+        ("recompute", "px.bar"),
+    ]:
+        in_cell(page, code).scroll_into_view_if_needed()
+        expect(in_cell(page, code).locator(".jp-OutputArea-output").first).to_be_visible()
+        screenshot(page, f"notebook-{name}")
+
+    # The page is loaded again: the same kernel, and the picture is back.
+    spans = naive.get_attribute("data-spans")
+    page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+    page.reload()
+    open_notebook(page, f"{jupyterlab}/tree/01-pipeline-bubbles.ipynb")
+    naive.scroll_into_view_if_needed()
+    expect(naive).to_have_attribute("data-spans", str(spans))
+    settled(naive)
+    screenshot(page, "notebook-reloaded")
