@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit import metrics
+from mpkit.trace import Kind
 
 __all__ = ["BubbleCounter"]
 
@@ -34,9 +35,12 @@ class BubbleCounter:
         self.world_size = world_size
         self.extents: dict[int, tuple[float, float]] = {}
         self._busy: dict[int, npt.NDArray[Any]] = {}
+        self._marks: dict[int, int] = {}  # ranks that finished a step, by step
 
     def add(self, spans: npt.NDArray[Any]) -> list[int]:
         """Take a batch; returns the steps that it changed."""
+        for step in spans["step"][spans["kind"] == Kind.STEP].tolist():
+            self._marks[step] = self._marks.get(step, 0) + 1
         done = metrics.work(spans)
         changed: list[int] = np.unique(done["step"]).tolist()
         for step in changed:
@@ -49,6 +53,12 @@ class BubbleCounter:
                 max(end, float(mine["end"].max())),
             )
         return changed
+
+    @property
+    def complete(self) -> int | None:
+        """The last step that every rank finished; None before there is one."""
+        whole = [step for step, ranks in self._marks.items() if ranks >= self.world_size]
+        return max(whole, default=None)
 
     def bubble(self, step: int | None = None) -> float | None:
         """The idle share of a step so far, of the last one if None is named; None before there is any."""

@@ -4,7 +4,7 @@
     RunView      looks on while a Run goes, and fills one
     show_run     makes both and displays them
 
-The timeline's picture comes first; the memory chart, whose library is five megabytes, once there is some. When
+The timeline's picture comes first; the memory chart, whose library is five megabytes, a little later. When
 the run ends, the output is replaced by one that holds pictures too: a saved notebook shows them without a kernel.
 """
 
@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from mpkit.timeline import Timeline
 from mpkit.views import dashboard_html as parts
-from mpkit.views.memory import MemoryView
+from mpkit.views.fallback import image
+from mpkit.views.memory_svg import memory_svg
 from mpkit.views.needs import needs_notebook
-from mpkit.views.pace import Pace
+from mpkit.views.pace import Background, Pace
 from mpkit.views.picture import rank_label
 from mpkit.views.text import text
 from mpkit.views.timeline import TimelineView
@@ -32,6 +33,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from mpkit.run import Run
+    from mpkit.views.memory import MemoryView
 
 __all__ = ["Dashboard", "RunView", "show_run"]
 
@@ -64,6 +66,8 @@ class Dashboard:
         self._on_stop, self._theory = on_stop, theory
         self._lines: list[str] = []
         self._memory: MemoryView | None = None
+        # Drawn elsewhere: importing plotly alone takes longer than the first steps of a small run.
+        self._memory_worker: Background[tuple[Timeline, bool]] = Background(self._draw_memory)
         self._static: tuple[str, str] | None = None  # text/html and text/plain, once the run is over
         self._handle: Any = None
         self._losses: list[float] = []
@@ -100,15 +104,9 @@ class Dashboard:
                 self.timeline.note = note
 
     def set_memory(self, timeline: Timeline, *, now: bool = False) -> None:
-        """The memory so far; drawn now and then (see `MemoryView`), or `now`."""
-        with self._lock:
-            if not len(timeline.held):
-                return
-            if self._memory is None:
-                self._memory = MemoryView(timeline)
-                self._below.children = [self._memory.widget]
-            else:
-                self._memory.update(timeline, now=now)
+        """The memory so far; drawn in the background, now and then (see `MemoryView`) or, with `now`, surely."""
+        if len(timeline.held):
+            self._memory_worker.put((timeline, now))
 
     def add_output(self, line: str) -> None:
         """What a rank printed, with the rank's label."""
@@ -167,6 +165,19 @@ class Dashboard:
     def _note(self) -> str:
         return "" if self._theory is None else parts.theory(self._theory)
 
+    def _draw_memory(self, latest: tuple[Timeline, bool]) -> None:
+        timeline, now = latest
+        try:
+            from mpkit.views.memory import MemoryView
+        except ImportError:  # no plotly: the picture that saved notebooks have
+            self._below.children = [ipywidgets.HTML(image(memory_svg(timeline), "Memory by GPU over time"))]
+            return
+        if self._memory is None:
+            self._memory = MemoryView(timeline)
+            self._below.children = [self._memory.widget]
+        else:
+            self._memory.update(timeline, now=now)
+
     def _pressed(self, _button: object) -> None:
         self._stop.disabled = True
         self._stop.description = "Stopping"
@@ -179,7 +190,7 @@ class RunView:
 
     def __init__(self, run: Run) -> None:
         self._feed, self._cell = run.feed(), _cell()
-        self._loss_pace, self._memory_pace = Pace(0.3), Pace(0.8)
+        self._loss_pace, self._memory_pace = Pace(0.3), Pace(0.8, first=1.5)
         so_far = self._feed.timeline()
         theory = run.plan.bubble_in_theory
         self.dashboard = Dashboard(

@@ -90,12 +90,14 @@ def _section(number: int, name: str, timeline: Timeline, highest: int) -> str:
     counter.add(timeline.spans)
     ((head, buffer),) = batches.since(0, counter.extents, most=max(len(timeline.spans), 1))
     data = b64encode(gzip.compress(buffer, 6, mtime=0)).decode()
+    steps = timeline.steps
     works = len(metrics.work(timeline.spans)) > 0
     state = {
         "title": "",
         "labels": [rank_label(timeline, rank) for rank in range(timeline.world_size)],
         "bubble": timeline.bubble if works else None,
         "step_time": timeline.step_time if works else None,
+        "of": f"step {steps[-1]}" if works and len(steps) > 1 else "",
         "clock": CLOCKS.get(timeline.clock, timeline.clock),
         "note": " ".join(timeline.notes),
         "live": False,

@@ -7,6 +7,7 @@ moments a trace, in float32 (what is int64 would travel as JSON).
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from typing import Any
@@ -51,6 +52,7 @@ class MemoryView:
 
     def __init__(self, timeline: Timeline) -> None:
         self.widget = go.FigureWidget(memory_figure(timeline))
+        self.widget._config = {"responsive": True, "displaylogo": False, "displayModeBar": False}
         self._ranks = timeline.world_size
         self._lock = threading.Lock()
         self._drawn = time.monotonic()
@@ -71,6 +73,10 @@ class MemoryView:
                     old.x, old.y = new.x, new.y
                 for old, new in zip(self.widget.layout.annotations, fresh.layout.annotations, strict=True):
                     old.text = new.text
+            if now:
+                # What a page that is loaded again gets: else that would be what the chart began with.
+                self.widget._widget_data = copy.deepcopy(self.widget._data)
+                self.widget._widget_layout = copy.deepcopy(self.widget._layout)
             self._drawn = time.monotonic()
             return True
 
@@ -154,10 +160,12 @@ def _dressed(figure: Any, height: int, timeline: Timeline) -> Any:
         hovermode="x unified",
         hoverlabel={"font": {"color": "#1f2328"}, "bgcolor": "#ffffff"},
     )
-    figure.update_xaxes(showgrid=False, linecolor=LINE, zeroline=False, tickformat="~s", ticksuffix="s")
+    figure.update_xaxes(
+        showgrid=False, linecolor=LINE, zeroline=False, tickformat="~s", ticksuffix="s", nticks=4, tickangle=0
+    )
     figure.update_yaxes(
         gridcolor=LINE, zeroline=False, tickformat="~s", ticksuffix=unit, rangemode="tozero", nticks=4
     )
     if figure.layout.barmode == "stack":
-        figure.update_xaxes(tickformat=None, ticksuffix=None)
+        figure.update_xaxes(tickformat=None, ticksuffix=None, nticks=None, tickangle=None)
     return figure

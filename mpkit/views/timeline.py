@@ -40,6 +40,9 @@ __all__ = ["TimelineView"]
 PAUSE = 0.08
 """Seconds between two messages at least. One message a span would run into the server's limit of messages."""
 
+WATCHABLE = 1.0
+"""Seconds: the figures of a step that takes longer count while it goes on; faster ones would only flicker."""
+
 BACKLOG = 200_000
 """Spans that the backlog holds at most; beyond that a browser that lost something has to be heard."""
 
@@ -54,8 +57,9 @@ class TimelineView(anywidget.AnyWidget):
         clock: "measured", "virtual" or "simulated", where no timeline tells.
 
     Attributes:
-        bubble: the idle share of the last step, so far; None before there is any.
-        step_time: its seconds, so far.
+        bubble: the idle share of a step; None before there is any.
+        step_time: its seconds.
+        of: which step those are of, such as "step 3" or "step 4 so far"; "" where there is but one.
         clock: which clock the times are of, in words.
         note: a sentence below the picture.
         live: whether more is to come: then the view follows the newest operations.
@@ -67,6 +71,7 @@ class TimelineView(anywidget.AnyWidget):
     labels = traitlets.List(traitlets.Unicode()).tag(sync=True)
     bubble = traitlets.Float(None, allow_none=True).tag(sync=True)
     step_time = traitlets.Float(None, allow_none=True).tag(sync=True)
+    of = traitlets.Unicode().tag(sync=True)
     clock = traitlets.Unicode().tag(sync=True)
     note = traitlets.Unicode().tag(sync=True)
     live = traitlets.Bool(False).tag(sync=True)
@@ -92,6 +97,7 @@ class TimelineView(anywidget.AnyWidget):
         self._changed: set[int] = set()  # steps whose extents grew since they were sent
         self._flushed = 0.0
         self._timer: threading.Timer | None = None
+        self._newest: tuple[int | None, float] = (None, 0.0)  # the newest step, and since when it is
         self._heard = False
         self._in_backlog = 0
         self.on_msg(self._hear)
@@ -139,8 +145,11 @@ class TimelineView(anywidget.AnyWidget):
                 self.note = " ".join(timeline.notes)
                 self.table = rank_table(timeline)
             self.flush()
-            self.bubble = timeline.bubble if works else None
-            self.step_time = timeline.step_time if works else None
+            with self.hold_sync():
+                steps = timeline.steps
+                self.of = f"step {steps[-1]}" if works and len(steps) > 1 else ""
+                self.bubble = timeline.bubble if works else None
+                self.step_time = timeline.step_time if works else None
 
     def flush(self) -> None:
         """Send now what gathered."""
@@ -162,14 +171,20 @@ class TimelineView(anywidget.AnyWidget):
                 self._count()
 
     def _count(self) -> None:
-        """The figures so far."""
-        self.bubble = self._counter.bubble()
-        self.step_time = self._counter.step_time()
-        idle = self._counter.idle_shares()
-        self.table = {
-            "head": ["", "idle so far"],
-            "rows": [[label, percent(share)] for label, share in zip(self.labels, idle, strict=False)],
-        }
+        """The figures so far: of the step that goes on, if one can watch it; of the last complete one, if not."""
+        step, now = max(self._counter.extents, default=None), time.monotonic()
+        if step != self._newest[0]:
+            self._newest = (step, now)
+        complete = self._counter.complete
+        so_far = complete is None or (complete != step and now - self._newest[1] > WATCHABLE)
+        shown = step if so_far else complete
+        with self.hold_sync():
+            self.of = "" if shown is None else f"step {shown}{' so far' * so_far}" if shown >= 0 else "so far"
+            self.bubble = self._counter.bubble(shown)
+            self.step_time = self._counter.step_time(shown)
+            idle = [percent(share) for share in self._counter.idle_shares(shown)]
+            rows = [[label, share] for label, share in zip(self.labels, idle, strict=False)]
+            self.table = {"head": ["", f"idle, {self.of}"], "rows": rows}
 
     # ---- browsers -------------------------------------------------------------------------------------------
 

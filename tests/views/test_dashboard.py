@@ -27,6 +27,7 @@ def test_a_run_from_its_start_to_its_end(gpipe: mk.Timeline) -> None:
     board.set_memory(gpipe)
     board.add_output("[rank 1] hello")
     board.timeline.flush()
+    assert board._memory_worker.join()
     assert board._bar.value == 2
     assert "4.2500" in board._words.value and "of 3" in board._words.value
     assert "[rank 1] hello" in board._output.value

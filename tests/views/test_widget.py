@@ -108,6 +108,24 @@ def test_until_somebody_says_hello_everything_lies_in_the_backlog(long_run) -> N
     assert view.backlog == b""
 
 
+def test_figures_are_of_the_last_complete_step_unless_one_can_watch_the_newest(long_run) -> None:
+    timeline = long_run(1000)
+    spans = timeline.spans[np.argsort(timeline.spans["end"], kind="stable")]
+    view = Overheard(labels=["GPU 0"] * 4)
+    view.append(spans[spans["end"] < 20], timeline.names)
+    view.flush()
+    assert view.of == "step 0 so far"
+    view.append(spans[(spans["end"] >= 20) & (spans["end"] < 40)], timeline.names)
+    view.flush()
+    assert (view.of, view.bubble) == ("step 0", timeline.step(0).bubble)
+    view._newest = (1, view._newest[1] - 2)  # as if step 1 had begun two seconds earlier
+    view.append(spans[(spans["end"] >= 40) & (spans["end"] < 50)], timeline.names)
+    view.flush()
+    assert view.of == "step 1 so far" and view.bubble != timeline.step(0).bubble
+    view.replace(timeline)
+    assert view.of == "step 4"
+
+
 def test_another_timeline_replaces_the_first(gpipe: mk.Timeline) -> None:
     view = Overheard(gpipe)
     other = mk.simulate(mk.Plan.gpipe(2, 2))

@@ -64,12 +64,13 @@ def test_the_bubble_counted_in_batches_is_the_timelines(plan: mk.Plan) -> None:
         counter.add(in_time[at : at + 7])
     assert counter.bubble() == pytest.approx(timeline.bubble)
     assert counter.step_time() == pytest.approx(timeline.makespan)
+    assert counter.complete == 0
 
 
 def test_nothing_counted_is_no_bubble() -> None:
     counter = BubbleCounter(2)
     assert counter.add(np.empty(0, SPAN)) == []
-    assert counter.bubble() is None and counter.step_time() is None
+    assert counter.bubble() is counter.step_time() is counter.complete is None
 
 
 def test_the_browser_gets_every_colour() -> None:

@@ -1,6 +1,6 @@
 // The chart with what surrounds it: figures above, legend and table below, pointer and keys.
 //
-// The state it shows: {title, labels, bubble, step_time, clock, note, live, table: {head, rows}}
+// The state it shows: {title, labels, bubble, step_time, of, clock, note, live, table: {head, rows}}
 
 /** Dark as JupyterLab, VS Code, Colab or the page says; as the system prefers, where none does. */
 function isDark() {
@@ -66,10 +66,10 @@ class Panel {
   update(state) {
     const before = this.state;
     this.state = { ...before, ...state };
-    const { title, labels, bubble, step_time, clock, note, live, table } = this.state;
+    const { title, labels, bubble, step_time, of, clock, note, live, table } = this.state;
     this.title.textContent = title ?? "";
-    this.bubble.set(bubble == null ? "" : percent(bubble), live);
-    this.time.set(step_time == null ? "" : seconds(step_time), live);
+    this.bubble.set(bubble == null ? "" : percent(bubble), of);
+    this.time.set(step_time == null ? "" : seconds(step_time), of);
     this.clock.textContent = clock ?? "";
     this.note.textContent = note ?? "";
     this.chart.labels = labels ?? [];
@@ -161,10 +161,10 @@ function figure(parent, what, title) {
   const number = box.appendChild(node("b"));
   const words = box.appendChild(node("span", "", what));
   return {
-    set(text, soFar) {
+    set(text, of) {
       box.hidden = !text;
       number.textContent = text;
-      words.textContent = soFar ? `${what} so far` : what;
+      words.textContent = of ? `${what}, ${of}` : what;
     },
   };
 }

@@ -31,7 +31,8 @@ function ticks(t0, t1, most) {
   if (!(length > 0) || !Number.isFinite(length)) return [];
   const power = 10 ** Math.floor(Math.log10(length / most));
   const step = power * [1, 2, 5, 10].find((factor) => power * factor * most >= length * (1 - 1e-9));
-  const [factor, unit] = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]].find(([f]) => step >= f * 0.999 || f === 1e-9);
+  const [factor, unit] = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]].find(([f]) => Math.abs(t1) >= f || f === 1e-9);
+  // One unit for all, of the largest time; as many digits as the step between two needs.
   const places = Math.max(0, -Math.floor(Math.log10(step / factor) + 1e-9));
   const found = [];
   for (let i = Math.ceil(t0 / step - 1e-9); i * step <= t1 + step * 1e-9; i++) {
