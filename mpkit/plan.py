@@ -128,12 +128,16 @@ class Plan:
         """The idle share of a step's span, averaged over ranks, for equal stages and messages that take no time.
 
         Naive (p-1)/p; GPipe (p-1)/(m+p-1) (Huang et al. 2019, section 2.3; Megatron divides by the ideal time
-        instead). None for a schedule of one's own: `mpkit.simulate(plan).bubble` says.
+        instead). With recomputation a micro-batch takes 4 instead of 3, its backward being twice its forward; all
+        but the last stage recompute while they wait for a gradient. None for a schedule of one's own:
+        `mpkit.simulate(plan).bubble` says.
         """
         p, m = self.pp, self.microbatches
         if isinstance(self.schedule, Schedule):
             return None
-        return Fraction(p - 1, p) if self.schedule == "naive" else Fraction(p - 1, m + p - 1)
+        together = 1 if self.schedule == "naive" else m  # the micro-batches that go through at once
+        idle, busy = 3 * (p - 1), (3 if self.recompute == "none" else 4) * together
+        return Fraction(idle, idle + busy)
 
     def describe(self) -> str:
         """The plan in a sentence or two.

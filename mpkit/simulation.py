@@ -118,10 +118,10 @@ def _script(
             add(Kind.RECV, stage, m, group=group, number=m, peer=holders[sender])
         else:
             message = received.pop(("F" if kind == "F" else "B", stage, m), None) if kind != "W" else None
+            if kind in ("B", "I") and recompute:  # needs no gradient, and so does not wait for it
+                add(Kind.RECOMPUTE, stage, m, seconds["R"][stage])
             if message is not None:
                 add(Kind.WAIT, stage, m, ref=message)
-            if kind in ("B", "I") and recompute:
-                add(Kind.RECOMPUTE, stage, m, seconds["R"][stage])
             add(KIND[kind], stage, m, seconds[kind][stage])
             if kind == "F":
                 memory.append((2 * len(ops) - 1, len(ops), 1))

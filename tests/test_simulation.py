@@ -116,10 +116,20 @@ def test_split_backwards_let_the_stage_before_go_on() -> None:
 
 
 def test_recomputation_does_the_forward_again() -> None:
-    t = mk.simulate(mk.Plan.gpipe(4, 8, recompute="full"))
-    assert t.makespan == 4 * 11
-    assert t.bubble == pytest.approx(3 / 11)
+    # 3 F until the last stage begins, 8 (F + R + B) there, 3 B until the first one ends: the other R's come
+    # while a rank waits for its gradient anyway (Huang et al. 2019, section 2.3).
+    plan = mk.Plan.gpipe(4, 8, recompute="full")
+    t = mk.simulate(plan)
+    assert t.makespan == 3 + 8 * 4 + 3 * 2
+    assert t.bubble == pytest.approx(9 / 41)
     assert (t.spans["kind"] == Kind.RECOMPUTE).sum() == 4 * 8
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe"])
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 1), (4, 1), (4, 8), (3, 2)])
+def test_the_bubble_with_recomputation_is_what_the_plan_says(schedule: str, p: int, m: int) -> None:
+    plan = mk.Plan(pp=p, schedule=schedule, microbatches=m, recompute="full")
+    assert mk.simulate(plan).bubble == pytest.approx(float(plan.bubble_in_theory))
 
 
 def test_stages_on_one_rank_send_each_other_nothing() -> None:
