@@ -40,6 +40,10 @@ def prepared(**changes: Any) -> TrainJob:
     return prepare(how.pop("model"), how.pop("data"), how.pop("plan"), **how)
 
 
+def fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, fused=True)
+
+
 class Fork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +246,7 @@ def test_nothing_is_computed_and_nothing_printed(capsys: pytest.CaptureFixture[s
     assert sum(layer.flops.forward for layer in next(iter(job.numbers.values()))) > 1e10
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD, adamw])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD, adamw, fused])
 def test_optimizers_that_work(optimizer: Any) -> None:
     prepared(optimizer=optimizer)
 

@@ -151,9 +151,7 @@ def check_optimizer(
         raise ValueError(f"optimizer is {_a(optimizer)}; it is a function of parameters: {ADAM}")
     for number, stage in enumerate(stages):
         held = nn.ModuleList(layers[i][1] for i in stage)
-        params = [
-            nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in held.parameters()
-        ]
+        params = [nn.Parameter(torch.empty_like(p), p.requires_grad) for p in held.parameters()]
         if not params:
             continue
         try:

@@ -44,29 +44,46 @@ def dry_run(
         ValueError: a layer refuses what it is given, or the loss is not a scalar.
     """
     found: dict[Hashable, list[LayerNumbers]] = {}
+    fakes = _Fakes(model)
     for inputs, targets in batches:
         for start, end in split(batch_size(inputs), m):
             x, y = part(inputs, start, end), part(targets, start, end)
             key = signature(x, y)
             if key not in found:
-                found[key] = _dry_run(model, x, y, loss)
+                try:
+                    passed = fakes.walk(x, y, loss)
+                except Exception:
+                    # Either the model refuses, and will again, with the words that the user knows; or it is only
+                    # the tensors without content that it cannot do with.
+                    passed = _walk_for_real(model, x, y, loss)
+                found[key] = count_layers(model, x, y, loss, passed)
     return found
 
 
-def _dry_run(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[LayerNumbers]:
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+class _Fakes:
+    """A copy of the model whose tensors have no content; made when first needed, good for any shape."""
 
-            def fake(value: Value) -> Value:
-                return map_tensors(mode.from_tensor, value)
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._copy: nn.Module | None = None
 
-            with _DoubtDtypes():  # type: ignore[no-untyped-call]
-                passed = _walk(_stand_in(model, mode), fake(inputs), fake(targets), loss)
-    except Exception:
-        # Either the model refuses, and will again, with the words that the user knows; or it is only the
-        # tensors without content that it cannot do with.
-        passed = _walk_for_real(model, inputs, targets, loss)
-    return count_layers(model, inputs, targets, loss, passed)
+    def walk(self, inputs: Value, targets: Value, loss: Loss) -> list[Passed]:
+        """What each layer passes on; fails where the model does, or cannot do without content."""
+        with self._mode, _DoubtDtypes():  # type: ignore[no-untyped-call]
+            if self._copy is None:
+                self._copy = self._without_content()
+            x, y = (map_tensors(self._mode.from_tensor, value) for value in (inputs, targets))
+            return _walk(self._copy, x, y, loss)
+
+    def _without_content(self) -> nn.Module:
+        memo: dict[int, Any] = {}
+        for parameter in self._model.parameters():
+            fake = self._mode.from_tensor(parameter.detach())
+            memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+        for buffer in self._model.buffers():
+            memo[id(buffer)] = self._mode.from_tensor(buffer)
+        return copy.deepcopy(self._model, memo)
 
 
 class _DoubtDtypes(TorchDispatchMode):
@@ -98,16 +115,6 @@ def _walk_for_real(model: nn.Module, inputs: Value, targets: Value, loss: Loss) 
         ) from None
     x, y = (map_tensors(torch.clone, value) for value in (inputs, targets))
     return _walk(held, x, y, loss)
-
-
-def _stand_in(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of the model whose parameters and buffers have no content."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = mode.from_tensor(buffer)
-    return copy.deepcopy(model, memo)
 
 
 def _walk(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[Passed]:
