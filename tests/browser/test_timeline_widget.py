@@ -255,6 +255,7 @@ class Live:
         "labels",
         "bubble",
         "step_time",
+        "of",
         "clock",
         "note",
         "live",
