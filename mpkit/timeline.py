@@ -88,6 +88,9 @@ class Timeline(Figures):
     def step(self, number: int) -> Timeline:
         """The timeline of one step, as far as it came, with the times it has in the whole.
 
+        It begins with the step's first action, message or copy: a rank that waits for it while others finish the
+        step before is not in this step yet.
+
         Raises:
             ValueError: nothing of such a step is there.
         """
@@ -100,6 +103,10 @@ class Timeline(Figures):
         place[rows] = np.arange(len(rows))
         spans["cause"] = place[spans["cause"]]
         start, end = metrics.extent(spans)
+        if len(active := metrics.active(spans)):
+            start = metrics.extent(active)[0]
+        for bound in ("start", "end"):
+            spans[bound] = np.maximum(spans[bound], start)
         return replace(self, spans=spans, held=metrics.within(self.held, start, end))
 
     def bubble_of(self, step: int, *, ideal: bool = False) -> float:

@@ -97,6 +97,14 @@ def test_a_step_keeps_what_its_waits_waited_for() -> None:
     assert both.spans["cause"].tolist() == t.spans["cause"].tolist()
 
 
+def test_a_step_begins_with_its_first_action_not_with_who_waits_for_it() -> None:
+    t = timeline((0, F, 4.0, 5.0), (1, WAIT, 1.0, 5.0), (1, F, 5.0, 7.0), (1, Kind.STEP, 1.0, 7.0), step=3)
+    one = t.step(3)
+    assert one.spans["start"].tolist() == [4.0, 4.0, 5.0, 4.0]
+    assert one.spans["end"].tolist() == t.spans["end"].tolist()
+    assert one.makespan == t.makespan == 3.0
+
+
 def test_nothing_gives_figures_too() -> None:
     for t in (timeline(ranks=0), timeline(), timeline((0, SEND, 1.0, 2.0)), timeline((0, F, 1.0, 1.0))):
         assert t.makespan == t.bubble == t.ideal_bubble == 0.0

@@ -125,8 +125,9 @@ def picture(timeline: Timeline, step: int | None = None) -> Picture:
 
 
 def rank_label(timeline: Timeline, rank: int) -> str:
-    """What to call a rank's device: "GPU 2", or "rank 2 (CPU)" where the run's ranks had no GPU."""
-    on_cpu = timeline.meta.get("device") == "cpu" and timeline.clock != "simulated"
+    """What to call a rank's device: "GPU 2", or "rank 2 (CPU)" where the run's ranks have none on this clock."""
+    replayed = timeline.meta.get("hardware", "cpu") != "cpu"  # on a machine that is not the run's own
+    on_cpu = timeline.meta.get("device") == "cpu" and timeline.clock != "simulated" and not replayed
     return f"rank {rank} (CPU)" if on_cpu else f"GPU {rank}"
 
 

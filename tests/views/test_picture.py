@@ -39,6 +39,11 @@ def test_thin_rows_appear_where_there_is_something_in_them(data_parallel: mk.Tim
     assert pic.idle_share(0) == pytest.approx(1.5 / 8)
 
 
+def test_ranks_replayed_on_a_machine_with_gpus_are_gpus(data_parallel: mk.Timeline) -> None:
+    other = replace(data_parallel, meta={**data_parallel.meta, "hardware": "8x-a100-nvlink"})
+    assert picture(other).rows[0].label == "GPU 0"
+
+
 def test_the_hover_text_of_idle_time_says_what_was_waited_for(data_parallel: mk.Timeline) -> None:
     pic = picture(data_parallel)
     idle = [box for box in pic.of_row(0) if box["key"] == Key.IDLE]
