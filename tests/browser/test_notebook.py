@@ -215,7 +215,7 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
 
     # Another machine, by the dropdown.
     machines = in_cell(page, "ipywidgets.Dropdown")
-    machines.scroll_into_view_if_needed()
+    machines.locator(".mpkit-timeline").scroll_into_view_if_needed()
     clock = machines.locator(".mpkit-clock")
     expect(clock).to_contain_text("2x-titan-rtx-nvlink")
     screenshot(page, "notebook-with-nvlink")
@@ -230,8 +230,9 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
         ("memory", "memory_figure(gpipe"),
         ("recompute", "px.bar"),
     ]:
-        in_cell(page, code).scroll_into_view_if_needed()
-        expect(in_cell(page, code).locator(".jp-OutputArea-output").first).to_be_visible()
+        output = in_cell(page, code).locator(".jp-OutputArea-output").last
+        output.scroll_into_view_if_needed()
+        expect(output).to_be_visible()
         screenshot(page, f"notebook-{name}")
 
     # The page is loaded again: the same kernel, and the picture is back.
