@@ -1,0 +1,136 @@
+"""How often a second the live timeline takes in new spans and draws, with 1,000, 100,000 and 1,000,000 in view.
+
+What is measured: the widget's own JavaScript in headless Chromium, in a page that plays the kernel. It is fed the
+binary messages that `TimelineView` sends (the same packing, the same JSON heads), one after the other, each followed
+by one whole frame of the picture, as fast as they are taken; the view follows the run and shows all spans so far.
+It starts with all spans but the last 20 batches of 1 % each. Messages do not cross a network, nor a kernel.
+A run sends 10 a second: a ratio above 1 is room to spare.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+from base64 import b64encode
+from typing import Any
+
+import numpy as np
+
+import mpkit as mk
+from mpkit.views.browser import css, esm
+from mpkit.views.counting import BubbleCounter
+from mpkit.views.wire import Batches, look
+
+SIZES = (1_000, 100_000, 1_000_000)
+RANKS, UPDATES, SENT_HZ = 8, 20, 10.0
+
+PAGE = """
+class Model {
+  constructor(state) { this.state = state; this.handlers = {}; }
+  get(name) { return this.state[name]; }
+  on(names, act) { for (const name of names.split(' ')) (this.handlers[name] ??= []).push(act); }
+  off() {}
+  send() {}
+}
+const decoded = (text) => new DataView(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
+window.queue = [];
+window.add = (head, text) => queue.push([head, decoded(text)]);
+window.begin = async (state) => {
+  window.model = new Model(state);
+  const widget = timelineWidget();
+  await widget.initialize({ model });
+  await widget.render({ model, el: document.body.appendChild(document.createElement('div')) });
+  window.chart = document.querySelector('.mpkit-timeline').panel.chart;
+};
+window.take = () => {
+  const [head, buffer] = queue.shift();
+  model.handlers['msg:custom'].forEach((act) => act(head, [buffer]));
+};
+// A batch, and the frame that shows it; drawn at once, since a headless screen would make it wait for 60 Hz.
+window.update = () => {
+  const start = performance.now();
+  take();
+  chart.draw();
+  chart.canvas.getContext('2d').getImageData(0, 0, 1, 1);  // until it is really drawn
+  return performance.now() - start;
+};
+"""
+
+
+def _spans(count: int) -> Any:
+    """So many spans of GPipe on 8 ranks, step after step, in the order of time."""
+    one = mk.simulate(mk.Plan.gpipe(RANKS, 16), hop=0.2)
+    whole = one.spans[one.spans["end"] > one.spans["start"]]
+    steps = -(-count // len(whole))
+    spans = np.tile(whole, steps)
+    step = np.repeat(np.arange(steps), len(whole))
+    for column in ("start", "end"):
+        spans[column] += step * one.makespan
+    spans["step"], spans["cause"] = step, -1
+    return spans[np.argsort(spans["end"], kind="stable")][:count]
+
+
+def _messages(spans: Any) -> list[tuple[dict[str, Any], str]]:
+    """What the kernel would send: all but the last fifth in large batches, then UPDATES of 1 % each."""
+    batches, counter = Batches(), BubbleCounter(RANKS)
+    small = max(1, len(spans) // 100)
+    first = len(spans) - UPDATES * small
+    found = []
+    for at, after in [(0, first), *((first + i * small, first + (i + 1) * small) for i in range(UPDATES))]:
+        part = spans[at:after]
+        batches.add(part, [""])
+        steps = {step: counter.extents[step] for step in counter.add(part)}
+        found += [(head, b64encode(buffer).decode()) for head, buffer in batches.since(at, steps, 1)]
+    return found
+
+
+def _milliseconds(page: Any, count: int) -> float:
+    """The median of an update's time."""
+    messages = _messages(_spans(count))
+    page.set_content("<!doctype html><meta charset=utf-8><body style='width:1200px'></body>")
+    page.add_style_tag(content=css())
+    page.add_script_tag(content=esm() + PAGE, type="module")
+    page.wait_for_function("window.begin !== undefined")
+    for head, text in messages:
+        page.evaluate("([head, text]) => add(head, text)", [head, text])
+    labels = [f"GPU {rank}" for rank in range(RANKS)]
+    page.evaluate("(state) => begin(state)", {"look": look(), "labels": labels, "live": True, "clock": ""})
+    page.evaluate(f"while (queue.length > {UPDATES}) take()")
+    times = page.evaluate("Array.from({ length: queue.length }, update)")
+    assert page.evaluate("chart.store.count") == count
+    return statistics.median(times)
+
+
+def measure() -> list[dict[str, Any]]:
+    """Updates a second at each size, beside the ten a second that a run sends."""
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which(os.environ.get("CHROMIUM") or "chromium") or shutil.which("google-chrome")
+    if path is None:
+        print("bench_widget: no Chromium (set CHROMIUM=/path/to/chrome): left out")
+        return []
+    rows = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        for count in SIZES:
+            rate = 1000 / _milliseconds(page, count)
+            rows.append(
+                {
+                    "name": f"live timeline, updates a second at {count:,} spans",
+                    "value": rate,
+                    "unit": "1/s",
+                    "ratio": rate / SENT_HZ,
+                    "against": "10 a second sent; batches of 1 %, headless Chromium",
+                }
+            )
+        browser.close()
+    return rows
+
+
+if __name__ == "__main__":
+    for row in measure():
+        print(row)
