@@ -95,7 +95,7 @@ def _panels(ranks: int, timeline: Timeline) -> Any:
             f"{rank_label(timeline, rank)}: <b>peak {held_text(timeline, memory.total)}</b>"
             for rank, memory in enumerate(memories)
         ],
-        horizontal_spacing=0.02,
+        horizontal_spacing=0.045,  # room for the last number of one and the first of the next
         vertical_spacing=0.36 / down,
     )
     for rank, memory in enumerate(memories):

@@ -154,7 +154,7 @@ def _each(pic: Picture, boxes: npt.NDArray[Any], y: float, height: float, span: 
         x = MARGIN + GUTTER + float(box["start"]) * scale
         width = float(box["end"] - box["start"]) * scale
         # Neighbours of one colour stay apart by a line of the ground's.
-        shown = max(width - (0.8 if width > 3 and box["key"] else 0.0), 0.3)
+        shown = max(width - (0.8 if width > 3 and box["key"] else 0.0), 0.3 if height > 20 else 0.8)
         hover = f"<title>{escape(pic.hover(box))}</title>" if len(pic.boxes) <= FULL_DETAIL else ""
         parts.append(
             f'<rect class="k{box["key"]}" x="{x:.2f}" y="{y:g}" width="{shown:.2f}" height="{height:g}"'
@@ -238,7 +238,7 @@ def _caption(pic: Picture, y: float, width: int) -> tuple[str, float]:
     """Bubble and step time first, since they are what one looks for; then the clock, in words."""
     shown = [f"{name} {pic.figures[name]}" for name in ("bubble", "step time") if name in pic.figures]
     if "hardware" in pic.figures:
-        shown.append(pic.figures["hardware"])
+        shown.append(f"on {pic.figures['hardware']}")
     strong = " · ".join(shown)
     parts = [_words(MARGIN, y, strong, weight=' font-weight="600"')] if strong else []
     x = MARGIN + (7.4 * len(strong) + 14 if strong else 0)

@@ -141,7 +141,7 @@ class TimelineView(anywidget.AnyWidget):
                 self.labels = [rank_label(timeline, rank) for rank in range(timeline.world_size)]
                 self.clock = CLOCKS.get(timeline.clock, timeline.clock)
                 if hardware := timeline.meta.get("hardware", "") if timeline.clock != "simulated" else "":
-                    self.clock += f" ({hardware})"
+                    self.clock += f", on {hardware}"
                 self.note = " ".join(timeline.notes)
                 self.table = rank_table(timeline)
             self.flush()
