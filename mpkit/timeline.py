@@ -124,8 +124,16 @@ class Timeline(Figures):
 
         Args:
             waits: also the times at which the compute lane waited for communication.
+
+        Raises:
+            ImportError: pandas is not installed.
         """
-        import pandas as pd
+        try:
+            import pandas as pd
+        except ImportError as error:
+            from mpkit.views.needs import needs_notebook
+
+            raise needs_notebook("a data frame", error) from error
 
         chosen = self.spans["lane"] != Lane.NONE
         if not waits:
