@@ -105,7 +105,7 @@ class Demo:
         self.console.print(self.table(outcomes))
         self.console.print(f"[dim]{self._explain(outcomes)}[/dim]", highlight=False)
         if self.html:
-            self._keep(outcomes[1:] or outcomes)
+            self._keep(outcomes)
         return outcomes
 
     def _train(
@@ -172,8 +172,18 @@ class Demo:
     def _keep(self, outcomes: list[Outcome]) -> None:
         from mpkit.views.html import html
 
+        serial, *parallel = outcomes
+        shown = parallel or outcomes
+        facts = {
+            o.name: {
+                "bubble in theory": "-" if not o.theory else percent(o.theory),
+                "losses equal serial": "yes" if _equal(o, serial) else "no",
+            }
+            for o in shown
+        }
         path = Path(self.html)
-        path.write_text(html({o.name: o.timeline for o in outcomes}, title="mpkit demo"), encoding="utf-8")
+        page = html({o.name: o.timeline for o in shown}, title="mpkit demo", facts=facts)
+        path.write_text(page, encoding="utf-8")
         self.console.print(
             f"Interactive timelines: [bold]{path.resolve()}[/bold] (open it in a browser)", highlight=False
         )

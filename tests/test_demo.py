@@ -1,0 +1,73 @@
+"""The main job, small: what `make demo` prints and leaves."""
+
+from __future__ import annotations
+
+import io
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mpkit.cli import main
+from mpkit.demo import Demo
+
+
+def test_it_compares_the_strategies_and_keeps_the_timelines(tmp_path: Path) -> None:
+    page = tmp_path / "demo.html"
+    console = Console(file=io.StringIO(), width=120)
+    demo = Demo(device="cpu", html=str(page), console=console)
+    serial, naive, gpipe = demo.run()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("yes") == 2 and "NO" not in text
+    for outcome in (naive, gpipe):
+        assert outcome.losses == pytest.approx(serial.losses, rel=1e-4)
+    bubbles = {
+        outcome.name: statistics.median(
+            outcome.timeline.bubble_of(step) for step in outcome.timeline.steps[1:]
+        )
+        for outcome in (naive, gpipe)
+    }
+    assert bubbles[naive.name] == pytest.approx(3 / 4, abs=0.03)
+    # What shares these cores slows some ops and not others, which can only add to the bubble.
+    assert 3 / 11 - 0.03 < bubbles[gpipe.name] < 3 / 11 + 0.10
+    # Four stages hold the model's states once, between them.
+    for category in ("params", "grads", "optimizer"):
+        whole = serial.timeline.peak_memory[0][category]
+        assert sum(held[category] for held in gpipe.timeline.peak_memory) == whole
+    html = page.read_text()
+    assert "bubble in theory" in html and "naive MP" in html
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--strategies", "gpip"], "there are naive, gpipe"),
+        (["--microbatches", "33"], "microbatches=32 works"),
+        (["--ranks", "0"], "pp is a whole number, 1 or more"),
+    ],
+)
+def test_mistakes_end_in_one_message(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["demo", "--device", "cpu", "--layers", "4", "--width", "32", "--steps", "1", *arguments])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert says in said and "Traceback" not in said
+
+
+def test_it_needs_nothing_that_only_notebooks_need(tmp_path: Path) -> None:
+    code = f"""
+import sys
+for name in ("plotly", "ipywidgets", "anywidget", "pandas", "IPython"):
+    sys.modules[name] = None
+from mpkit.cli import main
+main(["demo", "--device", "cpu", "--ranks", "2", "--steps", "2", "--layers", "2", "--width", "32",
+      "--html", {str(tmp_path / "demo.html")!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "demo.html").exists()
