@@ -1,0 +1,136 @@
+"""Run the notebooks and keep what they show, as pictures: for who reads them without a kernel, on GitHub say.
+
+    python scripts/store_outputs.py [notebook ...]
+
+Widgets and charts become PNGs, drawn by the Chromium of the browser tests; what is state of widgets goes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import struct
+import sys
+import zlib
+from base64 import b64decode, b64encode
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import numpy as np
+from nbclient import NotebookClient
+from playwright.sync_api import Page, sync_playwright
+from plotly.offline import get_plotlyjs
+
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+WIDGET, PLOTLY = "application/vnd.jupyter.widget-view+json", "application/vnd.plotly.v1+json"
+
+
+def store(path: Path, page: Page) -> None:
+    """Run one notebook, and write it with its outputs."""
+    book = nbformat.read(path, as_version=4)
+    place = {"metadata": {"path": str(path.parent)}}
+    NotebookClient(book, timeout=120, resources=place, store_widget_state=False).execute()
+    book.metadata.pop("widgets", None)
+    book.metadata["language_info"] = {"name": "python"}
+    for cell in book.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = [kept for output in cell.outputs if (kept := still(output, page))]
+    nbformat.write(book, path)
+    print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
+
+
+def still(output: Any, page: Page) -> Any:
+    """The output without a kernel's help; None if nothing is left of it."""
+    if output.output_type == "stream":
+        # Cells have files of their own, by process and content: say that it is a cell.
+        output.text = re.sub(r'"?/\S*/ipykernel_\d+/\d+\.py"?', "<a cell>", output.text)
+    if output.output_type not in ("display_data", "execute_result"):
+        return output
+    data = output.data
+    if PLOTLY in data:
+        image = chart(data[PLOTLY], page)
+    elif WIDGET in data:
+        if "text/html" not in data:
+            return None
+        image = picture(data["text/html"], page)
+    else:
+        return output
+    output.data = {"image/png": image, "text/plain": data.get("text/plain") or "a chart"}
+    return output
+
+
+def picture(html: str, page: Page) -> str:
+    """HTML as a browser draws it, a PNG in base64."""
+    style = "body{margin:0;background:#fff;font:14px system-ui,'DejaVu Sans',sans-serif} img{display:block}"
+    page.set_content(f"<!doctype html><meta charset=utf-8><style>{style}</style><body><main>{html}</main>")
+    page.wait_for_function("[...document.images].every((image) => image.complete)")
+    return small_png(page)
+
+
+def chart(figure: dict[str, Any], page: Page) -> str:
+    """A plotly figure, likewise."""
+    page.set_content("<!doctype html><body style='margin:0'><main></main>")
+    page.add_script_tag(content=get_plotlyjs())
+    draw = """({ data, layout }) => Plotly.newPlot(
+      document.querySelector('main'), data, { ...layout, width: 860 }, { staticPlot: true }).then(() => true)"""
+    page.evaluate(draw, figure)
+    return small_png(page)
+
+
+def small_png(page: Page) -> str:
+    """What the page shows, as a PNG of 256 colours: a third of the bytes, and nobody sees it."""
+    shot = b64encode(page.locator("main").screenshot(animations="disabled")).decode()
+    width, height, raw = page.evaluate(PIXELS, shot)
+    pixels = np.frombuffer(b64decode(raw), np.uint8).reshape(-1, 4)[:, :3].astype(np.int32)
+    colours, index, counts = np.unique(pixels, axis=0, return_inverse=True, return_counts=True)
+    palette = colours[np.argsort(-counts)[:256]]
+    nearest = ((colours[:, None] - palette[None]) ** 2).sum(axis=2).argmin(axis=1).astype(np.uint8)
+    rows = nearest[index.reshape(height, width)]
+    lines = np.hstack([np.zeros((height, 1), np.uint8), rows])  # each begins with its filter: 0, none
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)  # 8 bits a pixel, which are palette indices
+    parts = {
+        b"IHDR": head,
+        b"PLTE": palette.astype(np.uint8).tobytes(),
+        b"IDAT": zlib.compress(lines.tobytes(), 9),
+        b"IEND": b"",
+    }
+    return b64encode(
+        b"\x89PNG\r\n\x1a\n" + b"".join(chunk(kind, data) for kind, data in parts.items())
+    ).decode()
+
+
+PIXELS = """async (png) => {
+  const image = new Image();
+  image.src = `data:image/png;base64,${png}`;
+  await image.decode();
+  const context = new OffscreenCanvas(image.width, image.height).getContext('2d');
+  context.drawImage(image, 0, 0);
+  const { data } = context.getImageData(0, 0, image.width, image.height);
+  let text = '';
+  for (let i = 0; i < data.length; i += 32768) text += String.fromCharCode(...data.subarray(i, i + 32768));
+  return [image.width, image.height, btoa(text)];
+}"""
+
+
+def main() -> None:
+    """Those named, or all."""
+    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
+    if not chromium:
+        sys.exit("no Chromium: set CHROMIUM to one; scripts/chromium.sh finds or installs it")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 900, "height": 700})
+        for path in [Path(name) for name in sys.argv[1:]] or sorted(NOTEBOOKS.glob("*.ipynb")):
+            store(path, page)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
