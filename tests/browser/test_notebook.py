@@ -145,9 +145,22 @@ CELLS = """() => {
 TIMES = "(root) => root.panel.chart.times"
 
 
+def look_at(what: Locator) -> None:
+    """Bring it to the middle of the page; JupyterLab lays out cells as they come into view, so until it stays there."""
+    what.page.wait_for_function(
+        """(element) => {
+          const before = element.before;
+          element.scrollIntoView({ block: 'center' });
+          element.before = element.getBoundingClientRect().top;
+          return element.before === before;
+        }""",
+        arg=what.element_handle(),
+    )
+
+
 def place(timeline: Locator, share: float, rank: int) -> tuple[float, float]:
     """Where on the page a lane is, at a share of the times seen."""
-    timeline.scroll_into_view_if_needed()
+    look_at(timeline)
     x, y = timeline.evaluate(
         """(root, [share, rank]) => {
           const { chart } = root.panel;
@@ -179,7 +192,7 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
         "window.seen.some((one) => one.status === 'running' && one.spans > 0)", timeout=120_000
     )
     naive = in_cell(page, "naive = train").locator(".mpkit-timeline")
-    naive.scroll_into_view_if_needed()
+    look_at(naive)
     screenshot(page, "notebook-running")
     page.wait_for_function("window.seen.some((one) => one.status === 'finished')")
     seen: list[dict[str, Any]] = page.evaluate("window.seen")
@@ -194,7 +207,7 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     assert [cell["count"] for cell in cells] == list(range(1, len(cells) + 1))
 
     # Hover: what an operation is. GPU 0 begins with its forward, and waits in the middle.
-    naive.scroll_into_view_if_needed()
+    look_at(naive)
     tip = naive.locator(".mpkit-tip")
     page.mouse.move(*place(naive, 0.01, rank=0))
     expect(tip).to_contain_text(re.compile("forward.*micro-batch 0"))
@@ -215,7 +228,7 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
 
     # Another machine, by the dropdown.
     machines = in_cell(page, "ipywidgets.Dropdown")
-    machines.locator(".mpkit-timeline").scroll_into_view_if_needed()
+    look_at(machines.locator(".mpkit-timeline"))
     clock = machines.locator(".mpkit-clock")
     expect(clock).to_contain_text("2x-titan-rtx-nvlink")
     screenshot(page, "notebook-with-nvlink")
@@ -231,7 +244,7 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
         ("recompute", "px.bar"),
     ]:
         output = in_cell(page, code).locator(".jp-OutputArea-output").last
-        output.scroll_into_view_if_needed()
+        look_at(output)
         expect(output).to_be_visible()
         screenshot(page, f"notebook-{name}")
 
@@ -240,7 +253,7 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
     page.reload()
     open_notebook(page, f"{jupyterlab}/tree/01-pipeline-bubbles.ipynb")
-    naive.scroll_into_view_if_needed()
+    look_at(naive)
     expect(naive).to_have_attribute("data-spans", str(spans))
     settled(naive)
     screenshot(page, "notebook-reloaded")
