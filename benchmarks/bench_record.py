@@ -1,7 +1,7 @@
 """What recording costs: an op, and a training step with everything on; beside torch.profiler.
 
-The step is a small GPT's on one thread: two micro-batches forward and backward, AdamW. Two equal models take turns, one
-recorded and one not, the order changing from pair to pair, so that whatever else the machine does falls on both.
+The step is a small GPT's on one thread, with AdamW. One model's steps are recorded and not in turn, some of each, so
+that whatever else the machine does falls on both, and so does where in memory the model happens to lie.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from mpkit.record.recorder import Recorder
 from mpkit.record.saved import saving
 from mpkit.trace import Kind
 
-OPS, PAIRS, WARM_UP = 3000, 60, 5
+OPS = 3000
+PAIRS, WARM_UP, STEPS = 20, 3, 15
 BUSY = 60_000  # ns
-MICROBATCHES = 2
 
 
 def measure() -> list[dict[str, Any]]:
@@ -102,26 +102,23 @@ def _cost(begin: Callable[[], Callable[[], None]], *, busy: int, idle: int) -> f
 
 
 class _Training:
-    """A model and its steps, recorded or not."""
+    """A model and its steps, recorded while `record` is set."""
 
-    def __init__(self, record: Recorder | None) -> None:
+    def __init__(self, microbatches: int) -> None:
         torch.manual_seed(0)
-        self.model = GPT(layers=2, width=96, heads=4, length=32)
+        self.model = GPT(layers=2, width=128, heads=4, length=64)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.record = record
+        self.tokens = torch.randint(0, 256, (microbatches, 4, 65))
+        self.record: Recorder | None = None
         self.number = 0
-        self.tokens = torch.randint(0, 256, (MICROBATCHES, 4, 33))
-        if record is not None:
-            watch(record, self.model, self.optimizer)
 
     def step(self) -> None:
         """Each micro-batch forward and backward, and the optimizer."""
-        record = self.record
-        with record.step(self.number) if record else nullcontext():
+        with self.record.step(self.number) if self.record else nullcontext():
             self.optimizer.zero_grad()
             for number, tokens in enumerate(self.tokens):
-                if record:
-                    self._recorded(record, number, tokens)
+                if self.record:
+                    self._recorded(self.record, number, tokens)
                 else:
                     self._forward(tokens).backward()
             self.optimizer.step()
@@ -145,49 +142,63 @@ class _Training:
 
 
 def _steps(folder: Path) -> Iterator[dict[str, Any]]:
-    plain = _Training(None)
-    for name, layers in (("everything on", False), ("every layer too", True)):
-        place = folder / name
+    for microbatches, layers in ((1, False), (4, False), (1, True)):
+        training = _Training(microbatches)
+        place = folder / f"{microbatches}{layers}"
         place.mkdir()
-        ours = _Training(Recorder(place, 0, layers=layers))
-        base, share = _pairs(plain.step, ours.step)
-        yield _row(
-            f"record: a step of {base * 1e3:.0f} ms with {name}",
-            100 * share,
-            "% longer",
-            100 * share / 2,
-            "limit of 2 %",
-        )
-    profiled = _Training(None)
-
-    def with_profiler() -> None:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_flops=True):
-            profiled.step()
-
-    base, share = _pairs(plain.step, with_profiler, pairs=PAIRS // 6)
+        base, share = _pairs(training, _recording(training, Recorder(place, 0, layers=layers)))
+        what = f"{microbatches} micro-batch{'es' * (microbatches > 1)}{', every layer too' * layers}"
+        name = f"record: a step of {base * 1e3:.0f} ms, {what}"
+        yield _row(name, 100 * share, "% longer", 50 * share, "limit of 2 %")
+    training = _Training(1)
+    base, share = _pairs(training, _profiling, pairs=2)
     yield _row(
         f"record: a step of {base * 1e3:.0f} ms by torch.profiler", 100 * share, "% longer", None, None
     )
 
 
-def _pairs(off: Callable[[], None], on: Callable[[], None], pairs: int = PAIRS) -> tuple[float, float]:
-    """Median seconds of `off`, and the median share by which `on` takes longer than its neighbour.
+def _recording(training: _Training, record: Recorder) -> Callable[[], AbstractContextManager[None]]:
+    @contextmanager
+    def on() -> Iterator[None]:
+        watched = watch(record, training.model, training.optimizer)
+        training.record = record
+        yield
+        training.record = None
+        watched.close()
+
+    return on
+
+
+@contextmanager
+def _profiling() -> Iterator[None]:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_flops=True):
+        yield
+
+
+def _pairs(
+    training: _Training, on: Callable[[], AbstractContextManager[None]], pairs: int = PAIRS
+) -> tuple[float, float]:
+    """Median seconds of a step without, and the share by which it takes longer with: the median over the pairs.
 
     Of the thread's CPU time: all of a step is on this thread, and other programs share the cores.
     """
-    for _ in range(WARM_UP):
-        off()
-        on()
-    base, shares = [], []
+    base, more = [], []
     for turn in range(pairs):
         times = {}
-        for side in (off, on) if turn % 2 else (on, off):
-            begin = time.thread_time()
-            side()
-            times[side] = time.thread_time() - begin
-        base.append(times[off])
-        shares.append(times[on] / times[off] - 1)
-    return statistics.median(base), statistics.median(shares)
+        for side in ("off", "on") if turn % 2 else ("on", "off"):
+            with on() if side == "on" else nullcontext():
+                for _ in range(WARM_UP):
+                    training.step()
+                times[side] = statistics.median(_time(training.step) for _ in range(STEPS))
+        base.append(times["off"])
+        more.append(times["on"] - times["off"])
+    return statistics.median(base), statistics.median(more) / statistics.median(base)
+
+
+def _time(step: Callable[[], None]) -> float:
+    begin = time.thread_time()
+    step()
+    return time.thread_time() - begin
 
 
 def _row(name: str, value: float, unit: str, ratio: float | None, against: str | None) -> dict[str, Any]:

@@ -30,6 +30,9 @@ class Gradients:
         self._ledger = ledger
         self._made = made
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._known: list[weakref.ref[torch.Tensor]] = []  # the gradients there were when last looked at,
+        self._there: list[bool] = []  # which of the parameters had one,
+        self._others = -1  # and bytes of all but the last, if each has its own storage; -1 if not
         self._last: Callable[[], torch.Tensor | None] = (
             _nothing  # the last one's gradient when all were there
         )
@@ -38,6 +41,7 @@ class Gradients:
     def watch(self) -> None:
         """See each gradient as it is made."""
         if not self._hooks:
+            self._there = []  # what `collect` knew is out of date from here on
             self._hooks = [p.register_post_accumulate_grad_hook(self._see) for p in self._parameters]
 
     def unwatch(self) -> None:
@@ -50,20 +54,39 @@ class Gradients:
         """Take the gradients that are new since the last time into the ledger; returns their bytes.
 
         What is new replaces what died: `zero_grad` drops all, and backward makes all. So while the last one is
-        still there, so are the others.
+        still there, so are the others; and if the same parameters have new ones, they are as many bytes.
         """
-        if not self._parameters or (self._last() is not None and self._last() is self._parameters[-1].grad):
+        last = self._last()
+        if last is not None and last is self._parameters[-1].grad:
             return 0
         grads = [parameter.grad for parameter in self._parameters]
         found = [grad for grad in grads if grad is not None]
-        self._last = weakref.ref(found[-1]) if len(found) == len(grads) else _nothing
-        return self._ledger.enter(found, "grads")
+        there = [grad is not None for grad in grads]
+        known = [weakref.ref(grad) for grad in found]
+        all_new = there == self._there and not any(
+            old() is grad for old, grad in zip(self._known, found, strict=True)
+        )
+        self._known, self._there = known, there
+        self._last = known[-1] if all(there) and known else _nothing
+        if not found:
+            return 0
+        if all_new and self._others >= 0 and _owns(found[0]) and _owns(found[-1]):
+            return self._ledger.enter_block(known[:-1], self._others, found[-1], "grads")
+        new = self._ledger.enter(found, "grads")
+        each_its_own = new == sum(grad.nbytes for grad in found) and all(map(_owns, found))
+        self._others = new - found[-1].nbytes if each_its_own else -1
+        return new
 
     def _see(self, parameter: torch.Tensor) -> None:
         self._made()
         if parameter.grad is not None:
             self._ledger.track(parameter.grad, "grads")
         self._made()
+
+
+def _owns(grad: torch.Tensor) -> bool:
+    """Whether the gradient has a storage of its own: it is no view of a bucket."""
+    return grad.untyped_storage().nbytes() == grad.nbytes
 
 
 def _nothing() -> None:

@@ -46,7 +46,10 @@ class Watch:
             ledger, module.parameters(), made=lambda: savings.gradient_made(recorder.place()[:2])
         )
         ledger.change(("grads", gradients.collect()))  # those that are there already
-        gradients.watch()
+        if (
+            not savings.measured
+        ):  # or they are collected: a runtime is at work that says when a backward is over
+            gradients.watch()
         savings.gradients.append(gradients)
         self._last = [gradients.unwatch, lambda: savings.gradients.remove(gradients)]
 
@@ -88,7 +91,9 @@ def _watch_optimizer(recorder: Recorder, optimizer: torch.optim.Optimizer) -> li
 
     def before(*_: Any) -> None:
         nonlocal index
-        recorder.ledger.change(("grads", recorder.savings.collect()))  # by a backward that nobody released
+        made = recorder.savings.collect()
+        if made:  # by a backward that nobody released
+            recorder.ledger.change(("grads", made))
         index = recorder.begin(Kind.OPTIMIZER, name, nbytes=touched)
 
     def after(*_: Any) -> None:

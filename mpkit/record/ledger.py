@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,9 @@ class _Entry(weakref.ref[Any]):
 
     __slots__ = ("block", "category", "claim", "key", "nbytes")
 
-    block: list[_Entry] | None  # what was entered together with it, itself included
+    block: (
+        tuple[list[weakref.ref[torch.Tensor]], int] | None
+    )  # what it stands for besides itself, and its bytes
     category: int
     claim: Claim | None
     key: int
@@ -72,13 +74,16 @@ class Ledger:
         self._ops = ops
         self._is_here = attrgetter(f"is_{device.type if device is not None else 'cpu'}")
         self._entries: dict[int, _Entry] = {}
+        self._blocks: set[int] = set()  # keys of entries that stand for others too
         self._queue: deque[tuple[int, int, int]] = deque()
         self._writing = threading.Lock()
         self.held = dict.fromkeys(CATEGORIES, 0)
 
     def track(self, tensor: torch.Tensor, category: str) -> None:
         """Count the tensor's storage from now until it dies; one that is known stays in its category."""
-        entry, is_new = self._find(tensor, _number(category), self._died)
+        if self._blocks and category == "grads":
+            self._resolve()
+        entry, is_new = self._find(tensor, _number(category))
         if entry is not None and is_new:
             self._change((entry.category, entry.nbytes))
         elif entry is not None and entry.claim is not None:
@@ -87,9 +92,10 @@ class Ledger:
 
     def move(self, tensor: torch.Tensor, category: str) -> None:
         """Count the tensor's storage in this category from now on, wherever it was before."""
+        self._resolve()
         self.track(tensor, category)
         new = _number(category)
-        entry, _ = self._find(tensor, new, self._died)
+        entry, _ = self._find(tensor, new)
         if entry is not None and entry.category != new:
             self._change((entry.category, -entry.nbytes))
             self._change((new, entry.nbytes))
@@ -97,34 +103,40 @@ class Ledger:
 
     def claim(self, tensor: torch.Tensor, category: str, claim: Claim) -> None:
         """Track the tensor; a storage that is new is added to `claim` until `track` is called for it."""
-        entry, is_new = self._find(tensor, _number(category), self._died)
+        entry, is_new = self._find(tensor, _number(category))
         if entry is not None and is_new:
             self._change((entry.category, entry.nbytes))
             entry.claim = claim
             claim.add(entry.nbytes)
 
     def enter(self, tensors: Iterable[torch.Tensor], category: str) -> int:
-        """Take in tensors that came together and will go together, in this order; returns the bytes that are new.
+        """Track the tensors; returns the bytes that are new. The caller writes the `change`."""
+        self._resolve()
+        found = [self._find(tensor, _number(category)) for tensor in tensors]
+        return sum(entry.nbytes for entry, is_new in found if entry is not None and is_new)
 
-        The caller writes the `change`. Only the last one's death is noticed, and those of the others with it, or
-        when somebody stumbles on them: so a hundred gradients that `zero_grad` drops cost as much as one.
+    def enter_block(
+        self, others: list[weakref.ref[torch.Tensor]], nbytes: int, last: torch.Tensor, category: str
+    ) -> int:
+        """Track tensors that came together and will go together, `last` last, at the cost of one.
+
+        The others must be new and have storages of their own, of `nbytes` together. When the last one dies they are
+        looked at, and before that if one of them may be asked for. Returns and leaves to write what `enter` does.
         """
-        block: list[_Entry] = []
-        for tensor in tensors:
-            entry, is_new = self._find(tensor, _number(category), None)
-            if entry is not None and is_new:
-                entry.block = block
-                block.append(entry)
-        if block:
-            block[-1] = self._again(block[-1])
-        return sum(entry.nbytes for entry in block)
+        entry, is_new = self._find(last, _number(category))
+        if entry is None or not is_new:
+            tensors = (other() for other in others)
+            return self.enter([tensor for tensor in tensors if tensor is not None], category)
+        entry.block = others, nbytes
+        self._blocks.add(entry.key)
+        return nbytes + entry.nbytes
 
     def change(self, *deltas: tuple[str, int]) -> None:
         """Count so many bytes more in these categories, without naming a tensor: `change(("grads", 400))`.
 
         May be called at any moment by any thread.
         """
-        self._change(*[(_NUMBER[category], delta) for category, delta in deltas if delta])
+        self._change(*[(_NUMBER[category], delta) for category, delta in deltas])
 
     def _change(self, *deltas: tuple[int, int]) -> None:
         # Also in the middle of itself: the death of a storage is noticed wherever the garbage collector happens
@@ -134,7 +146,8 @@ class Ledger:
         if self._writing.acquire(False):
             try:
                 for category, delta in deltas:
-                    self._write(now, category, delta)
+                    if delta:
+                        self._write(now, category, delta)
             finally:
                 self._writing.release()
         else:
@@ -154,9 +167,7 @@ class Ledger:
             _PACK(file.map, _FIRST + _SIZE * index, now, self._ops.count, category, delta)
             file.publish(index + 1)
 
-    def _find(
-        self, tensor: torch.Tensor, category: int, died: Callable[[weakref.ref[Any]], None] | None
-    ) -> tuple[_Entry | None, bool]:
+    def _find(self, tensor: torch.Tensor, category: int) -> tuple[_Entry | None, bool]:
         """The entry of the tensor's storage, and whether it is new; None for what is not counted."""
         if not self._is_here(tensor):
             return None, False
@@ -166,11 +177,8 @@ class Ledger:
             return None, False
         key, nbytes = storage._cdata, storage.nbytes()
         entry = self._entries.get(key)
-        if entry is not None and entry() is None:  # it died, and nobody noticed
-            self._sweep(entry)
-            entry = None
         if entry is None:
-            self._entries[key] = entry = _Entry(storage, died)
+            self._entries[key] = entry = _Entry(storage, self._died)
             entry.key, entry.category, entry.nbytes = key, category, nbytes
             entry.claim = entry.block = None
             return entry, True
@@ -184,30 +192,29 @@ class Ledger:
             assert isinstance(entry, _Entry)
         if entry.claim is not None:
             entry.claim.alive -= entry.nbytes
-        self._sweep(entry)
+        freed = entry.nbytes + self._break_up(entry)
+        del self._entries[entry.key]
+        self._change((entry.category, -freed))
 
-    def _sweep(self, dead: _Entry) -> None:
-        """Take off a dead storage, and what is dead of its block; what is not stands for itself from now on."""
-        freed = 0
-        for entry in dead.block or (dead,):
-            if entry() is not None:
-                self._again(entry).block = None
-            elif self._entries.get(entry.key) is entry:
-                del self._entries[entry.key]
-                if entry.category == dead.category:
-                    freed += entry.nbytes
-                else:  # moved
-                    self._change((entry.category, -entry.nbytes))
-        if freed:
-            self._change((dead.category, -freed))
+    def _resolve(self) -> None:
+        """Let each tensor of a block stand for itself."""
+        for key in list(self._blocks):
+            entry = self._entries[key]
+            self._change((entry.category, -self._break_up(entry)))
 
-    def _again(self, entry: _Entry) -> _Entry:
-        """The same entry with notice of its storage's death."""
-        again = _Entry(entry(), self._died)
-        again.key, again.category, again.nbytes = entry.key, entry.category, entry.nbytes
-        again.claim, again.block = entry.claim, entry.block
-        self._entries[entry.key] = again
-        return again
+    def _break_up(self, entry: _Entry) -> int:
+        """End the entry's block, if it has one: what is alive enters by itself; returns the bytes of what is not."""
+        if entry.block is None:
+            return 0
+        (others, nbytes), entry.block = entry.block, None
+        self._blocks.discard(entry.key)
+        for other in others:
+            tensor = other()
+            if tensor is not None:
+                alive, is_new = self._find(tensor, entry.category)
+                if alive is not None and is_new:
+                    nbytes -= alive.nbytes
+        return nbytes
 
 
 def _number(category: str) -> int:

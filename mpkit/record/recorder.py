@@ -15,14 +15,15 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from math import nan
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
 from mpkit.record.clock import clock_for
+from mpkit.record.contexts import Current, Span, Step
 from mpkit.record.files import NameFile, RecordFile
 from mpkit.record.ledger import Ledger
 from mpkit.record.saved import Savings
@@ -48,14 +49,6 @@ _STATES = {"finished": 1, "failed": 2}
 # inside it, and the op around it. A tuple is built faster than two lists are appended to.
 _Open: TypeAlias = "tuple[int, int, int, _Open | None]"
 _NOTHING: _Open = (-2, 0, 0, None)
-
-
-class Current(NamedTuple):
-    """Where a rank is; None where that does not apply."""
-
-    step: int | None
-    stage: int | None
-    microbatch: int | None
 
 
 class Recorder:
@@ -191,17 +184,27 @@ class Recorder:
         while self._open[0] >= index:
             self._open = self._open[3] or _NOTHING
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """One training step: every op begun inside belongs to it. Left by an exception, it stays open."""
+    def step(self, number: int) -> Step:
+        """One training step: every op begun inside `with record.step(0):` belongs to it.
+
+        Left by an exception, it stays open.
+        """
         if number < 0:
             raise ValueError(f"steps are numbered from 0, and this one was to be {number}")
+        return Step(self, number)
+
+    def begin_step(self, number: int) -> None:
+        """What `step` does on entering; its loss is not known yet."""
         self._step = number
         self._step_op = index = self.begin(Kind.STEP, "step")
-        self.loss(nan)
-        yield
-        self.end(index)
-        self._resolve()
+        if index >= 0:
+            _FLOAT(self._file.map, _FIRST + _SIZE * index + _AT_VALUE, nan)
+
+    def end_step(self) -> None:
+        """What `step` does on leaving."""
+        self.end(self._step_op)
+        if self._late:
+            self._resolve()
         self._step = self._step_op = -1
 
     def loss(self, value: float) -> None:
@@ -211,20 +214,12 @@ class Recorder:
         if self._step_op >= 0:
             _FLOAT(self._file.map, _FIRST + _SIZE * self._step_op + _AT_VALUE, value)
 
-    @contextmanager
-    def span(self, name: str, *, flops: float = 0.0, nbytes: int = 0) -> Iterator[None]:
+    def span(self, name: str, *, flops: float = 0.0, nbytes: int = 0) -> Span:
         """Record a piece of a function of your own: `with ctx.record.span("attention"):`.
 
         It has the stage and micro-batch of the op around it. Left by an exception, it stays open.
         """
-        stage, microbatch, _ = self.place()
-        index = self.begin(Kind.COMPUTE, name, stage=stage, microbatch=microbatch, flops=flops, nbytes=nbytes)
-        try:
-            yield
-        except BaseException:
-            self.drop(index)
-            raise
-        self.end(index)
+        return Span(self, name, flops, nbytes)
 
     @property
     def current(self) -> Current:

@@ -44,7 +44,7 @@ class Measured:
     """
 
     claim: Claim = field(default_factory=Claim)
-    peaks: dict[bool, tuple[int, int]] = field(default_factory=dict)
+    peaks: dict[bool, tuple[int, int]] = field(default_factory=lambda: {True: (0, 0), False: (0, 0)})
 
 
 class Savings:
@@ -71,7 +71,10 @@ class Savings:
 
     def collect(self) -> int:
         """Take gradients that are new into the ledger; the caller writes the change of that many bytes."""
-        return sum(gradients.collect() for gradients in self.gradients)
+        new = 0
+        for gradients in self.gradients:
+            new += gradients.collect()
+        return new
 
 
 class Saved:
@@ -136,7 +139,7 @@ class MeasuredSaved(Saved):
         self.sample()
         made = self._ledger.held["grads"] != self._grads_before
         measured = self._savings.measured.setdefault(self._key, self.measured)
-        measured.peaks.setdefault(made, self._peak)
+        measured.peaks[made] = max(measured.peaks[made], self._peak, key=sum)
         self._close()
         if not (self._savings.measuring or self._every):
             for gradients in self._savings.gradients:
@@ -170,7 +173,7 @@ class ReusedSaved(Saved):
     def release(self) -> None:
         held, self._held = self._held, 0
         new = self._savings.collect()
-        left, made = self._measured.peaks.get(new > 0, (0, 0))
+        left, made = self._measured.peaks[new > 0]
         if left + made > max(held, new):  # the peak was in between
             self._ledger.change(
                 ("activations", left - held), ("grads", made), ("activations", -left), ("grads", new - made)

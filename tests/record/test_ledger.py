@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -154,20 +155,36 @@ def test_tied_weights_count_once(record: Recorder) -> None:
     assert held(record.ledger) == {"params": 7 * 5 * 4}
 
 
-def test_a_block_dies_with_its_last(tmp_path: Path, record: Recorder) -> None:
+def block_of(ledger: Ledger, tensors: list[torch.Tensor]) -> None:
+    """Enter the tensors as one."""
+    others = [weakref.ref(tensor) for tensor in tensors[:-1]]
+    nbytes = sum(tensor.nbytes for tensor in tensors[:-1])
+    ledger.change(("grads", ledger.enter_block(others, nbytes, tensors[-1], "grads")))
+
+
+def test_what_enters_is_written_by_whom_it_concerns(tmp_path: Path, record: Recorder) -> None:
     tensors = [torch.zeros(n) for n in (1, 2, 3)]
     assert record.ledger.enter([*tensors, tensors[0].view(1, 1)], "grads") == 24
-    record.ledger.change(("grads", 24))
     assert record.ledger.enter(tensors, "params") == 0
+    assert held(record.ledger) == written(tmp_path) == {}
+    record.ledger.change(("grads", 24))
+    tensors.clear()
+    assert held(record.ledger) == written(tmp_path) == {}
+
+
+def test_a_block_dies_with_its_last(tmp_path: Path, record: Recorder) -> None:
+    tensors = [torch.zeros(n) for n in (1, 2, 3)]
+    block_of(record.ledger, tensors)
+    assert held(record.ledger) == {"grads": 24}
     while tensors:
         del tensors[0]
-    assert held(record.ledger) == written(tmp_path) == {}
+    assert held(record.ledger) == {}
     assert list(read_rank(tmp_path, 0).memory["delta"]) == [24, -24]
 
 
 def test_what_outlives_its_block_stands_for_itself(record: Recorder) -> None:
     tensors = [torch.zeros(n) for n in (1, 2, 3)]
-    record.ledger.change(("grads", record.ledger.enter(tensors, "grads")))
+    block_of(record.ledger, tensors)
     kept = tensors.pop(1)
     tensors.clear()
     assert held(record.ledger) == {"grads": 8}
@@ -175,25 +192,26 @@ def test_what_outlives_its_block_stands_for_itself(record: Recorder) -> None:
     assert held(record.ledger) == {}
 
 
-def test_a_block_may_be_moved_from(record: Recorder) -> None:
-    tensors = [torch.zeros(n) for n in (1, 2, 3)]
-    record.ledger.change(("grads", record.ledger.enter(tensors, "grads")))
-    record.ledger.move(tensors[0], "activations")
-    assert held(record.ledger) == {"grads": 20, "activations": 4}
-    tensors.clear()
-    assert held(record.ledger) == {}
-
-
-def test_a_death_that_nobody_noticed_is_no_harm(record: Recorder) -> None:
-    """A storage at the address of one that died within a block is a new one."""
-    for _ in range(50):
-        tensors = [torch.zeros(7), torch.zeros(5)]
-        record.ledger.change(("grads", record.ledger.enter(tensors, "grads")))
-        del tensors[0]
-        again = [torch.zeros(7) for _ in range(4)]  # one of them likely at that address
-        for tensor in again:
-            record.ledger.track(tensor, "params")
-        assert record.ledger.held["params"] == 4 * 28
-        del again, tensor
+def test_a_tensor_of_a_block_may_be_asked_for(record: Recorder) -> None:
+    for number in range(3):
+        tensors = [torch.zeros(n) for n in (1, 2, 3)]
+        block_of(record.ledger, tensors)
+        record.ledger.track(tensors[number], "grads")  # known
+        assert held(record.ledger) == {"grads": 24}
+        record.ledger.move(tensors[number], "activations")
+        assert held(record.ledger) == {
+            "grads": 24 - tensors[number].nbytes,
+            "activations": tensors[number].nbytes,
+        }
+        block_of(record.ledger, [torch.zeros(4), tensors[2]])  # its last is known: no block
         tensors.clear()
         assert held(record.ledger) == {}
+
+
+def test_some_of_a_block_may_be_gone_when_it_is_asked_for(record: Recorder) -> None:
+    tensors = [torch.zeros(n) for n in (1, 2, 3)]
+    block_of(record.ledger, tensors)
+    del tensors[0]
+    assert held(record.ledger) == {"grads": 24}  # not looked at yet
+    record.ledger.track(tensors[0], "grads")
+    assert held(record.ledger) == {"grads": 20}
