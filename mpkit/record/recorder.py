@@ -159,8 +159,7 @@ class Recorder:
             elif since < _NEAR:
                 cpu = self._cpu + since - cpu
             else:
-                self._cpu = time.thread_time_ns()
-                self._looked = now = time.monotonic_ns()
+                self._cpu, self._looked = time.thread_time_ns(), now
                 cpu = self._cpu - cpu
         elif index < 0:
             return
