@@ -149,10 +149,11 @@ def look_at(what: Locator) -> None:
     """Bring it to the middle of the page; JupyterLab lays out cells as they come into view, so until it stays there."""
     what.page.wait_for_function(
         """(element) => {
-          const before = element.before;
           element.scrollIntoView({ block: 'center' });
-          element.before = element.getBoundingClientRect().top;
-          return element.before === before;
+          const { top } = element.getBoundingClientRect();
+          element.still = top === element.top ? element.still + 1 : 0;
+          element.top = top;
+          return element.still > 10; // frames
         }""",
         arg=what.element_handle(),
     )
@@ -235,6 +236,7 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     machines.locator("select").select_option("TITAN RTX, without")
     expect(clock).to_contain_text(re.compile(r"\b2x-titan-rtx(?!-)"))
     settled(machines.locator(".mpkit-timeline"))
+    look_at(machines.locator(".mpkit-timeline"))
     screenshot(page, "notebook-without-nvlink")
 
     for name, code in [
