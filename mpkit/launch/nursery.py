@@ -105,7 +105,7 @@ class Nursery:
                     with contextlib.suppress(BlockingIOError):
                         os.read(child_read, 4096)
                     self.reap()
-                else:
+                elif key.data.done_read >= 0:  # else it ended while we went through this round's events
                     self.count_done(key.data)
 
     def obey(self, command: dict[str, Any]) -> None:
@@ -167,9 +167,9 @@ class Nursery:
                 for fd in mine:
                     os.close(fd)
                 for brood in self.broods.values():
-                    os.close(brood.done_read)
-                    if brood.release_write >= 0:
-                        os.close(brood.release_write)
+                    for fd in (brood.done_read, brood.release_write):
+                        if fd >= 0:
+                            os.close(fd)
                 self.selector.close()
                 from mpkit.launch.rank import main as rank_main
 

@@ -1,0 +1,45 @@
+"""The loop of the process that ranks are forked from, with its events in an order that is rare."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+DEATHS_FIRST = """
+import os, selectors
+from mpkit.launch.nursery import Nursery
+
+class DeathsFirst(selectors.DefaultSelector):
+    '''Once ranks are there, waits until their deaths and the end of their pipe are both known: deaths first.'''
+    def select(self, timeout=None):
+        ready = super().select(timeout)
+        while len(self.get_map()) > 2 and {type(key.data).__name__ for key, _ in ready} < {"str", "Brood"}:
+            ready = super().select(timeout)
+        return sorted(ready, key=lambda pair: pair[0].data != "child")
+
+class Short(Nursery):
+    '''Its ranks leave at once.'''
+    def start(self, *args):
+        return os.fork() or os._exit(0)
+
+Short(1, True, selector=DeathsFirst()).serve(0)
+"""
+
+
+def test_a_launch_that_ends_within_one_round_of_events() -> None:
+    nursery = subprocess.Popen(
+        [sys.executable, "-c", DEATHS_FIRST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert nursery.stdin is not None and nursery.stdout is not None
+    for number in (1, 2):
+        nursery.stdin.write(json.dumps({"do": "launch", "id": number, "folder": "", "ranks": 2}) + "\n")
+        nursery.stdin.flush()
+        seen: list[str] = []
+        while "over" not in seen:
+            line = nursery.stdout.readline()
+            assert line, f"the nursery ended after {seen}"
+            seen.append(json.loads(line)["event"])
+        assert seen.count("exit") == 2
+    nursery.communicate(timeout=10)
+    assert nursery.returncode == 0
