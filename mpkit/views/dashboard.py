@@ -4,8 +4,8 @@
     RunView      looks on while a Run goes, and fills one
     show_run     makes both and displays them
 
-The timeline's picture comes first; the memory chart, whose library is five megabytes, a little later. When
-the run ends, the output is replaced by one that holds pictures too: a saved notebook shows them without a kernel.
+When the run ends, the output is replaced by one that holds pictures too: a saved notebook shows them without a
+kernel.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from mpkit.timeline import Timeline
 from mpkit.views import dashboard_html as parts
-from mpkit.views.fallback import image
-from mpkit.views.memory_svg import memory_svg
+from mpkit.views.memory_view import MemoryView
 from mpkit.views.needs import needs_notebook
 from mpkit.views.pace import Background, Pace
 from mpkit.views.picture import rank_label
@@ -33,7 +32,6 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from mpkit.run import Run
-    from mpkit.views.memory import MemoryView
 
 __all__ = ["Dashboard", "RunView", "show_run"]
 
@@ -65,9 +63,6 @@ class Dashboard:
         self._lock = threading.RLock()
         self._on_stop, self._theory = on_stop, theory
         self._lines: list[str] = []
-        self._memory: MemoryView | None = None
-        # Drawn elsewhere: importing plotly alone takes longer than the first steps of a small run.
-        self._memory_worker: Background[tuple[Timeline, bool]] = Background(self._draw_memory)
         self._static: tuple[str, str] | None = None  # text/html and text/plain, once the run is over
         self._handle: Any = None
         self._losses: list[float] = []
@@ -82,10 +77,12 @@ class Dashboard:
         self.timeline.live = True
         self.timeline.note = self._note()
         self._trouble, self._output = ipywidgets.HTML(), ipywidgets.HTML()
-        self._below = ipywidgets.VBox()
+        self._memory = MemoryView()
+        # Drawn elsewhere: importing plotly alone takes longer than the first steps of a small run.
+        self._memory_worker: Background[Timeline] = Background(self._memory.show)
         line = ipywidgets.HBox([self._bar, self._words, self._stop], layout={"align_items": "center"})
         self.widget = ipywidgets.VBox(
-            [self._head, line, self._trouble, self.timeline, self._below, self._output]
+            [self._head, line, self._trouble, self.timeline, self._memory, self._output]
         )
 
     # ---- filling ------------------------------------------------------------------------------------------
@@ -103,10 +100,10 @@ class Dashboard:
             if note:
                 self.timeline.note = note
 
-    def set_memory(self, timeline: Timeline, *, now: bool = False) -> None:
-        """The memory so far; drawn in the background, now and then (see `MemoryView`) or, with `now`, surely."""
+    def set_memory(self, timeline: Timeline) -> None:
+        """The memory so far; drawn in the background."""
         if len(timeline.held):
-            self._memory_worker.put((timeline, now))
+            self._memory_worker.put(timeline)
 
     def add_output(self, line: str) -> None:
         """What a rank printed, with the rank's label."""
@@ -127,7 +124,7 @@ class Dashboard:
             self.timeline.replace(timeline)
             self.timeline.live = False
             self.timeline.note = " ".join([self._note(), *timeline.notes]).strip()
-            self.set_memory(timeline, now=True)
+            self.set_memory(timeline)
             self._head.value = parts.head(self.title, status)
             self._trouble.value = parts.trouble(message)
             self._bar.bar_style = {"finished": "success", "failed": "danger"}.get(status, "warning")
@@ -164,19 +161,6 @@ class Dashboard:
 
     def _note(self) -> str:
         return "" if self._theory is None else parts.theory(self._theory)
-
-    def _draw_memory(self, latest: tuple[Timeline, bool]) -> None:
-        timeline, now = latest
-        try:
-            from mpkit.views.memory import MemoryView
-        except ImportError:  # no plotly: the picture that saved notebooks have
-            self._below.children = [ipywidgets.HTML(image(memory_svg(timeline), "Memory by GPU over time"))]
-            return
-        if self._memory is None:
-            self._memory = MemoryView(timeline)
-            self._below.children = [self._memory.widget]
-        else:
-            self._memory.update(timeline, now=now)
 
     def _pressed(self, _button: object) -> None:
         self._stop.disabled = True

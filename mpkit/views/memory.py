@@ -1,15 +1,11 @@
 """Memory by category and GPU as a plotly chart: small panels on one scale, the peak of each marked.
 
-Beyond PANELS GPUs a panel each would be a wallpaper: then a bar a GPU, at the moment when it held most. A live
-chart is changed in place at most once in PAUSE seconds, since each change sends its arrays anew: at most 500
-moments a trace, in float32 (what is int64 would travel as JSON).
+Beyond PANELS GPUs a panel each would be a wallpaper: then a bar a GPU, at the moment when it held most. At most
+500 moments a trace, in float32 (what is int64 would travel as JSON).
 """
 
 from __future__ import annotations
 
-import copy
-import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -26,10 +22,9 @@ try:
 except ImportError as error:
     raise needs_notebook("the memory chart", error) from error
 
-__all__ = ["MemoryView", "memory_figure"]
+__all__ = ["memory_figure"]
 
 PANELS = 16
-PAUSE = 0.7
 GREY, LINE = "#757d88", "rgba(128,128,128,0.25)"  # read on a light and on a dark ground
 
 
@@ -41,44 +36,6 @@ def memory_figure(timeline: Timeline) -> Any:
     """
     ranks = timeline.world_size
     return _bars(ranks, timeline) if ranks > PANELS else _panels(ranks, timeline)
-
-
-class MemoryView:
-    """The chart as a widget that moves with the run; `widget` is what to display.
-
-    Args:
-        timeline: of the run so far.
-    """
-
-    def __init__(self, timeline: Timeline) -> None:
-        self.widget = go.FigureWidget(memory_figure(timeline))
-        self.widget._config = {"responsive": True, "displaylogo": False, "displayModeBar": False}
-        self._ranks = timeline.world_size
-        self._lock = threading.Lock()
-        self._drawn = time.monotonic()
-
-    def update(self, timeline: Timeline, *, now: bool = False) -> bool:
-        """Show the memory of a later timeline; from any thread. Returns whether it was time to.
-
-        Args:
-            timeline: of the same run, further on.
-            now: draw however short ago the last time was.
-        """
-        with self._lock:
-            if not now and time.monotonic() - self._drawn < PAUSE:
-                return False
-            fresh = memory_figure(timeline)
-            with self.widget.batch_update():
-                for old, new in zip(self.widget.data, fresh.data, strict=True):
-                    old.x, old.y = new.x, new.y
-                for old, new in zip(self.widget.layout.annotations, fresh.layout.annotations, strict=True):
-                    old.text = new.text
-            if now:
-                # What a page that is loaded again gets: else that would be what the chart began with.
-                self.widget._widget_data = copy.deepcopy(self.widget._data)
-                self.widget._widget_layout = copy.deepcopy(self.widget._layout)
-            self._drawn = time.monotonic()
-            return True
 
 
 def _panels(ranks: int, timeline: Timeline) -> Any:

@@ -207,6 +207,8 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     assert [cell["error"] for cell in cells if cell["error"]] == []
     assert [cell["count"] for cell in cells] == list(range(1, len(cells) + 1))
 
+    expect(in_cell(page, "naive = train").locator(".js-plotly-plot .main-svg").first).to_be_visible()
+
     # Hover: what an operation is. GPU 0 begins with its forward, and waits in the middle.
     look_at(naive)
     tip = naive.locator(".mpkit-tip")
@@ -259,3 +261,9 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     expect(naive).to_have_attribute("data-spans", str(spans))
     settled(naive)
     screenshot(page, "notebook-reloaded")
+
+    # So is the memory chart, and by plotly: something to hover over.
+    memory = in_cell(page, "naive = train").locator(".js-plotly-plot")
+    look_at(memory)
+    expect(memory.locator(".main-svg").first).to_be_visible()
+    screenshot(page, "notebook-memory-reloaded")

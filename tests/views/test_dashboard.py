@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from dataclasses import replace
@@ -12,7 +13,8 @@ import pytest
 import mpkit as mk
 from mpkit.views.dashboard import Dashboard
 from mpkit.views.dashboard_html import head, output, progress, sparkline, trouble
-from mpkit.views.memory import MemoryView, memory_figure
+from mpkit.views.memory import memory_figure
+from mpkit.views.memory_view import MemoryView
 from mpkit.views.pace import Pace
 
 LABELS = [f"GPU {rank}" for rank in range(4)]
@@ -31,7 +33,7 @@ def test_a_run_from_its_start_to_its_end(gpipe: mk.Timeline) -> None:
     assert board._bar.value == 2
     assert "4.2500" in board._words.value and "of 3" in board._words.value
     assert "[rank 1] hello" in board._output.value
-    assert len(board._below.children) == 1
+    assert board._memory.picture.startswith("<svg") and board._memory in board.widget.children
     board.finish(gpipe)
     assert board.timeline.bubble == gpipe.bubble and not board.timeline.live
     bundle = board.mimebundle()
@@ -146,11 +148,22 @@ def test_many_gpus_have_a_bar_each(gpipe: mk.Timeline) -> None:
     assert len(figure.data[0].x) == 40
 
 
-def test_the_live_chart_moves_but_not_too_often(data_parallel: mk.Timeline) -> None:
-    early = replace(data_parallel, held=data_parallel.held[data_parallel.held["time"] < 1])
-    view = MemoryView(early)
-    assert "1.20 kB" in view.widget.layout.annotations[0].text
-    assert not view.update(data_parallel)  # a moment later
-    assert view.update(data_parallel, now=True)
-    assert "2.00 kB" in view.widget.layout.annotations[0].text
-    assert view.widget.data[5].y[0] == 2000
+def test_the_live_chart_moves_and_carries_no_library(data_parallel: mk.Timeline) -> None:
+    view = MemoryView()
+    view.show(replace(data_parallel, held=data_parallel.held[data_parallel.held["time"] < 1]))
+    assert "1.20 kB" in view.chart["layout"]["annotations"][0]["text"] and "1.20 kB" in view.picture
+    view.show(data_parallel)
+    assert "2.00 kB" in view.chart["layout"]["annotations"][0]["text"] and "2.00 kB" in view.picture
+    assert len(json.dumps(view.get_state(), default=str)) < 100_000
+
+
+def test_plotly_comes_when_a_page_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, sent = MemoryView(), []
+    monkeypatch.setattr(view, "send", lambda content, buffers: sent.append((content, buffers)))
+    view._handle_custom_msg({"type": "else"}, [])
+    view._handle_custom_msg("nonsense", [])
+    assert sent == []
+    view._handle_custom_msg({"type": "plotly"}, [])
+    [(content, [packed])] = sent
+    assert content == {"type": "plotly"}
+    assert b"plotly.js" in gzip.decompress(packed)[:200]

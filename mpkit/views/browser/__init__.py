@@ -9,14 +9,16 @@
     panel.js     the chart with figures, legend and table
     widget.js    the two ways in: a live widget, and a page that holds its data
 
-They are joined in this order, and so need no import of each other.
+They are joined in this order, and so need no import of each other. A module of its own:
+
+    memory.js    the memory chart of a run, drawn by plotly
 """
 
 from __future__ import annotations
 
 from importlib.resources import files
 
-__all__ = ["FILES", "css", "esm"]
+__all__ = ["FILES", "css", "esm", "memory_esm"]
 
 FILES = ("words", "store", "raster", "chart", "tip", "pointer", "panel", "widget")
 
@@ -34,3 +36,8 @@ def esm() -> str:
 def css() -> str:
     """The style that goes with it."""
     return (files(__name__) / "timeline.css").read_text(encoding="utf-8")
+
+
+def memory_esm() -> str:
+    """The source of the memory chart's module."""
+    return (files(__name__) / "memory.js").read_text(encoding="utf-8")
