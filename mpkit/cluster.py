@@ -143,6 +143,8 @@ class Cluster:
         optimizer: Callable[[Any], torch.optim.Optimizer],
         steps: int = 1,
         seed: int = 0,
+        max_grad_norm: float | None = None,
+        lr_schedule: Callable[[int], float] | None = None,
         timeout: float | None = None,
         show: bool | None = None,
     ) -> Run:
@@ -156,6 +158,8 @@ class Cluster:
             optimizer: optimizer(params) -> torch.optim.Optimizer.
             steps: how many.
             seed: of every rank's random state.
+            max_grad_norm: clip gradients to this norm, taken over all of them together; None: do not.
+            lr_schedule: lr_schedule(step) is what the learning rate is multiplied by in that step; None: 1.
             timeout: as in `run`.
             show: whether to show the Run live; None: in a notebook.
 
@@ -168,7 +172,16 @@ class Cluster:
 
         plan = Plan.serial() if plan is None else plan
         job = prepare(
-            model, data, plan, loss=loss, optimizer=optimizer, steps=steps, seed=seed, ranks=self.ranks
+            model,
+            data,
+            plan,
+            loss=loss,
+            optimizer=optimizer,
+            steps=steps,
+            seed=seed,
+            ranks=self.ranks,
+            max_grad_norm=max_grad_norm,
+            lr_schedule=lr_schedule,
         )
         return Run(self, job, timeout=timeout, show=show)
 

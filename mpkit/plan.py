@@ -11,6 +11,7 @@ from typing import Any
 
 from mpkit.mesh import Mesh
 from mpkit.plan_checks import call_of, checked_cut, checked_degree, checked_recompute, checked_schedule
+from mpkit.plan_data_checks import check_data_parallel, describe_replicas
 from mpkit.schedule import Schedule
 
 __all__ = ["Plan"]
@@ -22,13 +23,21 @@ class Plan:
 
     Attributes:
         pp: pipeline-parallel ranks, each with one stage of the model: p.
-        dp: replicas, each with a part of the batch; 1 in this version.
+        dp: replicas, each with a part of the batch: n.
         tp: ranks that share each layer; 1 in this version.
         schedule: "naive" or "gpipe", or a `Schedule` of one's own (or its rows: ["0F0 0B0", "1F0 1B0"]).
         microbatches: the parts that a batch is split into: m.
         virtual_stages: stages a rank; 1 for the schedules of this version.
         recompute: "none", or "full": keep a stage's input only, and compute the rest again before the backward.
         cut: the first layer of each stage but stage 0, by number or name; None balances the stages by FLOPs.
+        data_parallel: how replicas work together: "ddp", or "dp", as nn.DataParallel does it.
+        zero: what ZeRO shards among the replicas: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
+        offload: what is kept on the host: "none", "optimizer" (states and step), or "params" too.
+        precision: "full" is the model's own; "bf16" and "fp16" compute in 16 bits, with fp32 master weights.
+        bucket_mb: MiB of gradients that DDP and ZeRO reduce at once.
+        unused: what a parameter without a gradient is: an "error", or "allow"ed.
+        batchnorm: statistics over the whole batch ("sync"), as in serial training, or each rank's own ("local").
+        prefetch: how many layers ahead ZeRO-3 gathers parameters.
 
     >>> plan = Plan(pp=4, schedule="gpipe", microbatches=8)
     >>> plan
@@ -50,6 +59,14 @@ class Plan:
     virtual_stages: int = 1
     recompute: str = "none"
     cut: Sequence[int | str] | None = None
+    data_parallel: str = "ddp"
+    zero: int = 0
+    offload: str = "none"
+    precision: str = "full"
+    bucket_mb: float = 25.0
+    unused: str = "error"
+    batchnorm: str = "sync"
+    prefetch: int = 1
 
     def __post_init__(self) -> None:
         # Each check relies on those before it.
@@ -58,17 +75,18 @@ class Plan:
         object.__setattr__(self, "schedule", checked_schedule(self))
         object.__setattr__(self, "recompute", checked_recompute(self))
         object.__setattr__(self, "cut", checked_cut(self))
+        check_data_parallel(self)
 
     # ------------------------------------------------------------ the classics by name
 
     @classmethod
-    def serial(cls, microbatches: int = 1) -> Plan:
+    def serial(cls, microbatches: int = 1, *, precision: str = "full") -> Plan:
         """One rank, the whole model; with micro-batches, gradients accumulate over them.
 
         >>> Plan.serial().ranks
         1
         """
-        return cls(schedule="naive", microbatches=microbatches)
+        return cls(schedule="naive", microbatches=microbatches, precision=precision)
 
     @classmethod
     def naive_mp(cls, stages: int, *, cut: Sequence[int | str] | None = None) -> Plan:
@@ -94,6 +112,21 @@ class Plan:
         Plan(pp=4, schedule='gpipe', microbatches=8, recompute='full')
         """
         return cls(pp=stages, microbatches=microbatches, recompute=recompute, cut=cut)
+
+    @classmethod
+    def ddp(cls, replicas: int, **options: Any) -> Plan:
+        """Distributed data parallelism (Li et al., "PyTorch Distributed", VLDB 2020): every rank has the model.
+
+        `Plan.dp(n)` is nn.DataParallel's way, `Plan.zero(stage, n)` shards what replicas hold alike.
+
+        Args:
+            replicas: n, ranks that each take a part of the batch.
+            options: other fields of a Plan, such as bucket_mb, or microbatches: gradients accumulate over them.
+
+        >>> Plan.ddp(4, bucket_mb=1)
+        Plan(dp=4, bucket_mb=1)
+        """
+        return cls(dp=replicas, **options)
 
     @classmethod
     def from_schedule(cls, schedule: Schedule | Sequence[str], *, recompute: str = "none") -> Plan:
@@ -135,6 +168,8 @@ class Plan:
         p, m = self.pp, self.microbatches
         if isinstance(self.schedule, Schedule):
             return None
+        if self.dp > 1:
+            return Fraction(0)
         together = 1 if self.schedule == "naive" else m  # the micro-batches that go through at once
         idle, busy = 3 * (p - 1), (3 if self.recompute == "none" else 4) * together
         return Fraction(idle, idle + busy)
@@ -146,6 +181,8 @@ class Plan:
         gpipe on 4 ranks: the model in 4 stages, each batch in 8 micro-batches. Bubble in theory 3/11 = 0.273.
         """
         name = self.schedule.name if isinstance(self.schedule, Schedule) else self.schedule
+        if self.dp > 1 or self.zero:
+            return describe_replicas(self)
         if self.ranks == 1:
             title, stages = "Serial on 1 rank", "the whole model"
         else:
@@ -193,3 +230,39 @@ class Plan:
         if isinstance(values.get("schedule"), Mapping):
             values["schedule"] = Schedule(**values["schedule"])
         return cls(**values)
+
+
+# ---- constructors that have a field's name
+
+
+def _dp(cls: type[Plan], replicas: int, **options: Any) -> Plan:
+    """Data parallelism as torch.nn.DataParallel does it: rank 0 has the model, lends it out, and steps.
+
+    Args:
+        replicas: n, ranks that each take a part of the batch.
+        options: other fields of a Plan.
+
+    >>> Plan.dp(2)
+    Plan(dp=2, data_parallel='dp')
+    """
+    return cls(dp=replicas, data_parallel="dp", **options)
+
+
+def _zero(cls: type[Plan], stage: int, replicas: int, **options: Any) -> Plan:
+    """ZeRO (Rajbhandari et al. 2020): what replicas hold alike is sharded among them.
+
+    Args:
+        stage: 1 shards optimizer states, 2 gradients too, 3 parameters too.
+        replicas: n, ranks that each take a part of the batch and a shard of the states.
+        options: other fields of a Plan, such as offload or precision.
+
+    >>> Plan.zero(3, 4, precision="bf16")
+    Plan(dp=4, zero=3, precision='bf16')
+    """
+    return cls(dp=replicas, zero=stage, **options)
+
+
+# `plan.dp` is a number and `Plan.dp(4)` makes a plan: a value in an instance goes before a classmethod of its class.
+# Put here, since within the class body they would be taken for the fields' defaults.
+for _name, _make in (("dp", _dp), ("zero", _zero)):
+    setattr(Plan, _name, classmethod(_make))

@@ -14,11 +14,11 @@ from mpkit.schedule import NAMES, Schedule, validate
 if TYPE_CHECKING:
     from mpkit.plan import Plan
 
-__all__ = ["call_of", "checked_cut", "checked_degree", "checked_recompute", "checked_schedule"]
+__all__ = ["call_of", "checked_cut", "checked_degree", "checked_recompute", "checked_schedule", "whole"]
 
 RECOMPUTE = ("none", "full")
 
-LATER = {"dp": "replicas", "tp": "layers shared among ranks", "virtual_stages": "several stages a rank"}
+LATER = {"tp": "layers shared among ranks", "virtual_stages": "several stages a rank"}
 """Degrees that this version has no strategies for."""
 
 
@@ -39,8 +39,8 @@ def checked_degree(plan: Plan, name: str) -> int:
         pp = max(whole(plan.pp) or 1, number)
         good = {"pp": pp, "microbatches": 2 * pp}
         raise ValueError(
-            f"Plan({name}={number}): this version of mpkit has no {name} above 1 ({LATER[name]}); it has pipelines. "
-            f"This works, on {pp} ranks: {call_of(plan, good, bare=True)}"
+            f"Plan({name}={number}): this version of mpkit has no {name} above 1 ({LATER[name]}); it has pipelines and "
+            f"replicas. This works, on {pp} ranks: {call_of(plan, good, bare=True)}"
         )
     return number
 

@@ -90,6 +90,8 @@ class TrainJob:
         numbers: by signature of a micro-batch, what each layer does to it, and last the loss.
         names: of the model's state dict, in order.
         meta: about the run, of JSON types; goes into the trace.
+        max_grad_norm: gradients are clipped to this norm, all together; None: they are not.
+        lr_schedule: what the learning rate is multiplied by in step i; None: 1.
     """
 
     plan: Plan
@@ -103,6 +105,8 @@ class TrainJob:
     numbers: dict[Hashable, list[LayerNumbers]]
     names: list[str]
     meta: dict[str, Any] = field(default_factory=dict)
+    max_grad_norm: float | None = None
+    lr_schedule: Callable[[int], float] | None = None
 
     def boundary(self, key: Hashable, stage: int) -> Boundary:
         """What crosses from a stage to the next, for micro-batches of this signature."""

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-__all__ = ["Value", "batch_size", "leaves", "map_tensors", "part", "signature", "split"]
+__all__ = ["Value", "batch_size", "leaves", "map_tensors", "part", "share", "signature", "split"]
 
 Value = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 """Inputs or targets: a tensor, several by position, or several by name; the batch is their first dimension."""
@@ -45,9 +45,20 @@ def split(size: int, m: int) -> list[tuple[int, int]]:
     return [(end - n, end) for n, end in zip(sizes, ends, strict=True)]
 
 
-def part(value: Value, start: int, end: int) -> Value:
-    """Samples `start` to `end` of a value; views, not copies."""
-    return map_tensors(lambda tensor: tensor[start:end], value)
+def share(start: int, end: int, rank: int, n: int) -> slice:
+    """Which of the samples `start` to `end` are the rank's: every n-th, as torch's DistributedSampler deals them.
+
+    A rank that gets none takes the first one, which counts nothing: it has to be there for what all do together.
+
+    >>> [list(range(10))[share(0, 10, rank, 4)] for rank in range(4)]
+    [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
+    """
+    return slice(start + rank, end, n) if start + rank < end else slice(start, start + 1)
+
+
+def part(value: Value, which: slice) -> Value:
+    """Some samples of a value; views, not copies."""
+    return map_tensors(lambda tensor: tensor[which], value)
 
 
 def signature(inputs: Value, targets: Value) -> Hashable:

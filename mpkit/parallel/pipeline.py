@@ -12,8 +12,9 @@ A step goes through these phases:
 
 Serial training is the case of one stage, naive model parallelism that of one micro-batch.
 
-The loss of a micro-batch of n samples out of N counts n/N, so that the sum over micro-batches is the mean over
-the batch, and its gradient the batch's gradient, also if they are not of one size.
+The loss of a micro-batch of k samples out of K counts k/K, so that the sum over micro-batches is the mean over
+the batch, and its gradient the batch's gradient, also if they are not of one size. Where replicas share a batch
+each takes its share of every micro-batch, and the sum goes over replicas too.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from torch import Tensor
 
 from mpkit.parallel.job import Boundary, TrainJob
 from mpkit.parallel.mail import Mail
-from mpkit.parallel.microbatch import Value, batch_size, leaves, map_tensors, part, signature, split
-from mpkit.parallel.stage import RandomState, Stage
+from mpkit.parallel.microbatch import Value, batch_size, leaves, map_tensors, part, share, signature, split
+from mpkit.parallel.replica import Replica
+from mpkit.parallel.stage import PRECISIONS, RandomState, cast
 from mpkit.record.flops import Flops
 from mpkit.record.saved import Saved, saving
 from mpkit.schedule import Action, build, lower
@@ -66,14 +68,22 @@ class Pipeline:
     Args:
         context: of this rank.
         job: what to train, and how.
-        stages: those that this rank holds, by number.
+        replica: what this rank holds; told when gradients are about to come.
+
+    Attributes:
+        loss_scale: what gradients are multiplied by, for fp16 to show them.
     """
 
-    def __init__(self, context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
+    def __init__(self, context: Context, job: TrainJob, replica: Replica) -> None:
         self.record, self.device = context.record, context.device
-        self.job, self.stages = job, stages
+        self.job, self.replica, self.stages = job, replica, replica.stages
         schedule = lower(build(job.plan))
-        self.row = schedule.rows[context.rank]
+        place = job.plan.mesh.place(context.rank)
+        self.row = schedule.rows[place.pp]
+        self._last_backward = max((i for i, action in enumerate(self.row) if action.kind == "B"), default=-1)
+        self._share = place.dp, job.plan.dp
+        self._dtype = PRECISIONS.get(job.plan.precision)
+        self.loss_scale = 1.0
         self.mail = Mail(context, schedule.stage_to_rank, schedule.microbatches)
         self.last = schedule.stages - 1
         self.recompute = job.plan.recompute == "full"
@@ -86,10 +96,13 @@ class Pipeline:
         """Forward and backward of a batch; gradients are added to the parameters'.
 
         Returns:
-            The mean loss over the batch, on the rank that holds the last stage; None on the others.
+            The mean loss over the batch, or this replica's share of it, on the rank that holds the last stage; None
+            on the others.
         """
         self._split(inputs, targets)
-        for action in self.row:
+        for i, action in enumerate(self.row):
+            if action.kind == "B":
+                self.replica.before_backward(last=i == self._last_backward)
             self._execute(action)
         self.mail.drain()
         loss, self._loss = self._loss, None
@@ -99,10 +112,13 @@ class Pipeline:
 
     def _split(self, inputs: Value, targets: Value) -> None:
         size = batch_size(inputs)
+        rank, n = self._share
         self.microbatches = []
         for start, end in split(size, self.job.plan.microbatches):
-            x, y = part(inputs, start, end), part(targets, start, end)
-            self.microbatches.append(MicroBatch(x, y, signature(x, y), (end - start) / size))
+            which = share(start, end, rank, n)
+            x, y = part(inputs, which), part(targets, which)
+            weight = batch_size(x) / size if start + rank < end else 0.0
+            self.microbatches.append(MicroBatch(x, y, signature(x, y), weight))
 
     # ---- execute ------------------------------------------------------------------------------------------
 
@@ -152,7 +168,8 @@ class Pipeline:
     def _input(self, s: int, m: int) -> Value:
         """The stage's input, on the device: of the data, or what the stage before made, without its history."""
         if s == 0:
-            return self._to_device(self.microbatches[m].inputs)
+            inputs = self._to_device(self.microbatches[m].inputs)
+            return inputs if self._dtype is None else cast(inputs, self._dtype)
         boundary = self._boundary(s - 1, m)
         pairs = zip(self.mail.take("F", s, m), boundary.specs, strict=True)
         # Where the stage before wants a gradient, it is collected here.
@@ -163,6 +180,8 @@ class Pipeline:
         microbatch = self.microbatches[m]
         output = self.stages[s](inputs)
         if s == self.last:
+            if self._dtype is not None:
+                output = cast(output, torch.float32)  # a loss sums much, which 16 bits are too few for
             loss = self.job.loss(output, self._to_device(microbatch.targets))
             return (loss * microbatch.weight,)
         expected, made = self._boundary(s, m), Boundary.of(output)
@@ -185,6 +204,8 @@ class Pipeline:
         gradients = None if s == self.last else self.mail.take("B", s, m)  # that of the loss is 1
         op = self._begin(Kind.BACKWARD, action)
         wanted = [output for output in kept.outputs if output.requires_grad]
+        if wanted and gradients is None and self.loss_scale != 1.0:
+            gradients = tuple(torch.full_like(loss, self.loss_scale) for loss in wanted)
         if wanted:
             torch.autograd.backward(wanted, gradients)
         if kept.saved is not None:

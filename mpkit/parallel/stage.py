@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from mpkit.parallel.microbatch import Value, map_tensors
 
-__all__ = ["RandomState", "Stage", "call"]
+__all__ = ["PRECISIONS", "RandomState", "Stage", "call", "cast"]
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What a Plan that does not compute in the model's own precision computes in."""
 
 
 class Stage:
@@ -73,6 +76,15 @@ class Stage:
             for key, value in layer.state_dict(prefix=f"{name}.").items():
                 found[key] = value.detach().cpu() if isinstance(value, Tensor) else value
         return found
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor, or a tuple or dict of them, with whatever is of floating point in this dtype."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: cast(inner, dtype) for name, inner in value.items()}
+    return tuple(cast(inner, dtype) for inner in value) if isinstance(value, tuple) else value
 
 
 def call(layer: nn.Module, value: Any, *, first: bool) -> Any:

@@ -1,7 +1,7 @@
-"""Training on one rank: its stages, its optimizer, step after step.
+"""Training on one rank: its part of the model, step after step.
 
-place     the rank's own layers on its device, the rest let go
-step      zero the gradients; forward and backward of the batch (`pipeline`); the optimizer
+place     the rank's own layers on its device, in the plan's precision, the rest let go
+step      the gradients of the batch (`pipeline`), complete for all replicas (`replica`); then the `update`
 gather    the rank's weights back, on the CPU
 """
 
@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.models.chain import chain
+from mpkit.parallel.ddp import DDP
 from mpkit.parallel.job import TrainJob
 from mpkit.parallel.pipeline import Pipeline
-from mpkit.parallel.stage import Stage
+from mpkit.parallel.replica import Replica
+from mpkit.parallel.stage import PRECISIONS, Stage
+from mpkit.parallel.update import Update
 from mpkit.record.hooks import watch
 from mpkit.schedule import build
 
@@ -30,26 +33,49 @@ def train(context: Context, job: TrainJob) -> dict[str, Tensor]:
     """Do this rank's part of a training; what `Cluster.train` runs on every rank.
 
     Returns:
-        The rank's part of the trained model's state dict: its stages' parameters and buffers, on the CPU.
+        The rank's part of the trained model's state dict, on the CPU.
     """
     torch.manual_seed(job.seed + context.rank)
     stages, rest = _place(context, job)
-    optimizer = _optimizer(job, stages)
-    _watch(context, job, stages, optimizer)
-    pipeline = Pipeline(context, job, stages)
+    wide = _narrow(job, stages)
+    replica = make_replica(context, job, stages)
+    update = Update(context, job, replica, wide)
+    wide.clear()
+    _watch(context, job, stages)
+    pipeline = Pipeline(context, job, replica)
     told = False
     for step in range(job.steps):
         inputs, targets = job.batches[step % len(job.batches)]
         with context.record.step(step):
-            if optimizer is not None:
-                optimizer.zero_grad()
+            pipeline.loss_scale = update.scaler.scale
+            replica.begin_step()
             loss = pipeline.step(inputs, targets)
             if loss is not None:
                 context.record.loss(loss)
                 told = told or _tell(step, loss)
-            if optimizer is not None:
-                optimizer.step()
-    return rest | {name: value for stage in stages.values() for name, value in stage.state_dict().items()}
+            replica.finish()
+            update.step(step)
+    return rest | replica.state_dict()
+
+
+def make_replica(context: Context, job: TrainJob, stages: dict[int, Stage]) -> Replica:
+    """How this rank keeps in step with those that hold the same."""
+    if job.plan.dp > 1:
+        return DDP(context, job.plan, stages)
+    return Replica(stages)
+
+
+def _narrow(job: TrainJob, stages: dict[int, Stage]) -> dict[nn.Parameter, Tensor]:
+    """Cast the layers to 16 bits, if the plan says so; the parameters as they were before."""
+    dtype = PRECISIONS.get(job.plan.precision)
+    if dtype is None:
+        return {}
+    held = nn.ModuleList(stage.layers for stage in stages.values())
+    wide = {p: p.detach().to(torch.float32) for p in held.parameters() if p.is_floating_point()}
+    for parameter in held.parameters():
+        parameter.data = parameter.data.to(dtype) if parameter in wide else parameter.data
+    held.to(dtype)  # buffers too
+    return wide
 
 
 def _place(context: Context, job: TrainJob) -> tuple[dict[int, Stage], dict[str, Tensor]]:
@@ -61,33 +87,23 @@ def _place(context: Context, job: TrainJob) -> tuple[dict[int, Stage], dict[str,
     rest = {key: value for key, value in model.state_dict().items() if not key.startswith(names)}
     in_place = [any(numbers[i].in_place for numbers in job.numbers.values()) for i in range(len(layers))]
     stages = {}
-    for number in build(job.plan).stages_of(context.rank):
+    for number in build(job.plan).stages_of(job.plan.mesh.place(context.rank).pp):
         held = job.stages[number]
         stages[number] = Stage(
             number, [layers[i] for i in held], context.device, in_place=any(in_place[i] for i in held)
         )
-    return stages, rest if 0 in stages else {}
+    return stages, rest if 0 in stages and context.rank == 0 else {}
 
 
-def _optimizer(job: TrainJob, stages: dict[int, Stage]) -> torch.optim.Optimizer | None:
-    """The optimizer of this rank's parameters, each of them once; None if there are none."""
-    held = nn.ModuleList(stage.layers for stage in stages.values())
-    parameters = list(held.parameters())
-    return job.optimizer(parameters) if parameters else None
-
-
-def _watch(
-    context: Context, job: TrainJob, stages: dict[int, Stage], optimizer: torch.optim.Optimizer | None
-) -> None:
-    """Record what the layers hold, and what the optimizer does."""
+def _watch(context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
+    """Record what the layers hold."""
     numbers = next(iter(job.numbers.values()))
     for number, stage in stages.items():
         flops = {
             name: (numbers[i].flops.forward, numbers[i].flops.backward)
             for name, i in zip(stage.layers._modules, job.stages[number], strict=True)
         }
-        watch(context.record, stage.layers, optimizer, flops=flops)
-        optimizer = None  # it has one step, however many stages
+        watch(context.record, stage.layers, flops=flops)
 
 
 def _tell(step: int, loss: float) -> bool:

@@ -21,6 +21,7 @@ from torch import nn
 from mpkit.models.chain import chain
 from mpkit.parallel.job import TrainJob
 from mpkit.parallel.microbatch import batch_size
+from mpkit.parallel.stage import PRECISIONS
 from mpkit.plan import Plan
 from mpkit.prepare.arguments import (
     check_integers,
@@ -28,6 +29,7 @@ from mpkit.prepare.arguments import (
     check_model,
     check_optimizer,
     check_plan,
+    check_update,
 )
 from mpkit.prepare.batches import check_split, take_batches
 from mpkit.prepare.dry_run import dry_run, quiet
@@ -46,6 +48,8 @@ def prepare(
     steps: int,
     seed: int = 0,
     ranks: int,
+    max_grad_norm: float | None = None,
+    lr_schedule: Callable[[int], float] | None = None,
 ) -> TrainJob:
     """Check a training and make it ready for the ranks.
 
@@ -59,6 +63,8 @@ def prepare(
         steps: how many; step i takes data[i % len(data)].
         seed: of the ranks' random state.
         ranks: how many there are.
+        max_grad_norm: gradients are clipped to this norm, all together; None: they are not.
+        lr_schedule: what the learning rate is multiplied by in step i; None: 1.
 
     Raises:
         ValueError: what was given cannot work; with the reason and what would work.
@@ -67,12 +73,13 @@ def prepare(
     check_plan(plan, ranks)
     steps, seed = check_integers(steps, seed)
     check_loss(loss)
+    check_update(max_grad_norm, lr_schedule, steps)
     model = _on_cpu(model)
     layers = chain(model)
     with quiet():
         batches = take_batches(data, steps)
         check_split(batches, plan)
-        numbers = dry_run(model, batches, plan.microbatches, loss)
+        numbers = dry_run(model, batches, plan.microbatches, loss, replicas=plan.dp, precision=plan.precision)
         stages = cut_stages([name for name, _ in layers], next(iter(numbers.values()))[:-1], plan)
         check_sharing(layers, stages)
         check_optimizer(optimizer, layers, stages)
@@ -82,7 +89,8 @@ def prepare(
         "stages": [[layers[i][0] for i in stage] for stage in stages],
         "batch_size": batch_size(batches[0][0]),
         "parameters": sum(parameter.numel() for parameter in parameters),
-        "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "float32",
+        "dtype": str(_dtype(parameters, plan)).removeprefix("torch."),
+        "replicas": plan.dp,
         "steps": steps,
         "seed": seed,
     }
@@ -98,7 +106,15 @@ def prepare(
         numbers=numbers,
         names=list(model.state_dict()),
         meta=meta,
+        max_grad_norm=max_grad_norm,
+        lr_schedule=lr_schedule,
     )
+
+
+def _dtype(parameters: list[nn.Parameter], plan: Plan) -> torch.dtype:
+    """What the ranks compute in."""
+    own = parameters[0].dtype if parameters else torch.float32
+    return PRECISIONS.get(plan.precision, own)
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:

@@ -14,7 +14,15 @@ from torch.nn.parameter import UninitializedParameter
 from mpkit.plan import Plan
 from mpkit.schedule import NAMES, Action, Schedule, build
 
-__all__ = ["check_integers", "check_loss", "check_model", "check_optimizer", "check_plan", "one_line"]
+__all__ = [
+    "check_integers",
+    "check_loss",
+    "check_model",
+    "check_optimizer",
+    "check_plan",
+    "check_update",
+    "one_line",
+]
 
 ADAM = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
 CROSS_ENTROPY = "loss=torch.nn.functional.cross_entropy"
@@ -87,6 +95,8 @@ def _for_ranks(plan: Plan, ranks: int) -> Plan:
     if ranks == 1:
         return Plan.serial(plan.microbatches)
     schedule = "gpipe" if plan.ranks == 1 else plan.schedule
+    if plan.dp > 1:
+        return replace(plan, dp=ranks)
     return replace(plan, pp=ranks, dp=1, tp=1, schedule=schedule, cut=None)
 
 
@@ -108,6 +118,35 @@ def check_integers(steps: Any, seed: Any) -> tuple[int, int]:
             )
         found.append(number)
     return found[0], found[1]
+
+
+def check_update(max_grad_norm: Any, lr_schedule: Any, steps: int) -> None:
+    """A norm above 0 and a function of the step's number, or None.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    if max_grad_norm is not None and (
+        isinstance(max_grad_norm, bool)
+        or not isinstance(max_grad_norm, (int, float))
+        or not max_grad_norm > 0
+    ):
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm!r}: the norm that gradients are clipped to is a number above 0, such as "
+            "max_grad_norm=1.0; None clips nothing"
+        )
+    if lr_schedule is None:
+        return
+    wanted = "lr_schedule(step) gives what the learning rate is multiplied by, such as lambda step: 0.9**step"
+    if not callable(lr_schedule):
+        raise ValueError(f"lr_schedule is {_a(lr_schedule)}; {wanted}")
+    for step in sorted({0, steps - 1}):
+        try:
+            factor = lr_schedule(step)
+        except Exception as error:
+            raise ValueError(f"lr_schedule({step}) failed: {one_line(error)}; {wanted}") from None
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor >= 0:
+            raise ValueError(f"lr_schedule({step}) gave {_a(factor)}; {wanted}")
 
 
 def check_loss(loss: Any) -> None:

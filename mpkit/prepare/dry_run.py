@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.models.chain import chain
 from mpkit.parallel.job import Boundary, LayerNumbers
-from mpkit.parallel.microbatch import Value, batch_size, map_tensors, part, signature, split
-from mpkit.parallel.stage import call
+from mpkit.parallel.microbatch import Value, batch_size, map_tensors, part, share, signature, split
+from mpkit.parallel.stage import PRECISIONS, call, cast
 from mpkit.prepare.arguments import CROSS_ENTROPY, one_line
 from mpkit.prepare.count import Passed, count_layers
 
@@ -36,20 +36,40 @@ Loss = Callable[[Any, Any], Any]
 
 
 def dry_run(
-    model: nn.Module, batches: list[tuple[Value, Value]], m: int, loss: Loss
+    model: nn.Module,
+    batches: list[tuple[Value, Value]],
+    m: int,
+    loss: Loss,
+    *,
+    replicas: int = 1,
+    precision: str = "full",
 ) -> dict[Hashable, list[LayerNumbers]]:
     """What each layer, and last the loss, does to micro-batches of every shape that will come, by their signature.
+
+    Args:
+        m: micro-batches a batch.
+        replicas: ranks that each take a share of every micro-batch.
+        precision: as in `Plan`.
 
     Raises:
         ValueError: a layer refuses what it is given, or the loss is not a scalar.
     """
     found: dict[Hashable, list[LayerNumbers]] = {}
+    dtype = PRECISIONS.get(precision)
+    if dtype is not None:
+        model, loss = copy.deepcopy(model).to(dtype), _of_wide_outputs(loss)
     fakes = _Fakes(model)
     for inputs, targets in batches:
-        for start, end in split(batch_size(inputs), m):
-            x, y = part(inputs, start, end), part(targets, start, end)
+        parts = {
+            (which.stop - which.start, which.step): which
+            for start, end in split(batch_size(inputs), m)
+            for which in (share(start, end, rank, replicas) for rank in range(replicas))
+        }
+        for which in parts.values():
+            x, y = part(inputs, which), part(targets, which)
             key = signature(x, y)
             if key not in found:
+                x = x if dtype is None else cast(x, dtype)
                 try:
                     passed = fakes.walk(x, y, loss)
                 except Exception:
@@ -58,6 +78,10 @@ def dry_run(
                     passed = _walk_for_real(model, x, y, loss)
                 found[key] = count_layers(model, x, y, loss, passed)
     return found
+
+
+def _of_wide_outputs(loss: Loss) -> Loss:
+    return lambda outputs, targets: loss(cast(outputs, torch.float32), targets)
 
 
 class _Fakes:

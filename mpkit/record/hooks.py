@@ -20,7 +20,7 @@ from mpkit.record.recorder import Recorder
 from mpkit.record.saved import saving
 from mpkit.trace import Kind
 
-__all__ = ["Watch", "layers_of", "saving", "watch"]
+__all__ = ["Watch", "layers_of", "saving", "watch", "watch_optimizer"]
 
 
 class Watch:
@@ -76,7 +76,7 @@ def watch(
         ledger.track(buffer, "buffers")
     watched._watch_gradients(recorder, module)
     if optimizer is not None:
-        watched._handles += _watch_optimizer(recorder, optimizer)
+        watched._handles += watch_optimizer(recorder, optimizer)
     if recorder.layers:
         for name, layer in layers_of(module):
             watched._handles += _watch_layer(
@@ -85,7 +85,14 @@ def watch(
     return watched
 
 
-def _watch_optimizer(recorder: Recorder, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
+def watch_optimizer(
+    recorder: Recorder, optimizer: torch.optim.Optimizer, *, elsewhere: bool = False
+) -> list[RemovableHandle]:
+    """Record an optimizer's steps and count its states.
+
+    Args:
+        elsewhere: its states are on the host, and so nothing that the device holds.
+    """
     name = type(optimizer).__name__
     index = states = touched = 0
 
@@ -102,13 +109,13 @@ def _watch_optimizer(recorder: Recorder, optimizer: torch.optim.Optimizer) -> li
         if (
             found != states or not touched
         ):  # made in the first step, or for a parameter used for the first time
-            states, touched = found, _track_states(recorder, optimizer)
+            states, touched = found, _track_states(recorder, optimizer, elsewhere)
         recorder.end(index, nbytes=touched)
 
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
 
-def _track_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> int:
+def _track_states(recorder: Recorder, optimizer: torch.optim.Optimizer, elsewhere: bool) -> int:
     """Count the optimizer's state; returns the bytes that a step reads and writes.
 
     A state of no dimension is left out: Adam's step counters, which live on the host.
@@ -121,7 +128,8 @@ def _track_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> int:
             touched += 2 * parameter.nbytes + parameter.grad.nbytes
             for state in optimizer.state.get(parameter, {}).values():
                 if isinstance(state, torch.Tensor) and state.dim():
-                    recorder.ledger.track(state, "optimizer")
+                    if not elsewhere:
+                        recorder.ledger.track(state, "optimizer")
                     touched += 2 * state.nbytes
     return touched
 

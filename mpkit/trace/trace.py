@@ -39,17 +39,26 @@ class Trace:
 
     @property
     def losses(self) -> list[float]:
-        """The loss of every step, as the first rank that knows it has it; nan for a step of unknown loss.
+        """The loss of every step; nan for a step of unknown loss.
 
-        A step under way counts once its loss is known.
+        The first rank's that knows it; where replicas share a batch, each knows its share, and all are summed. A
+        step under way counts once its loss is known.
         """
-        found: dict[int, float] = {}
+        shares = int(self.meta.get("replicas", 1))
+        found: dict[int, list[float]] = {}
         for rank in self.ranks:
             steps = rank.ops[rank.ops["kind"] == Kind.STEP]
             for step in steps[(steps["end"] > 0) | ~np.isnan(steps["value"])]:
-                if np.isnan(found.get(int(step["step"]), np.nan)):
-                    found[int(step["step"])] = float(step["value"])
-        return [found.get(step, np.nan) for step in range(1 + max(found, default=-1))]
+                known = found.setdefault(int(step["step"]), [])
+                if not np.isnan(step["value"]) and len(known) < shares:
+                    known.append(float(step["value"]))
+        losses = [
+            sum(known) if len(known) == shares else np.nan
+            for known in (found.get(step, []) for step in range(1 + max(found, default=-1)))
+        ]
+        while shares > 1 and losses and np.isnan(losses[-1]):  # some replicas are ahead of others
+            losses.pop()
+        return losses
 
     def __len__(self) -> int:
         return sum(len(rank.ops) for rank in self.ranks)

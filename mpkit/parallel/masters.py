@@ -1,0 +1,96 @@
+"""Masters: the copies that an optimizer works on where it cannot work on the parameters themselves.
+
+    16 bits    a weight moves by less than fp16 can show: the optimizer keeps fp32 copies (Micikevicius et al., "Mixed
+               Precision Training", ICLR 2018, section 3.1)
+    offload    the optimizer works on the host, on copies there (Ren et al., "ZeRO-Offload", ATC 2021, section 4)
+
+A step's way: gradients are copied to the masters (`gradients`), the optimizer steps, the masters are copied back
+(`renew`). Where neither is needed the masters are the pieces themselves, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.parallel.replica import Piece
+from mpkit.plan import Plan
+from mpkit.trace import Kind
+
+if TYPE_CHECKING:
+    from mpkit.launch.context import Context
+
+__all__ = ["Masters"]
+
+
+class Masters:
+    """What the optimizer is given, a piece each.
+
+    Args:
+        context: of this rank.
+        plan: precision and offload.
+        pieces: what this rank updates.
+        wide: whole parameters before they were cast to 16 bits.
+    """
+
+    def __init__(
+        self, context: Context, plan: Plan, pieces: list[Piece], wide: Mapping[nn.Parameter, Tensor]
+    ) -> None:
+        self._record, self._device = context.record, context.device
+        self._pieces = pieces
+        self._narrow = plan.precision != "full"
+        self._offload = plan.offload != "none"
+        self.copies = self._narrow or self._offload
+        self._of = {piece: self._make(piece, wide) for piece in pieces} if self.copies else {}
+
+    def _make(self, piece: Piece, wide: Mapping[nn.Parameter, Tensor]) -> nn.Parameter:
+        source = piece.held.detach()
+        if piece.parameter in wide:
+            whole = wide[piece.parameter].reshape(-1)[piece.start : piece.end]
+            source = whole.view(piece.held.shape)
+        copy = source.to("cpu" if self._offload else self._device, copy=True)
+        if not self._offload:
+            self._record.ledger.track(copy, "optimizer")
+        return nn.Parameter(copy)
+
+    def of(self, piece: Piece) -> nn.Parameter:
+        """What the optimizer updates in place of the piece."""
+        return self._of[piece] if self.copies else piece.held
+
+    def gradients(self) -> list[Tensor]:
+        """Give each master its gradient; returns those there are."""
+        if self.copies:
+            self._bring_gradients()
+        found = [self.of(piece).grad for piece in self._pieces]
+        return [gradient for gradient in found if gradient is not None]
+
+    def _bring_gradients(self) -> None:
+        nbytes = sum(piece.held.grad.nbytes for piece in self._pieces if piece.held.grad is not None)
+        op = self._record.begin(Kind.COPY_TO_HOST, nbytes=nbytes) if self._offload else -1
+        for piece, master in self._of.items():
+            gradient = piece.held.grad
+            master.grad = None if gradient is None else gradient.to(master.device, master.dtype, copy=True)
+            if master.grad is not None and not self._offload:
+                self._record.ledger.track(master.grad, "buffers")
+        self._record.end(op)
+
+    def drop_gradients(self) -> None:
+        """The step is skipped."""
+        if self.copies:
+            for master in self._of.values():
+                master.grad = None
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Copy what the optimizer changed back into the pieces, cast if need be."""
+        if not self.copies:
+            return
+        nbytes = sum(piece.held.nbytes for piece in self._pieces)
+        op = self._record.begin(Kind.COPY_TO_DEVICE, nbytes=nbytes) if self._offload else -1
+        for piece, master in self._of.items():
+            piece.held.copy_(master)
+            master.grad = None
+        self._record.end(op)

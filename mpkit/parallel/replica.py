@@ -1,0 +1,109 @@
+"""Replica: what a rank holds of the model, and how it keeps in step with the ranks that hold the same.
+
+This one keeps in step with nobody: serial training, and a pipeline's stages. The others have the same methods:
+
+    ddp      every rank holds everything; gradients are summed
+    zero     what they would all hold alike is sharded
+
+A step calls them in this order:
+
+    begin_step           drop or zero the gradients
+    before_backward      before each backward; told when it is the step's last, after which gradients are complete
+    finish               wait until the gradients of `pieces` are those of the whole batch
+    updated              the optimizer has changed `pieces`: bring the model's parameters up to date
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.parallel.stage import Stage
+
+__all__ = ["Piece", "Replica", "named_parameters"]
+
+
+@dataclass(eq=False)
+class Piece:
+    """What one rank updates of a parameter: elements `start` to `end` of it, flattened.
+
+    Attributes:
+        name: the parameter's, as the model knows it.
+        parameter: the whole one, in the model; empty while it is sharded and not gathered.
+        shape: of the whole one.
+        start, end: which elements are this rank's.
+        held: those elements, as the optimizer is given them: (end - start,), or the parameter itself. After `finish`
+            its `grad` is the gradient of the loss over the whole batch; None if it has none.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    start: int
+    end: int
+    held: nn.Parameter
+
+
+class Replica:
+    """Alone: gradients are complete when backward is over, and the optimizer works on the parameters themselves.
+
+    Args:
+        stages: the parts of the model that this rank computes, by number; on its device.
+
+    Attributes:
+        pieces: what this rank updates.
+        shares_alone: whether a sum over this rank's pieces is the sum over the model (and not a part of it).
+    """
+
+    shares_alone = True
+
+    def __init__(self, stages: dict[int, Stage]) -> None:
+        self.stages = stages
+        self.pieces = [
+            Piece(name, parameter, parameter.shape, 0, parameter.numel(), parameter)
+            for name, parameter in named_parameters(stages).items()
+            if parameter.requires_grad
+        ]
+
+    def begin_step(self) -> None:
+        """Drop the gradients of the step before."""
+        for piece in self.pieces:
+            piece.parameter.grad = None
+
+    def before_backward(self, last: bool) -> None:
+        """A backward begins; with `last`, gradients may be sent as soon as they are made."""
+
+    def finish(self) -> None:
+        """Wait until each piece's gradient is that of the whole batch."""
+
+    def updated(self) -> None:
+        """Bring the model's parameters up to date with the pieces."""
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, this rank's parameters are whole."""
+        yield
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's part of the trained model's state, whole tensors on the CPU; every rank calls it."""
+        with self.gathered():
+            return {
+                name: value for stage in self.stages.values() for name, value in stage.state_dict().items()
+            }
+
+
+def named_parameters(stages: dict[int, Stage]) -> dict[str, nn.Parameter]:
+    """The parameters of some stages by the names the model has for them; a tied one once, by its first name."""
+    found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for stage in stages.values():
+        for prefix, layer in zip(stage.names, stage.layers, strict=True):
+            for name, parameter in layer.named_parameters(prefix):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found[name] = parameter
+    return found

@@ -1,0 +1,41 @@
+"""Buffers that a forward writes into, such as BatchNorm's running means, kept the same on all ranks.
+
+Which buffers those are shows when they have been written into. As torch's DDP does, everybody takes rank 0's before
+the next step. Those of a BatchNorm whose statistics are over the whole batch are equal without being sent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mpkit.plan import Plan
+
+if TYPE_CHECKING:
+    from mpkit.launch.context import Context
+
+__all__ = ["StatefulBuffers"]
+
+
+class StatefulBuffers:
+    """The buffers of a module, and which of them change."""
+
+    def __init__(self, context: Context, plan: Plan, module: nn.Module) -> None:
+        self._comm = context.comm
+        equal = {
+            id(buffer)
+            for inner in module.modules()
+            if isinstance(inner, _BatchNorm) and plan.batchnorm == "sync"
+            for buffer in inner.buffers()
+        }
+        self._buffers: list[Tensor] = [b for b in module.buffers() if id(b) not in equal]
+        self._versions = [buffer._version for buffer in self._buffers]
+
+    def synchronize(self) -> None:
+        """Take rank 0's values of those that changed since the last time; every rank calls it."""
+        for i, buffer in enumerate(self._buffers):
+            if buffer._version != self._versions[i]:
+                self._comm.broadcast(buffer)
+                self._versions[i] = buffer._version

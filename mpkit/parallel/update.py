@@ -1,0 +1,125 @@
+"""The update of a step: from gradients of the whole batch to new weights.
+
+    rate        the learning rate of this step, where it changes from step to step
+    unscale     undo the loss scale; a gradient that is not finite, on whichever rank, skips the step on all
+    clip        scale all gradients down to the global norm that is allowed
+    step        the optimizer, on what this rank updates
+    renew       the parameters from what the optimizer changed
+
+In 16 bits, and where the optimizer works on the host, it works on copies of its own (`masters`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf, isfinite
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.parallel.job import TrainJob
+from mpkit.parallel.masters import Masters
+from mpkit.parallel.replica import Replica
+from mpkit.parallel.scaler import LossScaler
+from mpkit.record.hooks import watch_optimizer
+
+if TYPE_CHECKING:
+    from mpkit.launch.context import Context
+
+__all__ = ["Update"]
+
+
+class Update:
+    """The optimizer of what one rank updates, and what goes around it.
+
+    Args:
+        context: of this rank.
+        job: its optimizer, plan, max_grad_norm and lr_schedule.
+        replica: whose pieces are updated.
+        wide: parameters as they were before they were cast to 16 bits, whole.
+
+    Attributes:
+        optimizer: None if this rank updates nothing.
+        scaler: of the loss; its scale is 1 unless the plan computes in fp16.
+        norm: of the gradients of the last step, before they were clipped; None if nobody asked.
+        skipped: steps that an overflow made everybody skip.
+    """
+
+    def __init__(
+        self, context: Context, job: TrainJob, replica: Replica, wide: Mapping[nn.Parameter, Tensor]
+    ) -> None:
+        self._comm, self._device = context.comm, context.device
+        self._replica = replica
+        self._limit, self._schedule = job.max_grad_norm, job.lr_schedule
+        self.masters = Masters(context, job.plan, replica.pieces, wide)
+        self.scaler = LossScaler(enabled=job.plan.precision == "fp16")
+        self.norm: float | None = None
+        self.skipped = 0
+        self.optimizer = self._make(job)
+        if self.optimizer is not None:
+            watch_optimizer(context.record, self.optimizer, elsewhere=job.plan.offload != "none")
+
+    def _make(self, job: TrainJob) -> torch.optim.Optimizer | None:
+        """The user's optimizer: made of whole parameters, so that it can group them by shape, then given the parts."""
+        pieces = self._replica.pieces
+        if not pieces:
+            return None
+        whole = [nn.Parameter(torch.empty(piece.shape, device="meta")) for piece in pieces]
+        held = {id(stand_in): self.masters.of(piece) for stand_in, piece in zip(whole, pieces, strict=True)}
+        optimizer = job.optimizer(whole)
+        for group in optimizer.param_groups:
+            group["params"] = [held[id(p)] for p in group["params"] if held[id(p)].numel()]
+            group["initial_lr"] = group["lr"]
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer if optimizer.param_groups else None
+
+    def step(self, number: int) -> None:
+        """Update from the pieces' gradients.
+
+        Args:
+            number: of the step, for the learning rate.
+        """
+        # ---- rate
+        if self.optimizer is not None and self._schedule is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * self._schedule(number)
+        # ---- unscale
+        gradients = self.masters.gradients()
+        if self.scaler.enabled:
+            finite = self._finite_everywhere(gradients)
+            scale = self.scaler.scale
+            self.scaler.update(finite)
+            if not finite:
+                self.skipped += 1
+                self.masters.drop_gradients()
+                return
+            for gradient in gradients:
+                gradient.div_(scale)
+        # ---- clip
+        if self._limit is not None:
+            self._clip(gradients, self._limit)
+        # ---- step
+        if self.optimizer is not None:
+            self.optimizer.step()
+        # ---- renew
+        self.masters.renew()
+        self._replica.updated()
+
+    def _finite_everywhere(self, gradients: list[Tensor]) -> bool:
+        mine = all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        flag = torch.tensor([0.0 if mine else 1.0], device=self._device)
+        return self._comm.all_reduce(flag, op="max").item() == 0.0
+
+    def _clip(self, gradients: list[Tensor], limit: float) -> None:
+        """Global norm clipping (Pascanu et al. 2013): all gradients times min(1, limit / their norm together)."""
+        square = torch.zeros(1, dtype=torch.float64, device=self._device)
+        for gradient in gradients:
+            square += gradient.to(torch.float64).square().sum().to(self._device)
+        if not self._replica.shares_alone:
+            self._comm.all_reduce(square)
+        self.norm = square.sqrt().item()
+        if isfinite(self.norm) and self.norm > limit:
+            for gradient in gradients:
+                gradient.mul_(limit / self.norm)
+        assert limit < inf

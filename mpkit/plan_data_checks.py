@@ -1,0 +1,103 @@
+"""The data-parallel half of a Plan: what makes it impossible (with a plan that works, to paste), and it in words."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from mpkit.plan_checks import call_of, whole
+
+if TYPE_CHECKING:
+    from mpkit.plan import Plan
+
+__all__ = ["check_data_parallel", "describe_replicas"]
+
+CHOICES = {
+    "data_parallel": ("ddp", "dp"),
+    "offload": ("none", "optimizer", "params"),
+    "precision": ("full", "bf16", "fp16"),
+    "unused": ("error", "allow"),
+    "batchnorm": ("sync", "local"),
+}
+
+
+def check_data_parallel(plan: Plan) -> None:
+    """The fields that say how replicas are kept, each by itself and with each other.
+
+    Raises:
+        ValueError: they cannot work.
+    """
+    for name, choices in CHOICES.items():
+        _check_choice(plan, name, choices)
+    stage = whole(plan.zero)
+    if stage is None or stage not in range(4):
+        raise ValueError(
+            f"Plan(zero={plan.zero!r}): ZeRO has the stages 1 (optimizer states sharded), 2 (and gradients) and 3 (and "
+            f"parameters); 0 is plain DDP. Such as {call_of(plan, {'zero': 1})}"
+        )
+    prefetch = whole(plan.prefetch)
+    if prefetch is None or prefetch < 0:
+        raise ValueError(
+            f"Plan(prefetch={plan.prefetch!r}): how many layers ahead ZeRO-3 gathers, a whole number, 0 or more: "
+            f"{call_of(plan, {'prefetch': 1})}"
+        )
+    bucket: Any = plan.bucket_mb
+    if isinstance(bucket, bool) or not isinstance(bucket, (int, float)) or not bucket > 0:
+        raise ValueError(
+            f"Plan(bucket_mb={plan.bucket_mb!r}): the size of a bucket of gradients in MiB, a number above 0, such as "
+            f"{call_of(plan, {'bucket_mb': 10})}"
+        )
+    _check_together(plan)
+
+
+def _check_choice(plan: Plan, name: str, choices: tuple[str, ...]) -> None:
+    value: Any = getattr(plan, name)
+    if value not in choices:
+        near = (get_close_matches(str(value).lower(), choices, 1, 0.3) or [choices[0]])[0]
+        raise ValueError(
+            f"Plan({name}={value!r}): {name} is one of {', '.join(map(repr, choices))}. "
+            f"Did you mean {call_of(plan, {name: near})}"
+        )
+
+
+def _check_together(plan: Plan) -> None:
+    if plan.pp > 1 and (plan.dp > 1 or plan.zero or plan.offload != "none" or plan.precision != "full"):
+        raise ValueError(
+            f"{call_of(plan)}: this version has pipelines (pp) and the data-parallel family (dp, zero, offload, "
+            f"precision), and does not combine them yet. Either {call_of(plan, {'pp': 1, 'dp': plan.ranks})} or "
+            f"{call_of(plan, {'dp': 1, 'pp': plan.ranks, 'zero': 0, 'offload': 'none', 'precision': 'full'})}"
+        )
+    if plan.data_parallel == "dp" and (plan.zero or plan.offload != "none"):
+        raise ValueError(
+            f"{call_of(plan)}: DP keeps the whole model on rank 0, which shards nothing: zero and offload go with "
+            f"{call_of(plan, {'data_parallel': 'ddp'})}"
+        )
+    if plan.offload == "params" and plan.zero != 3:
+        raise ValueError(
+            f"{call_of(plan)}: parameters can be kept on the host where they are gathered layer by layer, in stage 3. "
+            f"Either offload='optimizer', or {call_of(plan, {'zero': 3})}"
+        )
+
+
+def describe_replicas(plan: Plan) -> str:
+    """What `Plan.describe` says of replicas.
+
+    >>> from mpkit.plan import Plan
+    >>> print(describe_replicas(Plan(dp=4, zero=2, microbatches=2)))
+    ZeRO-2 on 4 ranks: each a quarter of every batch, in 2 micro-batches, whose gradients accumulate.
+    """
+    name = "DP" if plan.data_parallel == "dp" else f"ZeRO-{plan.zero}" if plan.zero else "DDP"
+    share = {1: "the whole", 2: "half", 3: "a third", 4: "a quarter"}.get(plan.dp, f"1/{plan.dp}")
+    pieces = (
+        f", in {plan.microbatches} micro-batches, whose gradients accumulate" if plan.microbatches > 1 else ""
+    )
+    host = {
+        "none": "",
+        "optimizer": " The optimizer works on the host.",
+        "params": " Optimizer and parameters live on the host.",
+    }
+    bits = {"full": "", "bf16": " Computes in bf16.", "fp16": " Computes in fp16, with loss scaling."}
+    ranks = f"{plan.dp} rank{'s' * (plan.dp > 1)}"
+    return (
+        f"{name} on {ranks}: each {share} of every batch{pieces}.{bits[plan.precision]}{host[plan.offload]}"
+    )
