@@ -26,7 +26,7 @@ from mpkit.schedule import build
 if TYPE_CHECKING:
     from mpkit.launch.context import Context
 
-__all__ = ["train"]
+__all__ = ["Training", "train"]
 
 
 def train(context: Context, job: TrainJob) -> dict[str, Tensor]:
@@ -35,27 +35,48 @@ def train(context: Context, job: TrainJob) -> dict[str, Tensor]:
     Returns:
         The rank's part of the trained model's state dict, on the CPU.
     """
-    torch.manual_seed(job.seed + context.rank)
-    stages, rest = _place(context, job)
-    wide = _narrow(job, stages)
-    replica = make_replica(context, job, stages)
-    update = Update(context, job, replica, wide)
-    wide.clear()
-    _watch(context, job, stages)
-    pipeline = Pipeline(context, job, replica)
-    told = False
+    training = Training(context, job)
     for step in range(job.steps):
-        inputs, targets = job.batches[step % len(job.batches)]
-        with context.record.step(step):
-            pipeline.loss_scale = update.scaler.scale
-            replica.begin_step()
-            loss = pipeline.step(inputs, targets)
+        training.step(step)
+    return training.state_dict()
+
+
+class Training:
+    """One rank's part of a training.
+
+    Args:
+        context: of this rank.
+        job: what to train, and how.
+    """
+
+    def __init__(self, context: Context, job: TrainJob) -> None:
+        torch.manual_seed(job.seed + context.rank)
+        self._record, self._job = context.record, job
+        # ---- place
+        stages, self._rest = _place(context, job)
+        wide = _narrow(job, stages)
+        self.replica = make_replica(context, job, stages)
+        self.update = Update(context, job, self.replica, wide)
+        _watch(context, job, stages)
+        self.pipeline = Pipeline(context, job, self.replica)
+        self._told = False
+
+    def step(self, number: int) -> None:
+        """One training step, on batch number modulo how many there are."""
+        inputs, targets = self._job.batches[number % len(self._job.batches)]
+        with self._record.step(number):
+            self.pipeline.loss_scale = self.update.scaler.scale
+            self.replica.begin_step()
+            loss = self.pipeline.step(inputs, targets)
             if loss is not None:
-                context.record.loss(loss)
-                told = told or _tell(step, loss)
-            replica.finish()
-            update.step(step)
-    return rest | replica.state_dict()
+                self._record.loss(loss)
+                self._told = self._told or _tell(number, loss)
+            self.replica.finish()
+            self.update.step(number)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's part of the model's state, whole tensors on the CPU; every rank calls it."""
+        return self._rest | self.replica.state_dict()
 
 
 def make_replica(context: Context, job: TrainJob, stages: dict[int, Stage]) -> Replica:
