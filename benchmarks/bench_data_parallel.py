@@ -1,0 +1,180 @@
+"""The data-parallel family beside PyTorch's own, step by step in the same processes.
+
+    DDP            beside torch's DistributedDataParallel
+    ZeRO-1         beside DistributedDataParallel with ZeroRedundancyOptimizer
+    ZeRO-2, -3     beside FSDP2's fully_shard of every block, which keeps gathered parameters until the backward (2), or
+                   gathers them again (3)
+
+On each rank both sides train a GPT of 11 M parameters, a step of one and then a step of the other, all ranks
+starting together; a pair's ratio is that of the slowest rank's times. mpkit records all the while, the others do
+not. Peak memory is what torch's allocator gave out at most, from before the model is made to after the last step,
+as its profiler tells; each side for itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mpkit as mk
+from mpkit.data import text_batches
+from mpkit.models import GPT, next_token_loss
+from mpkit.parallel.train import Training
+from mpkit.prepare import prepare
+
+ROUNDS, WARM_UP = 15, 3
+LENGTH, BATCH = 64, 8
+
+Step = Callable[[int], None]
+
+
+def model() -> nn.Module:
+    """A GPT of 11 M parameters."""
+    torch.manual_seed(0)
+    return GPT(layers=6, width=384, heads=6, length=LENGTH)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """The optimizer of both sides."""
+    return torch.optim.AdamW(params, lr=1e-4)
+
+
+PLANS = {
+    "DDP": lambda n: mk.Plan.ddp(n),
+    "ZeRO-1": lambda n: mk.Plan.zero(1, n),
+    "ZeRO-2": lambda n: mk.Plan.zero(2, n),
+    "ZeRO-3": lambda n: mk.Plan.zero(3, n),
+}
+THEIRS = {
+    "DDP": "torch's DistributedDataParallel",
+    "ZeRO-1": "torch's ZeroRedundancyOptimizer",
+    "ZeRO-2": "FSDP2, reshard_after_forward=False",
+    "ZeRO-3": "FSDP2, reshard_after_forward=True",
+}
+
+
+# ---------------------------------------------------------------- one side on one rank
+
+
+def ours(ctx: Any, name: str) -> Step:
+    """mpkit's step."""
+    job = prepare(
+        model(), text_batches(BATCH, LENGTH, 4), PLANS[name](ctx.world_size),
+        loss=next_token_loss, optimizer=adamw, steps=1000, ranks=ctx.world_size,
+    )  # fmt: skip
+    return Training(ctx, job).step
+
+
+def theirs(ctx: Any, name: str) -> Step:
+    """PyTorch's step."""
+    net, optimizer = _theirs(name)
+    batches = [
+        (x[ctx.rank :: ctx.world_size], y[ctx.rank :: ctx.world_size])
+        for x, y in text_batches(BATCH, LENGTH, 4)
+    ]
+
+    def step(number: int) -> None:
+        inputs, targets = batches[number % len(batches)]
+        optimizer.zero_grad()
+        loss = next_token_loss(net(inputs), targets)
+        loss.backward()
+        loss.item()
+        optimizer.step()
+
+    return step
+
+
+def _theirs(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = model()
+    if name in ("DDP", "ZeRO-1"):
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        from torch.nn.parallel import DistributedDataParallel
+
+        net = DistributedDataParallel(net, gradient_as_bucket_view=True)
+        if name == "DDP":
+            return net, adamw(net.parameters())
+        return net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-4)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in net.children():
+        if any(True for _ in block.parameters()):
+            fully_shard(block, mesh=mesh, reshard_after_forward=name == "ZeRO-3")
+    fully_shard(net, mesh=mesh, reshard_after_forward=name == "ZeRO-3")
+    return net, adamw(net.parameters())
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def pairs(ctx: Any, name: str) -> list[tuple[float, float]]:
+    """Seconds of a step of ours and of theirs, a pair a round; a step begins when all ranks are there."""
+    sides = ours(ctx, name), theirs(ctx, name)
+    found = []
+    for number in range(WARM_UP + ROUNDS):
+        times = []
+        for side in sides if number % 2 else sides[::-1]:  # whoever comes second finds other caches
+            dist.barrier()
+            start = time.perf_counter()
+            side(number)
+            times.append(time.perf_counter() - start)
+        found.append((times[0], times[1]) if number % 2 else (times[1], times[0]))
+    return found[WARM_UP:]
+
+
+def peak_memory(ctx: Any, name: str, side: str) -> int:
+    """Bytes that the allocator gave out at most."""
+    from torch.autograd import profiler
+
+    with profiler.profile(profile_memory=True) as profile:
+        step = (ours if side == "ours" else theirs)(ctx, name)
+        for number in range(3):
+            step(number)
+    held = peak = 0
+    for event in sorted(profile.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def measure() -> list[dict[str, Any]]:
+    """Rows of the table."""
+    rows = []
+    chosen = [name for name in PLANS if name in sys.argv] or list(PLANS)
+    for ranks in (2, 4):
+        with mk.Cluster(ranks, device="cpu") as cluster:
+            for name in chosen:
+                by_rank = cluster.run(pairs, name)
+                ours_s, theirs_s = (
+                    [max(rank[i][side] for rank in by_rank) for i in range(ROUNDS)] for side in (0, 1)
+                )
+                ratio = statistics.median(a / b for a, b in zip(ours_s, theirs_s, strict=True))
+                rows.append(
+                    {
+                        "name": f"data parallel: a step of {name} on {ranks} ranks",
+                        "value": statistics.median(ours_s),
+                        "unit": "s",
+                        "ratio": ratio,
+                        "against": f"of {THEIRS[name]}: {statistics.median(theirs_s):.3g} s",
+                    }
+                )
+                mine, other = (max(cluster.run(peak_memory, name, side)) for side in ("ours", "theirs"))
+                rows.append(
+                    {
+                        "name": f"data parallel: peak memory of {name} on {ranks} ranks",
+                        "value": mine / 1e6,
+                        "unit": "MB",
+                        "ratio": mine / other,
+                        "against": f"of {THEIRS[name]}: {other / 1e6:.4g} MB",
+                    }
+                )
+    return rows
