@@ -64,7 +64,7 @@ THEIRS = {
 
 
 def ours(ctx: Any, name: str) -> Step:
-    """mpkit's step."""
+    """A step of mpkit."""
     job = prepare(
         model(), text_batches(BATCH, LENGTH, 4), PLANS[name](ctx.world_size),
         loss=next_token_loss, optimizer=adamw, steps=1000, ranks=ctx.world_size,
@@ -73,7 +73,7 @@ def ours(ctx: Any, name: str) -> Step:
 
 
 def theirs(ctx: Any, name: str) -> Step:
-    """PyTorch's step."""
+    """A step of PyTorch."""
     net, optimizer = _theirs(name)
     batches = [
         (x[ctx.rank :: ctx.world_size], y[ctx.rank :: ctx.world_size])
