@@ -47,11 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--width", type=int, default=192, help="width of the model")
     demo.add_argument("--length", type=int, default=64, help="bytes of text a sequence")
     demo.add_argument("--batch", type=int, default=32, help="sequences a batch")
-    demo.add_argument("--steps", type=int, default=4, help="training steps a strategy")
+    demo.add_argument("--steps", type=int, default=6, help="training steps a strategy")
     demo.add_argument(
         "--strategies",
-        default="naive,gpipe",
-        help="any of naive, gpipe, gpipe-recompute; with commas between",
+        default="naive,gpipe,ddp,zero3",
+        help="any of naive, gpipe, gpipe-recompute, dp, ddp, zero1, zero2, zero3; with commas between",
     )
     demo.add_argument("--device", default="auto", help="auto, cpu or cuda")
     demo.add_argument("--html", default="mpkit-demo.html", help="where the interactive timelines go")

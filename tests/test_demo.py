@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -19,24 +18,21 @@ def test_it_compares_the_strategies_and_keeps_the_timelines(tmp_path: Path) -> N
     page = tmp_path / "demo.html"
     console = Console(file=io.StringIO(), width=120)
     demo = Demo(device="cpu", html=str(page), console=console)
-    serial, naive, gpipe = demo.run()
+    serial, naive, gpipe, ddp, zero = demo.run()
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text.count("yes") == 2 and "NO" not in text
-    for outcome in (naive, gpipe):
+    assert text.count("yes") == 4 and "NO" not in text
+    for outcome in (naive, gpipe, ddp, zero):
         assert outcome.losses == pytest.approx(serial.losses, rel=1e-4)
-    bubbles = {
-        outcome.name: statistics.median(
-            outcome.timeline.bubble_of(step) for step in outcome.timeline.steps[1:]
-        )
-        for outcome in (naive, gpipe)
-    }
+    bubbles = {outcome.name: outcome.typical.bubble for outcome in (naive, gpipe)}
     assert bubbles[naive.name] == pytest.approx(3 / 4, abs=0.03)
     # What shares these cores slows some ops and not others, which can only add to the bubble.
     assert 3 / 11 - 0.03 < bubbles[gpipe.name] < 3 / 11 + 0.10
     # Four stages hold the model's states once, between them.
     for category in ("params", "grads", "optimizer"):
         whole = serial.timeline.peak_memory[0][category]
-        assert sum(held[category] for held in gpipe.timeline.peak_memory) == whole
+        assert sum(held[category] for held in gpipe.typical.peak_memory) == whole
+        # DDP holds them once a rank.
+        assert [held[category] for held in ddp.typical.peak_memory] == 4 * [whole]
     html = page.read_text()
     assert "bubble in theory" in html and "naive MP" in html
 
