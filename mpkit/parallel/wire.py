@@ -128,7 +128,7 @@ class Wire:
             if not self.staged:
                 return wire
             into = torch.empty(wire.shape, dtype=wire.dtype, device=self.device)
-        if into.data_ptr() != wire.data_ptr():
+        if into.untyped_storage()._cdata != wire.untyped_storage()._cdata:
             op = self.record.begin(Kind.COPY_TO_DEVICE, nbytes=wire.nbytes) if self.staged else -1
             into.detach().copy_(wire)
             if self.staged:

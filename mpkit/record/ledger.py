@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,14 @@ class Ledger:
         held: bytes by category, now.
     """
 
-    def __init__(self, file: RecordFile, ops: RecordFile, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        file: RecordFile,
+        ops: RecordFile,
+        device: torch.device | None = None,
+        now: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._now = now
         self._file = file
         self._ops = ops
         self._is_here = attrgetter(f"is_{device.type if device is not None else 'cpu'}")
@@ -142,7 +149,7 @@ class Ledger:
         # Also in the middle of itself: the death of a storage is noticed wherever the garbage collector happens
         # to run. So nobody waits for the lock: whoever finds it taken queues the change, and whoever holds it
         # looks at the queue after letting it go.
-        now = time.monotonic_ns()
+        now = self._now()
         if self._writing.acquire(False):
             try:
                 for category, delta in deltas:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from math import nan
 from pathlib import Path
@@ -56,21 +56,38 @@ class Recorder:
 
     One thread at a time begins and ends ops; memory may change in any.
 
+    Args:
+        folder: where its files go.
+        rank: whose they are.
+        device: whose memory and, on a GPU, whose times.
+        layers: whether hooks are to record every layer within an action as well.
+        now: the wall clock, in ns.
+        thread_time: the CPU time of this thread, in ns.
+
     Attributes:
+        folder: where its files are.
         ledger: the memory this rank holds, by category.
         savings: what forwards save for their backwards; see `mpkit.record.saved`.
         layers: whether hooks are to record every layer within an action as well.
     """
 
     def __init__(
-        self, folder: Path, rank: int, device: torch.device | None = None, *, layers: bool = False
+        self,
+        folder: Path,
+        rank: int,
+        device: torch.device | None = None,
+        *,
+        layers: bool = False,
+        now: Callable[[], int] = time.monotonic_ns,
+        thread_time: Callable[[], int] = time.thread_time_ns,
     ) -> None:
-        folder = Path(folder)
+        self.folder = folder = Path(folder)
+        self._now, self._thread_time = now, thread_time
         self.layers = layers
         self._names = NameFile(folder / f"rank{rank}.names")
         self._memory = RecordFile(folder / f"rank{rank}.mem", "mem", MEMORY.itemsize)
         self._file = RecordFile(folder / f"rank{rank}.ops", "ops", OP.itemsize)
-        self.ledger = Ledger(self._memory, self._file, device)
+        self.ledger = Ledger(self._memory, self._file, device, now)
         self.savings = Savings()
         self._clock = clock_for(device)
         self._late = self._clock.late
@@ -106,7 +123,7 @@ class Recorder:
         lane = _LANE[kind]
         around = self._open
         names = self._names
-        start = time.monotonic_ns()
+        start = self._now()
         _BEGIN(
             file.map,
             _FIRST + _SIZE * index,
@@ -137,7 +154,7 @@ class Recorder:
             elif since < _NEAR:
                 cpu = self._cpu + since
             else:
-                cpu = time.thread_time_ns()
+                cpu = self._thread_time()
             self._open = (index, cpu, around[2] + 1 if around[2] < 255 else 255, around)  # `depth` is a byte
         return index
 
@@ -146,7 +163,7 @@ class Recorder:
 
         Ops of the compute lane that were left open within it end as well.
         """
-        now = time.monotonic_ns()
+        now = self._now()
         file = self._file
         at = _FIRST + _SIZE * index
         last, cpu, _, around = self._open
@@ -159,7 +176,7 @@ class Recorder:
             elif since < _NEAR:
                 cpu = self._cpu + since - cpu
             else:
-                self._cpu, self._looked = time.thread_time_ns(), now
+                self._cpu, self._looked = self._thread_time(), now
                 cpu = self._cpu - cpu
         elif index < 0:
             return
