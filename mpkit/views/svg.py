@@ -11,6 +11,7 @@ Its size is bounded by its width: a row with more boxes than pixels is drawn by 
 from __future__ import annotations
 
 from html import escape
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,9 @@ def svg(
     body += [_axis(pic, top, bottom, span)]
     legend, height = _legend(pic, bottom + 38, width)
     caption, height = _caption(pic, height + 24, width)
-    notes = [_words(MARGIN, height + 20 * i, note, "faint") for i, note in enumerate(timeline.notes)]
+    letters = int((width - 2 * MARGIN) / 6.2)  # about as many go on a line
+    lines = [line for note in timeline.notes for line in wrap(note, letters)]
+    notes = [_words(MARGIN, height + 20 * i, line, "faint") for i, line in enumerate(lines)]
     height += 20 * len(notes)
     name = escape(title or f"Timeline of {timeline.world_size} ranks")
     return "\n".join(

@@ -33,13 +33,12 @@ function facts(chart, span) {
   if (value("flops") > 0 && value("duration") > 0) {
     found.push(["rate", `${amount(value("flops") / value("duration"), "FLOP")}/s`]);
   }
-  if (value("peer") >= 0) {
-    const way = { send: "to", recv: "from" }[chart.look.kinds[value("kind")]] ?? "peer";
-    found.push([way, who(value("peer"))]);
-  }
+  const way = (other) => ({ send: "to", recv: "from" })[chart.look.kinds[store.value("kind", other)]];
+  if (value("peer") >= 0) found.push([way(span) ?? "root", who(value("peer"))]);
   const cause = value("cause");
   if (value("kind") === WAIT && cause >= 0 && cause < store.count) {
-    found.push(["waited for", `${title(chart, cause)} on ${who(store.value("rank", cause))}`]);
+    const peer = way(cause) ? ` ${way(cause)} ${who(store.value("peer", cause))}` : "";
+    found.push(["waited for", `${title(chart, cause)}${peer}`]);
   }
   return found;
 }
