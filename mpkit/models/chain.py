@@ -1,10 +1,31 @@
-"""A model as a chain of layers, each of which takes what the one before it gives."""
+"""A model as a chain of layers, each of which takes what the one before it gives.
+
+Only a cut asks for a chain: where every rank computes the whole model, any module is one layer.
+"""
 
 from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["chain"]
+__all__ = ["chain", "layers_of", "prefix_of"]
+
+
+def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers of a chain; any other module is one layer, whose name is empty.
+
+    >>> layers_of(nn.Linear(2, 3))
+    [('', Linear(in_features=2, out_features=3, bias=True))]
+    """
+    return chain(model) if _is_chain(model) else [("", model)]
+
+
+def prefix_of(layer: str) -> str:
+    """What the model's state dict puts before the names within a layer.
+
+    >>> prefix_of("block0"), prefix_of("")
+    ('block0.', '')
+    """
+    return f"{layer}." if layer else ""
 
 
 def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -30,7 +51,8 @@ def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"The model is cut between its layers, and so has to be a chain of them: {why}. What works: "
             "nn.Sequential(layer, layer, ...), where each layer may be any module, and mpkit.models.GPT, MLP and "
             "ConvNet. To make a chain of yours, give its parts, in order, to nn.Sequential: "
-            f"nn.Sequential({', '.join(f'model.{name}' for name, _ in model.named_children()) or '...'})"
+            f"nn.Sequential({', '.join(f'model.{name}' for name, _ in model.named_children()) or '...'}). "
+            "Plans that do not cut it (Plan.serial(), Plan.ddp(2), Plan.zero(3, 2)) take it as it is."
         )
     layers = list(_flatten(model, ""))
     if not layers:

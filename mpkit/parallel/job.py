@@ -80,7 +80,7 @@ class TrainJob:
 
     Attributes:
         plan: how.
-        model: a chain of layers, on the CPU; a rank takes its own layers out and lets go of the rest.
+        model: on the CPU; a rank takes its own layers out and lets go of the rest.
         stages: the layers of each stage, by number.
         batches: step i takes batches[i % len(batches)]; on the CPU.
         loss: loss(outputs, targets) -> scalar, the mean over the batch.

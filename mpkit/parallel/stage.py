@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkit.models.chain import prefix_of
 from mpkit.parallel.microbatch import Value, map_tensors
 
 __all__ = ["PRECISIONS", "RandomState", "Stage", "call", "cast"]
@@ -38,8 +39,8 @@ class Stage:
     ) -> None:
         self.number = number
         self.names = [name for name, _ in layers]
-        # An nn.Module allows no dots in a name.
-        named = OrderedDict((name.replace(".", "/"), layer) for name, layer in layers)
+        # An nn.Module allows no dots in a name, and no empty one.
+        named = OrderedDict((name.replace(".", "/") or "model", layer) for name, layer in layers)
         self.layers = nn.Sequential(named).to(device)
         self._in_place = in_place
 
@@ -73,7 +74,7 @@ class Stage:
         """Parameters and buffers by the model's own names, on the CPU."""
         found: dict[str, Tensor] = {}
         for name, layer in zip(self.names, self.layers, strict=True):
-            for key, value in layer.state_dict(prefix=f"{name}.").items():
+            for key, value in layer.state_dict(prefix=prefix_of(name)).items():
                 found[key] = value.detach().cpu() if isinstance(value, Tensor) else value
         return found
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mpkit.models.chain import chain
+from mpkit.models.chain import layers_of, prefix_of
 from mpkit.parallel.ddp import DDP
 from mpkit.parallel.job import TrainJob
 from mpkit.parallel.pipeline import Pipeline
@@ -103,8 +103,8 @@ def _place(context: Context, job: TrainJob) -> tuple[dict[int, Stage], dict[str,
     """This rank's stages by number; and what of the model's state is in no layer, which stays as it is."""
     model, job.model = job.model, None  # the other ranks' layers are let go
     assert model is not None
-    layers = chain(model)
-    names = tuple(f"{name}." for name, _ in layers)
+    layers = layers_of(model)
+    names = tuple(prefix_of(name) for name, _ in layers)
     rest = {key: value for key, value in model.state_dict().items() if not key.startswith(names)}
     in_place = [any(numbers[i].in_place for numbers in job.numbers.values()) for i in range(len(layers))]
     stages = {}

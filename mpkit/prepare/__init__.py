@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpkit.models.chain import chain
+from mpkit.models.chain import chain, layers_of
 from mpkit.parallel.job import TrainJob
 from mpkit.parallel.microbatch import batch_size
 from mpkit.parallel.stage import PRECISIONS
@@ -54,7 +54,7 @@ def prepare(
     """Check a training and make it ready for the ranks.
 
     Args:
-        model: a chain of layers (`mpkit.models.chain`); left as it is.
+        model: any module; where the plan cuts it, a chain of layers (`mpkit.models.chain`). Left as it is.
         data: a sequence of (inputs, targets), or anything that gives them one after the other, such as a DataLoader,
             of which `steps` are taken. Inputs and targets: a tensor, a tuple or a dict of tensors, batch first.
         plan: how to train.
@@ -75,7 +75,7 @@ def prepare(
     check_loss(loss)
     check_update(max_grad_norm, lr_schedule, steps)
     model = _on_cpu(model)
-    layers = chain(model)
+    layers = layers_of(model) if plan.stages == 1 else chain(model)
     with quiet():
         batches = take_batches(data, steps)
         check_split(batches, plan)

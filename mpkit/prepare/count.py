@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpkit.models.chain import chain
+from mpkit.models.chain import layers_of
 from mpkit.parallel.job import Boundary, LayerNumbers
 from mpkit.parallel.microbatch import Value
 from mpkit.record.flops import Flops, count
@@ -33,7 +33,7 @@ def count_layers(
     counted: dict[Hashable, Flops] = {}
     found = []
     given: Boundary | None = None
-    for i, ((_, layer), (output, in_place)) in enumerate(zip(chain(model), passed, strict=True)):
+    for i, ((_, layer), (output, in_place)) in enumerate(zip(layers_of(model), passed, strict=True)):
         if i == 0:
             flops = _count_first(layer, inputs)
         else:

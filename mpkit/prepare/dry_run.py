@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkit.models.chain import chain
+from mpkit.models.chain import layers_of
 from mpkit.parallel.job import Boundary, LayerNumbers
 from mpkit.parallel.microbatch import Value, batch_size, map_tensors, part, share, signature, split
 from mpkit.parallel.stage import PRECISIONS, call, cast
@@ -145,14 +145,14 @@ def _walk(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[P
     """Layer after layer, then the loss: what each passes on, and whether it writes into what it is given."""
     found = []
     value: Any = inputs
-    for i, (name, layer) in enumerate(chain(model)):
+    for i, (name, layer) in enumerate(layers_of(model)):
         given, before = value, _versions(value)
         try:
             value = call(layer, value, first=i == 0)
         except Exception as error:
             whole = "data of this shape" if i == 0 else "what its own layers make of data of this shape"
             raise ValueError(
-                f"The model refuses {whole}: layer {i} ({name}, {type(layer).__name__}) was given "
+                f"The model refuses {whole}: layer {i} ({name or 'the model'}, {type(layer).__name__}) was given "
                 f"{_describe(given)} and said: {one_line(error)}"
             ) from None
         found.append(Passed(Boundary.of(value), _versions(given) != before))
