@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpkit.catalogue import hardware
     from mpkit.cluster import Cluster
+    from mpkit.data_batches import Batches
     from mpkit.devices import Device, Hardware, Link
     from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError
+    from mpkit.parallel.digest import data_digest, sample_digests
     from mpkit.plan import Plan
     from mpkit.schedule import Schedule
     from mpkit.simulation import simulate
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Batches": "mpkit.data_batches",
     "Cluster": "mpkit.cluster",
     "Deadlock": "mpkit.errors",
     "Device": "mpkit.devices",
@@ -34,11 +37,14 @@ _HOME = {
     "Timeline": "mpkit.timeline",
     "Trace": "mpkit.trace",
     "TraceError": "mpkit.errors",
+    "data_digest": "mpkit.parallel.digest",
     "hardware": "mpkit.catalogue",
+    "sample_digests": "mpkit.parallel.digest",
     "simulate": "mpkit.simulation",
 }
 
 __all__ = [
+    "Batches",
     "Cluster",
     "Deadlock",
     "Device",
@@ -51,7 +57,9 @@ __all__ = [
     "Timeline",
     "Trace",
     "TraceError",
+    "data_digest",
     "hardware",
+    "sample_digests",
     "simulate",
 ]
 

@@ -152,7 +152,8 @@ class Cluster:
 
         Args:
             model: its weights are where training starts; yours is left as it is.
-            data: sequence of (inputs, targets), each a whole global batch; step i takes data[i % len(data)].
+            data: sequence of (inputs, targets), each a whole global batch; step i takes data[i % len(data)]. Or
+                `mk.Batches` of a dataset, shuffled anew in each epoch, of which a rank loads its own samples only.
             plan: what to do; None: `Plan.serial()`.
             loss: loss(outputs, targets) -> scalar, the mean over the batch.
             optimizer: optimizer(params) -> torch.optim.Optimizer.

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpkit.errors import MpkitError
+from mpkit.parallel.digest import read_taken
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,6 +140,23 @@ class Run:
     def losses(self) -> list[float]:
         """The loss of every step finished so far, equal to serial training's."""
         return self.trace.losses
+
+    @property
+    def data_digest(self) -> list[list[str]]:
+        """By step, by rank: the SHA-256 of what the rank took of the step's batch, as `mk.data_digest` makes it.
+
+        A rank without samples, such as one in the middle of a pipeline, has the digest of nothing. The steps are
+        those that every rank has begun.
+        """
+        return read_taken(self._launch.folder, self._launch.ranks)[0]
+
+    @property
+    def samples_seen(self) -> list[list[list[str]]]:
+        """By step, by rank: a digest of each sample that the rank took, as `mk.sample_digests` makes them.
+
+        No sample was lost and none seen twice if those of all ranks together are those of the whole batch.
+        """
+        return read_taken(self._launch.folder, self._launch.ranks)[1]
 
     @property
     def trace(self) -> Trace:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpkit.parallel.microbatch import Value
+from mpkit.data_batches import Batches
+from mpkit.parallel.feed import WholeBatches
 from mpkit.plan import Plan
 from mpkit.record.flops import Flops
 
@@ -82,7 +83,7 @@ class TrainJob:
         plan: how.
         model: on the CPU; a rank takes its own layers out and lets go of the rest.
         stages: the layers of each stage, by number.
-        batches: step i takes batches[i % len(batches)]; on the CPU.
+        batches: what each step takes; on the CPU.
         loss: loss(outputs, targets) -> scalar, the mean over the batch.
         optimizer: optimizer(params) -> torch.optim.Optimizer.
         steps: how many.
@@ -97,7 +98,7 @@ class TrainJob:
     plan: Plan
     model: nn.Module | None
     stages: list[range]
-    batches: list[tuple[Value, Value]]
+    batches: WholeBatches | Batches
     loss: Callable[[Any, Any], Tensor]
     optimizer: Callable[[Any], torch.optim.Optimizer]
     steps: int

@@ -1,8 +1,7 @@
 """The pipeline runtime: one rank executes its row of a schedule, whichever schedule it is.
 
-A step goes through these phases:
+A step goes through these phases, on micro-batches that `mpkit.parallel.feed` gives:
 
-    split     the batch into micro-batches
     execute   the row's actions, in order:
                   F        forward of a micro-batch through a stage; the last stage computes its loss too
                   B        backward, after a forward anew if activations are recomputed
@@ -14,7 +13,7 @@ Serial training is the case of one stage, naive model parallelism that of one mi
 
 The loss of a micro-batch of k samples out of K counts k/K, so that the sum over micro-batches is the mean over
 the batch, and its gradient the batch's gradient, also if they are not of one size. Where replicas share a batch
-each takes its share of every micro-batch, and the sum goes over replicas too.
+each is given its share of every micro-batch, and the sum goes over replicas too.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mpkit.parallel.feed import MicroBatch
 from mpkit.parallel.job import Boundary, TrainJob
 from mpkit.parallel.mail import Mail
-from mpkit.parallel.microbatch import Value, batch_size, leaves, map_tensors, part, share, signature, split
+from mpkit.parallel.microbatch import Value, leaves, map_tensors
 from mpkit.parallel.replica import Replica
 from mpkit.parallel.stage import PRECISIONS, RandomState, cast
 from mpkit.record.flops import Flops
@@ -40,16 +40,6 @@ if TYPE_CHECKING:
     from mpkit.launch.context import Context
 
 __all__ = ["Pipeline"]
-
-
-@dataclass
-class MicroBatch:
-    """A part of the batch, on the CPU."""
-
-    inputs: Value
-    targets: Value
-    key: Hashable  # its signature
-    weight: float  # its share of the batch
 
 
 @dataclass
@@ -81,7 +71,6 @@ class Pipeline:
         place = job.plan.mesh.place(context.rank)
         self.row = schedule.rows[place.pp]
         self._last_backward = max((i for i, action in enumerate(self.row) if action.kind == "B"), default=-1)
-        self._share = place.dp, job.plan.dp
         self._dtype = PRECISIONS.get(job.plan.precision)
         self.loss_scale = 1.0
         self.mail = Mail(context, schedule.stage_to_rank, schedule.microbatches)
@@ -92,14 +81,22 @@ class Pipeline:
         self._loss: Tensor | None = None
         self._flops: dict[tuple[Hashable, int], Flops] = {}  # by signature and stage
 
-    def step(self, inputs: Value, targets: Value) -> float | None:
+    @property
+    def takes_data(self) -> bool:
+        """Whether this rank needs inputs or targets: it holds the first stage or the last."""
+        return not {0, self.last}.isdisjoint(self.stages)
+
+    def step(self, microbatches: list[MicroBatch]) -> float | None:
         """Forward and backward of a batch; gradients are added to the parameters'.
+
+        Args:
+            microbatches: this rank's share of the batch.
 
         Returns:
             The mean loss over the batch, or this replica's share of it, on the rank that holds the last stage; None
             on the others.
         """
-        self._split(inputs, targets)
+        self.microbatches = microbatches
         for i, action in enumerate(self.row):
             if action.kind == "B":
                 self.replica.before_backward(last=i == self._last_backward)
@@ -107,18 +104,6 @@ class Pipeline:
         self.mail.drain()
         loss, self._loss = self._loss, None
         return None if loss is None else loss.item()
-
-    # ---- split --------------------------------------------------------------------------------------------
-
-    def _split(self, inputs: Value, targets: Value) -> None:
-        size = batch_size(inputs)
-        rank, n = self._share
-        self.microbatches = []
-        for start, end in split(size, self.job.plan.microbatches):
-            which = share(start, end, rank, n)
-            x, y = part(inputs, which), part(targets, which)
-            weight = batch_size(x) / size if start + rank < end else 0.0
-            self.microbatches.append(MicroBatch(x, y, signature(x, y), weight))
 
     # ---- execute ------------------------------------------------------------------------------------------
 

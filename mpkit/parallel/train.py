@@ -1,7 +1,8 @@
 """Training on one rank: its part of the model, step after step.
 
 place     the rank's own layers on its device, in the plan's precision, the rest let go
-step      the gradients of the batch (`pipeline`), complete for all replicas (`replica`); then the `update`
+step      this rank's share of the batch (`feed`), its gradients (`pipeline`), complete for all replicas (`replica`);
+          then the `update`
 gather    the rank's weights back, on the CPU
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from mpkit.models.chain import layers_of, prefix_of
 from mpkit.parallel.ddp import DDP
+from mpkit.parallel.feed import Feed
 from mpkit.parallel.job import TrainJob
 from mpkit.parallel.pipeline import Pipeline
 from mpkit.parallel.replica import Replica
@@ -59,15 +61,16 @@ class Training:
         self.update = Update(context, job, self.replica, wide)
         _watch(context, job, stages)
         self.pipeline = Pipeline(context, job, self.replica)
+        self.feed = Feed(context, job, needed=self.pipeline.takes_data)
         self._told = False
 
     def step(self, number: int) -> None:
-        """One training step, on batch number modulo how many there are."""
-        inputs, targets = self._job.batches[number % len(self._job.batches)]
+        """One training step, on its batch."""
+        batch = self.feed.take(number)
         with self._record.step(number):
             self.pipeline.loss_scale = self.update.scaler.scale
             self.replica.begin_step()
-            loss = self.pipeline.step(inputs, targets)
+            loss = self.pipeline.step(batch)
             if loss is not None:
                 self._record.loss(loss)
                 self._told = self._told or _tell(number, loss)

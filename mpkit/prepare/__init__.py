@@ -20,7 +20,6 @@ from torch import nn
 
 from mpkit.models.chain import chain, layers_of
 from mpkit.parallel.job import TrainJob
-from mpkit.parallel.microbatch import batch_size
 from mpkit.parallel.stage import PRECISIONS
 from mpkit.plan import Plan
 from mpkit.prepare.arguments import (
@@ -31,7 +30,7 @@ from mpkit.prepare.arguments import (
     check_plan,
     check_update,
 )
-from mpkit.prepare.batches import check_split, take_batches
+from mpkit.prepare.batches import check_shares, check_split, of_every_size, take_batches
 from mpkit.prepare.dry_run import dry_run, quiet
 from mpkit.prepare.stages import check_sharing, cut_stages
 
@@ -56,7 +55,8 @@ def prepare(
     Args:
         model: any module; where the plan cuts it, a chain of layers (`mpkit.models.chain`). Left as it is.
         data: a sequence of (inputs, targets), or anything that gives them one after the other, such as a DataLoader,
-            of which `steps` are taken. Inputs and targets: a tensor, a tuple or a dict of tensors, batch first.
+            of which `steps` are taken; or `mpkit.Batches` of a dataset. Inputs and targets: a tensor, a tuple or a
+            dict of tensors, batch first.
         plan: how to train.
         loss: loss(outputs, targets) -> scalar, the mean over the batch.
         optimizer: optimizer(params) -> torch.optim.Optimizer.
@@ -78,8 +78,10 @@ def prepare(
     layers = layers_of(model) if plan.stages == 1 else chain(model)
     with quiet():
         batches = take_batches(data, steps)
-        check_split(batches, plan)
-        numbers = dry_run(model, batches, plan.microbatches, loss, replicas=plan.dp, precision=plan.precision)
+        sizes = of_every_size(batches, steps)
+        check_split(sizes, plan)
+        check_shares(model, sizes, plan)
+        numbers = dry_run(model, sizes, plan.microbatches, loss, replicas=plan.dp, precision=plan.precision)
         stages = cut_stages([name for name, _ in layers], next(iter(numbers.values()))[:-1], plan)
         check_sharing(layers, stages)
         check_optimizer(optimizer, layers, stages)
@@ -87,7 +89,7 @@ def prepare(
     meta = {
         "plan": plan.to_json(),
         "stages": [[layers[i][0] for i in stage] for stage in stages],
-        "batch_size": batch_size(batches[0][0]),
+        "batch_size": batches.size(0),
         "parameters": sum(parameter.numel() for parameter in parameters),
         "dtype": str(_dtype(parameters, plan)).removeprefix("torch."),
         "replicas": plan.dp,

@@ -6,22 +6,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from mpkit.parallel.microbatch import Value, batch_size, leaves, map_tensors
+from mpkit.data_batches import Batches
+from mpkit.parallel.feed import WholeBatches
+from mpkit.parallel.microbatch import Value, batch_size, leaves, map_tensors, part
 from mpkit.plan import Plan
 
-__all__ = ["check_split", "take_batches"]
+__all__ = ["check_shares", "check_split", "of_every_size", "take_batches"]
 
 WANTED = "data is a sequence of (inputs, targets), each a whole batch, such as [(torch.randn(8, 4), torch.randn(8, 2))]"
 
 
-def take_batches(data: Any, steps: int) -> list[tuple[Value, Value]]:
+def take_batches(data: Any, steps: int) -> WholeBatches | Batches:
     """The batches that the steps take, on the CPU; of a DataLoader or another iterable, the first ones it gives.
+
+    Of `Batches` nothing is loaded yet.
 
     Raises:
         ValueError: the data is no sequence of pairs of tensors, batch first.
     """
+    if isinstance(data, Batches):
+        return data
     if isinstance(data, (Tensor, str, bytes, Mapping)) or (
         not isinstance(data, (Sequence, Iterable))
         and not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
@@ -42,7 +49,18 @@ def take_batches(data: Any, steps: int) -> list[tuple[Value, Value]]:
         raise ValueError(
             f"data is a pair of tensors, one batch; {WANTED}. For one batch again and again: data=[data]"
         )
-    return [_batch(item, i) for i, item in enumerate(items)]
+    return WholeBatches(_batch(item, i) for i, item in enumerate(items))
+
+
+def of_every_size(batches: WholeBatches | Batches, steps: int) -> list[tuple[Value, Value]]:
+    """Batches of every size that comes; of a dataset the first is loaded, and a smaller one cut out of it."""
+    if isinstance(batches, WholeBatches):
+        return batches
+    whole = batches[0]
+    sizes = {batches.size(step) for step in range(min(steps, len(batches)))}
+    return [
+        (part(whole[0], slice(size)), part(whole[1], slice(size))) for size in sorted(sizes, reverse=True)
+    ]
 
 
 def _batch(item: Any, i: int) -> tuple[Value, Value]:
@@ -106,7 +124,39 @@ def check_split(batches: list[tuple[Value, Value]], plan: Plan) -> None:
         size = batch_size(inputs)
         if size < m:
             best = max(n for n in range(1, size + 1) if size % n == 0)
-            raise ValueError(
-                f"{plan}: {m} micro-batches of data[{i}], a batch of {size}: each needs a sample at least. "
-                f"microbatches={best} works, or a batch of {m} or more; {2 * m}, say."
+            which = f"data[{i}], a batch" if isinstance(batches, WholeBatches) else "a batch"
+            instead = (
+                "" if isinstance(batches, WholeBatches) or not i else ", or drop_last=True in mk.Batches"
             )
+            raise ValueError(
+                f"{plan}: {m} micro-batches of {which} of {size}: each needs a sample at least. "
+                f"microbatches={best} works, or a batch of {m} or more; {2 * m}, say{instead}."
+            )
+
+
+def check_shares(model: nn.Module, batches: list[tuple[Value, Value]], plan: Plan) -> None:
+    """Every rank has samples, where it cannot do without.
+
+    Raises:
+        ValueError: BatchNorm's statistics are over the whole batch, and a rank would have nothing to add to them.
+    """
+    if plan.dp == 1 or plan.batchnorm != "sync":
+        return
+    norms = [
+        name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training
+    ]
+    sizes = [batch_size(inputs) for inputs, _ in batches]
+    i = min(range(len(sizes)), key=lambda i: sizes[i])
+    least = sizes[i] // plan.microbatches
+    if norms and least < plan.dp:
+        needed = plan.dp * plan.microbatches
+        instead = (
+            ""
+            if isinstance(batches, WholeBatches) or not i
+            else " (drop_last=True in mk.Batches leaves it out)"
+        )
+        raise ValueError(
+            f"{plan}: the {plan.dp} ranks take statistics over the whole batch for the model's {norms[0]}, and of a "
+            f"batch of {sizes[i]}{instead} in {plan.microbatches} micro-batches some rank has no sample. Take batches "
+            f"of {needed} or more, or batchnorm='local' in the Plan, or a norm that needs no batch, such as nn.GroupNorm."
+        )

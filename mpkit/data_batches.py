@@ -1,0 +1,202 @@
+"""Batches: a map-style dataset as the batches of a training, shuffled and dealt out as torch's DistributedSampler does.
+
+Step i takes batch i % len of epoch i // len; each epoch has an order of its own. Any part of any batch can be asked
+for by its place, so that a rank loads its own samples and no others, and a training that is resumed in the middle of
+an epoch needs to know its step and nothing more.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from mpkit.parallel.microbatch import Value, leaves, map_tensors, signature
+
+__all__ = ["Batches"]
+
+WANTED = "mk.Batches(torch.utils.data.TensorDataset(inputs, targets), batch_size=8)"
+
+
+class Batches:
+    """A dataset in batches; the `data` of `Cluster.train`.
+
+    >>> samples = [(torch.tensor([float(i)]), i % 2) for i in range(5)]
+    >>> batches = Batches(samples, batch_size=2, shuffle=False)
+    >>> len(batches), batches.indices(2), batches.indices(3)
+    (3, [4], [0, 1])
+    >>> batches[1]
+    (tensor([[2.], [3.]]), tensor([0, 1]))
+
+    The order of an epoch is `torch.randperm` seeded with seed + epoch, as in DistributedSampler, and the ranks deal its
+    samples out in turn. Unlike there nothing is padded: a batch that does not divide among the ranks, or the last
+    and smaller one, is weighted right by `train`, and no sample is lost or seen twice.
+
+    Args:
+        dataset: len(dataset) samples, dataset[i] -> (inputs, targets) of one sample; each a tensor, a number or an
+            array, or a tuple or dict of those, which torch's default_collate puts together. It travels to the ranks
+            by pickle.
+        batch_size: samples a batch: of all ranks together.
+        shuffle: anew in each epoch; if not, the dataset's own order.
+        seed: of the order, not of the ranks.
+        drop_last: leave out an epoch's last batch if it is smaller than the others.
+
+    Raises:
+        ValueError: the dataset has no length or no samples, or makes no batch.
+    """
+
+    def __init__(
+        self, dataset: Any, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> None:
+        self.dataset = dataset
+        self.samples = _check_dataset(dataset)
+        self.batch_size = _check_integer("batch_size", batch_size, 1)
+        self.shuffle = bool(shuffle)
+        self.seed = _check_integer("seed", seed, 0)
+        self.drop_last = bool(drop_last)
+        self._order: tuple[int, list[int]] = (-1, [])  # the epoch looked at last, and its order
+        if not len(self):
+            raise ValueError(
+                f"Batches of {batch_size} of {self.samples} samples, the last one dropped: there is none left. "
+                f"batch_size={self.samples} makes one, or drop_last=False"
+            )
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)
+
+    def __getitem__(self, step: int) -> tuple[Value, Value]:
+        """The whole batch of a step; the steps go on for ever."""
+        return self.part(step, slice(None))
+
+    def __iter__(self) -> Iterator[tuple[Value, Value]]:
+        """The batches of the first epoch."""
+        return (self[step] for step in range(len(self)))
+
+    def __repr__(self) -> str:
+        kind = type(self.dataset).__name__
+        return (
+            f"Batches({kind} of {self.samples}, batch_size={self.batch_size}, shuffle={self.shuffle}, "
+            f"seed={self.seed}, drop_last={self.drop_last})"
+        )
+
+    def indices(self, step: int) -> list[int]:
+        """Which of the dataset's samples are in the batch of a step, in order.
+
+        Raises:
+            ValueError: the step is negative.
+        """
+        step = _check_integer("step", step, 0)
+        epoch, number = divmod(step, len(self))
+        if self._order[0] != epoch:
+            self._order = epoch, self._order_of(epoch)
+        return self._order[1][number * self.batch_size : (number + 1) * self.batch_size]
+
+    def _order_of(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.samples))
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order: list[int] = torch.randperm(self.samples, generator=generator).tolist()
+        return order
+
+    # ---- what a rank asks for (`mpkit.parallel.feed.Source`) ------------------------------------------------
+
+    def size(self, step: int) -> int:
+        """How many samples the batch of a step has."""
+        return min(self.batch_size, self.samples - step % len(self) * self.batch_size)
+
+    def part(self, step: int, which: slice) -> tuple[Value, Value]:
+        """Some samples of the batch of a step: only these are loaded."""
+        return self._load(self.indices(step)[which])
+
+    def key(self, step: int, which: slice) -> Hashable:
+        """The `signature` of a part, without loading it: all samples are taken to have the first one's shapes."""
+        k = len(range(self.size(step))[which])
+        return tuple((name, (k, *shape[1:]), dtype) for name, shape, dtype in self._one)
+
+    @cached_property
+    def _one(self) -> Any:
+        """The signature of a batch of one sample."""
+        return signature(*self._load([0]))
+
+    def _load(self, indices: list[int]) -> tuple[Value, Value]:
+        samples = [self.dataset[i] for i in indices]
+        first = samples[0]
+        if not isinstance(first, (tuple, list)) or len(first) != 2:
+            raise ValueError(
+                f"dataset[{indices[0]}] is {type(first).__name__}, not a pair (inputs, targets) of one sample, as in "
+                f"{WANTED}"
+            )
+        try:
+            inputs, targets = default_collate(samples)
+        except Exception as error:
+            raise ValueError(
+                f"The samples {_some(indices)} of the dataset do not go into one batch: "
+                f"{str(error).strip().splitlines()[0][:200]}. All need the same shapes and kinds; pad or cut them in "
+                "the dataset's __getitem__."
+            ) from None
+        return _as_value(inputs, "inputs"), _as_value(targets, "targets")
+
+
+def _as_value(value: Any, what: str) -> Value:
+    """What default_collate made, as a tensor, a tuple or a dict of tensors."""
+    if isinstance(value, Mapping):
+        value = dict(value)
+    elif isinstance(value, (tuple, list)):
+        value = tuple(value)
+    if not isinstance(value, (Tensor, tuple, dict)) or not value_is_flat(value):
+        raise ValueError(
+            f"The {what} of a sample are {type(value).__name__} of something that makes no tensors: a tensor, a number "
+            "or an array, or a tuple or dict of those is wanted, without more within."
+        )
+    return map_tensors(lambda tensor: tensor.detach().cpu(), value)
+
+
+def value_is_flat(value: Value) -> bool:
+    """Whether it holds tensors, one at least, and nothing else."""
+    inner = leaves(value)
+    return bool(inner) and all(isinstance(tensor, Tensor) for tensor in inner)
+
+
+def _check_dataset(dataset: Any) -> int:
+    """How many samples it has."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, (Tensor, DataLoader)):
+        raise ValueError(
+            f"Batches({kind}): a dataset gives single samples, dataset[i] -> (inputs, targets), as in {WANTED}"
+            + (". A DataLoader makes batches already: data=loader" if isinstance(dataset, DataLoader) else "")
+        )
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            f"Batches({kind}): its samples have no numbers to shuffle and deal out; it takes a map-style dataset, "
+            f"with __len__ and __getitem__, as in {WANTED}. What gives whole batches in turn is `data` itself."
+        )
+    try:
+        samples = len(dataset)
+    except (TypeError, NotImplementedError):
+        raise ValueError(
+            f"Batches({kind}): the dataset has no len(); it takes one that has, as in {WANTED}"
+        ) from None
+    if samples < 1:
+        raise ValueError(f"Batches({kind}): the dataset has no samples")
+    return samples
+
+
+def _check_integer(name: str, value: Any, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or number < least:
+        raise ValueError(f"{name}={value!r}: {name} is a whole number, {least} or more")
+    return number
+
+
+def _some(indices: list[int]) -> str:
+    shown = ", ".join(map(str, indices[:8]))
+    return shown + (", ..." if len(indices) > 8 else "")
