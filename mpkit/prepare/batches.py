@@ -158,5 +158,5 @@ def check_shares(model: nn.Module, batches: list[tuple[Value, Value]], plan: Pla
         raise ValueError(
             f"{plan}: the {plan.dp} ranks take statistics over the whole batch for the model's {norms[0]}, and of a "
             f"batch of {sizes[i]}{instead} in {plan.microbatches} micro-batches some rank has no sample. Take batches "
-            f"of {needed} or more, or batchnorm='local' in the Plan, or a norm that needs no batch, such as nn.GroupNorm."
+            f"of {needed} or more, batchnorm='local' in the Plan, or a norm that needs no batch, such as nn.GroupNorm."
         )

@@ -1,0 +1,289 @@
+"""A dataset in batches: who takes which samples, that none is lost or doubled, and that it trains the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+
+import mpkit as mk
+from mpkit.parallel.microbatch import share
+from mpkit.run import Run
+
+Clusters = Callable[[int], mk.Cluster]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+NOTHING = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of no bytes
+
+
+def points(n: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(n)
+    inputs = torch.randn(n, 4, dtype=torch.float64, generator=generator)
+    return TensorDataset(inputs, torch.randn(n, 2, dtype=torch.float64, generator=generator))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3), nn.Linear(3, 2)
+    ).double()
+
+
+HOW: dict[str, Any] = {
+    "loss": F.mse_loss,
+    "optimizer": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+}
+
+
+def serial(model: nn.Module, batches: mk.Batches, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    optimizer = HOW["optimizer"](model.parameters())
+    losses = []
+    for step in range(steps):
+        inputs, targets = batches[step]
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+# ---------------------------------------------------------------- which samples
+
+
+@given(
+    samples=st.integers(1, 40),
+    batch=st.integers(1, 12),
+    n=st.integers(1, 5),
+    seed=st.integers(0, 3),
+    epoch=st.integers(0, 3),
+)
+@settings(max_examples=60)
+def test_every_sample_is_taken_once_an_epoch(samples: int, batch: int, n: int, seed: int, epoch: int) -> None:
+    batches = mk.Batches(points(samples), batch, seed=seed)
+    steps = range(epoch * len(batches), (epoch + 1) * len(batches))
+    taken: list[list[int]] = [[] for _ in range(n)]
+    for step in steps:
+        indices = batches.indices(step)
+        assert len(indices) == batches.size(step)
+        for rank in range(n):
+            if rank < len(indices):
+                taken[rank] += indices[share(0, len(indices), rank, n)]
+    assert sorted(i for one in taken for i in one) == list(range(samples))
+    if batch % n == 0:  # then they are torch's, which pads at the end what we do not
+        for rank in range(n):
+            sampler = DistributedSampler(range(samples), n, rank, shuffle=True, seed=seed)
+            sampler.set_epoch(epoch)
+            theirs = list(sampler)
+            assert len(theirs) - len(taken[rank]) <= 1
+            assert theirs[: len(taken[rank])] == taken[rank]
+
+
+def test_without_shuffling_and_with_the_last_batch_dropped() -> None:
+    batches = mk.Batches(points(11), 4, shuffle=False, drop_last=True)
+    assert len(batches) == 2
+    assert [batches.indices(step) for step in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    assert [len(targets) for _, targets in mk.Batches(points(11), 4)] == [4, 4, 3]
+    assert mk.Batches(points(11), 4, seed=1).indices(0) != mk.Batches(points(11), 4, seed=2).indices(0)
+
+
+class Named(Dataset[Any]):
+    """Samples with inputs by name, and a number for a target."""
+
+    def __init__(self, most: int = 10**9) -> None:
+        self.most = most  # that one rank may load
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, i: int) -> tuple[dict[str, Any], float]:
+        self.loaded += 1
+        assert self.loaded <= self.most, "this rank loads samples of others"
+        return {"left": torch.full((3,), float(i), dtype=torch.float64), "right": 2.0 * i}, i / 7
+
+
+class AddUp(nn.Module):
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return left.sum(1) + right
+
+
+def test_samples_are_put_together_as_torch_does(clusters: Clusters) -> None:
+    inputs, targets = mk.Batches(Named(), 3, shuffle=False)[0]
+    theirs = next(iter(DataLoader(Named(), batch_size=3)))
+    torch.testing.assert_close((inputs, targets), tuple(theirs))
+
+    model = nn.Sequential(AddUp(), nn.Unflatten(0, (-1, 1)), nn.Linear(1, 1), nn.Flatten(0)).double()
+    run = clusters(2).train(model, mk.Batches(Named(), 3), mk.Plan.ddp(2), steps=4, **HOW).wait()
+    expected, _ = serial_named(model, mk.Batches(Named(), 3), 4)
+    assert run.losses == pytest.approx(expected, rel=1e-10)
+
+
+def serial_named(model: nn.Module, batches: mk.Batches, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            return self.model[1:](self.model[0](**inputs))
+
+    return serial(Spread(), batches, steps)
+
+
+def test_a_rank_loads_its_own_samples_only(clusters: Clusters) -> None:
+    # 6 samples a batch: preparing loads one and then one batch, each rank two a step
+    dataset = Named(most=1 + 6 + 2 * 2)
+    model = nn.Sequential(AddUp(), nn.Unflatten(0, (-1, 1)), nn.Linear(1, 1), nn.Flatten(0)).double()
+    batches = mk.Batches(dataset, 6, drop_last=True)
+    run = clusters(3).train(model, batches, mk.Plan.ddp(3), steps=2, **HOW).wait()
+    assert len(run.losses) == 2
+
+
+# ---------------------------------------------------------------- training on it
+
+PLANS = [
+    mk.Plan.serial(),
+    mk.Plan.serial(microbatches=2),
+    mk.Plan.ddp(2),
+    mk.Plan.ddp(3, microbatches=2),
+    mk.Plan.ddp(5),  # the last batch has 3 samples: two ranks take none
+    mk.Plan.gpipe(3, 3),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_training_equals_serial_training_and_the_digests_prove_the_shares(
+    clusters: Clusters, plan: mk.Plan
+) -> None:
+    dataset = points(13)
+    batches = mk.Batches(dataset, 5, seed=4)
+    steps = 2 * len(batches)
+    losses, weights = serial(net(), batches, steps)
+    run = clusters(plan.ranks).train(net(), batches, plan, steps=steps, **HOW).wait()
+    assert run.losses == pytest.approx(losses, rel=1e-8)
+    torch.testing.assert_close(run.state_dict(), weights, rtol=1e-8, atol=1e-10)
+
+    # Each epoch every sample was taken once: by content, not by claim.
+    assert len(run.data_digest) == len(run.samples_seen) == steps
+    every = Counter(mk.sample_digests(*dataset[:]))
+    holders = [0, plan.pp - 1] if plan.pp > 1 else range(plan.dp)
+    for epoch in range(2):
+        seen = run.samples_seen[epoch * len(batches) : (epoch + 1) * len(batches)]
+        if plan.pp > 1:  # both ends take the whole batch, the middle nothing
+            assert all(ranks[0] == ranks[-1] for ranks in seen)
+            assert Counter(digest for ranks in seen for digest in ranks[0]) == every
+        else:
+            assert Counter(digest for ranks in seen for one in ranks for digest in one) == every
+    # And a share's digest can be computed by whoever knows the rule.
+    if plan.microbatches == 1:
+        for step, by_rank in enumerate(run.data_digest):
+            inputs, targets = batches[step]
+            for rank in holders:
+                assert by_rank[rank] == mk.data_digest(inputs[rank :: plan.dp], targets[rank :: plan.dp])
+    for rank in set(range(plan.ranks)) - set(holders):
+        assert {by_rank[rank] for by_rank in run.data_digest} == {NOTHING}
+
+
+def test_micro_batches_are_taken_together(clusters: Clusters) -> None:
+    inputs, targets = points(7)[:]
+    run = clusters(2).train(net(), [(inputs, targets)], mk.Plan.ddp(2, microbatches=2), steps=1, **HOW).wait()
+    own = [[0, 2, 4, 6], [1, 3, 5]]  # of 0 to 3, then of 4 to 6
+    assert run.data_digest == [[mk.data_digest(inputs[i], targets[i]) for i in own]]
+    assert run.samples_seen == [[mk.sample_digests(inputs[i], targets[i]) for i in own]]
+
+
+def test_a_digest_tells_values_shapes_and_dtypes_apart() -> None:
+    x, y = torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 0])
+    same = mk.data_digest(x, y)
+    assert same == mk.data_digest(x.clone(), y.numpy()) == mk.data_digest(x.t().contiguous().t(), y)
+    others = [
+        mk.data_digest(x.double(), y),
+        mk.data_digest(x.reshape(3, 1, 2), y),
+        mk.data_digest((x,), y.int()),
+        mk.data_digest({"x": x}, y),
+        mk.data_digest(-x, y),
+        mk.data_digest(x.flip(0), y),
+        mk.data_digest(x.bfloat16(), y),
+        mk.data_digest(x > 2, y),
+    ]
+    assert len({same, *others}) == 9
+    assert mk.data_digest(x[:0], y[:0]) == NOTHING
+    assert len(set(mk.sample_digests(x, y))) == 3
+    assert mk.data_digest(torch.zeros(2, 0), torch.zeros(2)) != mk.data_digest(
+        torch.zeros(3, 0), torch.zeros(3)
+    )
+
+
+def test_what_was_taken_outlives_a_killed_run(clusters: Clusters) -> None:
+    run: Run = clusters(2).train(net(), mk.Batches(points(8), 4), mk.Plan.ddp(2), steps=10**6, **HOW)
+    while len(run.data_digest) < 5:
+        assert not run.done
+    os.kill(run.pids[1], signal.SIGKILL)
+    with pytest.raises(mk.RankFailed):
+        run.wait()
+    digests = run.data_digest
+    assert len(digests) >= 5
+    inputs, targets = mk.Batches(points(8), 4)[4]
+    assert digests[4] == [mk.data_digest(inputs[r::2], targets[r::2]) for r in range(2)]
+
+
+# ---------------------------------------------------------------- what cannot work says so
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Endless(Dataset[Any]):
+    def __getitem__(self, i: int) -> Any:
+        return torch.zeros(1), 0
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: mk.Batches(torch.zeros(3, 2), 2), r"TensorDataset\(inputs, targets\)"),
+        (lambda: mk.Batches(DataLoader(points(3)), 2), "data=loader"),
+        (lambda: mk.Batches(Stream(), 2), "map-style"),
+        (lambda: mk.Batches(Endless(), 2), r"no len\(\)"),
+        (lambda: mk.Batches([], 2), "no samples"),
+        (lambda: mk.Batches(points(3), 0), "batch_size=0"),
+        (lambda: mk.Batches(points(3), True), "batch_size=True"),
+        (lambda: mk.Batches(points(3), 2, seed=-1), "seed=-1"),
+        (lambda: mk.Batches(points(3), 4, drop_last=True), "batch_size=3 makes one"),
+        (lambda: mk.Batches(points(3), 2)[-1], "step=-1"),
+        (lambda: mk.Batches([torch.zeros(2)] * 3, 2)[0], "not a pair"),
+        (lambda: mk.Batches([("a", 1)] * 3, 2)[0], "makes no tensors"),
+        (lambda: mk.Batches([(torch.zeros(i), 1) for i in (1, 2)], 2)[0], "do not go into one batch"),
+    ],
+)
+def test_a_dataset_that_makes_no_batches_says_so(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_what_cannot_be_shared_out_is_refused_before_anything_starts(clusters: Clusters) -> None:
+    with pytest.raises(ValueError, match="drop_last=True"):
+        clusters(2).train(net(), mk.Batches(points(9), 4), mk.Plan.gpipe(2, 2), steps=3, **HOW)
+    normed = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).double()
+    with pytest.raises(ValueError, match=r"some rank has no sample.*batchnorm='local'"):
+        clusters(4).train(normed, mk.Batches(points(10), 8), mk.Plan.ddp(4), steps=2, **HOW)
+
+
+def test_samples_of_another_shape_than_the_first_fail_with_their_step(clusters: Clusters) -> None:
+    samples = [(torch.zeros(4 + 2 * (i > 5)).double(), torch.zeros(2).double()) for i in range(8)]
+    with pytest.raises(mk.RankFailed, match=r"samples of step 3 have other shapes"):
+        clusters(2).train(net(), mk.Batches(samples, 2, shuffle=False), mk.Plan.ddp(2), steps=4, **HOW).wait()
