@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpkit.parallel.direct import start_all_gather, start_reduce_scatter
 from mpkit.parallel.wire import Group, Wire, Work
 from mpkit.record.recorder import Recorder
 from mpkit.trace import Kind
 
 __all__ = ["Collectives"]
 
+Out = Tensor | None
+"""A tensor to be filled and returned; None: a new one."""
+
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 """What torch is asked for; "mean" is the sum, divided afterwards, which every backend can."""
-
-# torch 2.13 renamed both, and warns where the old names are used.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collectives:
@@ -43,6 +43,7 @@ class Collectives:
         self.world_size = world_size
         self.world = Group(tuple(range(world_size)), None)
         self._wire = Wire(record, device, backend)
+        self._gloo = backend == "gloo"
         self._groups = {self.world.ranks: self.world}
 
     # ---- groups -------------------------------------------------------------------------------------------
@@ -103,38 +104,43 @@ class Collectives:
 
     @overload
     def all_gather(
-        self, tensor: Tensor, group: Group | None = ..., async_op: Literal[False] = ...
+        self, tensor: Tensor, group: Group | None = ..., async_op: Literal[False] = ..., *, out: Out = ...
     ) -> Tensor: ...
     @overload
-    def all_gather(self, tensor: Tensor, group: Group | None = ..., *, async_op: Literal[True]) -> Work: ...
-    def all_gather(self, tensor: Tensor, group: Group | None = None, async_op: bool = False) -> Tensor | Work:
+    def all_gather(
+        self, tensor: Tensor, group: Group | None = ..., *, async_op: Literal[True], out: Out = ...
+    ) -> Work: ...
+    def all_gather(
+        self, tensor: Tensor, group: Group | None = None, async_op: bool = False, *, out: Out = None
+    ) -> Tensor | Work:
         """Every rank ends with all ranks' tensors, one after the other in the first dimension.
 
         Args:
             tensor: (k, ...), the same shape on every rank. Returns (n k, ...), n the size of the group.
             group: None: all ranks.
             async_op: return a `Work` at once.
+            out: (n k, ...), to be filled and returned; None: a new one. `tensor` may be this rank's part of it.
         """
         group = self._check(group, "all_gather")
         wire = self._wire.outgoing(tensor if tensor.dim() else tensor[None])
-        whole = self._wire.incoming((group.size * wire.shape[0], *wire.shape[1:]), wire)
+        whole = self._into(out, (group.size * wire.shape[0], *wire.shape[1:]), wire, "all_gather")
         work = self._collective(
             Kind.ALL_GATHER, group, group.size * tensor.nbytes,
-            lambda: _all_gather(whole, wire, group.handle, async_op=True),
-            lambda: self._wire.arrived(whole),
+            lambda: start_all_gather(whole, wire, group, self.rank, gloo=self._gloo),
+            lambda: self._wire.arrived(whole, out),
         )  # fmt: skip
         return work if async_op else work.wait()
 
     @overload
     def reduce_scatter(
-        self, tensor: Tensor, group: Group | None = ..., async_op: Literal[False] = ...
+        self, tensor: Tensor, group: Group | None = ..., async_op: Literal[False] = ..., *, out: Out = ...
     ) -> Tensor: ...
     @overload
     def reduce_scatter(
-        self, tensor: Tensor, group: Group | None = ..., *, async_op: Literal[True]
+        self, tensor: Tensor, group: Group | None = ..., *, async_op: Literal[True], out: Out = ...
     ) -> Work: ...
     def reduce_scatter(
-        self, tensor: Tensor, group: Group | None = None, async_op: bool = False
+        self, tensor: Tensor, group: Group | None = None, async_op: bool = False, *, out: Out = None
     ) -> Tensor | Work:
         """The sum over ranks, of which each rank keeps its own n-th part of the first dimension.
 
@@ -142,15 +148,16 @@ class Collectives:
             tensor: (n k, ...), n the size of the group. Returns (k, ...).
             group: None: all ranks.
             async_op: return a `Work` at once.
+            out: (k, ...), to be filled and returned; None: a new one. It may be this rank's part of `tensor`.
         """
         group = self._check(group, "reduce_scatter")
         part = self._part_shape(group, tensor, "reduce_scatter")
         wire = self._wire.outgoing(tensor)
-        mine = self._wire.incoming(part, wire)
+        mine = self._into(out, part, wire, "reduce_scatter")
         work = self._collective(
             Kind.REDUCE_SCATTER, group, tensor.nbytes,
-            lambda: _reduce_scatter(mine, wire, group=group.handle, async_op=True),
-            lambda: self._wire.arrived(mine),
+            lambda: start_reduce_scatter(mine, wire, group, gloo=self._gloo),
+            lambda: self._wire.arrived(mine, out),
         )  # fmt: skip
         return work if async_op else work.wait()
 
@@ -267,6 +274,17 @@ class Collectives:
                 f"{what}: rank {root} is not one of the group's ranks {list(group.ranks)}; roots are global ranks"
             )
         return group
+
+    def _into(self, out: Tensor | None, shape: tuple[int, ...], like: Tensor, what: str) -> Tensor:
+        """What the backend fills: `out`, if it is given and the backend can."""
+        if out is None or self._wire.staged:
+            return self._wire.incoming(shape, like)
+        if tuple(out.shape) != shape or out.dtype != like.dtype or not out.is_contiguous():
+            raise ValueError(
+                f"{what}(out=...) fills a contiguous tensor of shape {shape} and {like.dtype}; this one has shape "
+                f"{tuple(out.shape)}, {out.dtype} and strides {out.stride()}: torch.empty({shape}, dtype={like.dtype})"
+            )
+        return out.detach()
 
     def _part_shape(self, group: Group, tensor: Tensor, what: str) -> tuple[int, ...]:
         """The shape of one of n equal parts."""

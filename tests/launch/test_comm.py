@@ -98,6 +98,32 @@ def test_async_and_views(cluster: mk.Cluster) -> None:
     assert cluster.run(fn) == [(0.0, [0.0, 24.0, 0.0, 0.0])] * 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_gathering_and_scattering_into_a_given_tensor(
+    clusters: Callable[[int], mk.Cluster], ranks: int, dtype: torch.dtype
+) -> None:
+    """Also where the part is a place in the whole; nothing else is written to."""
+
+    def fn(ctx):  # type: ignore[no-untyped-def]
+        n, mine = ctx.world_size, slice(2 * ctx.rank, 2 * ctx.rank + 2)
+        whole, part = torch.zeros(2 * n, 3, dtype=dtype), torch.full((2, 3), ctx.rank + 1, dtype=dtype)
+        assert ctx.comm.all_gather(part, out=whole) is whole
+        gathered, whole = whole, torch.zeros_like(whole)
+        whole[mine] = part
+        ctx.comm.all_gather(whole[mine], async_op=True, out=whole).wait()
+        assert torch.equal(whole, gathered)
+        reduced = torch.empty_like(part)
+        assert ctx.comm.reduce_scatter(whole, out=reduced) is reduced
+        assert torch.equal(whole, gathered)
+        ctx.comm.reduce_scatter(whole, async_op=True, out=whole[mine]).wait()
+        assert torch.equal(whole[mine], reduced)
+        return gathered[::2, 0].tolist(), reduced[1].tolist()
+
+    want = list(range(1, ranks + 1))
+    assert clusters(ranks).run(fn) == [(want, [ranks * (r + 1.0)] * 3) for r in range(ranks)]
+
+
 def test_messages_with_tags_may_cross(cluster: mk.Cluster) -> None:
     def fn(ctx):  # type: ignore[no-untyped-def]
         right, left = (ctx.rank + 1) % 4, (ctx.rank - 1) % 4
@@ -114,6 +140,10 @@ def test_messages_with_tags_may_cross(cluster: mk.Cluster) -> None:
     ("call", "says"),
     [
         (lambda ctx: ctx.comm.reduce_scatter(torch.ones(6)), "into 4 equal parts.*shape .6,. does not allow"),
+        (
+            lambda ctx: ctx.comm.all_gather(torch.ones(2), out=torch.ones(4)),
+            r"shape \(8,\) and torch.float32",
+        ),
         (lambda ctx: ctx.comm.broadcast(torch.ones(1), 7), "rank 7 is not one of the group's ranks"),
         (lambda ctx: ctx.comm.isend(torch.ones(1), ctx.rank), "that is this rank itself"),
         (lambda ctx: ctx.comm.irecv(torch.ones(1), 9), "there are ranks 0 to 3"),
