@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpkit.data_batches import Batches
     from mpkit.devices import Device, Hardware, Link
     from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError
+    from mpkit.fake import trace_fake
     from mpkit.parallel.digest import data_digest, sample_digests
     from mpkit.plan import Plan
     from mpkit.schedule import Schedule
@@ -41,6 +42,7 @@ _HOME = {
     "hardware": "mpkit.catalogue",
     "sample_digests": "mpkit.parallel.digest",
     "simulate": "mpkit.simulation",
+    "trace_fake": "mpkit.fake",
 }
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "hardware",
     "sample_digests",
     "simulate",
+    "trace_fake",
 ]
 
 

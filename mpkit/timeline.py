@@ -16,6 +16,9 @@ from mpkit.trace import Kind, Lane
 if TYPE_CHECKING:
     import pandas as pd
 
+    from mpkit.devices import Hardware
+    from mpkit.trace import Trace
+
 __all__ = ["HELD", "SPAN", "Timeline"]
 
 SPAN = np.dtype(
@@ -82,6 +85,23 @@ class Timeline(Figures):
     clock: str
     meta: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, trace: Trace, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
+        """A trace put on a clock.
+
+        Args:
+            trace: of a run, loaded from a file, or of `mpkit.trace_fake`.
+            hardware: the name of a catalogued machine (`mpkit.hardware()` lists them) or a `Hardware` to replay it
+                on; None: the one it is of.
+            clock: "measured" or "virtual", as in `Run.timeline`.
+
+        Raises:
+            ValueError: no such hardware or clock.
+        """
+        from mpkit.replay import replay
+
+        return replay(trace, hardware, clock)
 
     # ---- steps --------------------------------------------------------------------------------------------
 

@@ -21,9 +21,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+    shape_wrapper,
+)
 
-__all__ = ["FlopTable", "Flops", "count"]
+__all__ = ["FlopTable", "Flops", "count", "flops_of", "moved_by"]
 
 
 @dataclass(frozen=True)
@@ -191,10 +197,22 @@ class _Moved(TorchDispatchMode):
     ) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self._mode.from_tensor, (args, kwargs or {}))
         out = func(*args, **kwargs)
-        if not func.is_view and func.namespace != "prim" and func.overloadpacket not in _MOVES_NOTHING:
-            touched = tree_leaves((args, kwargs, out))
-            self.nbytes += sum(value.nbytes for value in touched if isinstance(value, torch.Tensor))
+        self.nbytes += moved_by(func, args, kwargs, out)
         return out
+
+
+def moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Bytes that one operator reads and writes: all that it is given and makes, unless that is a view."""
+    if func.is_view or func.namespace in ("prim", "c10d") or func.overloadpacket in _MOVES_NOTHING:
+        return 0
+    touched = tree_leaves((args, kwargs, out))
+    return sum(value.nbytes for value in touched if isinstance(value, torch.Tensor))
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """FLOPs of one operator; 0 for all but matrix products, convolutions and attention."""
+    formula = _FORMULAS.get(func.overloadpacket)
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -210,6 +228,7 @@ _ATTENTION_ON_CPU = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
+_FORMULAS = {**flop_registry, **{op: shape_wrapper(f) for op, f in _ATTENTION_ON_CPU.items()}}
 
 
 @contextmanager

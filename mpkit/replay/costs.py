@@ -28,6 +28,8 @@ def machine(
     On the machine of the run an op takes what it took: without hardware, or with "cpu" for a run on CPUs. On other
     hardware its time is modelled.
     """
+    if "fake" in meta:
+        return _machine_of_fake(wanted, meta, world_size)
     on_gpu = meta.get("device") == "cuda"
     measured = _on_gpu if on_gpu else _on_cpu
     is_known = not on_gpu or meta.get("hardware") in find()  # a GPU that nobody named is like no other
@@ -36,24 +38,60 @@ def machine(
     if wanted is None or (is_known and chosen.device == own.device):
         what = "GPU" if on_gpu else "core"
         return chosen, measured, [f"Each rank on a {what} of its own; {_in_words(chosen.link)}."]
-    notes = []
-    if world_size > chosen.devices:
-        notes.append(
-            f"{chosen.name} has {chosen.devices} devices; it is replayed as if it had {world_size}, one a rank."
-        )
     dtype = str(meta.get("dtype", "float32"))
     scaled = ", scaled by the rates of the two devices" if is_known else ""
-    notes.append(
-        f"Compute is modelled for {chosen.device.name}: FLOPs at {chosen.device.rate(dtype) / 1e12:,.3g} TFLOP/s "
-        f"or bytes at {chosen.device.bandwidth / 1e9:,.0f} GB/s, whichever takes longer; ops of unknown FLOPs take "
-        f"their measured time{scaled}. Starting a kernel takes no time here."
-    )
+    notes = [
+        *_beyond(chosen, world_size),
+        f"Compute is modelled for {chosen.device.name}: {_rates(chosen, dtype)}; ops of unknown FLOPs take "
+        f"their measured time{scaled}. Starting a kernel takes no time here.",
+    ]
     scale = own.device.rate(dtype) / chosen.device.rate(dtype) if is_known else 1.0
 
     def modelled(ops: Array) -> Array:
         return _roofline(ops, chosen.device, dtype, measured(ops) * scale)
 
     return chosen, modelled, notes
+
+
+def _machine_of_fake(
+    wanted: Hardware | str | None, meta: Mapping[str, Any], world_size: int
+) -> tuple[Hardware, Cost, list[str]]:
+    """The same for a trace of tensors without content, whose ops have a time already: what their operators cost."""
+    own: str = meta["hardware"]
+    if wanted is None and own not in find():
+        raise ValueError(
+            f"This trace was played for the hardware {own!r}, which the catalogue does not have: give it, as in "
+            "Timeline.of(trace, hardware), or the name of one that it has."
+        )
+    chosen = find(own if wanted is None else wanted)
+    dtype = str(meta.get("dtype", "float32"))
+    played = f"Played on tensors without content, {len(meta['fake']['played'])} of {world_size} ranks for all"
+    if chosen.device.name == meta["fake"]["device"]:
+        how = f"operator by operator on {chosen.device.name}, {_rates(chosen, dtype)}"
+        return chosen, _on_cpu, [*_beyond(chosen, world_size), f"{played}; {how}; {_in_words(chosen.link)}."]
+
+    def modelled(ops: Array) -> Array:
+        return _roofline(ops, chosen.device, dtype, _on_cpu(ops))
+
+    how = f"whole actions on {chosen.device.name}, {_rates(chosen, dtype)}"
+    return chosen, modelled, [*_beyond(chosen, world_size), f"{played}; {how}; {_in_words(chosen.link)}."]
+
+
+def _rates(chosen: Hardware, dtype: str) -> str:
+    device = chosen.device
+    return (
+        f"FLOPs at {device.rate(dtype) / 1e12:,.3g} TFLOP/s or bytes at {device.bandwidth / 1e9:,.0f} GB/s, "
+        "whichever takes longer"
+    )
+
+
+def _beyond(chosen: Hardware, world_size: int) -> list[str]:
+    if world_size <= chosen.devices:
+        return []
+    many = (
+        f"{chosen.name} has {chosen.devices} devices; it is replayed as if it had {world_size}, one a rank."
+    )
+    return [many]
 
 
 def _in_words(link: Link) -> str:

@@ -1,0 +1,176 @@
+"""One rank of many, played alone on tensors without content: what a rank of `trace_fake` does.
+
+Phases:
+
+    join      leave the real process group, and join a fake one of as many ranks as the plan takes
+    build     the model and its batches, under torch's FakeTensorMode: shapes and no memory
+    count     every operator moves the rank's clock by what it would take on the device (`mpkit.record.counted`)
+    train     the strategy's own code, the same that real ranks run; communication takes no time here, the replay puts
+              it on the clock
+
+In the fake group (torch.testing._internal.distributed.fake_pg) every call returns at once and changes nothing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private; a test guards both
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
+
+from mpkit.devices import Device
+from mpkit.launch.context import Context
+from mpkit.parallel.comm import Comm
+from mpkit.parallel.microbatch import Value, batch_size, share, split
+from mpkit.parallel.train import train
+from mpkit.plan import Plan
+from mpkit.prepare import TrainJob, prepare
+from mpkit.record.counted import CountedRecorder, Counting
+from mpkit.trace import RankTrace
+from mpkit.trace.files import read_rank
+
+__all__ = ["Played", "Script", "play"]
+
+
+@dataclass(frozen=True)
+class Script:
+    """What there is to play.
+
+    Attributes:
+        model_fn: makes the model.
+        batch: (inputs, targets), of which only the shapes matter; or what makes them.
+        plan, loss, optimizer, steps, max_grad_norm: as in `Cluster.train`.
+        device: whose time it is.
+        rank: which rank to play; None: one of each kind.
+    """
+
+    model_fn: Callable[[], nn.Module]
+    batch: Any
+    plan: Plan
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    steps: int
+    max_grad_norm: float | None
+    device: Device
+    rank: int | None
+
+
+@dataclass
+class Played:
+    """What came of it.
+
+    Attributes:
+        ranks: what was recorded, by the rank that was played.
+        stands_for: by rank, which of the played ones does the same.
+        meta: for the Trace.
+        error: why it could not be played: the user's mistake, in words.
+    """
+
+    ranks: dict[int, RankTrace] = field(default_factory=dict)
+    stands_for: list[int] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def play(context: Context, script: Script) -> Played | None:
+    """Play the ranks that the script asks for, one after the other; what `trace_fake` runs on a rank of its own."""
+    if context.rank:
+        return None  # of a cluster with more ranks, one is enough
+    played = Played()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            size = batch_size(_batch_of(script, mode)[0])
+        played.stands_for = kinds(script.plan, size, script.rank)
+        for rank in sorted(set(played.stands_for)):
+            # ---- join
+            dist.destroy_process_group()
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=script.plan.ranks)
+            played.ranks[rank] = _play_one(rank, script, played)
+    except ValueError as error:
+        played.error = str(error)
+    return played
+
+
+def kinds(plan: Plan, size: int, rank: int | None) -> list[int]:
+    """By rank, which rank to play in its place: the first that does the same, or the one that was asked for.
+
+    Ranks differ by how many samples they get, and under DP rank 0 does what the others do not.
+
+    >>> kinds(Plan.ddp(4), 8, None), kinds(Plan.ddp(4), 6, None), kinds(Plan.dp(3), 6, None), kinds(Plan.ddp(3), 3, 2)
+    ([0, 0, 0, 0], [0, 0, 2, 2], [0, 1, 1], [2, 2, 2])
+    """
+    n = plan.ranks
+    if rank is not None:
+        return [rank] * n
+    first: dict[Hashable, int] = {}
+    found = []
+    for each in range(n):
+        gets = tuple(_samples(start, end, each, n) for start, end in split(size, plan.microbatches))
+        leads = plan.data_parallel == "dp" and each == 0
+        found.append(first.setdefault((gets, leads), each))
+    return found
+
+
+def _samples(start: int, end: int, rank: int, n: int) -> int:
+    return len(range(end)[share(start, end, rank, n)])
+
+
+def _play_one(rank: int, script: Script, played: Played) -> RankTrace:
+    plan, device = script.plan, torch.device("cpu")
+    counting = Counting(script.device)
+    with tempfile.TemporaryDirectory(prefix="mpkit-fake-") as folder:
+        recorder = CountedRecorder(Path(folder), rank, counting)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            # ---- build
+            job = _job(script, mode)
+            played.meta = job.meta
+            comm = Comm(rank, plan.ranks, recorder, device, "fake")
+            # ---- count, train
+            with counting:
+                train(Context(rank, plan.ranks, device, comm, recorder), job)
+        recorder.close("finished")
+        return read_rank(Path(folder), rank)
+
+
+def _job(script: Script, mode: FakeTensorMode) -> TrainJob:
+    """A training on tensors without content, checked and cut as a real one."""
+    job = prepare(
+        script.model_fn(),
+        [_batch_of(script, mode)],
+        script.plan,
+        loss=script.loss,
+        optimizer=script.optimizer,
+        steps=script.steps,
+        ranks=script.plan.ranks,
+        max_grad_norm=script.max_grad_norm,
+    )
+    job.model = script.model_fn()  # the checks left references to the first one, which torch cannot move then
+    return job
+
+
+def _batch_of(script: Script, mode: FakeTensorMode) -> tuple[Value, Value]:
+    """The batch without its content; called under the fake mode."""
+    pair = script.batch() if callable(script.batch) else script.batch
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        kind = type(pair).__name__
+        raise ValueError(
+            f"batch is {kind}{f' of {len(pair)}' if isinstance(pair, tuple | list) else ''}: a pair (inputs, targets) "
+            "of tensors is wanted, of which only the shapes matter, such as (torch.empty(8, 4, device='meta'), "
+            "torch.empty(8, 2, device='meta')), or a function that makes one"
+        )
+    inputs, targets = (tree_map_only(Tensor, lambda tensor: _faked(tensor, mode), value) for value in pair)
+    return inputs, targets
+
+
+def _faked(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    return mode.from_tensor(tensor) if not tensor.is_meta else torch.empty(tensor.shape, dtype=tensor.dtype)

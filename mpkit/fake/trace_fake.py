@@ -1,0 +1,126 @@
+"""The caller's side of `trace_fake`: checks, one real process, and the Trace of all ranks from what it played.
+
+Phases:
+
+    check    the plan and the hardware, before a process starts
+    play     the ranks that differ, one after the other (`mpkit.fake.play`)
+    mirror   every rank gets the records of the one that does the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from mpkit.catalogue import hardware as find
+from mpkit.cluster import Cluster
+from mpkit.devices import Hardware
+from mpkit.plan import Plan
+from mpkit.trace import Trace
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["trace_fake"]
+
+
+def trace_fake(
+    model_fn: Callable[[], torch.nn.Module],
+    plan: Plan,
+    *,
+    batch: Any,
+    loss: Callable[[Any, Any], torch.Tensor],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    steps: int = 1,
+    rank: int | None = None,
+    hardware: Hardware | str = "8x-a100-nvlink",
+    max_grad_norm: float | None = None,
+    cluster: Cluster | None = None,
+) -> Trace:
+    """What the ranks of a training would do, played by one process on tensors that have shapes and no content.
+
+    The strategy's own code runs (forward, backward, collectives, optimizer), at full size: only the numbers are
+    missing. So the trace has every op with its FLOPs and bytes, every communication with its payload, and the memory
+    by category; it has no losses. `mk.Timeline.of(trace, hardware)` puts it on a clock, and `peak_memory` there says
+    whether it fits.
+
+    >>> import torch, mpkit as mk
+    >>> trace = mk.trace_fake(
+    ...     lambda: torch.nn.Sequential(torch.nn.Linear(4096, 4096, bias=False)), mk.Plan.ddp(16),
+    ...     batch=(torch.empty(64, 4096, device="meta"), torch.empty(64, 4096, device="meta")),
+    ...     loss=torch.nn.functional.mse_loss, optimizer=torch.optim.AdamW)
+    >>> mk.Timeline.of(trace).peak_memory[15]["optimizer"] // 2**20  # MiB: AdamW's two moments, 4 bytes each
+    128
+
+    Times within an action are counted operator by operator: the longer of FLOPs / rate and bytes / bandwidth
+    (the roofline). Ranks that do the same are played once. Data that decides what is computed (an overflow, which
+    experts a token takes) is not there: nothing overflows, and gradients are above the norm to clip to.
+
+    Args:
+        model_fn: makes the model; called where tensors have no content, so that it takes no memory.
+        plan: serial, or of the data-parallel family.
+        batch: (inputs, targets) of the whole global batch: tensors, tuples or dicts of tensors, batch first. Only the
+            shapes matter: `torch.empty(..., device="meta")` takes no memory. Or a function that makes such a pair.
+        loss: loss(outputs, targets) -> scalar, the mean over the batch.
+        optimizer: optimizer(params) -> torch.optim.Optimizer.
+        steps: how many. DDP's first differs from the rest, since it lays its buckets out anew after it.
+        rank: play this rank only, which then stands for all; None: one of each kind (DDP and ZeRO: those with the
+            same number of samples; DP: rank 0 and another).
+        hardware: whose device the times are of, a name in `mk.hardware()` or a `Hardware`.
+        max_grad_norm: clip gradients to this norm; None: do not.
+        cluster: whose helper process to use, any will do; None: one of its own, which takes a few seconds to start.
+
+    Raises:
+        ValueError: the plan has stages or a rank it does not, or the model, batch, loss or optimizer cannot work.
+        RankFailed: the model looks at its tensors' values, which are not there.
+    """
+    # ---- check
+    from mpkit.fake.play import Script, play
+
+    machine = find(hardware)
+    _check(model_fn, plan, rank)
+    script = Script(model_fn, batch, plan, loss, optimizer, steps, max_grad_norm, machine.device, rank)
+    # ---- play
+    with ExitStack() as stack:
+        used = cluster if cluster is not None else stack.enter_context(Cluster(ranks=1, device="cpu"))
+        played = used.run(play, script)[0]
+    if played.error:
+        raise ValueError(played.error)
+    # ---- mirror
+    first = min(played.ranks)
+    fake = {
+        "rank": rank,
+        "played": sorted(played.ranks),
+        "stands_for": played.stands_for,
+        "device": machine.device.name,
+        "clock": "operator by operator: FLOPs or bytes on that device, whichever takes longer",
+    }
+    meta = {
+        "world_size": plan.ranks, "device": "cpu", "backend": "fake", **played.meta,
+        "hardware": machine.name, "fake": fake,
+    }  # fmt: skip
+    assert played.ranks[first].state == "finished"
+    return Trace([played.ranks[other] for other in played.stands_for], meta)
+
+
+def _check(model_fn: Any, plan: Any, rank: Any) -> None:
+    if not callable(model_fn) or hasattr(model_fn, "parameters"):
+        raise ValueError(
+            f"trace_fake({type(model_fn).__name__}): a function that makes the model is wanted, so that it can be made "
+            "without memory: trace_fake(lambda: mpkit.models.GPT(layers=48, width=1600, heads=25), ...)"
+        )
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan={plan!r}: give a Plan, such as mk.Plan.zero(3, 64)")
+    if plan.pp > 1:
+        raise ValueError(
+            f"{plan}: plans of the data-parallel family can be played on tensors without content (mk.Plan.ddp"
+            f"({plan.ranks}), mk.Plan.zero(3, {plan.ranks})); pipelines cannot yet. mk.simulate({plan}) shows when its "
+            "stages would do what."
+        )
+    if rank is not None and (
+        isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < plan.ranks
+    ):
+        raise ValueError(
+            f"rank={rank!r}: {plan} has the ranks 0 to {plan.ranks - 1}; None plays one of each kind"
+        )

@@ -1,0 +1,154 @@
+"""A clock that counts: what a rank does on tensors without content takes as long as it would on a device.
+
+On fake tensors (shapes, no numbers) nothing takes the time that it would really take. So time here is not looked up
+but counted: each operator moves the clock on by what its FLOPs and its bytes cost on a chosen device, whichever takes
+longer (the roofline, Williams, Waterman and Patterson 2009). The recorder looks at that clock instead of the wall's,
+so that ops, what they communicate and what they free fall where they would.
+
+Counting          the clock, and what was counted so far
+CountedRecorder   a Recorder on that clock, whose ops have the FLOPs and bytes that were counted while they went on
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from mpkit.record.flops import flops_of, moved_by
+from mpkit.record.recorder import Recorder
+from mpkit.trace import HEADER, OP, Kind
+
+__all__ = ["CountedRecorder", "Counting", "Roofline"]
+
+_LONG = struct.Struct("<q").pack_into
+_FLOAT = struct.Struct("<d").pack_into
+_AT = {name: int(OP.fields[name][1]) for name in ("bytes", "flops")}  # type: ignore[index]
+_ITEM = torch.ops.aten._local_scalar_dense
+_FROM_NUMBERS = torch.ops.aten.lift_fresh
+
+
+class Roofline(Protocol):
+    """A device, as far as the clock needs it; `mpkit.Device` is one."""
+
+    @property
+    def host(self) -> float:
+        """Bytes a second between it and the host's memory."""
+
+    def time(self, flops: float, nbytes: float = 0.0, dtype: str = "float32") -> float:
+        """Seconds of an op."""
+
+
+class Counting(TorchDispatchMode):
+    """Inside, every operator on fake tensors is counted, and tensors without content answer when read.
+
+    A tensor made of numbers and not computed with still knows them: an order that ranks agree on, say. Any other
+    answers with something that keeps a training going, whatever it is asked for: True, 1, and of floats the largest
+    finite one, which overflows nothing and exceeds every limit, so that clipping clips.
+
+    Args:
+        device: whose time it is.
+
+    Attributes:
+        seconds: since the beginning.
+        flops, nbytes: so far.
+    """
+
+    def __init__(self, device: Roofline) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.seconds = 1e-9  # an end at 0 would mean that an op is open
+        self.flops = 0.0
+        self.nbytes = 0
+        self._numbers: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # by storage
+
+    def now(self) -> int:
+        """The clock in ns: the wall's and the thread's."""
+        return int(self.seconds * 1e9)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket is _ITEM:
+            return self._answer(args[0])
+        out = func(*args, **kwargs)
+        if func.overloadpacket is _FROM_NUMBERS:
+            self._numbers[out.untyped_storage()] = args[0]
+        elif len(self._numbers) and func._schema.is_mutable:
+            for written in tree_leaves((args, kwargs.get("out"))):
+                if isinstance(written, Tensor):
+                    self._numbers.pop(written.untyped_storage(), None)
+        flops, nbytes = flops_of(func, args, kwargs, out), moved_by(func, args, kwargs, out)
+        if flops or nbytes:
+            self.flops += flops
+            self.nbytes += nbytes
+            self.seconds += self.device.time(flops, nbytes, _dtype(args, out))
+        return out
+
+    def _answer(self, tensor: Tensor) -> bool | int | float:
+        known = self._numbers.get(tensor.untyped_storage())
+        if known is not None:
+            with _disable_current_modes():
+                where = known.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                return where.item()
+        if tensor.is_floating_point():
+            return torch.finfo(tensor.dtype).max
+        return True if tensor.dtype == torch.bool else 1
+
+
+def _dtype(args: Any, out: Any) -> str:
+    """What an operator computes in: the dtype of the first tensor of floating point that it is given or makes."""
+    for value in tree_leaves((args, out)):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return str(value.dtype).removeprefix("torch.")
+    return "float32"
+
+
+class CountedRecorder(Recorder):
+    """A Recorder on a clock that counts. Losses are unknown, so none is written.
+
+    Args:
+        folder, rank: as a Recorder's.
+        counting: the clock; entered by the caller.
+    """
+
+    def __init__(self, folder: Path, rank: int, counting: Counting) -> None:
+        super().__init__(folder, rank, now=counting.now, thread_time=counting.now)
+        self._counting = counting
+        self._begun: dict[int, tuple[float, int, float]] = {}  # FLOPs, bytes and seconds before an op
+
+    def begin(self, kind: int, name: str = "", **columns: Any) -> int:
+        """As a Recorder's."""
+        index = super().begin(kind, name, **columns)
+        if kind < Kind.WAIT or Kind.COPY_TO_DEVICE <= kind < Kind.STEP:
+            counted = self._counting
+            self._begun[index] = counted.flops, counted.nbytes, counted.seconds
+        return index
+
+    def end(self, index: int, *, nbytes: int = 0) -> None:
+        """As a Recorder's; a copy takes what the way to the host takes, anything that computes what was counted."""
+        begun = self._begun.pop(index, None)
+        if begun is None:
+            super().end(index, nbytes=nbytes)
+            return
+        at = HEADER.itemsize + OP.itemsize * index
+        flops, moved, seconds = begun
+        counted = self._counting
+        if self._file.map[at] >= Kind.COPY_TO_DEVICE:
+            (size,) = struct.unpack_from("<q", self._file.map, at + _AT["bytes"])
+            counted.seconds = seconds + size / counted.device.host
+            super().end(index, nbytes=nbytes)
+            return
+        super().end(index)
+        _FLOAT(self._file.map, at + _AT["flops"], counted.flops - flops)
+        _LONG(self._file.map, at + _AT["bytes"], counted.nbytes - moved)
+
+    def loss(self, value: float) -> None:
+        """Nobody knows it."""
