@@ -11,7 +11,7 @@ from typing import Any
 
 from mpkit.mesh import Mesh
 from mpkit.plan_checks import call_of, checked_cut, checked_degree, checked_recompute, checked_schedule
-from mpkit.plan_data_checks import check_data_parallel, describe_replicas
+from mpkit.plan_data_checks import check_data_parallel, describe_replicas, with_options
 from mpkit.schedule import Schedule
 
 __all__ = ["Plan"]
@@ -126,7 +126,7 @@ class Plan:
         >>> Plan.ddp(4, bucket_mb=1)
         Plan(dp=4, bucket_mb=1)
         """
-        return cls(dp=replicas, **options)
+        return with_options(cls, {"dp": replicas}, options)
 
     @classmethod
     def from_schedule(cls, schedule: Schedule | Sequence[str], *, recompute: str = "none") -> Plan:
@@ -245,10 +245,10 @@ def _dp(cls: type[Plan], replicas: int, **options: Any) -> Plan:
     >>> Plan.dp(2)
     Plan(dp=2, data_parallel='dp')
     """
-    return cls(dp=replicas, data_parallel="dp", **options)
+    return with_options(cls, {"dp": replicas, "data_parallel": "dp"}, options)
 
 
-def _zero(cls: type[Plan], stage: int, replicas: int, **options: Any) -> Plan:
+def _zero(cls: type[Plan], stage: int, replicas: int | None = None, **options: Any) -> Plan:
     """ZeRO (Rajbhandari et al. 2020): what replicas hold alike is sharded among them.
 
     Args:
@@ -259,7 +259,12 @@ def _zero(cls: type[Plan], stage: int, replicas: int, **options: Any) -> Plan:
     >>> Plan.zero(3, 4, precision="bf16")
     Plan(dp=4, zero=3, precision='bf16')
     """
-    return cls(dp=replicas, zero=stage, **options)
+    if replicas is None:
+        raise ValueError(
+            f"Plan.zero({stage}): among how many ranks? The stage comes first, then the number of replicas: "
+            f"Plan.zero({stage if stage in (1, 2, 3) else 3}, 4)"
+        )
+    return with_options(cls, {"dp": replicas, "zero": stage}, options)
 
 
 # `plan.dp` is a number and `Plan.dp(4)` makes a plan: a value in an instance goes before a classmethod of its class.

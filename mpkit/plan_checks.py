@@ -31,7 +31,7 @@ def checked_degree(plan: Plan, name: str) -> int:
     value = getattr(plan, name)
     number = whole(value)
     if number is None or number < 1:
-        good = {"pp": 4, "microbatches": 8} | {name: {"pp": 4, "microbatches": 8}.get(name, 1)}
+        good = {"dp": 4} if name == "dp" else {"pp": 4, "microbatches": 8}
         raise ValueError(
             f"Plan({name}={value!r}): {name} is a whole number, 1 or more, such as in {call_of(plan, good, bare=True)}"
         )

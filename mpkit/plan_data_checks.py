@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from mpkit.plan_checks import call_of, whole
 if TYPE_CHECKING:
     from mpkit.plan import Plan
 
-__all__ = ["check_data_parallel", "describe_replicas"]
+__all__ = ["check_data_parallel", "describe_replicas", "with_options"]
 
 CHOICES = {
     "data_parallel": ("ddp", "dp"),
@@ -48,6 +49,23 @@ def check_data_parallel(plan: Plan) -> None:
             f"{call_of(plan, {'bucket_mb': 10})}"
         )
     _check_together(plan)
+
+
+def with_options(make: type[Plan], given: dict[str, Any], options: dict[str, Any]) -> Plan:
+    """The plan with these fields and options.
+
+    Raises:
+        ValueError: an option that there is none of, or that the constructor gives already.
+    """
+    names = [field.name for field in fields(make) if field.name not in given]
+    for name in options:
+        if name not in names:
+            near = get_close_matches(name, names, 1, 0.5)
+            meant = f"Did you mean {near[0]}={options[name]!r}?" if near else ""
+            raise ValueError(
+                f"{name}={options[name]!r}: there is no such option here. {meant} There are {', '.join(names)}."
+            )
+    return make(**given, **options)
 
 
 def _check_choice(plan: Plan, name: str, choices: tuple[str, ...]) -> None:

@@ -123,3 +123,17 @@ def test_a_mesh_has_every_rank_at_one_place_and_in_one_group_an_axis(pp: int, dp
         assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
         assert {len(group) for group in groups} == {getattr(mesh, axis)}
     assert mesh.groups("tp")[0] == tuple(range(tp)), "neighbours share layers"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: mk.Plan.ddp(4, bucketmb=3), "Did you mean bucket_mb=3"),
+        (lambda: mk.Plan.dp(4, dp=3), "no such option here"),
+        (lambda: mk.Plan.zero(3), r"among how many ranks.*Plan.zero\(3, 4\)"),
+        (lambda: mk.Plan.ddp(0), r"such as in Plan\(dp=4\)"),
+    ],
+)
+def test_named_constructors_say_what_is_wrong(make, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
