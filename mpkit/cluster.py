@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,10 @@ class Cluster:
         seed: int = 0,
         max_grad_norm: float | None = None,
         lr_schedule: Callable[[int], float] | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_keep: int = 2,
+        resume_from: str | os.PathLike[str] | None = None,
         timeout: float | None = None,
         show: bool | None = None,
     ) -> Run:
@@ -161,11 +166,32 @@ class Cluster:
             seed: of every rank's random state.
             max_grad_norm: clip gradients to this norm, taken over all of them together; None: do not.
             lr_schedule: lr_schedule(step) is what the learning rate is multiplied by in that step; None: 1.
+            checkpoint_every: save a checkpoint after every so many steps; None: never. See docs/checkpoints.md.
+            checkpoint_dir: the folder that checkpoints are saved in.
+            checkpoint_keep: how many of the newest stay there.
+            resume_from: a checkpoint, or a folder of them, whose newest whole one is gone on from, on whatever plan
+                and number of ranks. `steps` still counts from the very beginning: the same call, with
+                resume_from, finishes what was cut short.
             timeout: as in `run`.
             show: whether to show the Run live; None: in a notebook.
 
         Raises:
             ValueError: something in it cannot work; before any process starts.
+
+        >>> import mpkit as mk
+        >>> import tempfile, torch
+        >>> how = dict(
+        ...     model=torch.nn.Linear(4, 1),
+        ...     data=mk.Batches(torch.utils.data.TensorDataset(torch.randn(10, 4), torch.randn(10, 1)), batch_size=4),
+        ...     loss=torch.nn.functional.mse_loss,
+        ...     optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+        ... )
+        >>> with tempfile.TemporaryDirectory() as folder, mk.Cluster(ranks=2, device="cpu") as cluster:
+        ...     run = cluster.train(**how, plan=mk.Plan.ddp(2), steps=4, checkpoint_every=2, checkpoint_dir=folder)
+        ...     _ = run.wait()
+        ...     run = cluster.train(**how, plan=mk.Plan.ddp(2), steps=6, resume_from=folder)
+        ...     run.first_step, len(run.wait().losses)
+        (4, 2)
         """
         from mpkit.plan import Plan
         from mpkit.prepare import prepare
@@ -183,6 +209,10 @@ class Cluster:
             ranks=self.ranks,
             max_grad_norm=max_grad_norm,
             lr_schedule=lr_schedule,
+            checkpoint_every=checkpoint_every,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_keep=checkpoint_keep,
+            resume_from=resume_from,
         )
         return Run(self, job, timeout=timeout, show=show)
 

@@ -49,7 +49,8 @@ class Run:
 
     Attributes:
         plan: the Plan it follows.
-        steps: how many steps it was asked for.
+        steps: how many steps it was asked for, those before a checkpoint that it goes on from included.
+        first_step: the number of the first step that it does itself: 0, or where that checkpoint ends.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Run:
 
         self.plan = job.plan
         self.steps = job.steps
+        self.first_step = job.first_step
         self._job = job
         self._onlookers: list[Onlooker] = list(onlookers)
         self._telling = threading.RLock()  # held while onlookers are told, or one joins them
@@ -138,7 +140,7 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """The loss of every step finished so far, equal to serial training's."""
+        """The loss of every step finished so far, equal to serial training's; the first is that of `first_step`."""
         return self.trace.losses
 
     @property
@@ -196,7 +198,7 @@ class Run:
                 f"this run is {self.status}: its weights are known when it has finished; run.wait() first"
                 if not self.done
                 else "this run was stopped before its end, and its weights went with its ranks; "
-                f"{len(self.losses)} of {self.steps} steps were done: train for as many to have them"
+                f"{self.first_step + len(self.losses)} of {self.steps} steps were done: train for as many to have them"
             )
         merged: dict[str, Tensor] = {}
         for part in self._launch.results():
@@ -216,7 +218,9 @@ class Run:
     def __repr__(self) -> str:
         losses = self.losses
         at = f", loss {losses[-1]:.4g}" if losses else ""
-        return f"<Run of {self.plan}: {self.status}, step {len(losses)} of {self.steps}{at}>"
+        return (
+            f"<Run of {self.plan}: {self.status}, step {self.first_step + len(losses)} of {self.steps}{at}>"
+        )
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         if self._dashboard is None:
@@ -259,8 +263,9 @@ class Run:
 
     def _abandon(self) -> None:
         """The script ends while ranks still train."""
+        done = self.first_step + len(self.losses)
         print(
-            f"mpkit: the script ended after step {len(self.losses)} of {self.steps}, and the ranks with it; "
+            f"mpkit: the script ended after step {done} of {self.steps}, and the ranks with it; "
             "run.wait() waits for them",
             file=sys.stderr,
         )

@@ -73,6 +73,18 @@ class DDP(Replica):
         for bucket in self._buckets:
             self._ledger.track(bucket.flat, "grads")
 
+    @property
+    def layout(self) -> list[str]:
+        """Names of the parameters in the buckets' order."""
+        return [self._names[parameter] for parameter in self._order]
+
+    def lay_out(self, names: list[str]) -> None:
+        """Take the buckets' order from an earlier training, which has seen a step."""
+        place = {name: parameter for parameter, name in self._names.items()}
+        if sorted(names) == sorted(place):
+            self._rebuilt = True
+            self._build([place[name] for name in names])
+
     # ---- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:

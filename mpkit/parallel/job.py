@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.data_batches import Batches
+from mpkit.parallel.checkpoint_files import Resume, Saving
 from mpkit.parallel.feed import WholeBatches
 from mpkit.plan import Plan
 from mpkit.record.flops import Flops
@@ -93,6 +94,9 @@ class TrainJob:
         meta: about the run, of JSON types; goes into the trace.
         max_grad_norm: gradients are clipped to this norm, all together; None: they are not.
         lr_schedule: what the learning rate is multiplied by in step i; None: 1.
+        saving: when and where checkpoints are saved; None: never.
+        resume: the checkpoint that is gone on from.
+        facts: of model and optimizer, which a checkpoint has to share.
     """
 
     plan: Plan
@@ -108,6 +112,14 @@ class TrainJob:
     meta: dict[str, Any] = field(default_factory=dict)
     max_grad_norm: float | None = None
     lr_schedule: Callable[[int], float] | None = None
+    saving: Saving | None = None
+    resume: Resume | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first_step(self) -> int:
+        """The number of the first step: 0, or where the checkpoint ends."""
+        return 0 if self.resume is None else self.resume.head.step
 
     def boundary(self, key: Hashable, stage: int) -> Boundary:
         """What crosses from a stage to the next, for micro-batches of this signature."""

@@ -70,6 +70,17 @@ class Replica:
         ]
 
     def begin_step(self) -> None:
+    @property
+    def layout(self) -> list[str]:
+        """Names of the parameters in the order in which their gradients are sent; where none are, none.
+
+        The order in which ranks' gradients are added up depends on it, and with it the last bit of a sum.
+        """
+        return []
+
+    def lay_out(self, names: list[str]) -> None:
+        """Go on with a `layout` of an earlier training, as far as it fits; every rank calls it."""
+
         """Drop the gradients of the step before."""
         for piece in self.pieces:
             piece.parameter.grad = None

@@ -2,7 +2,7 @@
 
 place     the rank's own layers on its device, in the plan's precision, the rest let go
 step      this rank's share of the batch (`feed`), its gradients (`pipeline`), complete for all replicas (`replica`);
-          then the `update`
+          then the `update`; a checkpoint, every k-th time
 gather    the rank's weights back, on the CPU
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.models.chain import layers_of, prefix_of
+from mpkit.parallel.checkpoint import Checkpoints
 from mpkit.parallel.ddp import DDP
 from mpkit.parallel.feed import Feed
 from mpkit.parallel.job import TrainJob
@@ -38,7 +39,7 @@ def train(context: Context, job: TrainJob) -> dict[str, Tensor]:
         The rank's part of the trained model's state dict, on the CPU.
     """
     training = Training(context, job)
-    for step in range(job.steps):
+    for step in range(job.first_step, job.steps):
         training.step(step)
     return training.state_dict()
 
@@ -55,7 +56,7 @@ class Training:
         torch.manual_seed(job.seed + context.rank)
         self._record, self._job = context.record, job
         # ---- place
-        stages, self._rest = _place(context, job)
+        stages, self.rest = _place(context, job)
         wide = _narrow(job, stages)
         self.replica = make_replica(context, job, stages)
         self.update = Update(context, job, self.replica, wide)
@@ -64,6 +65,7 @@ class Training:
         self.feed = Feed(context, job, needed=self.pipeline.takes_data)
         self._told = False
 
+        self._checkpoints = Checkpoints(context, job, self)
     def step(self, number: int) -> None:
         """One training step, on its batch."""
         batch = self.feed.take(number)
@@ -77,9 +79,10 @@ class Training:
             self.replica.finish()
             self.update.step(number)
 
+        self._checkpoints.after(number)
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's part of the model's state, whole tensors on the CPU; every rank calls it."""
-        return self._rest | self.replica.state_dict()
+        return self.rest | self.replica.state_dict()
 
 
 def make_replica(context: Context, job: TrainJob, stages: dict[int, Stage]) -> Replica:

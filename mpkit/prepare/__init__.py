@@ -5,6 +5,7 @@
     dry_run     model and loss once on tensors without content: shapes, and what they refuse
     count       FLOPs and bytes, layer by layer
     stages      where the model is cut
+    resume      checkpoints: where they go, and whether one can be gone on from
 
 All of this happens in the caller's process, and leaves the caller's model and random state as they are.
 """
@@ -32,6 +33,7 @@ from mpkit.prepare.arguments import (
 )
 from mpkit.prepare.batches import check_shares, check_split, of_every_size, take_batches
 from mpkit.prepare.dry_run import dry_run, quiet
+from mpkit.prepare.resume import check_saving, facts_of, find_checkpoint, take_up
 from mpkit.prepare.stages import check_sharing, cut_stages
 
 __all__ = ["TrainJob", "prepare"]
@@ -49,6 +51,10 @@ def prepare(
     ranks: int,
     max_grad_norm: float | None = None,
     lr_schedule: Callable[[int], float] | None = None,
+    checkpoint_every: int | None = None,
+    checkpoint_dir: Any = None,
+    checkpoint_keep: int = 2,
+    resume_from: Any = None,
 ) -> TrainJob:
     """Check a training and make it ready for the ranks.
 
@@ -65,6 +71,10 @@ def prepare(
         ranks: how many there are.
         max_grad_norm: gradients are clipped to this norm, all together; None: they are not.
         lr_schedule: what the learning rate is multiplied by in step i; None: 1.
+        checkpoint_every: steps from one checkpoint to the next; None: none are saved.
+        checkpoint_dir: the folder that they are saved in.
+        checkpoint_keep: how many of the newest stay.
+        resume_from: a checkpoint, or a folder of checkpoints: its newest whole one.
 
     Raises:
         ValueError: what was given cannot work; with the reason and what would work.
@@ -85,6 +95,9 @@ def prepare(
         stages = cut_stages([name for name, _ in layers], next(iter(numbers.values()))[:-1], plan)
         check_sharing(layers, stages)
         check_optimizer(optimizer, layers, stages)
+        facts = facts_of(model, optimizer)
+    saving = check_saving(checkpoint_every, checkpoint_dir, checkpoint_keep)
+    resume = None if resume_from is None else take_up(find_checkpoint(resume_from), facts, steps)
     parameters = list(model.parameters())
     meta = {
         "plan": plan.to_json(),
@@ -94,6 +107,7 @@ def prepare(
         "dtype": str(_dtype(parameters, plan)).removeprefix("torch."),
         "replicas": plan.dp,
         "steps": steps,
+        "first_step": 0 if resume is None else resume.head.step,
         "seed": seed,
     }
     return TrainJob(
@@ -110,6 +124,9 @@ def prepare(
         meta=meta,
         max_grad_norm=max_grad_norm,
         lr_schedule=lr_schedule,
+        saving=saving,
+        resume=resume,
+        facts=facts,
     )
 
 

@@ -39,13 +39,14 @@ class Trace:
 
     @property
     def losses(self) -> list[float]:
-        """The loss of every step; nan for a step of unknown loss.
+        """The loss of every step, the first one being meta["first_step"]; nan for a step of unknown loss.
 
         The first rank's that knows it; where replicas share a batch, each knows its share, and all are summed. A
         step under way counts once its loss is known.
         """
         shares = int(self.meta.get("replicas", 1))
         found: dict[int, list[float]] = {}
+        first = int(self.meta.get("first_step", 0))
         for rank in self.ranks:
             steps = rank.ops[rank.ops["kind"] == Kind.STEP]
             for step in steps[(steps["end"] > 0) | ~np.isnan(steps["value"])]:
@@ -54,7 +55,7 @@ class Trace:
                     known.append(float(step["value"]))
         losses = [
             sum(known) if len(known) == shares else np.nan
-            for known in (found.get(step, []) for step in range(1 + max(found, default=-1)))
+            for known in (found.get(step, []) for step in range(first, 1 + max(found, default=-1)))
         ]
         while shares > 1 and losses and np.isnan(losses[-1]):  # some replicas are ahead of others
             losses.pop()

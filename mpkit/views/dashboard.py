@@ -208,7 +208,7 @@ class RunView:
 
     def _progress(self, run: Run) -> None:
         losses = run.losses
-        self.dashboard.set_progress(len(losses), losses)
+        self.dashboard.set_progress(run.first_step + len(losses), losses)
 
 
 def _cell() -> int:

@@ -111,11 +111,12 @@ def _newest(timeline: Timeline) -> int | None:
 
 def _progress(title: str, run: Run, losses: list[float], timeline: Timeline) -> RenderableType:
     line = Table.grid(padding=(0, 2))
-    bar = ProgressBar(total=run.steps, completed=len(losses), width=24)
+    done = run.first_step + len(losses)
+    bar = ProgressBar(total=run.steps, completed=done, width=24)
     figures = [f"loss {losses[-1]:.4f}" if losses else ""]
     if timeline.world_size > 1 and timeline.steps:
         figures.append(f"bubble {percent(timeline.bubble)}")
-    line.add_row(Text(title, style="bold", no_wrap=True), f"step {len(losses)} of {run.steps}", bar, *figures)
+    line.add_row(Text(title, style="bold", no_wrap=True), f"step {done} of {run.steps}", bar, *figures)
     return line
 
 

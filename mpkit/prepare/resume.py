@@ -1,0 +1,211 @@
+"""Checkpoints, before any rank starts: where they go, and whether a training can go on from one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpkit.parallel.checkpoint_files import (
+    HEAD,
+    PARTIAL,
+    Damaged,
+    Head,
+    Resume,
+    Saving,
+    candidates,
+    read_head,
+)
+from mpkit.parallel.checkpoint_planner import read_index
+
+__all__ = ["check_saving", "facts_of", "find_checkpoint", "take_up"]
+
+EXAMPLE = 'checkpoint_every=100, checkpoint_dir="checkpoints"'
+
+
+def check_saving(every: Any, folder: Any, keep: Any) -> Saving | None:
+    """When and where to save; None: never.
+
+    Raises:
+        ValueError: one is given without the other, they are no numbers or no path, or the folder cannot be made.
+    """
+    if every is None and folder is None:
+        return None
+    if every is None or folder is None:
+        given = "checkpoint_dir" if every is None else "checkpoint_every"
+        raise ValueError(f"{given} alone: checkpoints need both a number of steps and a folder: {EXAMPLE}")
+    numbers = []
+    for name, value, good in (("checkpoint_every", every, 100), ("checkpoint_keep", keep, 2)):
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = 0
+        if isinstance(value, bool) or number < 1:
+            raise ValueError(f"{name}={value!r}: {name} is a whole number, 1 or more, such as {name}={good}")
+        numbers.append(number)
+    path = _path("checkpoint_dir", folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f"probe{PARTIAL}"
+        probe.mkdir(exist_ok=True)
+        probe.rmdir()
+    except OSError as error:
+        raise ValueError(
+            f"checkpoint_dir={str(folder)!r} cannot be written to ({error.strerror or error}): a folder that every "
+            f"rank can write to is wanted, such as {EXAMPLE}"
+        ) from None
+    return Saving(numbers[0], str(path), numbers[1])
+
+
+def _path(name: str, value: Any) -> Path:
+    try:
+        return Path(value).expanduser().absolute()
+    except (TypeError, RuntimeError):
+        raise ValueError(f"{name}={value!r}: a path is wanted, such as {name}='checkpoints'") from None
+
+
+# ---- which checkpoint ----------------------------------------------------------------------------------------
+
+
+def find_checkpoint(resume_from: Any, say: Callable[[str], None] = print) -> Resume:
+    """The checkpoint at a path, or the newest whole one in a folder of checkpoints.
+
+    One that was asked for by its own name has to be whole. In a folder, one that is not is passed over, aloud.
+
+    Raises:
+        ValueError: there is none, or none that is whole, with what is wrong with each.
+    """
+    path = _path("resume_from", resume_from)
+    saves = f"cluster.train(..., {EXAMPLE}) saves them"
+    if not path.is_dir():
+        raise ValueError(f"resume_from={str(path)!r}: there is no such folder; {saves}")
+    if path.name.endswith(PARTIAL):
+        raise ValueError(
+            f"resume_from={str(path)!r} is a checkpoint whose writing was cut short. The folder above it, "
+            f"resume_from={str(path.parent)!r}, gives the newest whole one."
+        )
+    if (path / HEAD).exists() or (path / ".metadata").exists():
+        try:
+            return _whole(path)
+        except Damaged as damage:
+            raise ValueError(
+                f"resume_from={str(path)!r} is a damaged checkpoint: {damage}. "
+                f"resume_from={str(path.parent)!r} takes the newest whole one beside it, if there is one."
+            ) from None
+    damages = []
+    for candidate in candidates(path):
+        try:
+            found = _whole(candidate)
+        except Damaged as damage:
+            damages.append(f"{candidate.name}: {damage}")
+            continue
+        for line in damages:
+            say(f"mpkit: passed over a damaged checkpoint, {line}. Going on from {candidate.name}.")
+        return found
+    if damages:
+        raise ValueError(f"resume_from={str(path)!r}: no checkpoint there is whole. " + "; ".join(damages))
+    raise ValueError(f"resume_from={str(path)!r}: no checkpoint is there (step-00000010, say); {saves}")
+
+
+def _whole(path: Path) -> Resume:
+    head = read_head(path)
+    read_index(path)
+    return Resume(str(path), head)
+
+
+# ---- does it fit ---------------------------------------------------------------------------------------------
+
+
+def facts_of(model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer]) -> dict[str, Any]:
+    """What a checkpoint and a training have to have in common: names, shapes and dtypes; the optimizer's kind."""
+    parameters = dict(model.named_parameters())
+    buffers = {
+        name: value for name, value in model.state_dict(keep_vars=True).items() if name not in parameters
+    }
+    kind, states = _optimizer(parameters, optimizer)
+    return {
+        "trained": {name: _form(p) for name, p in parameters.items() if p.requires_grad},
+        "others": {name: _form(p) for name, p in parameters.items() if not p.requires_grad}
+        | {
+            name: _form(value)
+            for name, value in buffers.items()
+            if isinstance(value, torch.Tensor)
+            and not (isinstance(value, nn.Parameter) and value.requires_grad)
+        },
+        "optimizer": kind,
+        "states": states,
+    }
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _optimizer(
+    parameters: Mapping[str, nn.Parameter], optimizer: Callable[[Any], torch.optim.Optimizer]
+) -> tuple[str, list[str]]:
+    """The optimizer's kind, and the names of its states: it takes a step on small stand-ins, one a rank of tensor."""
+    dims = sorted({p.dim() for p in parameters.values() if p.requires_grad})
+    stand_ins = [nn.Parameter(torch.zeros((2,) * n)) for n in dims]
+    for stand_in in stand_ins:
+        stand_in.grad = torch.zeros_like(stand_in)
+    try:
+        made = optimizer(stand_ins)
+        made.step()
+    except Exception:  # one that wants the very parameters; then only what was saved can be compared
+        return "", []
+    return type(made).__name__, sorted({str(key) for state in made.state.values() for key in state})
+
+
+def take_up(resume: Resume, facts: dict[str, Any], steps: int) -> Resume:
+    """Whether this training can go on from the checkpoint; returns it.
+
+    Raises:
+        ValueError: it is of another model or another optimizer, or further than the training is to go.
+    """
+    head, where = resume.head, f"The checkpoint {resume.path}"
+    for what, ours in (("trained", facts["trained"]), ("others", facts["others"])):
+        _compare(where, head, what, ours)
+    theirs = head.facts
+    if theirs.get("optimizer") and facts["optimizer"] and theirs["optimizer"] != facts["optimizer"]:
+        raise ValueError(
+            f"{where} was written with {theirs['optimizer']}, and this training has {facts['optimizer']}, to which its "
+            f"states ({', '.join(theirs['states']) or 'none'}) mean nothing. To go on, the same: "
+            f"optimizer=lambda params: torch.optim.{theirs['optimizer']}(params, ...); its lr and the like may differ."
+        )
+    lacking = sorted(set(facts["states"]) - set(theirs.get("states", [])))
+    if lacking and theirs.get("optimizer"):
+        raise ValueError(
+            f"{where} lacks the optimizer state {', '.join(lacking)}, which {facts['optimizer']} keeps as it is set up "
+            f"now; it holds {', '.join(theirs['states']) or 'none'}. To go on, set it up as it was then (momentum, "
+            "amsgrad and the like)."
+        )
+    if head.step > steps:
+        raise ValueError(
+            f"{where} is that of step {head.step}, and steps={steps} counts from the very beginning: "
+            f"steps={head.step + steps} would do {steps} more."
+        )
+    return resume
+
+
+def _compare(where: str, head: Head, what: str, ours: Mapping[str, str]) -> None:
+    theirs: Mapping[str, str] = head.facts.get(what, {})
+    if dict(theirs) == dict(ours):
+        return
+    differ = [
+        f"{name} is {theirs[name]} there and {ours[name]} here"
+        for name in ours
+        if name in theirs and ours[name] != theirs[name]
+    ]
+    differ += [f"{name} is only there" for name in theirs if name not in ours]
+    differ += [f"{name} is only here" for name in ours if name not in theirs]
+    more = f", and {len(differ) - 3} more" if len(differ) > 3 else ""
+    kind = "parameters that are trained" if what == "trained" else "frozen parameters and buffers"
+    raise ValueError(
+        f"{where} is of another model; its {kind}: {', '.join(differ[:3])}{more}. It goes on with the model that "
+        "it was written with, whatever the plan and the number of ranks."
+    )
