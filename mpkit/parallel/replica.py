@@ -69,7 +69,6 @@ class Replica:
             if parameter.requires_grad
         ]
 
-    def begin_step(self) -> None:
     @property
     def layout(self) -> list[str]:
         """Names of the parameters in the order in which their gradients are sent; where none are, none.
@@ -82,6 +81,7 @@ class Replica:
         """Go on with a `layout` of an earlier training, as far as it fits; every rank calls it."""
 
         """Drop the gradients of the step before."""
+    def begin_step(self) -> None:
         for piece in self.pieces:
             piece.parameter.grad = None
 

@@ -64,9 +64,9 @@ class Training:
         self.pipeline = Pipeline(context, job, self.replica)
         self.feed = Feed(context, job, needed=self.pipeline.takes_data)
         self._told = False
-
         self._checkpoints = Checkpoints(context, job, self)
     def step(self, number: int) -> None:
+
         """One training step, on its batch."""
         batch = self.feed.take(number)
         with self._record.step(number):
@@ -78,9 +78,9 @@ class Training:
                 self._told = self._told or _tell(number, loss)
             self.replica.finish()
             self.update.step(number)
-
         self._checkpoints.after(number)
     def state_dict(self) -> dict[str, Tensor]:
+
         """This rank's part of the model's state, whole tensors on the CPU; every rank calls it."""
         return self.rest | self.replica.state_dict()
 
