@@ -80,8 +80,8 @@ class Replica:
     def lay_out(self, names: list[str]) -> None:
         """Go on with a `layout` of an earlier training, as far as it fits; every rank calls it."""
 
-        """Drop the gradients of the step before."""
     def begin_step(self) -> None:
+        """Drop the gradients of the step before."""
         for piece in self.pieces:
             piece.parameter.grad = None
 

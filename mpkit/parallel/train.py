@@ -65,8 +65,8 @@ class Training:
         self.feed = Feed(context, job, needed=self.pipeline.takes_data)
         self._told = False
         self._checkpoints = Checkpoints(context, job, self)
-    def step(self, number: int) -> None:
 
+    def step(self, number: int) -> None:
         """One training step, on its batch."""
         batch = self.feed.take(number)
         with self._record.step(number):
@@ -79,8 +79,8 @@ class Training:
             self.replica.finish()
             self.update.step(number)
         self._checkpoints.after(number)
-    def state_dict(self) -> dict[str, Tensor]:
 
+    def state_dict(self) -> dict[str, Tensor]:
         """This rank's part of the model's state, whole tensors on the CPU; every rank calls it."""
         return self.rest | self.replica.state_dict()
 
