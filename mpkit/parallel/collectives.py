@@ -198,14 +198,25 @@ class Collectives:
             lambda: self._wire.arrived(wire, tensor), src,
         ).wait()  # fmt: skip
 
-    def reduce(self, tensor: Tensor, dst: int = 0, group: Group | None = None) -> Tensor:
-        """Rank `dst` gets the sum of all ranks' tensors; the others get back their own. Not in place."""
+    def reduce(
+        self, tensor: Tensor, dst: int = 0, group: Group | None = None, *, in_place: bool = False
+    ) -> Tensor:
+        """Rank `dst` gets the sum of all ranks' tensors; the others get back their own.
+
+        Args:
+            tensor: any shape, the same on every rank.
+            dst: the root.
+            group: None: all ranks.
+            in_place: the sum is written into `dst`'s tensor, and the others' may be left with anything.
+        """
         group = self._check(group, "reduce", dst)
-        wire = self._wire.outgoing(tensor).clone()  # gloo leaves partial sums in everybody's
+        wire = self._wire.outgoing(tensor)
+        if not in_place:
+            wire = wire.clone()  # gloo leaves partial sums in everybody's
         return self._collective(
             Kind.REDUCE, group, tensor.nbytes,
             lambda: dist.reduce(wire, dst, group=group.handle, async_op=True),
-            lambda: self._wire.arrived(wire) if self.rank == dst else tensor, dst,
+            lambda: self._wire.arrived(wire, tensor if in_place else None) if self.rank == dst else tensor, dst,
         ).wait()  # fmt: skip
 
     def gather(self, tensor: Tensor, dst: int = 0, group: Group | None = None) -> Tensor:
@@ -231,13 +242,14 @@ class Collectives:
         """Rank `src`'s tensor, of which each rank receives its own n-th part of the first dimension.
 
         Args:
-            tensor: (n k, ...), of the same shape on every rank (only `src`'s values matter). Returns (k, ...).
+            tensor: (n k, ...), of the same shape on every rank (only `src`'s values matter: the others may give one
+                without memory, `torch.empty(1).expand(n * k)`). Returns (k, ...).
             src: the root.
             group: None: all ranks.
         """
         group = self._check(group, "scatter", src)
         part = self._part_shape(group, tensor, "scatter")
-        wire = self._wire.outgoing(tensor)
+        wire = self._wire.outgoing(tensor) if self.rank == src else tensor
         mine = self._wire.incoming(part, wire)
         parts = list(wire.chunk(group.size)) if self.rank == src else None
         return self._collective(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mpkit.parallel.microbatch import Value, leaves
+from mpkit.parallel.rows import as_bytes
 
 __all__ = ["Taken", "data_digest", "read_taken", "sample_digests"]
 
@@ -96,7 +97,7 @@ def _rows(tensor: Tensor) -> list[memoryview]:
     k, nbytes = tensor.shape[0], tensor[:1].nbytes
     if not k or not nbytes:
         return [memoryview(b"")] * k
-    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data: Any = as_bytes(tensor.detach().cpu()).numpy()
     flat = memoryview(data)
     return [flat[i * nbytes : (i + 1) * nbytes] for i in range(k)]
 

@@ -3,6 +3,7 @@
 This one keeps in step with nobody: serial training, and a pipeline's stages. The others have the same methods:
 
     ddp      every rank holds everything; gradients are summed
+    dp       rank 0 holds everything, and lends it to the others for each batch
     zero     what they would all hold alike is sharded
 
 A step calls them in this order:

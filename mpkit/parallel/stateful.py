@@ -16,7 +16,18 @@ from mpkit.plan import Plan
 if TYPE_CHECKING:
     from mpkit.launch.context import Context
 
-__all__ = ["StatefulBuffers"]
+__all__ = ["StatefulBuffers", "unequal_buffers"]
+
+
+def unequal_buffers(plan: Plan, module: nn.Module) -> list[Tensor]:
+    """The buffers that may come to differ between ranks: not those of statistics over the whole batch."""
+    equal = {
+        id(buffer)
+        for inner in module.modules()
+        if isinstance(inner, _BatchNorm) and plan.batchnorm == "sync"
+        for buffer in inner.buffers()
+    }
+    return [buffer for buffer in module.buffers() if id(buffer) not in equal]
 
 
 class StatefulBuffers:
@@ -24,13 +35,7 @@ class StatefulBuffers:
 
     def __init__(self, context: Context, plan: Plan, module: nn.Module) -> None:
         self._comm = context.comm
-        equal = {
-            id(buffer)
-            for inner in module.modules()
-            if isinstance(inner, _BatchNorm) and plan.batchnorm == "sync"
-            for buffer in inner.buffers()
-        }
-        self._buffers: list[Tensor] = [b for b in module.buffers() if id(b) not in equal]
+        self._buffers = unequal_buffers(plan, module)
         self._versions = [buffer._version for buffer in self._buffers]
 
     def synchronize(self) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from mpkit.models.chain import layers_of, prefix_of
 from mpkit.parallel.checkpoint import Checkpoints
 from mpkit.parallel.ddp import DDP
+from mpkit.parallel.deal import Deal
+from mpkit.parallel.dp import DP
 from mpkit.parallel.feed import Feed
 from mpkit.parallel.job import TrainJob
 from mpkit.parallel.pipeline import Pipeline
@@ -61,8 +63,13 @@ class Training:
         self.replica = make_replica(context, job, stages)
         self.update = Update(context, job, self.replica, wide)
         _watch(context, job, stages)
-        self.pipeline = Pipeline(context, job, self.replica)
-        self.feed = Feed(context, job, needed=self.pipeline.takes_data)
+        self.pipeline: Pipeline | DP
+        self.feed: Feed
+        if isinstance(self.replica, DP):  # which lays out the whole step, not only what becomes of gradients
+            self.pipeline, self.feed = self.replica, Deal(context, job)
+        else:
+            self.pipeline = Pipeline(context, job, self.replica)
+            self.feed = Feed(context, job, needed=self.pipeline.takes_data)
         self._told = False
         self._checkpoints = Checkpoints(context, job, self)
 
@@ -87,6 +94,8 @@ class Training:
 
 def make_replica(context: Context, job: TrainJob, stages: dict[int, Stage]) -> Replica:
     """How this rank keeps in step with those that hold the same."""
+    if job.plan.dp > 1 and job.plan.data_parallel == "dp":
+        return DP(context, job, stages)
     if job.plan.dp > 1:
         return DDP(context, job.plan, stages)
     return Replica(stages)

@@ -34,7 +34,7 @@ from mpkit.prepare.arguments import (
 from mpkit.prepare.batches import check_shares, check_split, of_every_size, take_batches
 from mpkit.prepare.dry_run import dry_run, quiet
 from mpkit.prepare.resume import check_saving, facts_of, find_checkpoint, take_up
-from mpkit.prepare.stages import check_sharing, cut_stages
+from mpkit.prepare.stages import check_gathered, check_sharing, cut_stages
 
 __all__ = ["TrainJob", "prepare"]
 
@@ -94,6 +94,7 @@ def prepare(
         numbers = dry_run(model, sizes, plan.microbatches, loss, replicas=plan.dp, precision=plan.precision)
         stages = cut_stages([name for name, _ in layers], next(iter(numbers.values()))[:-1], plan)
         check_sharing(layers, stages)
+        check_gathered(numbers, plan)
         check_optimizer(optimizer, layers, stages)
         facts = facts_of(model, optimizer)
     saving = check_saving(checkpoint_every, checkpoint_dir, checkpoint_keep)
@@ -105,7 +106,7 @@ def prepare(
         "batch_size": batches.size(0),
         "parameters": sum(parameter.numel() for parameter in parameters),
         "dtype": str(_dtype(parameters, plan)).removeprefix("torch."),
-        "replicas": plan.dp,
+        "replicas": plan.dp if plan.data_parallel == "ddp" else 1,  # who each know a share of the loss
         "steps": steps,
         "first_step": 0 if resume is None else resume.head.step,
         "seed": seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from itertools import groupby
 from math import prod
 
@@ -11,7 +12,7 @@ from mpkit.models.cut import cut
 from mpkit.parallel.job import LayerNumbers
 from mpkit.plan import Plan
 
-__all__ = ["check_sharing", "cut_stages"]
+__all__ = ["check_gathered", "check_sharing", "cut_stages"]
 
 
 def cut_stages(names: list[str], numbers: list[LayerNumbers], plan: Plan) -> list[range]:
@@ -70,4 +71,24 @@ def check_sharing(layers: list[tuple[str, nn.Module]], stages: list[range]) -> N
                 f"Layers {first!r} and {last!r} share a weight, and would be in stages {held[0]} and {held[-1]}: each "
                 "stage would train a copy of its own. What works in this version: weights that are not shared, a "
                 f"cut that leaves both in one stage, or Plan.serial()."
+            )
+
+
+def check_gathered(numbers: dict[Hashable, list[LayerNumbers]], plan: Plan) -> None:
+    """Where rank 0 gathers the outputs (DP), they are tensors whose first dimension is the batch.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if plan.dp == 1 or plan.data_parallel != "dp":
+        return
+    for key, layers in numbers.items():
+        assert isinstance(key, tuple)
+        samples, output = key[0][1][0], layers[-2].output
+        if output is None or any(spec.shape[:1] != (samples,) for spec in output.specs):
+            made = "neither a tensor nor a tuple of tensors" if output is None else f"{output}"
+            raise ValueError(
+                f"{plan}: DP gathers the outputs of all ranks in their first dimension, which has to be the batch, and "
+                f"of {samples} sample{'s' * (samples > 1)} the model makes {made}. Either let it return a tensor "
+                f"(batch, ...) or a tuple of such, or Plan.ddp({plan.dp}), which gathers none."
             )

@@ -1,0 +1,145 @@
+"""What a rank of DP computes: forward and backward of its share, and on rank 0 the loss of all shares together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mpkit.parallel.deal import Dealt
+from mpkit.parallel.job import Boundary, LayerNumbers, TrainJob
+from mpkit.parallel.microbatch import Value, leaves, map_tensors
+from mpkit.parallel.stage import RandomState, Stage, cast
+from mpkit.record.saved import Saved, saving
+from mpkit.schedule import Action
+from mpkit.trace import Kind
+
+if TYPE_CHECKING:
+    from mpkit.launch.context import Context
+
+__all__ = ["Kept", "ShareWork"]
+
+
+@dataclass
+class Kept:
+    """What a forward leaves for its backward."""
+
+    inputs: Value
+    outputs: tuple[Tensor, ...]
+    saved: Saved
+    random: RandomState | None  # at the beginning of the forward, if it is recomputed
+
+
+class ShareWork:
+    """The computing of one rank, recorded.
+
+    Args:
+        context: of this rank.
+        job: what to train, and how.
+        stage: the whole model.
+    """
+
+    def __init__(self, context: Context, job: TrainJob, stage: Stage) -> None:
+        self._record, self._device = context.record, context.device
+        self._job, self._stage = job, stage
+        self._recompute = job.plan.recompute == "full"
+
+    def forward(self, m: int, key: Hashable, inputs: Value) -> Kept:
+        """The outputs of this rank's share."""
+        op = self._begin(Kind.FORWARD, Action("F", 0, m), self._numbers(key))
+        random = RandomState.now(self._device) if self._recompute else None
+        with torch.set_grad_enabled(not self._recompute), saving(self._record, 0, key) as saved:
+            outputs = self._outputs(key, inputs)
+        self._track(outputs)
+        self._record.end(op)
+        return Kept(inputs, outputs, saved, random)
+
+    def _outputs(self, key: Hashable, inputs: Value) -> tuple[Tensor, ...]:
+        output = self._stage(inputs)
+        expected, made = self._job.boundary(key, 0), Boundary.of(output)
+        if made is None or made.shapes != expected.shapes:
+            raise ValueError(
+                f"the model made {made or type(output).__name__}, and {expected} of inputs of the same shape before: "
+                "DP gathers outputs, whose shapes may depend on the shapes of the data, and not on its values. "
+                "Plan.ddp gathers none."
+            )
+        return (output,) if isinstance(output, Tensor) else output
+
+    def loss(
+        self, m: int, dealt: Dealt, outputs: tuple[Tensor, ...], wants: list[bool], scale: float
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """The micro-batch's share of the loss, of everybody's outputs; and the gradient of each output."""
+        job, record = self._job, self._record
+        targets = self.to_device(_joined([targets for _, targets in dealt.dealt]))
+        numbers = [job.numbers[key][-1] for key, rows in zip(dealt.keys, dealt.rows, strict=True) if rows]
+        ends = tuple(t.requires_grad_(wanted) for t, wanted in zip(outputs, wants, strict=True))
+        op = self._begin(Kind.FORWARD, "loss", numbers, m)
+        with saving(record, -1, tuple(dealt.keys)) as saved:
+            output = job.boundary(dealt.keys[0], 0).pack(ends)
+            if job.plan.precision != "full":
+                output = cast(output, torch.float32)  # a loss sums much, which 16 bits are too few for
+            loss = job.loss(output, targets) * dealt.whole
+        record.end(op)
+        op = self._begin(Kind.BACKWARD, "loss", numbers, m)
+        torch.autograd.backward([loss], [torch.full_like(loss, scale)])
+        saved.release()
+        gradients = tuple(end.grad for end in ends)
+        self._track(tuple(gradient for gradient in gradients if gradient is not None))
+        record.end(op)
+        return loss.detach(), gradients
+
+    def backward(
+        self, m: int, key: Hashable, kept: Kept, wanted: list[int], gradients: tuple[Tensor, ...]
+    ) -> None:
+        """The gradients of the parameters, from those of this rank's outputs; outputs not wanted have none."""
+        numbers = self._numbers(key)
+        if kept.random is not None:
+            op = self._begin(Kind.RECOMPUTE, Action("F", 0, m), numbers)
+            again, spare = kept.random.again(self._device), self._stage.spare_buffers()
+            with again, spare, saving(self._record, 0, key) as kept.saved:
+                kept.outputs = self._outputs(key, kept.inputs)
+            self._record.end(op)
+        op = self._begin(Kind.BACKWARD, Action("B", 0, m), numbers)
+        if wanted:
+            torch.autograd.backward([kept.outputs[i] for i in wanted], list(gradients))
+        kept.saved.release()
+        self._record.end(op)
+
+    # ---- record and device --------------------------------------------------------------------------------
+
+    def _numbers(self, key: Hashable) -> list[LayerNumbers]:
+        """Of the layers, without the loss."""
+        return self._job.numbers[key][:-1]
+
+    def _begin(self, kind: Kind, what: Action | str, numbers: list[LayerNumbers], m: int = -1) -> int:
+        """Record that compute begins, with its FLOPs and bytes."""
+        flops = [layer.flops for layer in numbers]
+        back = kind == Kind.BACKWARD
+        done = sum(f.backward if back else f.forward for f in flops)
+        moved = sum(f.backward_bytes if back else f.forward_bytes for f in flops)
+        stage, m = (what.stage, what.microbatch) if isinstance(what, Action) else (-1, m)
+        return self._record.begin(kind, str(what), stage=stage, microbatch=m, flops=done, nbytes=moved)
+
+    def to_device(self, value: Value) -> Value:
+        """A copy on the device."""
+        copies = self._device.type != "cpu"
+        nbytes = sum(tensor.nbytes for tensor in leaves(value))
+        op = self._record.begin(Kind.COPY_TO_DEVICE, nbytes=nbytes) if copies else -1
+        copied = map_tensors(lambda tensor: tensor.to(self._device, copy=True), value)
+        if copies:
+            self._record.end(op)
+        self._track(tuple(leaves(copied)))
+        return copied
+
+    def _track(self, tensors: tuple[Tensor, ...]) -> None:
+        for tensor in tensors:
+            self._record.ledger.track(tensor, "activations")
+
+
+def _joined(values: list[Value]) -> Value:
+    """Shares, one after the other."""
+    parts = [iter(leaves(value)) for value in values]
+    return map_tensors(lambda _: torch.cat([next(part) for part in parts]), values[0])

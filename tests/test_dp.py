@@ -1,0 +1,179 @@
+"""DP, as torch.nn.DataParallel does it: five exchanges a batch, rank 0 busier and fuller, serial training's numbers."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.data import text_batches
+from mpkit.models import GPT, next_token_loss
+from mpkit.run import Run
+
+Train = Callable[..., Run]
+# Ranks get this module's functions by value, and need not import the module and what tests need.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def train(clusters: Callable[[int], mk.Cluster]) -> Train:
+    """`train(model, data, plan, ...)` on as many ranks as the plan takes, waited for."""
+
+    def run(model: nn.Module, data: Any, plan: mk.Plan, **how: Any) -> Run:
+        return clusters(plan.ranks).train(model, data, plan, **how).wait()
+
+    return run
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def check_equal(train: Train, model: nn.Module, data: Any, plan: mk.Plan, *, loss: Any) -> Run:
+    """Losses and weights after 5 steps are those of one process, as anyone would write it."""
+    run = train(model, data, plan, loss=loss, optimizer=adamw, steps=5)
+    model = copy.deepcopy(model)
+    optimizer = adamw(model.parameters())
+    losses = []
+    for step in range(5):
+        inputs, targets = data[step % len(data)]
+        optimizer.zero_grad()
+        value = loss(model(**inputs) if isinstance(inputs, dict) else model(inputs), targets)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    exact = {"rtol": 1e-8, "atol": 1e-10}
+    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(losses), **exact)
+    torch.testing.assert_close(run.state_dict(), model.state_dict(), **exact)
+    return run
+
+
+# ---------------------------------------------------------------- what it is known for
+
+
+def test_five_exchanges_a_batch(train: Train) -> None:
+    torch.manual_seed(1)
+    model = GPT(layers=2, width=16, heads=2, length=12)
+    data = text_batches(8, 12, 3)
+    run = train(model, data, mk.Plan.dp(4), loss=next_token_loss, optimizer=adamw, steps=3)
+    frame = run.timeline().to_dataframe()
+    frame = frame[(frame["step"] == 2) & (frame["lane"] != "host")]
+    psi = 4 * sum(parameter.numel() for parameter in model.parameters())
+    inputs, outputs = data[0][0].nbytes, 8 * 12 * 256 * 4
+    shared = [
+        ("scatter", inputs),
+        ("broadcast", psi),
+        ("forward", None),
+        ("gather", outputs),
+        ("scatter", outputs),
+        ("backward", None),
+        ("reduce", psi),
+    ]
+    alone = [("forward", None), ("backward", None)]  # of the loss
+    for rank in range(4):
+        mine = frame[frame["rank"] == rank]
+        found = [
+            (kind, None if lane == "compute" else nbytes)
+            for kind, lane, nbytes in zip(mine["kind"], mine["lane"], mine["bytes"], strict=True)
+        ]
+        assert found == (shared if rank else [*shared[:4], *alone, *shared[4:], ("optimizer", None)])
+
+
+def test_rank_0_is_fuller_than_the_rest(train: Train) -> None:
+    torch.manual_seed(2)
+    model = GPT(layers=2, width=16, heads=2, length=12)
+    run = train(model, text_batches(8, 12, 1), mk.Plan.dp(2), loss=next_token_loss, optimizer=adamw, steps=3)
+    timeline = run.timeline()
+    psi = 4 * sum(parameter.numel() for parameter in model.parameters())
+    first, second = timeline.peak_memory
+    assert (first["params"], first["grads"], first["optimizer"]) == (psi, psi, 2 * psi)
+    assert (second["params"], second["grads"], second["optimizer"]) == (psi, psi, 0)
+    assert first["activations"] > 1.5 * second["activations"]  # all outputs, and what the loss makes of them
+    # Between two batches the others have nothing.
+    held = timeline.held[timeline.held["rank"] == 1]
+    assert [int(held["total"][held["category"] == number][-1]) for number in (0, 1)] == [0, 0]
+
+
+# ---------------------------------------------------------------- equal to serial training
+
+
+def test_batches_that_do_not_divide(train: Train) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    for size in (1, 3, 5, 7):
+        check_equal(train, model, [(normal(size, 3), normal(size, 2))], mk.Plan.dp(4), loss=F.mse_loss)
+
+
+class Several(nn.Module):
+    """Inputs by name, of several dtypes; outputs of several, one without a gradient and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 5)
+        self.second.requires_grad_(False)
+
+    def forward(self, x: Tensor, keep: Tensor) -> tuple[Tensor, ...]:
+        h = self.body(x).tanh() * keep[:, None]
+        return self.first(h), keep.long().sum().expand(len(x)), self.second(h)
+
+
+def loss_of_first(outputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+    return F.mse_loss(outputs[0], targets)
+
+
+def test_several_inputs_and_outputs(train: Train) -> None:
+    torch.manual_seed(4)
+    inputs = {"keep": torch.tensor([True, False, True, True, True]), "x": normal(5, 3)}
+    check_equal(train, Several().double(), [(inputs, normal(5, 2))], mk.Plan.dp(3), loss=loss_of_first)
+
+
+def contrast(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Each sample against all others of the batch."""
+    return F.cross_entropy(outputs @ targets.T, torch.arange(len(outputs)))
+
+
+def test_a_loss_over_the_whole_batch(train: Train) -> None:
+    # Which DDP could not: its ranks see their own shares only.
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    check_equal(train, model, [(normal(7, 3), normal(7, 2))], mk.Plan.dp(3), loss=contrast)
+
+
+# ---------------------------------------------------------------- what it refuses
+
+
+class Summary(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x).mean(0)
+
+
+class Named(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return {"logits": super().forward(x)}
+
+
+def test_outputs_that_cannot_be_gathered(train: Train) -> None:
+    data = [(torch.zeros(6, 3), torch.zeros(6, 2))]
+    with pytest.raises(ValueError, match=r"of 3 samples the model makes \[2\] float32.*Plan.ddp\(2\)"):
+        train(Summary(3, 2), data, mk.Plan.dp(2), loss=lambda o, t: (o - t).mean(), optimizer=adamw, steps=1)
+    with pytest.raises(ValueError, match="the model makes neither a tensor nor a tuple"):
+        train(
+            Named(3, 2),
+            data,
+            mk.Plan.dp(2),
+            loss=lambda o, t: (o["logits"] - t).mean(),
+            optimizer=adamw,
+            steps=1,
+        )
