@@ -1,8 +1,9 @@
 """trace_fake: a Plan at full size, on hardware and rank counts that nobody here has, in seconds and without memory.
 
+trace     the caller's side: checks, and a Trace of all ranks from what one process played
 play      the rank's side: one rank of many, on tensors without content
 """
 
-from mpkit.fake.trace_fake import trace_fake
+from mpkit.fake.trace import trace_fake
 
 __all__ = ["trace_fake"]

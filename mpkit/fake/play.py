@@ -86,7 +86,7 @@ def play(context: Context, script: Script) -> Played | None:
         return None  # of a cluster with more ranks, one is enough
     played = Played()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with _without_content() as mode:
             size = batch_size(_batch_of(script, mode)[0])
         played.stands_for = kinds(script.plan, size, script.rank)
         for rank in sorted(set(played.stands_for)):
@@ -128,7 +128,7 @@ def _play_one(rank: int, script: Script, played: Played) -> RankTrace:
     counting = Counting(script.device)
     with tempfile.TemporaryDirectory(prefix="mpkit-fake-") as folder:
         recorder = CountedRecorder(Path(folder), rank, counting)
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with _without_content() as mode:
             # ---- build
             job = _job(script, mode)
             played.meta = job.meta
@@ -138,6 +138,16 @@ def _play_one(rank: int, script: Script, played: Played) -> RankTrace:
                 train(Context(rank, plan.ranks, device, comm, recorder), job)
         recorder.close("finished")
         return read_rank(Path(folder), rank)
+
+
+def _without_content() -> FakeTensorMode:
+    """A mode in which tensors have no content.
+
+    torch's own keeps a weak reference to each one that it makes, and then does not let their module be moved or cast.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
+    return mode
 
 
 def _job(script: Script, mode: FakeTensorMode) -> TrainJob:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from mpkit.parallel.microbatch import Value, leaves
-from mpkit.parallel.rows import as_bytes
 
 __all__ = ["Taken", "data_digest", "read_taken", "sample_digests"]
 
@@ -97,7 +96,9 @@ def _rows(tensor: Tensor) -> list[memoryview]:
     k, nbytes = tensor.shape[0], tensor[:1].nbytes
     if not k or not nbytes:
         return [memoryview(b"")] * k
-    data: Any = as_bytes(tensor.detach().cpu()).numpy()
+    # Not .contiguous(): one sample of several passes for contiguous whatever its stride, and is no view of bytes.
+    flat_copy = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
+    data: Any = flat_copy.view(torch.uint8).numpy()
     flat = memoryview(data)
     return [flat[i * nbytes : (i + 1) * nbytes] for i in range(k)]
 

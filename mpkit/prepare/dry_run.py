@@ -57,7 +57,7 @@ def dry_run(
     found: dict[Hashable, list[LayerNumbers]] = {}
     dtype = PRECISIONS.get(precision)
     if dtype is not None:
-        model, loss = copy.deepcopy(model).to(dtype), _of_wide_outputs(loss)
+        model, loss = _narrow_copy(model, dtype), _of_wide_outputs(loss)
     fakes = _Fakes(model)
     for inputs, targets in batches:
         parts = {
@@ -78,6 +78,16 @@ def dry_run(
                     passed = _walk_for_real(model, x, y, loss)
                 found[key] = count_layers(model, x, y, loss, passed)
     return found
+
+
+def _narrow_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of the model in another dtype."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        narrow = cast(tensor.detach(), dtype)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(narrow, tensor.requires_grad) if is_parameter else narrow
+    return copy.deepcopy(model, memo)
 
 
 def _of_wide_outputs(loss: Loss) -> Loss:

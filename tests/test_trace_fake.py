@@ -1,0 +1,220 @@
+"""A rank played alone on tensors without content does what the real one does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.data import images, spirals, text_batches
+from mpkit.models import GPT, MLP, ConvNet, next_token_loss
+from mpkit.trace import Kind, RankTrace
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+MODEL_STATES = ("params", "grads", "optimizer")
+STEPS = 2  # DDP lays its buckets out anew after the first
+
+
+def test_what_is_private_to_torch_is_there() -> None:
+    """The names that fake ranks are made of; a version of torch without them fails here first."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils.flop_counter import flop_registry, shape_wrapper
+
+    with FakeTensorMode():
+        assert isinstance(torch.ones(2), FakeTensor)
+        with _disable_current_modes():
+            assert not isinstance(torch.ones(2), FakeTensor)
+    assert FakeStore() is not None
+    assert torch.ops.aten.mm in flop_registry
+    assert callable(shape_wrapper)
+
+
+# ---------------------------------------------------------------- equal to the real run
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any]] = {
+    "gpt": (
+        lambda: GPT(layers=2, width=16, heads=2, length=12),
+        lambda: text_batches(6, 12, 1)[0],
+        next_token_loss,
+    ),
+    "mlp": (lambda: MLP(2, 3, width=13, layers=3), lambda: spirals(6, 1)[0], F.cross_entropy),
+    "convnet": (
+        lambda: ConvNet(1, 4, width=4, layers=2),
+        lambda: images(6, 1, size=8)[0],
+        F.cross_entropy,
+    ),
+}
+
+
+def both(
+    clusters: Callable[[int], mk.Cluster], kind: str, plan: mk.Plan, optimizer: Any, **how: Any
+) -> tuple[mk.Trace, mk.Trace]:
+    """The trace of a real run, and the fake one of the same."""
+    model_fn, data, loss = MODELS[kind]
+    batch = data()
+    shape_only = tuple(torch.empty_like(tensor, device="meta") for tensor in batch)
+    run = (
+        clusters(plan.ranks)
+        .train(model_fn(), [batch], plan, loss=loss, optimizer=optimizer, steps=STEPS, **how)
+        .wait()
+    )  # one process's cluster may be that of the fake ranks
+    fake = mk.trace_fake(
+        model_fn, plan, batch=shape_only, loss=loss, optimizer=optimizer, steps=STEPS,
+        cluster=clusters(1), **how,
+    )  # fmt: skip
+    return run.trace, fake
+
+
+def communication(rank: RankTrace) -> list[tuple[Any, ...]]:
+    """What a rank asked for: kind, group, number, root, payload."""
+    ops = rank.ops[(rank.ops["kind"] >= 32) & (rank.ops["kind"] < 64)]
+    columns = ("kind", "number", "peer", "bytes", "step")
+    return [(rank.name(op["group"]), *(op[column] for column in columns)) for op in ops]
+
+
+def actions(rank: RankTrace) -> np.ndarray:
+    ops = rank.ops
+    return ops[(ops["kind"] < 16) & (ops["depth"] == 0)]
+
+
+def check_same(real: mk.Trace, fake: mk.Trace) -> None:
+    assert fake.world_size == real.world_size
+    peaks = [mk.Timeline.of(trace).peak_memory for trace in (real, fake)]
+    comm = [mk.Timeline.of(trace).comm_bytes for trace in (real, fake)]
+    assert comm[0] == comm[1]
+    for rank in range(real.world_size):
+        mine, played = real.ranks[rank], fake.ranks[rank]
+        assert communication(played) == communication(mine)
+        assert {key: peaks[1][rank][key] for key in MODEL_STATES} == {
+            key: peaks[0][rank][key] for key in MODEL_STATES
+        }
+        done, counted = actions(mine), actions(played)
+        assert counted["kind"].tolist() == done["kind"].tolist()
+        counts = (done["kind"] == Kind.FORWARD) | (done["kind"] == Kind.BACKWARD)
+        assert counted["flops"][counts].tolist() == done["flops"][counts].tolist()
+
+
+CASES = [
+    ("gpt", mk.Plan.serial(microbatches=2)),
+    ("mlp", mk.Plan.serial(precision="bf16")),
+    ("gpt", mk.Plan.ddp(2)),
+    ("mlp", mk.Plan.ddp(4, bucket_mb=0.001)),  # of 6 samples: 2, 2, 1, 1
+    ("mlp", mk.Plan.ddp(2, microbatches=2, unused="allow")),
+    ("mlp", mk.Plan.ddp(2, precision="fp16")),
+    ("mlp", mk.Plan.ddp(2, offload="optimizer")),
+]
+
+
+@pytest.mark.parametrize(("kind", "plan"), CASES, ids=repr)
+def test_memory_communication_and_flops_are_those_of_the_real_run(
+    clusters: Callable[[int], mk.Cluster], kind: str, plan: mk.Plan
+) -> None:
+    real, fake = both(clusters, kind, plan, adamw)
+    check_same(real, fake)
+    assert np.isnan(fake.losses).all()
+
+
+def test_with_batchnorm_and_clipping(clusters: Callable[[int], mk.Cluster]) -> None:
+    real, fake = both(clusters, "convnet", mk.Plan.ddp(2, batchnorm="local"), sgd, max_grad_norm=0.1)
+    check_same(real, fake)
+
+
+# ---------------------------------------------------------------- at full size
+
+
+def tokens(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(batch, length, dtype=torch.long, device="meta"), torch.empty(
+        batch, length, dtype=torch.long, device="meta"
+    )
+
+
+def test_gpt2_on_64_ranks_without_its_memory(clusters: Callable[[int], mk.Cluster]) -> None:
+    """GPT-2 small's sizes with an untied head, 163 M parameters: in fp32 with AdamW 16 bytes each."""
+    trace = mk.trace_fake(
+        lambda: GPT(vocab=50257, length=1024, layers=12, width=768, heads=12), mk.Plan.ddp(64),
+        batch=tokens(64, 1024), loss=next_token_loss, optimizer=adamw, steps=2, cluster=clusters(1),
+    )  # fmt: skip
+    psi = trace.meta["parameters"]
+    assert psi == 163_037_184
+    timeline = mk.Timeline.of(trace)
+    assert timeline.world_size == 64
+    for held in (timeline.peak_memory[0], timeline.peak_memory[63]):
+        assert (held["params"], held["grads"], held["optimizer"]) == (4 * psi, 4 * psi, 8 * psi)
+    assert timeline.comm_bytes[7]["all_reduce"] == 4 * psi
+    # What a step computes at least: 6 FLOPs a weight and token, of all weights but the embeddings (Kaplan et al. 2020).
+    matrices = psi - (50257 + 1024) * 768
+    assert timeline.spans["flops"][timeline.spans["rank"] == 0].sum() > 6 * matrices * 1024
+    assert timeline.meta["fake"]["played"] == [0]
+    assert "without content, 1 of 64 ranks" in timeline.notes[1]
+    faster = mk.Timeline.of(trace, "8x-h100-nvlink")
+    assert faster.step_time < timeline.step_time
+
+
+def test_times_within_an_action_are_counted_operator_by_operator(
+    clusters: Callable[[int], mk.Cluster],
+) -> None:
+    """Two products of 2 b n n FLOPs, each followed by something that only moves bytes."""
+    b, n, one = 64, 512, mk.Device("toy", {"float32": 1e9}, bandwidth=1e9)
+    toy = mk.Hardware("toy", one, mk.Link("wire", 0.0, 1e9))
+    trace = mk.trace_fake(
+        lambda: nn.Sequential(nn.Linear(n, n, bias=False), nn.ReLU()), mk.Plan.serial(),
+        batch=(torch.empty(b, n, device="meta"), torch.empty(b, n, device="meta")),
+        loss=lambda y, t: y.sum(), optimizer=sgd, hardware=toy, cluster=clusters(1),
+    )  # fmt: skip
+    forward = mk.Timeline.of(trace, toy).to_dataframe().query("kind == 'forward'").iloc[0]
+    product, relu = 2 * b * n * n / 1e9, 2 * b * n * 4 / 1e9
+    rest = b * n * 4 / 1e9  # the sum reads what the ReLU made; scalars are nothing
+    copies = 4 * b * n * 4 / 1e9  # inputs and targets to the device: read and written
+    assert forward["end"] - forward["start"] == pytest.approx(product + relu + rest, abs=copies)
+    with pytest.raises(ValueError, match=r"'toy', which the catalogue does not have"):
+        mk.Timeline.of(trace)
+
+
+# ---------------------------------------------------------------- what cannot be played
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_fn": nn.Linear(2, 2)}, "a function that makes the model"),
+        ({"plan": mk.Plan.gpipe(2, 2)}, "pipelines cannot yet"),
+        ({"plan": "ddp"}, "give a Plan"),
+        ({"rank": 2}, "has the ranks 0 to 1"),
+        ({"hardware": "abacus"}, "none of that name"),
+        ({"batch": torch.zeros(3)}, r"a pair \(inputs, targets\)"),
+        ({"batch": (torch.zeros(4, 3), torch.zeros(4, 2))}, "The model refuses data of this shape"),
+        ({"loss": lambda y, t: y}, "not a scalar"),
+        ({"optimizer": 3}, "it is a function of parameters"),
+        ({"model_fn": lambda: 3}, "model is int"),
+    ],
+)
+def test_mistakes_are_explained(
+    clusters: Callable[[int], mk.Cluster], change: dict[str, Any], words: str
+) -> None:
+    good: dict[str, Any] = {
+        "model_fn": lambda: nn.Sequential(nn.Linear(2, 2)), "plan": mk.Plan.ddp(2),
+        "batch": (torch.zeros(4, 2), torch.zeros(4, 2)), "loss": F.mse_loss, "optimizer": sgd,
+        "cluster": clusters(1),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=words):
+        mk.trace_fake(**{**good, **change})
