@@ -2,7 +2,8 @@
 
     16 bits    a weight moves by less than fp16 can show: the optimizer keeps fp32 copies (Micikevicius et al., "Mixed
                Precision Training", ICLR 2018, section 3.1)
-    offload    the optimizer works on the host, on copies there (Ren et al., "ZeRO-Offload", ATC 2021, section 4)
+    offload    the optimizer works on the host, on copies there (Ren et al., "ZeRO-Offload", ATC 2021, section 4);
+               where the parameters are on the host anyway, on these
 
 A step's way: gradients are copied to the masters (`gradients`), the optimizer steps, the masters are copied back
 (`renew`). Where neither is needed the masters are the pieces themselves, and nothing is copied.
@@ -42,7 +43,8 @@ class Masters:
         self._record, self._device = context.record, context.device
         self._pieces = pieces
         self._narrow = plan.precision != "full"
-        self._offload = plan.offload != "none"
+        self._on_host = plan.offload != "none"
+        self._offload = plan.offload == "optimizer"  # else what is copied is there already
         self.copies = self._narrow or self._offload
         self._of = {piece: self._make(piece, wide) for piece in pieces} if self.copies else {}
 
@@ -51,8 +53,8 @@ class Masters:
         if piece.parameter in wide:
             whole = wide[piece.parameter].reshape(-1)[piece.start : piece.end]
             source = whole.view(piece.held.shape)
-        copy = source.to("cpu" if self._offload else self._device, copy=True)
-        if not self._offload:
+        copy = source.to("cpu" if self._on_host else self._device, copy=True)
+        if not self._on_host:
             self._record.ledger.track(copy, "optimizer")
         return nn.Parameter(copy)
 
@@ -73,7 +75,7 @@ class Masters:
         for piece, master in self._of.items():
             gradient = piece.held.grad
             master.grad = None if gradient is None else gradient.to(master.device, master.dtype, copy=True)
-            if master.grad is not None and not self._offload:
+            if master.grad is not None and not self._on_host:
                 self._record.ledger.track(master.grad, "buffers")
         self._record.end(op)
 

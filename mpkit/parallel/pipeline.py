@@ -195,6 +195,7 @@ class Pipeline:
             torch.autograd.backward(wanted, gradients)
         if kept.saved is not None:
             kept.saved.release()
+        self.replica.after_backward()
         self.record.end(op)
         if s > 0:
             self._pass_back(s, m, kept.inputs)

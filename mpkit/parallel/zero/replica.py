@@ -1,0 +1,243 @@
+"""ZeRO: what all replicas would hold alike is sharded among them.
+
+Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+SC 2020, section 5. Of psi parameters in mixed precision with Adam, n ranks hold, each, in bytes:
+
+                    parameters   gradients   optimizer states
+    DDP                2 psi        2 psi         12 psi
+    1  P_os            2 psi        2 psi         12 psi / n
+    2  P_os+g          2 psi        2 psi / n     12 psi / n
+    3  P_os+g+p        2 psi / n    2 psi / n     12 psi / n
+
+and a step goes through these phases:
+
+    gather     (3) a layer's parameters just before its forward and its backward, freed after        `gather`
+    reduce     gradients to who keeps their shard, while the backward goes on                         `gradients`
+    update     each rank the optimizer on its shard
+    renew      (1, 2) the updated shards are gathered into everybody's parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.models.chain import layers_of
+from mpkit.parallel.replica import Piece, Replica
+from mpkit.parallel.stage import Stage
+from mpkit.parallel.stateful import StatefulBuffers
+from mpkit.parallel.zero.flat import Flat, Layout
+from mpkit.parallel.zero.gather import Gathering
+from mpkit.parallel.zero.gradients import Gradients
+from mpkit.parallel.zero.units import group, sites_of
+from mpkit.plan import Plan
+from mpkit.trace import Kind
+
+if TYPE_CHECKING:
+    from mpkit.launch.context import Context
+
+__all__ = ["Zero", "shard"]
+
+
+class Zero(Replica):
+    """A replica that holds its shards, and what its stage of ZeRO leaves whole.
+
+    Args:
+        context: of this rank.
+        plan: zero, offload, bucket_mb, prefetch, unused, batchnorm.
+        stages: the model, on this rank's device.
+
+    Attributes:
+        pieces: of every parameter that is trained this rank's part, maybe of no elements.
+    """
+
+    shares_alone = False
+
+    def __init__(self, context: Context, plan: Plan, stages: dict[int, Stage]) -> None:
+        super().__init__(stages)
+        self._comm, self._record, self._rank = context.comm, context.record, context.rank
+        self._stage, self._on_host = plan.zero, plan.offload == "params"
+        module = nn.ModuleList(stage.layers for stage in stages.values())
+        sites = sites_of(stages)
+        # ---- flat tensors of parameters, as rank 0 has them
+        groups = group(sites, plan.zero, int(plan.bucket_mb * 2**20))
+        self._params = [self._flatten(parameters) for parameters in groups]
+        self._broadcast_rest(module, groups)
+        self._stateful = StatefulBuffers(context, plan, module)
+        # ---- of their gradients
+        ledger, keeps_whole = context.record.ledger, plan.zero == 1
+        trained = [flat for flat in self._params if flat.layout.parameters[0].requires_grad]
+        self._grads = [Flat(flat.layout, ledger, "grads", keeps_whole=keeps_whole) for flat in trained]
+        self._pieces_of(trained)
+        self._gradients = Gradients(
+            self._comm,
+            self._grads,
+            {piece.parameter: piece.name for piece in self.pieces},
+            keeps_whole=keeps_whole,
+            allows_unused=plan.unused == "allow",
+        )
+        # ---- stage 3: parameters come and go
+        self._gathering = None
+        if plan.zero == 3:
+            self._gathering = Gathering(
+                self._comm, self._record, sites, self._params, prefetch=plan.prefetch, on_host=self._on_host
+            )
+
+    def _flatten(self, parameters: list[nn.Parameter]) -> Flat:
+        """Move parameters into a flat tensor, of which they become views."""
+        layout = Layout(parameters, self._rank, self._comm.world_size)
+        flat = Flat(layout, self._record.ledger, "params", keeps_whole=self._stage < 3, on_host=self._on_host)
+        for parameter, view in zip(parameters, flat.views, strict=True):
+            view.copy_(parameter.detach())
+            parameter.data = view
+        flat.whole[layout.numel :] = 0
+        self._comm.broadcast(flat.whole)
+        flat.shard.copy_(flat.mine)
+        return flat
+
+    def _broadcast_rest(self, module: nn.Module, groups: list[list[nn.Parameter]]) -> None:
+        """Everybody takes rank 0's buffers, and parameters that are not sharded."""
+        sharded = {parameter for parameters in groups for parameter in parameters}
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor not in sharded:
+                self._comm.broadcast(tensor.detach())
+
+    def _pieces_of(self, trained: list[Flat]) -> None:
+        """Put this rank's parts in the place of whole parameters."""
+        self._held: dict[nn.Parameter, tuple[nn.Parameter, Tensor]] = {}  # and its gradient
+        own: dict[nn.Parameter, tuple[int, int]] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []  # of gradient shards on the host
+        for flat, grads in zip(trained, self._grads, strict=True):
+            layout, gradients = flat.layout, grads.shard
+            if self._on_host:
+                gradients = torch.empty_like(flat.shard, pin_memory=flat.shard.is_pinned())
+                self._copies.append((gradients, grads.shard))
+            for i, parameter in enumerate(layout.parameters):
+                start, end = own[parameter] = layout.own(i)
+                at = layout.starts[i] + start - layout.begin if end else 0
+                held = nn.Parameter(flat.shard[at : at + end - start])
+                self._held[parameter] = held, gradients[at : at + end - start]
+        self.pieces = [
+            Piece(
+                piece.name,
+                piece.parameter,
+                piece.shape,
+                *own[piece.parameter],
+                self._held[piece.parameter][0],
+            )
+            for piece in self.pieces
+        ]
+
+    def frozen(self) -> list[Piece]:
+        """What this rank holds of the parameters that are not trained: in stage 3 its shards."""
+        pieces = super().frozen()
+        if self._stage < 3:
+            return pieces
+        found = []
+        for flat in self._params:
+            layout = flat.layout
+            for piece in pieces:
+                if piece.parameter in set(layout.parameters):
+                    i = layout.parameters.index(piece.parameter)
+                    start, end = layout.own(i)
+                    at = layout.starts[i] + start - layout.begin if end else 0
+                    held = nn.Parameter(flat.shard[at : at + end - start], requires_grad=False)
+                    found.append(Piece(piece.name, piece.parameter, piece.shape, start, end, held))
+        return found
+
+    # ---- a step -------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Take rank 0's buffers where they changed; no gradient has come."""
+        self._stateful.synchronize()
+        self._gradients.begin_step()
+
+    def before_backward(self, last: bool) -> None:
+        """Stages 2 and 3 reduce the gradients of every backward, stage 1 of the last."""
+        self._gradients.before_backward(last)
+
+    def after_backward(self) -> None:
+        """Nothing of a layer stays."""
+        self._gradients.after_backward()
+        if self._gathering is not None:
+            self._gathering.after_backward()
+
+    def finish(self) -> None:
+        """Wait for the gradients of this rank's pieces.
+
+        Raises:
+            MpkitError: a parameter has no gradient, and the plan does not allow that.
+        """
+        unused = self._gradients.finish()
+        if self._on_host:
+            op = self._record.begin(Kind.COPY_TO_HOST, nbytes=sum(there.nbytes for _, there in self._copies))
+            for host, there in self._copies:
+                host.copy_(there)
+            self._record.end(op)
+        for parameter, (held, gradient) in self._held.items():
+            held.grad = None if parameter in unused else gradient
+
+    def updated(self) -> None:
+        """Gather the updated shards into everybody's parameters; in stage 3 that is done when they are needed."""
+        if self._gathering is None:
+            works = [
+                self._comm.all_gather(flat.shard, async_op=True, out=flat.whole) for flat in self._params
+            ]
+            for work in works:
+                work.wait()
+
+    # ---- the end ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, all parameters are whole on every rank; every rank enters. What is written into them is lost."""
+        if self._gathering is None:
+            yield
+        else:
+            with self._gathering.gathered():
+                yield
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole state on rank 0, nothing on the others; every rank calls it."""
+        self._stateful.synchronize()
+        with self._record.span("gather the weights"), self.gathered():
+            if self._rank != 0:
+                return {}
+            # Copies: what is gathered is gone when this block is over.
+            return {name: value.clone() for name, value in super().state_dict().items()}
+
+
+def shard(context: Context, model: nn.Module, stage: int = 3, **options: Any) -> Zero:
+    """Shard a model of your own, in a function that `Cluster.run` calls on every rank.
+
+    The model's layers work as before, on the same tensors in and out; what is held of them is this rank's shard.
+
+    Args:
+        context: the function's first argument.
+        model: on `context.device`, or copied there.
+        stage: of ZeRO, 1 to 3.
+        options: other fields of a Plan, such as prefetch.
+
+    >>> import mpkit as mk
+    >>> def train(ctx):
+    ...     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    ...     zero = shard(ctx, model)
+    ...     optimizer = torch.optim.SGD([piece.held for piece in zero.pieces], lr=0.1)
+    ...     zero.begin_step()
+    ...     zero.before_backward(last=True)
+    ...     model(torch.ones(3, 4)).mean().backward()
+    ...     zero.finish()
+    ...     optimizer.step()
+    ...     zero.updated()
+    ...     with zero.gathered():
+    ...         return [tuple(piece.held.shape) for piece in zero.pieces], model[0].weight.shape
+    >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+    ...     cluster.run(train)[0]
+    ([(20,), (0,), (9,), (0,)], torch.Size([8, 4]))
+    """
+    plan = Plan(dp=context.world_size, zero=stage, **options)
+    return Zero(context, plan, {0: Stage(0, layers_of(model), context.device)})

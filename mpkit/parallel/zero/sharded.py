@@ -1,0 +1,61 @@
+"""A parameter that is not there: stage 3 shards it, and no layer needs it at the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpkit.errors import MpkitError
+
+__all__ = ["ShardedParameter", "veil"]
+
+# What may be asked of a parameter without its numbers.
+METHODS = {
+    "untyped_storage", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "numel", "nelement",
+    "dim", "ndimension", "size", "stride", "element_size", "is_floating_point", "is_complex", "__len__",
+}  # fmt: skip
+NUMBERS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+
+
+class ShardedParameter(nn.Parameter):
+    """What a parameter is while it is not gathered: it knows its shape, and says so if its numbers are asked for.
+
+    The memory that they would be read from does not exist, so reading them would kill the process.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Let pass what needs no numbers."""
+        name = func.__name__
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        is_harmless = attribute not in NUMBERS if name in ("__get__", "__set__") else name in METHODS
+        if is_harmless:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        sharded = next((arg for arg in args if isinstance(arg, cls)), None)
+        of_shape = f" of shape {list(sharded.shape)}" if sharded is not None else ""
+        raise MpkitError(
+            f"{name} of a parameter{of_shape} that is sharded: each rank holds a part of it, and it is whole only "
+            "while its layer computes. Look at it inside `with replica.gathered():`, which all ranks enter; a layer's "
+            "parameters that another module uses are whole if that one calls the layer, or shares the parameter."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"<parameter of shape {list(self.shape)}, sharded; whole inside `with replica.gathered():`>"
+
+
+def veil(parameters: Iterable[nn.Parameter], *, sharded: bool) -> None:
+    """Make the parameters sharded ones, or take that back. Subclasses of a user's own stay what they are."""
+    now, then = (nn.Parameter, ShardedParameter) if sharded else (ShardedParameter, nn.Parameter)
+    for parameter in parameters:
+        if parameter.__class__ is now:
+            parameter.__class__ = then

@@ -1,0 +1,102 @@
+"""Units: which parameters lie in one flat tensor, and the layers that use them.
+
+    P_os        buckets as DDP's, in reverse order of use: the first of 1 MiB, the others of `bucket_mb`
+    P_os+g      a layer each, so that a layer's gradients are gone when the next one's come; small layers together
+    P_os+g+p    a layer each, so that a layer's parameters are there while it computes, and only then
+
+A parameter that several layers share belongs to the first of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import nn
+
+from mpkit.parallel.bucket import FIRST_BYTES
+from mpkit.parallel.stage import Stage
+from mpkit.record.hooks import layers_of
+
+__all__ = ["Site", "group", "sites_of"]
+
+
+@dataclass(eq=False)
+class Site:
+    """A module before whose forward and backward its parameters have to be there.
+
+    Attributes:
+        module: a layer; or, where the model is no chain, the model itself, around its layers.
+        own: parameters that are in no site before.
+        uses: all that its own computation may use.
+        around: whether other sites are within it.
+    """
+
+    module: nn.Module
+    own: list[nn.Parameter]
+    uses: list[nn.Parameter]
+    around: bool = False
+
+
+def sites_of(stages: dict[int, Stage]) -> list[Site]:
+    """The sites of a model with parameters, in order of use.
+
+    A chain's are its layers. Any other model's are its children, those of the containers among them, and the model
+    itself, for what it has besides.
+    """
+    found: list[Site] = []
+    seen: set[nn.Parameter] = set()
+    for stage in stages.values():
+        names = list(stage.names)
+        for name, layer in zip(names, stage.layers, strict=True):
+            inner = [] if name else [child for _, child in layers_of(layer)]
+            within = {parameter for child in inner for parameter in child.parameters()}
+            direct = [parameter for parameter in layer.parameters() if parameter not in within]
+            modules = [
+                (layer, direct, bool(inner)),
+                *((child, list(child.parameters()), False) for child in inner),
+            ]
+            for module, uses, around in modules:
+                own = [parameter for parameter in uses if parameter not in seen]
+                seen.update(own)
+                if uses:
+                    found.append(Site(module, own, uses, around))
+    return found
+
+
+def group(sites: list[Site], zero: int, bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """The parameters that lie in one flat tensor, the last used first.
+
+    Stages 1 and 2 leave frozen parameters out: they are in no optimizer and have no gradient. Stage 3 shards them too,
+    apart from the others.
+
+    >>> from mpkit.models import chain
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    >>> sites = sites_of({0: Stage(0, chain(model), torch.device("cpu"))})
+    >>> [len(parameters) for parameters in group(sites, 1, 10**6)], [len(p) for p in group(sites, 3, 10**6)]
+    ([4], [2, 2])
+    """
+    found: list[list[nn.Parameter]] = []
+    filling: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    most = inf if zero == 3 else bucket_bytes
+    for site in reversed(sites):
+        for parameter in site.own:
+            if not (parameter.requires_grad or zero == 3):
+                continue
+            key = parameter.dtype, parameter.requires_grad
+            now = filling.setdefault(key, [])
+            if now and _nbytes(now) + parameter.nbytes > (
+                min(most, FIRST_BYTES) if zero == 1 and not found else most
+            ):
+                found.append(now)
+                now = filling[key] = []
+            now.append(parameter)
+        for key, now in list(filling.items()):  # the layer is over
+            if zero == 3 or (zero == 2 and _nbytes(now) >= FIRST_BYTES):
+                found.append(filling.pop(key))
+    return found + list(filling.values())
+
+
+def _nbytes(parameters: list[nn.Parameter]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
