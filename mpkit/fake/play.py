@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from mpkit.devices import Device
 from mpkit.launch.context import Context
-from mpkit.parallel.comm import Comm
+from mpkit.parallel.comm import Comm, Group
 from mpkit.parallel.microbatch import Value, batch_size, share, split
 from mpkit.parallel.train import train
 from mpkit.plan import Plan
@@ -84,16 +84,18 @@ def play(context: Context, script: Script) -> Played | None:
     """Play the ranks that the script asks for, one after the other; what `trace_fake` runs on a rank of its own."""
     if context.rank:
         return None  # of a cluster with more ranks, one is enough
-    played = Played()
+    played, said = Played(), Said()
     try:
         with _without_content() as mode:
             size = batch_size(_batch_of(script, mode)[0])
         played.stands_for = kinds(script.plan, size, script.rank)
-        for rank in sorted(set(played.stands_for)):
+        for rank in order(played.stands_for, script.plan):
             # ---- join
             dist.destroy_process_group()
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=script.plan.ranks)
-            played.ranks[rank] = _play_one(rank, script, played)
+            recorded = _play_one(rank, script, played, said)
+            if rank in played.stands_for:
+                played.ranks[rank] = recorded
     except ValueError as error:
         played.error = str(error)
     return played
@@ -123,7 +125,49 @@ def _samples(start: int, end: int, rank: int, n: int) -> int:
     return len(range(end)[share(start, end, rank, n)])
 
 
-def _play_one(rank: int, script: Script, played: Played) -> RankTrace:
+def order(stands_for: list[int], plan: Plan) -> list[int]:
+    """Which ranks to play: under DP the others do what rank 0 tells them, so it has its say first.
+
+    >>> order([1, 1], Plan.dp(2)), order([1, 1], Plan.ddp(2))
+    ([0, 1], [1])
+    """
+    return sorted({*stands_for, *([0] if plan.data_parallel == "dp" else [])})
+
+
+Said = dict[int, Tensor]
+"""What rank 0 broadcast, as far as it was numbers and not tensors without content; by the number of the broadcast."""
+
+
+class FakeComm(Comm):
+    """Communication with ranks that are not there: but what rank 0 said, if it was played before, is heard.
+
+    Args:
+        rank: the one that is played.
+        world_size: of the fake process group.
+        recorder: on the clock that counts.
+        counting: that clock.
+        said: filled by rank 0.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, recorder: CountedRecorder, counting: Counting, said: Said
+    ) -> None:
+        super().__init__(rank, world_size, recorder, torch.device("cpu"), "fake")
+        self._counting, self._said = counting, said
+
+    def broadcast(self, tensor: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
+        """As a Comm's."""
+        whole = super().broadcast(tensor, src, group)
+        number = (group or self.world).issued
+        numbers = self._counting.numbers(whole)
+        if self.rank == src and numbers is not None:
+            self._said[number] = numbers
+        elif self.rank != src and number in self._said:
+            self._counting.tell(whole, self._said[number])
+        return whole
+
+
+def _play_one(rank: int, script: Script, played: Played, said: Said) -> RankTrace:
     plan, device = script.plan, torch.device("cpu")
     counting = Counting(script.device)
     with tempfile.TemporaryDirectory(prefix="mpkit-fake-") as folder:
@@ -132,7 +176,7 @@ def _play_one(rank: int, script: Script, played: Played) -> RankTrace:
             # ---- build
             job = _job(script, mode)
             played.meta = job.meta
-            comm = Comm(rank, plan.ranks, recorder, device, "fake")
+            comm = FakeComm(rank, plan.ranks, recorder, counting, said)
             # ---- count, train
             with counting:
                 train(Context(rank, plan.ranks, device, comm, recorder), job)

@@ -92,6 +92,14 @@ class Counting(TorchDispatchMode):
             self.seconds += self.device.time(flops, nbytes, _dtype(args, out))
         return out
 
+    def numbers(self, tensor: Tensor) -> Tensor | None:
+        """What a tensor that still knows its numbers was made of."""
+        return self._numbers.get(tensor.untyped_storage())
+
+    def tell(self, tensor: Tensor, numbers: Tensor) -> None:
+        """These are a tensor's numbers, until it is written into."""
+        self._numbers[tensor.untyped_storage()] = numbers
+
     def _answer(self, tensor: Tensor) -> bool | int | float:
         known = self._numbers.get(tensor.untyped_storage())
         if known is not None:
