@@ -144,14 +144,17 @@ def digest(path: Path) -> tuple[int, str]:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def candidates(folder: Path) -> list[Path]:
-    """What may be whole checkpoints, newest first, so far as their names and numbers tell."""
+def candidates(folder: Path, *, doubtful_first: bool = False) -> list[Path]:
+    """What may be whole checkpoints, newest first; those that do not tell how new they are last, or first."""
     found = []
     for path in folder.iterdir():
         name = path.name.removesuffix(REPLACED)
         if _NAME.fullmatch(name) and path.is_dir() and (name == path.name or not (folder / name).exists()):
             found.append((_number(path), int(name.removeprefix("step-")), path))
-    return [path for *_, path in sorted(found, reverse=True)]
+    newest = sorted(found, reverse=True)
+    if doubtful_first:
+        newest.sort(key=lambda one: one[0] >= 0)
+    return [path for *_, path in newest]
 
 
 def _number(path: Path) -> int:

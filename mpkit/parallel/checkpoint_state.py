@@ -54,10 +54,12 @@ def held(training: Training, *, first: bool) -> State:
         states = update.optimizer.state.get(master, {}) if update.optimizer is not None else {}
         for key, value in states.items():
             found |= _state(piece, master, key, value)
+    for piece in training.replica.frozen():
+        if piece.start < piece.end:
+            found[f"model/{piece.name}"] = _slice(piece, piece.held)
     if first:
-        for name, tensor in others(training):
-            if tensor.numel():
-                found[f"model/{name}"] = Slice(_flat(tensor), 0, tensor.numel())
+        for name, tensor in buffers(training):
+            found[f"model/{name}"] = Slice(_flat(tensor), 0, tensor.numel())
     return found
 
 
@@ -88,17 +90,15 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)
 
 
-def others(training: Training) -> Iterator[tuple[str, Tensor]]:
-    """Parameters that are not trained, and buffers, of this rank's layers."""
+def buffers(training: Training) -> Iterator[tuple[str, Tensor]]:
+    """Those of this rank's layers, and what of the model is in no layer."""
     for stage in training.replica.stages.values():
         for prefix, layer in zip(stage.names, stage.layers, strict=True):
             for name, value in layer.state_dict(prefix=prefix_of(prefix), keep_vars=True).items():
-                if isinstance(value, Tensor) and not (
-                    isinstance(value, nn.Parameter) and value.requires_grad
-                ):
+                if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel():
                     yield name, value
     for name, value in training.rest.items():
-        if isinstance(value, Tensor):
+        if value.numel():
             yield name, value
 
 
@@ -122,9 +122,11 @@ def room_for(training: Training, index: Metadata) -> State:
             dtype = tensor_in(index, name).properties.dtype
             divided = name.startswith("state/")
             found[name] = _room(piece, dtype) if divided else Slice(torch.empty(1, dtype=dtype), 0, 1)
-    for name, tensor in others(training):
-        if tensor.numel():
-            found[f"model/{name}"] = Slice(torch.empty(tensor.numel(), dtype=tensor.dtype), 0, tensor.numel())
+    for piece in training.replica.frozen():
+        if piece.start < piece.end:
+            found[f"model/{piece.name}"] = _room(piece, piece.held.dtype)
+    for name, tensor in buffers(training):
+        found[f"model/{name}"] = Slice(torch.empty(tensor.numel(), dtype=tensor.dtype), 0, tensor.numel())
     return found
 
 
@@ -153,9 +155,11 @@ def put_back(training: Training, state: State) -> None:
         if kind in ("state", "single", "number"):
             assert update.optimizer is not None
             _put_state(update.optimizer, masters[rest[1]], kind, rest[0], loaded.held)
-    for name, tensor in others(training):
-        if tensor.numel():
-            tensor.copy_(state[f"model/{name}"].held.view(tensor.shape))
+    for piece in training.replica.frozen():
+        if piece.start < piece.end:
+            piece.held.copy_(state[f"model/{piece.name}"].held.view(piece.held.shape))
+    for name, tensor in buffers(training):
+        tensor.copy_(state[f"model/{name}"].held.view(tensor.shape))
     update.masters.renew()
     training.replica.updated()
 

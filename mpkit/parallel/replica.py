@@ -4,12 +4,13 @@ This one keeps in step with nobody: serial training, and a pipeline's stages. Th
 
     ddp      every rank holds everything; gradients are summed
     dp       rank 0 holds everything, and lends it to the others for each batch
-    zero     what they would all hold alike is sharded
+    zero     what they would all hold alike is sharded (`mpkit.parallel.zero`)
 
 A step calls them in this order:
 
     begin_step           drop or zero the gradients
     before_backward      before each backward; told when it is the step's last, after which gradients are complete
+    after_backward       after each
     finish               wait until the gradients of `pieces` are those of the whole batch
     updated              the optimizer has changed `pieces`: bring the model's parameters up to date
 """
@@ -70,6 +71,14 @@ class Replica:
             if parameter.requires_grad
         ]
 
+    def frozen(self) -> list[Piece]:
+        """What this rank holds of the parameters that are not trained."""
+        return [
+            Piece(name, parameter, parameter.shape, 0, parameter.numel(), parameter)
+            for name, parameter in named_parameters(self.stages).items()
+            if not parameter.requires_grad
+        ]
+
     @property
     def layout(self) -> list[str]:
         """Names of the parameters in the order in which their gradients are sent; where none are, none.
@@ -88,6 +97,9 @@ class Replica:
 
     def before_backward(self, last: bool) -> None:
         """A backward begins; with `last`, gradients may be sent as soon as they are made."""
+
+    def after_backward(self) -> None:
+        """A backward is over: what only it needed may go."""
 
     def finish(self) -> None:
         """Wait until each piece's gradient is that of the whole batch."""

@@ -22,12 +22,13 @@ WANTED = "data is a sequence of (inputs, targets), each a whole batch, such as [
 def take_batches(data: Any, steps: int) -> WholeBatches | Batches:
     """The batches that the steps take, on the CPU; of a DataLoader or another iterable, the first ones it gives.
 
-    Of `Batches` nothing is loaded yet.
+    Of `Batches` only one sample is loaded yet.
 
     Raises:
         ValueError: the data is no sequence of pairs of tensors, batch first.
     """
     if isinstance(data, Batches):
+        data.key(0, slice(None))  # looks at the first sample, here and now, and not on the ranks
         return data
     if isinstance(data, (Tensor, str, bytes, Mapping)) or (
         not isinstance(data, (Sequence, Iterable))

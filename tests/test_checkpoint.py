@@ -1,0 +1,471 @@
+"""Checkpoints: a training that goes on from one ends as if it had never stopped, under its own plan or another."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import mpkit as mk
+from mpkit.parallel.checkpoint_files import Damaged, digest
+from mpkit.parallel.checkpoint_planner import read_index
+from mpkit.run import Run
+
+Clusters = Callable[[int], mk.Cluster]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def batches(dtype: torch.dtype = torch.float32) -> mk.Batches:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(22, 5, dtype=dtype, generator=generator)
+    return mk.Batches(TensorDataset(inputs, torch.randn(22, 3, dtype=dtype, generator=generator)), 6, seed=2)
+
+
+def net(
+    dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, width: int = 7, frozen: bool = True
+) -> nn.Module:
+    """A chain with a frozen layer, a buffer that changes, and sizes that divide by nothing."""
+    torch.manual_seed(1)
+    first, last = nn.Linear(5, width), nn.Linear(width, 3)
+    middle = nn.Linear(width, width)
+    middle.weight.requires_grad_(not frozen)
+    layers = [first, nn.Tanh(), nn.Dropout(dropout), middle, Count(), nn.Tanh(), last]
+    return nn.Sequential(*layers).to(dtype)
+
+
+class Count(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def train(clusters: Clusters, model: nn.Module, data: Any, plan: mk.Plan, **how: Any) -> Run:
+    how = {"loss": F.mse_loss, "optimizer": adamw, **how}
+    return clusters(plan.ranks).train(model, data, plan, **how).wait()
+
+
+def saved(clusters: Clusters, folder: Path, **how: Any) -> Path:
+    """A folder with checkpoints of the steps 2 and 4."""
+    how = {"model": net(), "data": batches(), "plan": mk.Plan.ddp(2), "steps": 5, **how}
+    train(clusters, checkpoint_every=2, checkpoint_dir=folder, **how)
+    return folder
+
+
+def assert_same(one: Run, other: Run, *, exact: bool = True) -> None:
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), **tolerance)
+    n = min(len(one.losses), len(other.losses))
+    assert n > 0
+    torch.testing.assert_close(
+        torch.tensor(one.losses[-n:], dtype=torch.float64),
+        torch.tensor(other.losses[-n:], dtype=torch.float64),
+        **tolerance,
+    )
+
+
+# ---------------------------------------------------------------- the same plan: to the bit
+
+PLANS = [
+    mk.Plan.serial(microbatches=2),
+    mk.Plan.serial(precision="fp16"),
+    mk.Plan.ddp(3, bucket_mb=0.0001),
+    mk.Plan.ddp(2, microbatches=2, precision="fp16"),
+    mk.Plan.ddp(2, offload="optimizer", precision="bf16"),
+    mk.Plan.gpipe(3, 2, recompute="full"),
+    mk.Plan.zero(1, 3),
+    mk.Plan.zero(2, 3, precision="fp16"),
+    mk.Plan.zero(3, 3, microbatches=2),
+    mk.Plan.zero(3, 2, offload="params", precision="bf16"),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_resumed_under_the_same_plan_to_the_bit(clusters: Clusters, tmp_path: Path, plan: mk.Plan) -> None:
+    how: dict[str, Any] = {
+        "model": net(dropout=0.3),
+        "data": batches(),
+        "plan": plan,
+        "seed": 3,
+        "max_grad_norm": 0.5,
+        "lr_schedule": lambda step: 1 / (1 + step),
+    }
+    whole = train(clusters, steps=7, checkpoint_every=3, checkpoint_dir=tmp_path, **how)
+    rest = train(clusters, steps=7, resume_from=tmp_path / "step-00000003", **how)
+    assert rest.first_step == 3
+    assert len(rest.losses) == 4
+    assert rest.data_digest == whole.data_digest[3:]
+    assert_same(whole, rest)
+
+
+class Draws(torch.utils.data.Dataset[Any]):
+    """Augmented with whatever draws random numbers."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> Any:
+        shift = random.random() + np.random.rand() + torch.rand(())
+        return torch.full((5,), i / 8) + shift, torch.zeros(3)
+
+
+def test_every_random_state_goes_on(clusters: Clusters, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"model": net(dropout=0.5), "data": mk.Batches(Draws(), 4), "plan": mk.Plan.ddp(2)}
+    whole = train(clusters, steps=6, checkpoint_every=3, checkpoint_dir=tmp_path, **how)
+    rest = train(clusters, steps=6, resume_from=tmp_path / "step-00000003", **how)
+    assert rest.data_digest == whole.data_digest[3:]
+    assert_same(whole, rest)
+
+
+def overflow(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss whose gradient in fp16 is too large now and then."""
+    return F.mse_loss(outputs, targets) * (1e6 if targets.sum() > 0 else 1.0)
+
+
+def test_the_loss_scale_goes_on(clusters: Clusters, tmp_path: Path) -> None:
+    plan = mk.Plan.ddp(2, precision="fp16")
+    how: dict[str, Any] = {"model": net(), "data": batches(), "plan": plan, "loss": overflow}
+    whole = train(clusters, steps=6, checkpoint_every=3, checkpoint_dir=tmp_path, **how)
+    scale = json.loads((tmp_path / "step-00000003" / "mpkit.json").read_text())["scaler"]["scale"]
+    assert scale < 2.0**16, "no step overflowed: the test proves nothing"
+    rest = train(clusters, steps=6, resume_from=tmp_path / "step-00000003", **how)
+    assert_same(whole, rest)
+
+
+def test_resumed_after_the_whole_run_was_killed(clusters: Clusters, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"model": net(dropout=0.2), "data": batches(), "plan": mk.Plan.ddp(2), "seed": 1}
+    whole = train(clusters, steps=40, **how)
+    with mk.Cluster(2, device="cpu") as cluster:
+        run = cluster.train(
+            loss=F.mse_loss, optimizer=adamw, steps=40, checkpoint_every=4, checkpoint_dir=tmp_path, **how
+        )
+        while not (tmp_path / "step-00000008").exists():
+            assert not run.done
+        nursery = cluster.warm_pid
+        assert nursery is not None
+        os.kill(nursery, signal.SIGKILL)  # and every rank with it
+        with pytest.raises(mk.MpkitError):
+            run.wait()
+    rest = train(clusters, steps=40, resume_from=tmp_path, **how)
+    assert rest.first_step >= 8
+    assert rest.losses == whole.losses[rest.first_step :]
+    assert_same(whole, rest)
+
+
+# ---------------------------------------------------------------- another plan: the same training
+
+ANY = [
+    mk.Plan.serial(),
+    mk.Plan.ddp(2),
+    mk.Plan.ddp(3),
+    mk.Plan.gpipe(2, 2),
+    mk.Plan.gpipe(4, 3),
+    mk.Plan.zero(1, 2),
+    mk.Plan.zero(2, 3),
+    mk.Plan.zero(3, 4),
+    mk.Plan.zero(3, 2),
+    mk.Plan.ddp(2, offload="optimizer"),
+]
+
+
+@given(
+    before=st.sampled_from(ANY),
+    after=st.sampled_from(ANY),
+    optimizer=st.sampled_from([adamw, momentum]),
+    width=st.integers(1, 9),
+    frozen=st.booleans(),
+)
+@settings(max_examples=12)
+def test_resumed_under_any_other_plan(
+    clusters: Clusters,
+    tmp_path_factory: pytest.TempPathFactory,
+    before: mk.Plan,
+    after: mk.Plan,
+    optimizer: Any,
+    width: int,
+    frozen: bool,
+) -> None:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    how: dict[str, Any] = {
+        "model": net(torch.float64, width=width, frozen=frozen),
+        "data": batches(torch.float64),
+        "optimizer": optimizer,
+    }
+    train(clusters, plan=before, steps=3, checkpoint_every=3, checkpoint_dir=folder, **how)
+    rest = train(clusters, plan=after, steps=6, resume_from=folder, **how)
+    whole = train(clusters, plan=mk.Plan.serial(), steps=6, **how)
+    counted = [name for name in whole.state_dict() if name.endswith("calls")]
+    weights = {name: value for name, value in rest.state_dict().items() if name not in counted}
+    expected = {name: value for name, value in whole.state_dict().items() if name not in counted}
+    torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
+    assert rest.losses == pytest.approx(whole.losses[3:], rel=1e-10)
+
+
+def test_zero_3_on_4_ranks_goes_on_as_ddp_on_2_and_back(clusters: Clusters, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"model": net(torch.float64), "data": batches(torch.float64)}
+    steps = 2
+    for plan in (mk.Plan.zero(3, 4), mk.Plan.ddp(2), mk.Plan.gpipe(3, 2), mk.Plan.zero(3, 4)):
+        resume = {"resume_from": tmp_path} if steps > 2 else {}
+        run = train(
+            clusters, plan=plan, steps=steps, checkpoint_every=2, checkpoint_dir=tmp_path, **resume, **how
+        )
+        assert len(run.losses) == 2
+        steps += 2
+    whole = train(clusters, plan=mk.Plan.serial(), steps=8, **how)
+    for name, value in whole.state_dict().items():
+        if not name.endswith("calls"):
+            torch.testing.assert_close(run.state_dict()[name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_16_bits_and_back_through_the_wide_weights(clusters: Clusters, tmp_path: Path) -> None:
+    saved(clusters, tmp_path, plan=mk.Plan.zero(3, 2, precision="bf16"), steps=2)
+    index = read_index(tmp_path / "step-00000002")
+    assert index.state_dict_metadata["weight/0.weight"].properties.dtype == torch.float32
+    run = train(clusters, net(), batches(), mk.Plan.ddp(2), steps=3, resume_from=tmp_path)
+    assert run.state_dict()["0.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD", "Adagrad", "RMSprop", "Adamax", "Rprop"])
+def test_states_of_other_optimizers(clusters: Clusters, tmp_path: Path, kind: str) -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        return getattr(torch.optim, kind)(params, lr=1e-2)
+
+    how: dict[str, Any] = {"model": net(), "data": batches(), "plan": mk.Plan.ddp(2), "optimizer": make}
+    whole = train(clusters, steps=4, checkpoint_every=2, checkpoint_dir=tmp_path, **how)
+    assert_same(whole, train(clusters, steps=4, resume_from=tmp_path / "step-00000002", **how))
+
+
+# ---------------------------------------------------------------- the folder
+
+
+def test_what_lies_in_the_folder(clusters: Clusters, tmp_path: Path) -> None:
+    (tmp_path / "step-00000004.partial").mkdir()
+    (tmp_path / "step-00000004.partial" / "__0_0.distcp").write_bytes(b"half")
+    run = train(
+        clusters,
+        net(),
+        batches(),
+        mk.Plan.ddp(2),
+        steps=9,
+        checkpoint_every=2,
+        checkpoint_dir=tmp_path,
+        checkpoint_keep=3,
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{i}" for i in (4, 6, 8)]
+    assert len(run.losses) == 9
+    frame = run.timeline().to_dataframe()
+    spans = frame[frame["name"] == "checkpoint"]
+    assert sorted(spans["rank"]) == [0] * 4 + [1] * 4
+    assert (spans["lane"] == "compute").all()
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "step-00000008").glob("*.distcp"))
+    assert spans.groupby("rank")["bytes"].last().sum() == on_disk
+    # what both ranks hold is written once
+    index = read_index(tmp_path / "step-00000008")
+    assert all(len(tensor.chunks) == 1 for tensor in index.state_dict_metadata.values())
+    # nothing names this machine
+    for path in (tmp_path / "step-00000008").iterdir():
+        assert str(tmp_path).encode() not in path.read_bytes()
+
+
+def test_an_older_branch_gives_way_to_what_goes_on_from_it(clusters: Clusters, tmp_path: Path) -> None:
+    how: dict[str, Any] = {
+        "model": net(),
+        "data": batches(),
+        "plan": mk.Plan.serial(),
+        "checkpoint_dir": tmp_path,
+    }
+    train(clusters, steps=6, checkpoint_every=2, **how)  # 4 and 6 stay
+    train(clusters, steps=5, checkpoint_every=1, resume_from=tmp_path / "step-00000004", **how)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000005", "step-00000006"}
+    again = train(clusters, steps=6, checkpoint_every=1, resume_from=tmp_path, **how)
+    assert again.first_step == 5, "the newest is the one written last, not the one of most steps"
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000005", "step-00000006"}
+
+
+def test_nothing_left_to_do(clusters: Clusters, tmp_path: Path) -> None:
+    saved(clusters, tmp_path, steps=4)
+    done = train(clusters, net(), batches(), mk.Plan.ddp(2), steps=4)
+    run = train(clusters, net(), batches(), mk.Plan.ddp(2), steps=4, resume_from=tmp_path)
+    assert run.losses == []
+    torch.testing.assert_close(run.state_dict(), done.state_dict(), rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- what is damaged
+
+
+def cut_short(folder: Path) -> None:
+    path = next(folder.glob("__0_*"))
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(folder: Path) -> None:
+    path = next(folder.glob("__1_*"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    r"has \d+ bytes, and had": cut_short,
+    "SHA-256 differs": flip,
+    "is missing": lambda folder: next(folder.glob("__1_*")).unlink(),
+    "it has no mpkit.json": lambda folder: (folder / "mpkit.json").unlink(),
+    "cannot be read": lambda folder: (folder / "mpkit.json").write_text('{"format": 1'),
+    "a later mpkit wrote it": lambda folder: (folder / "mpkit.json").write_text('{"format": 99}'),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over(
+    clusters: Clusters, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(clusters, tmp_path)
+    how: dict[str, Any] = {"model": net(), "data": batches(), "plan": mk.Plan.ddp(2), "steps": 5}
+    DAMAGES[what](tmp_path / "step-00000004")
+    assert train(clusters, resume_from=tmp_path, **how).first_step == 2
+    said = capsys.readouterr().out
+    assert "passed over a damaged checkpoint, step-00000004" in said
+    with pytest.raises(ValueError, match=rf"damaged checkpoint: .*{what}"):
+        train(clusters, resume_from=tmp_path / "step-00000004", **how)
+    DAMAGES[what](tmp_path / "step-00000002")
+    with pytest.raises(ValueError, match="no checkpoint there is whole"):
+        train(clusters, resume_from=tmp_path, **how)
+
+
+class Malice:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, trap: Path) -> None:
+        self.trap = trap
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.trap),)
+
+
+def reseal(folder: Path) -> None:
+    """As whoever put something into it would."""
+    head = json.loads((folder / "mpkit.json").read_text())
+    head["files"] = {name: digest(folder / name) for name in head["files"]}
+    (folder / "mpkit.json").write_text(json.dumps(head))
+
+
+def test_loading_runs_no_code_from_the_index(clusters: Clusters, tmp_path: Path) -> None:
+    folder = saved(clusters, tmp_path / "checkpoints") / "step-00000004"
+    trap = tmp_path / "trap"
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    good = (folder / ".metadata").read_bytes()
+    index.planner_data = Malice(trap)
+    for bad in (pickle.dumps(Malice(trap)), pickle.dumps(index), b"cos\nsystem\n(S'true'\ntR.", good[:-20]):
+        (folder / ".metadata").write_bytes(bad)
+        reseal(folder)
+        with pytest.raises(Damaged):
+            read_index(folder)
+        with pytest.raises(ValueError, match=r"\.metadata"):
+            train(clusters, net(), batches(), mk.Plan.ddp(2), steps=5, resume_from=folder)
+    assert not trap.exists()
+    # objects instead of tensors, which DCP would unpickle; files elsewhere
+    index = pickle.loads(good)
+    index.state_dict_metadata["weight/0.weight"] = (
+        torch.distributed.checkpoint.metadata.BytesStorageMetadata()
+    )
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(Damaged, match="BytesStorageMetadata"):
+        read_index(folder)
+    index = pickle.loads(good)
+    next(iter(index.storage_data.values())).relative_path = "../../secret"
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(Damaged, match="not an index"):
+        read_index(folder)
+
+
+def test_loading_runs_no_code_from_the_tensors(clusters: Clusters, tmp_path: Path) -> None:
+    folder = saved(clusters, tmp_path / "checkpoints", plan=mk.Plan.serial()) / "step-00000004"
+    trap = tmp_path / "trap"
+    torch.save(Malice(trap), tmp_path / "bad")
+    bad = (tmp_path / "bad").read_bytes()
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    for place in index.storage_data.values():
+        place.offset, place.length = 0, len(bad)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    (folder / "__0_0.distcp").write_bytes(bad)
+    reseal(folder)
+    with pytest.raises(mk.RankFailed, match="could not be read"):
+        train(clusters, net(), batches(), mk.Plan.serial(), steps=5, resume_from=folder)
+    assert not trap.exists()
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def test_what_does_not_fit_says_so(clusters: Clusters, tmp_path: Path) -> None:
+    saved(clusters, tmp_path)
+    (tmp_path / "empty").mkdir()
+    how: dict[str, Any] = {"model": net(), "data": batches(), "plan": mk.Plan.ddp(2), "steps": 5}
+
+    def refused(said: str, **other: Any) -> None:
+        with pytest.raises(ValueError, match=said):
+            train(clusters, **{"resume_from": tmp_path, **how, **other})
+
+    refused("there is no such folder", resume_from=tmp_path / "nowhere")
+    refused("no checkpoint is there", resume_from=tmp_path / "empty")
+    refused("a path is wanted", resume_from=7)
+    refused(r"0.weight is \[7, 5\] float32 there and \[8, 5\] float32 here", model=net(width=8))
+    refused("float32 there and .* float64 here", model=net(torch.float64), data=batches(torch.float64))
+    refused("3.weight is only here", model=net(frozen=False))
+    refused("written with AdamW, and this training has SGD", optimizer=momentum)
+    refused(
+        "lacks the optimizer state max_exp_avg_sq",
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
+    )
+    refused("that of step 4, and steps=3", steps=3)
+    refused("checkpoint_every alone", resume_from=None, checkpoint_every=2)
+    refused("checkpoint_dir alone", resume_from=None, checkpoint_dir=tmp_path)
+    refused("checkpoint_every=0", checkpoint_every=0, checkpoint_dir=tmp_path)
+    refused("checkpoint_keep=True", checkpoint_every=1, checkpoint_dir=tmp_path, checkpoint_keep=True)
+    (tmp_path / "file").write_text("")
+    refused("cannot be written to", checkpoint_every=1, checkpoint_dir=tmp_path / "file")
+    (tmp_path / "step-00000008.partial").mkdir()
+    refused("cut short", resume_from=tmp_path / "step-00000008.partial")
+
+
+def test_a_checkpoint_that_cannot_be_written_says_so(clusters: Clusters, tmp_path: Path) -> None:
+    class Spoil(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            # a file where the checkpoint's folder is to be
+            (tmp_path / "step-00000001.partial").touch()
+            return x
+
+    model = nn.Sequential(Spoil(), nn.Linear(5, 3))
+    with pytest.raises(mk.RankFailed, match=r"The checkpoint of step 1 could not be written to .*Error"):
+        train(
+            clusters, model, batches(), mk.Plan.ddp(2), steps=2, checkpoint_every=1, checkpoint_dir=tmp_path
+        )
