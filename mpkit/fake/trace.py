@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from mpkit.catalogue import hardware as find
 from mpkit.cluster import Cluster
 from mpkit.devices import Hardware
 from mpkit.plan import Plan
 from mpkit.trace import Trace
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["trace_fake"]
 
@@ -105,7 +104,7 @@ def trace_fake(
 
 
 def _check(model_fn: Any, plan: Any, rank: Any) -> None:
-    if not callable(model_fn) or hasattr(model_fn, "parameters"):
+    if isinstance(model_fn, torch.nn.Module) or not callable(model_fn):
         raise ValueError(
             f"trace_fake({type(model_fn).__name__}): a function that makes the model is wanted, so that it can be made "
             "without memory: trace_fake(lambda: mpkit.models.GPT(layers=48, width=1600, heads=25), ...)"
