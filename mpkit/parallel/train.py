@@ -24,6 +24,7 @@ from mpkit.parallel.job import TrainJob
 from mpkit.parallel.pipeline import Pipeline
 from mpkit.parallel.replica import Replica
 from mpkit.parallel.stage import PRECISIONS, Stage
+from mpkit.parallel.sync_batchnorm import over_whole_batch
 from mpkit.parallel.update import Update
 from mpkit.record.hooks import watch
 from mpkit.schedule import build
@@ -118,6 +119,8 @@ def _place(context: Context, job: TrainJob) -> tuple[dict[int, Stage], dict[str,
     """This rank's stages by number; and what of the model's state is in no layer, which stays as it is."""
     model, job.model = job.model, None  # the other ranks' layers are let go
     assert model is not None
+    if job.plan.dp > 1 and job.plan.batchnorm == "sync":
+        over_whole_batch(model, context.comm)
     layers = layers_of(model)
     names = tuple(prefix_of(name) for name, _ in layers)
     rest = {key: value for key, value in model.state_dict().items() if not key.startswith(names)}

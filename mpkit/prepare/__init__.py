@@ -91,7 +91,10 @@ def prepare(
         sizes = of_every_size(batches, steps)
         check_split(sizes, plan)
         check_shares(model, sizes, plan)
-        numbers = dry_run(model, sizes, plan.microbatches, loss, replicas=plan.dp, precision=plan.precision)
+        numbers = dry_run(
+            model, sizes, plan.microbatches, loss,
+            replicas=plan.dp, precision=plan.precision, whole_statistics=plan.dp > 1 and plan.batchnorm == "sync",
+        )  # fmt: skip
         stages = cut_stages([name for name, _ in layers], next(iter(numbers.values()))[:-1], plan)
         check_sharing(layers, stages)
         check_gathered(numbers, plan)

@@ -7,11 +7,11 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpkit.data_batches import Batches
 from mpkit.parallel.feed import WholeBatches
 from mpkit.parallel.microbatch import Value, batch_size, leaves, map_tensors, part
+from mpkit.parallel.sync_batchnorm import batch_norms, has_own_forward
 from mpkit.plan import Plan
 
 __all__ = ["check_shares", "check_split", "of_every_size", "take_batches"]
@@ -143,13 +143,19 @@ def check_shares(model: nn.Module, batches: list[tuple[Value, Value]], plan: Pla
     """
     if plan.dp == 1 or plan.batchnorm != "sync":
         return
-    norms = [
-        name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training
-    ]
+    norms = batch_norms(model)
+    for name, norm in norms.items():
+        if has_own_forward(norm):
+            raise ValueError(
+                f"{plan}: the statistics of BatchNorms are to be over the whole batch, and {name} is a "
+                f"{type(norm).__name__}, whose forward is its own and sees its rank's share only. Either "
+                "batchnorm='local' in the Plan, each rank's own statistics, or one of torch.nn's in its place."
+            )
     sizes = [batch_size(inputs) for inputs, _ in batches]
     i = min(range(len(sizes)), key=lambda i: sizes[i])
     least = sizes[i] // plan.microbatches
     if norms and least < plan.dp:
+        first = next(iter(norms))
         needed = plan.dp * plan.microbatches
         instead = (
             ""
@@ -157,7 +163,7 @@ def check_shares(model: nn.Module, batches: list[tuple[Value, Value]], plan: Pla
             else " (drop_last=True in mk.Batches leaves it out)"
         )
         raise ValueError(
-            f"{plan}: the {plan.dp} ranks take statistics over the whole batch for the model's {norms[0]}, and of a "
-            f"batch of {sizes[i]}{instead} in {plan.microbatches} micro-batches some rank has no sample. Take batches "
-            f"of {needed} or more, batchnorm='local' in the Plan, or a norm that needs no batch, such as nn.GroupNorm."
+            f"{plan}: the {plan.dp} ranks take statistics over the whole batch for {first or 'the model'}, and "
+            f"of a batch of {sizes[i]}{instead} in {plan.microbatches} micro-batches some rank has no sample. Take "
+            f"batches of {needed} or more, batchnorm='local' in the Plan, or a norm that needs no batch, such as nn.GroupNorm."
         )

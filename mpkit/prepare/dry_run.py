@@ -27,6 +27,7 @@ from mpkit.models.chain import layers_of
 from mpkit.parallel.job import Boundary, LayerNumbers
 from mpkit.parallel.microbatch import Value, batch_size, map_tensors, part, share, signature, split
 from mpkit.parallel.stage import PRECISIONS, call, cast
+from mpkit.parallel.sync_batchnorm import Alone, batch_norms, over_whole_batch
 from mpkit.prepare.arguments import CROSS_ENTROPY, one_line
 from mpkit.prepare.count import Passed, count_layers
 
@@ -43,6 +44,7 @@ def dry_run(
     *,
     replicas: int = 1,
     precision: str = "full",
+    whole_statistics: bool = False,
 ) -> dict[Hashable, list[LayerNumbers]]:
     """What each layer, and last the loss, does to micro-batches of every shape that will come, by their signature.
 
@@ -50,6 +52,7 @@ def dry_run(
         m: micro-batches a batch.
         replicas: ranks that each take a share of every micro-batch.
         precision: as in `Plan`.
+        whole_statistics: BatchNorm's are over the whole batch, so that a rank may have a single sample.
 
     Raises:
         ValueError: a layer refuses what it is given, or the loss is not a scalar.
@@ -58,6 +61,9 @@ def dry_run(
     dtype = PRECISIONS.get(precision)
     if dtype is not None:
         model, loss = _narrow_copy(model, dtype), _of_wide_outputs(loss)
+    if whole_statistics and batch_norms(model):
+        model = copy.deepcopy(model)
+        over_whole_batch(model, Alone())
     fakes = _Fakes(model)
     for inputs, targets in batches:
         parts = {
