@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf, isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mpkit.parallel.job import TrainJob
 from mpkit.parallel.masters import Masters
-from mpkit.parallel.replica import Replica
+from mpkit.parallel.replica import Piece, Replica
 from mpkit.parallel.scaler import LossScaler
 from mpkit.record.hooks import watch_optimizer
 
@@ -65,11 +65,20 @@ class Update:
         pieces = self._replica.pieces
         if not pieces:
             return None
-        whole = [nn.Parameter(torch.empty(piece.shape, device="meta")) for piece in pieces]
-        held = {id(stand_in): self.masters.of(piece) for stand_in, piece in zip(whole, pieces, strict=True)}
+        held = [self.masters.of(piece) for piece in pieces]
+        whole = [_stand_in(part, piece.shape) for part, piece in zip(held, pieces, strict=True)]
+        parts = {id(p): (part, piece) for p, part, piece in zip(whole, held, pieces, strict=True)}
         optimizer = job.optimizer(whole)
+        for stand_in, state in list(
+            optimizer.state.items()
+        ):  # that there is before the first step: Adagrad's
+            del optimizer.state[stand_in]
+            part, piece = parts[id(stand_in)]
+            optimizer.state[part] = {
+                name: value if name == "step" else _part(value, part, piece) for name, value in state.items()
+            }
         for group in optimizer.param_groups:
-            group["params"] = [held[id(p)] for p in group["params"] if held[id(p)].numel()]
+            group["params"] = [parts[id(p)][0] for p in group["params"] if parts[id(p)][0].numel()]
             group["initial_lr"] = group["lr"]
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer if optimizer.param_groups else None
@@ -123,3 +132,15 @@ class Update:
             for gradient in gradients:
                 gradient.mul_(limit / self.norm)
         assert limit < inf
+
+
+def _stand_in(part: Tensor, shape: torch.Size) -> nn.Parameter:
+    """Like the whole parameter, and takes no memory: all its elements are the same zero."""
+    return nn.Parameter(torch.zeros((), dtype=part.dtype, device=part.device).expand(shape))
+
+
+def _part(value: Any, part: Tensor, piece: Piece) -> Any:
+    """Of a state that is like the whole parameter this rank's part."""
+    if not isinstance(value, Tensor) or value.shape != piece.shape:
+        return value
+    return value.reshape(-1)[piece.start : piece.end].clone().view(part.shape)

@@ -49,7 +49,7 @@ class ShardedParameter(nn.Parameter):
             "parameters that another module uses are whole if that one calls the layer, or shares the parameter."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<parameter of shape {list(self.shape)}, sharded; whole inside `with replica.gathered():`>"
 
 
