@@ -34,6 +34,7 @@ from mpkit.prepare.arguments import (
 from mpkit.prepare.batches import check_shares, check_split, of_every_size, take_batches
 from mpkit.prepare.dry_run import dry_run, quiet
 from mpkit.prepare.resume import check_saving, facts_of, find_checkpoint, take_up
+from mpkit.prepare.elementwise import check_elementwise
 from mpkit.prepare.stages import check_gathered, check_sharing, cut_stages
 
 __all__ = ["TrainJob", "prepare"]
@@ -99,6 +100,7 @@ def prepare(
         check_sharing(layers, stages)
         check_gathered(numbers, plan)
         check_optimizer(optimizer, layers, stages)
+        check_elementwise(optimizer, model, plan)
         facts = facts_of(model, optimizer)
     saving = check_saving(checkpoint_every, checkpoint_dir, checkpoint_keep)
     resume = None if resume_from is None else take_up(find_checkpoint(resume_from), facts, steps)
