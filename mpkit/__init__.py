@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mpkit.devices import Device, Hardware, Link
     from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError
     from mpkit.fake import trace_fake
+    from mpkit.learning_rate import linear_scaling, sqrt_scaling
     from mpkit.parallel.digest import data_digest, sample_digests
     from mpkit.plan import Plan
     from mpkit.schedule import Schedule
@@ -40,8 +41,10 @@ _HOME = {
     "TraceError": "mpkit.errors",
     "data_digest": "mpkit.parallel.digest",
     "hardware": "mpkit.catalogue",
+    "linear_scaling": "mpkit.learning_rate",
     "sample_digests": "mpkit.parallel.digest",
     "simulate": "mpkit.simulation",
+    "sqrt_scaling": "mpkit.learning_rate",
     "trace_fake": "mpkit.fake",
 }
 
@@ -61,8 +64,10 @@ __all__ = [
     "TraceError",
     "data_digest",
     "hardware",
+    "linear_scaling",
     "sample_digests",
     "simulate",
+    "sqrt_scaling",
     "trace_fake",
 ]
 

@@ -165,5 +165,5 @@ def check_shares(model: nn.Module, batches: list[tuple[Value, Value]], plan: Pla
         raise ValueError(
             f"{plan}: the {plan.dp} ranks take statistics over the whole batch for {first or 'the model'}, and "
             f"of a batch of {sizes[i]}{instead} in {plan.microbatches} micro-batches some rank has no sample. Take "
-            f"batches of {needed} or more, batchnorm='local' in the Plan, or a norm that needs no batch, such as nn.GroupNorm."
+            f"batches of {needed} or more, batchnorm='local' in the Plan, or a norm that needs no batch: nn.GroupNorm."
         )
