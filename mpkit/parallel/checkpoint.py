@@ -76,19 +76,24 @@ class Checkpoints:
             return
         # Plans and digests are sent as objects, for which nccl would need the GPU.
         self._group = dist.new_group(backend="gloo") if context.device.type == "cuda" else None
+        if job.resume is not None:
+            self._resume(job.resume)
         if job.saving is not None:
             if context.rank == 0:
                 clean(Path(job.saving.folder))
             context.comm.barrier()
-        if job.resume is not None:
-            self._resume(job.resume)
 
     def after(self, step: int) -> None:
         """A step is over: save, if it is time."""
         saving = self._job.saving
         if saving is not None and (step + 1) % saving.every == 0:
             op = self._record.begin(Kind.COMPUTE, "checkpoint")
-            nbytes = self._save(saving, step + 1)
+            try:
+                nbytes = self._save(saving, step + 1)
+            except OSError as error:
+                raise MpkitError(
+                    f"The checkpoint of step {step + 1} could not be finished in {saving.folder}: {error}"
+                ) from None
             self._record.end(op, nbytes=nbytes)
 
     # ---- save -----------------------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""Thirty saves cut short: a rank, or the whole run, is killed at some moment, and the last whole one is there."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import mpkit as mk
+from mpkit.parallel.checkpoint_files import read_head
+from mpkit.parallel.checkpoint_planner import read_index
+from mpkit.prepare.resume import find_checkpoint
+
+Clusters = Callable[[int], mk.Cluster]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+PLANS = [mk.Plan.ddp(2), mk.Plan.zero(3, 3), mk.Plan.gpipe(2, 2)]
+LAST = 7  # the save that is cut short at the latest
+
+
+def how(plan: mk.Plan) -> dict[str, Any]:
+    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(22, 5, generator=generator)
+    return {
+        "model": nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.2), nn.Linear(64, 64), nn.Linear(64, 3)),
+        "data": mk.Batches(TensorDataset(inputs, torch.randn(22, 3, generator=generator)), 6),
+        "plan": plan,
+        "loss": F.mse_loss,
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(clusters: Clusters) -> Callable[[mk.Plan], list[float]]:
+    """The losses of a training by a plan that nobody interrupts."""
+    known: dict[str, list[float]] = {}
+
+    def losses(plan: mk.Plan) -> list[float]:
+        if repr(plan) not in known:
+            run = clusters(plan.ranks).train(steps=LAST + 6, **how(plan)).wait()
+            known[repr(plan)] = run.losses
+        return known[repr(plan)]
+
+    return losses
+
+
+# What a save has come to, in order: its folder is there; then so many files; the index; what it is; its name.
+MOMENTS: list[Callable[[Path], bool]] = [
+    lambda partial: partial.exists(),
+    lambda partial: any(partial.glob("__0_*")),
+    lambda partial: any(partial.glob("__1_*")),
+    lambda partial: (partial / ".metadata.tmp").exists() or (partial / ".metadata").exists(),
+    lambda partial: (partial / "mpkit.json").exists(),
+    lambda partial: partial.with_suffix("").exists(),
+]
+
+
+def newest(folder: Path) -> int:
+    """The highest step of which there is a whole checkpoint."""
+    names = [path.name for path in folder.iterdir()]
+    return max((int(name[5:]) for name in names if "." not in name), default=0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_killed_while_saving(
+    clusters: Clusters, whole: Callable[[mk.Plan], list[float]], tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    plan = PLANS[seed % len(PLANS)]
+    expected = whole(plan)
+    cluster = clusters(plan.ranks)
+    run = cluster.train(steps=100_000, checkpoint_every=1, checkpoint_dir=tmp_path, **how(plan))
+    # ---- wait for the moment
+    number = chance.randint(2, LAST)
+    partial = tmp_path / f"step-{number:08d}.partial"
+    reached = MOMENTS[seed // 5]
+    while not (reached(partial) or newest(tmp_path) >= number):
+        assert not run.done, run.error
+    until = time.monotonic() + chance.random() * 0.004
+    while time.monotonic() < until:
+        pass
+    # ---- kill
+    nursery = cluster.warm_pid
+    everybody = seed % 8 == 4
+    assert nursery is not None
+    os.kill(nursery if everybody else run.pids[chance.randrange(plan.ranks)], signal.SIGKILL)
+    with pytest.raises(mk.MpkitError):
+        run.wait()
+    # ---- every checkpoint that has its name is whole, and the newest is not long past
+    named = [path for path in tmp_path.iterdir() if path.suffix != ".partial"]
+    assert named
+    for path in named:
+        read_head(path)
+        read_index(path)
+    found = find_checkpoint(tmp_path, say=pytest.fail)
+    step = found.head.step
+    assert step >= number - 1
+    # ---- and goes on as if nothing had happened
+    steps = step + 2
+    again = clusters(plan.ranks).train(
+        steps=steps, resume_from=tmp_path, checkpoint_every=steps, checkpoint_dir=tmp_path, **how(plan)
+    )
+    again.wait()
+    assert again.first_step == step
+    known = expected[step:steps]  # fewer, if the run was that fast
+    assert again.losses[: len(known)] == known
+    assert not list(tmp_path.glob("*.partial"))
