@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mpkit.learning_rate import linear_scaling, sqrt_scaling
     from mpkit.parallel.digest import data_digest, sample_digests
     from mpkit.plan import Plan
+    from mpkit.scale import scaling
     from mpkit.schedule import Schedule
     from mpkit.simulation import simulate
     from mpkit.timeline import Timeline
@@ -43,6 +44,7 @@ _HOME = {
     "hardware": "mpkit.catalogue",
     "linear_scaling": "mpkit.learning_rate",
     "sample_digests": "mpkit.parallel.digest",
+    "scaling": "mpkit.scale",
     "simulate": "mpkit.simulation",
     "sqrt_scaling": "mpkit.learning_rate",
     "trace_fake": "mpkit.fake",
@@ -66,6 +68,7 @@ __all__ = [
     "hardware",
     "linear_scaling",
     "sample_digests",
+    "scaling",
     "simulate",
     "sqrt_scaling",
     "trace_fake",

@@ -44,14 +44,6 @@ def test_a_fit_finds_what_made_its_times() -> None:
         )
 
 
-def test_without_nvlink_the_titans_take_148_ms_longer_a_step() -> None:
-    """The Hugging Face guide's experiment: 498 MB of gradients, DDP with and without NVLink."""
-    with_it, without = (mk.hardware(name).link for name in ("2x-titan-rtx-nvlink", "2x-titan-rtx"))
-    gradients = 124.44e6 * 4
-    longer = without.time(Kind.ALL_REDUCE, gradients, 2) - with_it.time(Kind.ALL_REDUCE, gradients, 2)
-    assert longer == pytest.approx((131.4367 - 101.9003) / 200)
-
-
 @pytest.mark.parametrize("name", list(mk.hardware()))
 def test_every_machine_has_sane_figures_and_their_sources(name: str) -> None:
     machine = mk.hardware(name)

@@ -7,6 +7,7 @@ measurements, or *assumed*, with the reason. A figure that is assumed is a guess
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from mpkit.catalogue.tables import fit_all_reduce, one
 from mpkit.devices import Device, Hardware, Link
@@ -73,33 +74,37 @@ def cpu() -> Hardware:
 
 
 def titan_rtx(nvlink: bool) -> Hardware:
-    """Two TITAN RTX, the machine of the Hugging Face guide's DP and DDP experiment."""
+    """Two TITAN RTX, the machine of the Hugging Face guide's DP and DDP experiment.
+
+    Two figures are fitted to the guide's DDP runs, one to each, by `mpkit.experiments.hugging_face.fit`, which plays
+    them on tensors without content. Its third run, DP, was not used.
+    """
     card = _gpu("TITAN RTX", None)
-    assumed = "assumed: 0.8 of the line rate, as rings on NVLink 3 and 4 reach"
+    guide = "by mpkit.experiments.hugging_face.fit to the guide's DDP"
+    peak = float(one("devices", device="TITAN RTX")["float32_tflops"]) * 1e12
+    rates = {"float32": 0.504 * peak, "float16": card.flops["float16"]}
+    flops = (
+        f"fitted {guide} with NVLink, 510 ms a step: 0.504 of the published {peak / 1e12:g} TFLOP/s (float32); "
+        f"{card.sources['flops']} (float16)"
+    )
+    card = replace(card, flops=rates, sources={**card.sources, "flops": flops})
     latency = 10.9e-6
     latency_source = "published: two RTX 4090 without peer-to-peer (gist.github.com/muellerzr/fbfabd0f)"
-    bridge = 0.8 * float(one("links", link="NVLink 2 x2 (TITAN RTX NV2)")["GBps"]) * GIGA
     if nvlink:
-        sources = {"latency": f"assumed: {latency_source}", "bandwidth": assumed}
-        link = Link("NVLink 2 x2", latency, bridge, {}, sources)
+        line = float(one("links", link="NVLink 2 x2 (TITAN RTX NV2)")["GBps"]) * GIGA
+        sources = {
+            "latency": f"assumed: that of another pair of cards; {latency_source}",
+            "bandwidth": f"assumed: 0.8 of the line rate of {line / GIGA:g} GB/s, since published rings reach 0.78 of "
+            "it on NVLink 3 and 0.82 on NVLink 4 (stas00/ml-engineering network/README.md)",
+        }
+        link = Link("NVLink 2 x2", latency, 0.8 * line, {}, sources)
         return Hardware("2x-titan-rtx-nvlink", card, link, per_node=2)
-    # The guide's two DDP runs differ by what a step's gradients take longer. On 2 ranks the wire factor is 1.
-    seconds = {
-        row: float(one("titan_rtx_ddp", strategy="DDP", nvlink=row)["seconds"])
-        / float(one("titan_rtx_ddp", strategy="DDP", nvlink=row)["steps"])
-        for row in "YN"
-    }
-    slow = GRADIENTS / (GRADIENTS / bridge + seconds["N"] - seconds["Y"])
     why = (
-        "fitted to the guide's DDP with and without NVLink: 498 MB of gradients a step take 148 ms longer without. "
-        "As if no more of them was hidden behind the backward than with NVLink, so an upper bound"
+        f"fitted {guide} without NVLink, 657 ms a step: what it takes for 498 MB of gradients, reduced behind the "
+        "backward as far as they can be, to end 147 ms later"
     )
-    link = Link("PCIe 3 through the host", latency, slow, {}, {"latency": latency_source, "bandwidth": why})
+    link = Link("PCIe 3 through the host", latency, 1.36e9, {}, {"latency": latency_source, "bandwidth": why})
     return Hardware("2x-titan-rtx", card, link, per_node=2)
-
-
-GRADIENTS = 124.44e6 * 4
-"""Bytes of GPT-2's gradients: 124.44 million parameters in float32."""
 
 
 def rtx_4090() -> Hardware:

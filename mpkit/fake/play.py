@@ -2,8 +2,8 @@
 
 Phases:
 
-    join      leave the real process group, and join a fake one of as many ranks as the plan takes
     build     the model and its batches, under torch's FakeTensorMode: shapes and no memory
+    join      leave the real process group, and join a fake one of as many ranks as the plan takes
     count     every operator moves the rank's clock by what it would take on the device (`mpkit.record.counted`)
     train     the strategy's own code, the same that real ranks run; communication takes no time here, the replay puts
               it on the clock
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from mpkit.devices import Device
 from mpkit.launch.context import Context
 from mpkit.parallel.comm import Comm, Group
-from mpkit.parallel.microbatch import Value, batch_size, share, split
+from mpkit.parallel.microbatch import Value, share, split
 from mpkit.parallel.train import train
 from mpkit.plan import Plan
 from mpkit.prepare import TrainJob, prepare
@@ -86,14 +86,17 @@ def play(context: Context, script: Script) -> Played | None:
         return None  # of a cluster with more ranks, one is enough
     played, said = Played(), Said()
     try:
-        with _without_content() as mode:
-            size = batch_size(_batch_of(script, mode)[0])
-        played.stands_for = kinds(script.plan, size, script.rank)
+        mode = _without_content()
+        with mode:
+            # ---- build
+            job = _job(script, mode)
+        played.meta = job.meta
+        played.stands_for = kinds(script.plan, job.meta["batch_size"], script.rank)
         for rank in order(played.stands_for, script.plan):
             # ---- join
             dist.destroy_process_group()
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=script.plan.ranks)
-            recorded = _play_one(rank, script, played, said)
+            recorded = _play_one(rank, script, job, mode, said)
             if rank in played.stands_for:
                 played.ranks[rank] = recorded
     except ValueError as error:
@@ -167,15 +170,15 @@ class FakeComm(Comm):
         return whole
 
 
-def _play_one(rank: int, script: Script, played: Played, said: Said) -> RankTrace:
+def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeTensorMode, said: Said) -> RankTrace:
     plan, device = script.plan, torch.device("cpu")
     counting = Counting(script.device)
     with tempfile.TemporaryDirectory(prefix="mpkit-fake-") as folder:
         recorder = CountedRecorder(Path(folder), rank, counting)
-        with _without_content() as mode:
-            # ---- build
-            job = _job(script, mode)
-            played.meta = job.meta
+        with mode:
+            # A model for each rank: strategies change it, and checks have left references to the first one, which
+            # torch does not let move then.
+            job = replace(job, model=script.model_fn())
             comm = FakeComm(rank, plan.ranks, recorder, counting, said)
             # ---- count, train
             with counting:
@@ -196,7 +199,7 @@ def _without_content() -> FakeTensorMode:
 
 def _job(script: Script, mode: FakeTensorMode) -> TrainJob:
     """A training on tensors without content, checked and cut as a real one."""
-    job = prepare(
+    return prepare(
         script.model_fn(),
         [_batch_of(script, mode)],
         script.plan,
@@ -206,8 +209,6 @@ def _job(script: Script, mode: FakeTensorMode) -> TrainJob:
         ranks=script.plan.ranks,
         max_grad_norm=script.max_grad_norm,
     )
-    job.model = script.model_fn()  # the checks left references to the first one, which torch cannot move then
-    return job
 
 
 def _batch_of(script: Script, mode: FakeTensorMode) -> tuple[Value, Value]:

@@ -1,0 +1,230 @@
+"""The Hugging Face guide's experiment: DP against DDP, with NVLink and without, on two TITAN RTX.
+
+Source: huggingface/transformers, docs "Efficient training on multiple GPUs" (perf_train_gpu_many): run_clm.py with
+GPT-2 (124 M parameters), 4 samples of 1,024 tokens a GPU, fp32, 200 steps, PyTorch 1.8, CUDA 11.0.
+
+    DP   with NVLink      110.6 s
+    DDP  with NVLink      101.9 s
+    DDP  without          131.4 s
+
+Nobody here has those cards. So ranks play it on tensors without content (`mpkit.trace_fake`), and the replay puts it
+on the hardware "2x-titan-rtx-nvlink" and "2x-titan-rtx". Of what describes the machine two figures are fitted to the
+guide's (`fit`): the share of the peak rate that a card reaches, to DDP with NVLink; the bandwidth without NVLink, to
+DDP without. How much slower DP is than DDP follows from them and from what DP does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mpkit.catalogue import hardware
+from mpkit.catalogue.tables import rows
+from mpkit.cluster import Cluster
+from mpkit.devices import Hardware
+from mpkit.fake import trace_fake
+from mpkit.models import GPT
+from mpkit.plan import Plan
+from mpkit.timeline import Timeline
+from mpkit.trace import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["HFExperiment", "HFRow", "LanguageModel", "fit", "hf_experiment"]
+
+BATCH, LENGTH, GPUS = 4, 1024, 2
+NVLINK, NO_NVLINK = "2x-titan-rtx-nvlink", "2x-titan-rtx"
+
+
+class LanguageModel(nn.Module):
+    """GPT-2 with its loss inside, as the guide's GPT2LMHeadModel has it.
+
+    The head is tied to the token embedding. Attention is computed step by step, with its [batch, heads, time, time]
+    scores in memory, as it was before PyTorch 2.0.
+
+    >>> with torch.device("meta"):
+    ...     model = LanguageModel()
+    >>> sum(parameter.numel() for parameter in model.parameters())
+    124439808
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(vocab=50257, length=LENGTH, layers=12, width=768, heads=12, dropout=0.1)
+        head, embedding = self.gpt.get_submodule("head.logits"), self.gpt.get_submodule("embedding.tokens")
+        head.weight = embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and targets [batch, time] -> loss of each sample [batch], and logits [batch, time, vocab]."""
+        with sdpa_kernel(SDPBackend.MATH):
+            logits = self.gpt(tokens)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view(targets.shape).mean(dim=1), logits
+
+
+def mean_loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    """The mean over the batch; of the logits, which come along, nothing is made."""
+    return outputs[0].mean()
+
+
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """run_clm.py's default."""
+    return torch.optim.AdamW(params, lr=5e-5)
+
+
+@dataclass(frozen=True)
+class HFRow:
+    """One of the three runs.
+
+    Attributes:
+        strategy: "DP" or "DDP".
+        nvlink: with it or without.
+        seconds: a step takes on the clock.
+        published: it took, by the guide.
+        timeline: of the step.
+    """
+
+    strategy: str
+    nvlink: bool
+    seconds: float
+    published: float
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class HFExperiment:
+    """The three runs beside the published ones; prints as a table.
+
+    Attributes:
+        rows: DDP with NVLink first, of which the others' times are multiples.
+    """
+
+    rows: tuple[HFRow, ...]
+
+    def ratio(self, row: HFRow) -> tuple[float, float]:
+        """A row's time as a multiple of the first one's: on the clock, and published."""
+        return row.seconds / self.rows[0].seconds, row.published / self.rows[0].published
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """A row a run: strategy, nvlink, seconds and published_seconds a step, ratio and published_ratio, off."""
+        import pandas as pd
+
+        found = []
+        for row in self.rows:
+            mine, published = self.ratio(row)
+            found.append(
+                {
+                    "strategy": row.strategy,
+                    "nvlink": row.nvlink,
+                    "seconds": row.seconds,
+                    "published_seconds": row.published,
+                    "ratio": mine,
+                    "published_ratio": published,
+                    "off": mine / published - 1,
+                }
+            )
+        return pd.DataFrame(found)
+
+    def __str__(self) -> str:
+        lines = ["GPT-2 124M, 2x TITAN RTX, 4 samples a GPU   a step   published   ratio   published"]
+        for row in self.rows:
+            mine, published = self.ratio(row)
+            name = f"{row.strategy:4} {'with' if row.nvlink else 'without'} NVLink"
+            lines.append(
+                f"{name:42} {row.seconds * 1e3:5.0f} ms {row.published * 1e3:8.0f} ms {mine:7.3f} {published:9.3f}"
+            )
+        return "\n".join(lines)
+
+
+def hf_experiment(cluster: Cluster | None = None) -> HFExperiment:
+    """Play the guide's three runs on tensors without content, and put them on the clock of its machine.
+
+    Args:
+        cluster: whose helper process to use, any will do; None: one of its own.
+
+    Returns:
+        The three rows beside the published ones: `print` it, or `to_dataframe()`.
+    """
+    with ExitStack() as stack:
+        used = cluster or stack.enter_context(Cluster(ranks=1, device="cpu"))
+        ddp = play(Plan.ddp(GPUS), hardware(NVLINK), used)
+        dp = play(Plan(dp=GPUS, data_parallel="dp"), hardware(NVLINK), used)
+    return HFExperiment(
+        tuple(
+            _row(strategy, nvlink, trace)
+            for strategy, nvlink, trace in (("DDP", True, ddp), ("DP", True, dp), ("DDP", False, ddp))
+        )
+    )
+
+
+def _row(strategy: str, nvlink: bool, trace: Trace) -> HFRow:
+    timeline = Timeline.of(trace, hardware(NVLINK if nvlink else NO_NVLINK))
+    return HFRow(strategy, nvlink, timeline.step_time, published(strategy, nvlink), timeline)
+
+
+def published(strategy: str, nvlink: bool) -> float:
+    """Seconds a step, by the guide.
+
+    >>> round(published("DP", True) / published("DDP", True), 3), round(published("DDP", False), 3)
+    (1.085, 0.657)
+    """
+    wanted = strategy, "Y" if nvlink else "N"
+    (row,) = (row for row in rows("titan_rtx_ddp") if (row["strategy"], row["nvlink"]) == wanted)
+    return float(row["seconds"]) / float(row["steps"])
+
+
+def play(plan: Plan, machine: Hardware, cluster: Cluster) -> Trace:
+    """A step of the guide's training by this plan, on tensors without content."""
+    tokens = torch.empty(BATCH * plan.ranks, LENGTH, dtype=torch.long, device="meta")
+    return trace_fake(
+        LanguageModel, plan, batch=((tokens, tokens), tokens), loss=mean_loss, optimizer=adamw,
+        hardware=machine, cluster=cluster,
+    )  # fmt: skip
+
+
+# ---- the fit -------------------------------------------------------------------------------------------------
+
+
+def fit(cluster: Cluster) -> tuple[float, float]:
+    """The two figures of the guide's machine that no source has, so that DDP takes the published times.
+
+    Returns:
+        The share of a card's published float32 rate that is reached, from DDP with NVLink; and bytes a second between
+        the cards without NVLink, from DDP without. Both are in the catalogue (`mpkit.catalogue.machines`).
+    """
+    machine, slow = hardware(NVLINK), hardware(NO_NVLINK)
+    peak = (
+        float(next(row for row in rows("devices") if row["device"] == "TITAN RTX")["float32_tflops"]) * 1e12
+    )
+
+    def with_share(share: float) -> Hardware:
+        return replace(machine, device=replace(machine.device, flops={"float32": share * peak}))
+
+    def step_of(share: float) -> float:
+        at = with_share(share)
+        return Timeline.of(play(Plan.ddp(GPUS), at, cluster), at).step_time
+
+    share = _root(step_of, published("DDP", True), 0.3, 1.0)
+    trace = play(Plan.ddp(GPUS), with_share(share), cluster)
+
+    def step_at(bandwidth: float) -> float:
+        link = replace(slow.link, bandwidth=bandwidth)
+        return Timeline.of(trace, replace(slow, device=with_share(share).device, link=link)).step_time
+
+    return share, _root(step_at, published("DDP", False), 0.3e9, 12e9)
+
+
+def _root(time: Callable[[float], float], wanted: float, low: float, high: float) -> float:
+    """Where a time that falls as its argument grows is what is wanted, to one part in a thousand; by bisection."""
+    while high / low > 1.001:
+        middle = float((low * high) ** 0.5)
+        low, high = (middle, high) if time(middle) > wanted else (low, middle)
+    return float((low * high) ** 0.5)

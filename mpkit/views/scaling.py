@@ -1,0 +1,90 @@
+"""Throughput by ranks as a plotly chart: a line a strategy, and the ideal one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpkit.scale import strategy
+from mpkit.views.needs import needs_notebook
+
+if TYPE_CHECKING:
+    from mpkit.scale import Scaling
+
+try:
+    import plotly.graph_objects as go
+except ImportError as error:
+    raise needs_notebook("the scaling chart", error) from error
+
+__all__ = ["scaling_figure"]
+
+INKS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito's
+GREY, LINE = "#757d88", "rgba(128,128,128,0.25)"  # read on a light and on a dark ground
+
+
+def scaling_figure(scaling: Scaling) -> Any:
+    """The chart as a plotly Figure, with the numbers inside.
+
+    Args:
+        scaling: what to draw. Serial training is the beginning of every other strategy's line.
+    """
+    rows = scaling.rows
+    least = min(row.ranks for row in rows)
+    base = next(row for row in rows if row.ranks == least)
+    numbers = sorted({row.ranks for row in rows})
+    lines: dict[str, list[Any]] = {}
+    for row in rows:
+        lines.setdefault(strategy(row.plan), []).append(row)
+    serial = lines.pop("serial", []) if len(lines) > 1 else []
+    figure = go.Figure()
+    figure.add_trace(
+        go.Scatter(
+            x=numbers,
+            y=[base.throughput * n / least for n in numbers],
+            mode="lines",
+            name="ideal",
+            line={"color": GREY, "dash": "dash"},
+            hovertemplate="ideal: %{y:.4s} samples/s<extra></extra>",
+        )
+    )
+    for (name, held), ink in zip(lines.items(), INKS * len(lines), strict=False):
+        drawn = sorted([*serial, *held], key=lambda row: row.ranks)
+        figure.add_trace(_line(name, drawn, ink))
+        walls = [row for row in drawn if row.wall_throughput is not None]
+        if walls:
+            figure.add_trace(
+                go.Scatter(
+                    x=[row.ranks for row in walls],
+                    y=[row.wall_throughput for row in walls],
+                    mode="markers",
+                    name=f"{name}, by the wall clock",
+                    marker={"color": ink, "symbol": "circle-open", "size": 10},
+                )
+            )
+    figure.update_layout(
+        title={"text": scaling.kind + (f", on {scaling.hardware}" if scaling.hardware else "")},
+        height=360,
+        margin={"l": 64, "r": 16, "t": 48, "b": 48},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"color": GREY, "size": 12},
+        hoverlabel={"font": {"color": "#1f2328"}, "bgcolor": "#ffffff"},
+        legend={"x": 0.02, "y": 0.98},
+    )
+    figure.update_xaxes(title="ranks", type="log", tickvals=numbers, gridcolor=LINE, zeroline=False)
+    figure.update_yaxes(title="samples/s", type="log", dtick="D2", gridcolor=LINE, zeroline=False)
+    return figure
+
+
+def _line(name: str, rows: list[Any], ink: str) -> Any:
+    return go.Scatter(
+        x=[row.ranks for row in rows],
+        y=[row.throughput for row in rows],
+        customdata=[(row.speed_up, row.efficiency) for row in rows],
+        mode="lines+markers+text",
+        text=[f"{row.efficiency:.0%}" for row in rows],
+        textposition="bottom right",
+        name=name,
+        line={"color": ink},
+        hovertemplate="%{x} ranks: %{y:.4s} samples/s, speed-up %{customdata[0]:.2f}, efficiency "
+        "%{customdata[1]:.0%}<extra>" + name + "</extra>",
+    )

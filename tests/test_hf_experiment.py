@@ -1,0 +1,56 @@
+"""The Hugging Face guide's experiment, put on the clock of its machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import mpkit as mk
+from mpkit.experiments.hugging_face import HFExperiment, hf_experiment
+
+
+@pytest.fixture(scope="module")
+def experiment(clusters: Callable[[int], mk.Cluster]) -> HFExperiment:
+    return hf_experiment(clusters(1))
+
+
+def test_ratios_are_the_published_ones_within_5_percent(experiment: HFExperiment) -> None:
+    """DDP : DP : DDP without NVLink = 1 : 1.085 : 1.290 (perf_train_gpu_many, 200 steps each)."""
+    ratios = [experiment.ratio(row) for row in experiment.rows]
+    assert [published for _, published in ratios] == pytest.approx([1, 1.085, 1.290], abs=5e-4)
+    for mine, published in ratios:
+        assert mine == pytest.approx(published, rel=0.05)
+
+
+def test_what_was_fitted_fits(experiment: HFExperiment) -> None:
+    """Two figures of the machine were chosen so that DDP takes what it took; `fit` finds them."""
+    ddp, _, without = experiment.rows
+    assert ddp.seconds == pytest.approx(ddp.published, rel=0.01)
+    assert without.seconds == pytest.approx(without.published, rel=0.01)
+    for name, figure in (("2x-titan-rtx-nvlink", "flops"), ("2x-titan-rtx", "bandwidth")):
+        machine = mk.hardware(name)
+        sources = machine.device.sources if figure == "flops" else machine.link.sources
+        assert "fitted by mpkit.experiments.hugging_face.fit" in sources[figure]
+
+
+def test_dp_does_what_makes_it_slower(experiment: HFExperiment) -> None:
+    """Parameters out, logits of all to GPU 0, gradients back; only the loss is backpropagated from there."""
+    ddp, dp, _ = experiment.rows
+    psi, logits = 124_439_808, 2 * 4 * 1024 * 50257
+    sent = dp.timeline.comm_bytes[0]
+    assert sent["broadcast"] == pytest.approx(4 * psi, rel=1e-6)
+    assert sent["reduce"] == 4 * psi
+    assert sent["gather"] == 4 * logits + 4 * 8  # and a loss for each sample
+    assert sent["scatter"] < 1e6  # tokens, and the gradients of the losses: none of the logits
+    assert ddp.timeline.comm_bytes[0]["all_reduce"] == 4 * psi
+    first, second = dp.timeline.peak_memory
+    assert first["total"] > second["total"]
+    assert (first["optimizer"], second["optimizer"]) == (8 * psi, 0)
+
+
+def test_it_prints_as_a_table(experiment: HFExperiment) -> None:
+    assert len(str(experiment).splitlines()) == 4
+    table = experiment.to_dataframe()
+    assert table["strategy"].tolist() == ["DDP", "DP", "DDP"]
+    assert table["off"].abs().max() < 0.05
