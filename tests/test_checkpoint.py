@@ -263,7 +263,7 @@ def test_16_bits_and_back_through_the_wide_weights(clusters: Clusters, tmp_path:
     assert run.state_dict()["0.weight"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", ["NAdam", "ASGD", "Rprop"])
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD", "Adagrad"])
 def test_states_of_other_optimizers(clusters: Clusters, tmp_path: Path, kind: str) -> None:
     def make(params: Any) -> torch.optim.Optimizer:
         return getattr(torch.optim, kind)(params, lr=1e-2)
