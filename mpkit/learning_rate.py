@@ -1,7 +1,7 @@
 """Learning rates for larger batches: what to do with a rate that was tuned for a smaller one.
 
     linear    k times the batch, k times the rate: a step then goes as far as k steps did (Goyal et al., "Accurate,
-              Large Minibatch SGD: Training ImageNet in 1 Hour", 2017, section 2.1), with a gradual warm-up (section 2.2)
+              Large Minibatch SGD: Training ImageNet in 1 Hour", 2017, section 2.1), with a warm-up (section 2.2)
     sqrt      k times the batch, sqrt(k) times the rate: the variance of a step stays what it was (Krizhevsky, "One
               weird trick for parallelizing convolutional neural networks", 2014; Hoffer et al., "Train longer,
               generalize better", NeurIPS 2017)

@@ -62,20 +62,19 @@ class Bucket:
 
 
 def fill_buckets(parameters: Iterable[nn.Parameter], nbytes: int) -> list[Bucket]:
-    """Buckets of up to `nbytes`, the first of a dtype of up to 1 MiB; a larger parameter has one for itself.
+    """Buckets that are full with `nbytes` or more, the first of a dtype with 1 MiB, as PyTorch's DDP fills them.
 
-    >>> layers = [nn.Parameter(torch.empty(n)) for n in (100_000, 200_000, 300_000, 400_000)]
+    >>> layers = [nn.Parameter(torch.empty(n)) for n in (100_000, 200_000, 300_000, 500_000, 1)]
     >>> [len(bucket.views) for bucket in fill_buckets(layers, nbytes=3_000_000)]
-    [1, 2, 1]
+    [2, 2, 1]
     """
     buckets: list[list[nn.Parameter]] = []
-    open_buckets: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}  # and the bytes it may hold
+    filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}  # and the bytes it is full with
     for parameter in parameters:
-        bucket, limit = open_buckets.get(parameter.dtype, ([], 0))
-        if not bucket or sum(p.nbytes for p in bucket) + parameter.nbytes > limit:
-            limit = nbytes if parameter.dtype in open_buckets else min(FIRST_BYTES, nbytes)
-            bucket = []
+        bucket, limit = filling.get(parameter.dtype, ([], min(FIRST_BYTES, nbytes)))
+        if not bucket:
             buckets.append(bucket)
-            open_buckets[parameter.dtype] = bucket, limit
         bucket.append(parameter)
+        full = sum(p.nbytes for p in bucket) >= limit
+        filling[parameter.dtype] = ([], nbytes) if full else (bucket, limit)
     return [Bucket(bucket) for bucket in buckets]

@@ -12,7 +12,7 @@ In 16 bits, and where the optimizer works on the host, it works on copies of its
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf, isfinite
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,17 +121,20 @@ class Update:
         return self._comm.all_reduce(flag, op="max").item() == 0.0
 
     def _clip(self, gradients: list[Tensor], limit: float) -> None:
-        """Global norm clipping (Pascanu et al. 2013): all gradients times min(1, limit / their norm together)."""
+        """Global norm clipping (Pascanu et al. 2013): all gradients times min(1, limit / their norm together).
+
+        With the 1e-6 that torch.nn.utils.clip_grad_norm_ adds to the norm.
+        """
         square = torch.zeros(1, dtype=torch.float64, device=self._device)
         for gradient in gradients:
             square += gradient.to(torch.float64).square().sum().to(self._device)
         if not self._replica.shares_alone:
             self._comm.all_reduce(square)
         self.norm = square.sqrt().item()
-        if isfinite(self.norm) and self.norm > limit:
+        factor = limit / (self.norm + 1e-6)
+        if isfinite(self.norm) and factor < 1.0:
             for gradient in gradients:
-                gradient.mul_(limit / self.norm)
-        assert limit < inf
+                gradient.mul_(factor)
 
 
 def _stand_in(part: Tensor, shape: torch.Size) -> nn.Parameter:
