@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from mpkit.data_batches import Batches
     from mpkit.devices import Device, Hardware, Link
     from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError
+    from mpkit.experiments.hugging_face import hf_experiment
     from mpkit.fake import trace_fake
     from mpkit.learning_rate import linear_scaling, sqrt_scaling
+    from mpkit.memory import memory_by_strategy
     from mpkit.parallel.digest import data_digest, sample_digests
     from mpkit.plan import Plan
     from mpkit.scale import scaling
@@ -42,7 +44,9 @@ _HOME = {
     "TraceError": "mpkit.errors",
     "data_digest": "mpkit.parallel.digest",
     "hardware": "mpkit.catalogue",
+    "hf_experiment": "mpkit.experiments.hugging_face",
     "linear_scaling": "mpkit.learning_rate",
+    "memory_by_strategy": "mpkit.memory",
     "sample_digests": "mpkit.parallel.digest",
     "scaling": "mpkit.scale",
     "simulate": "mpkit.simulation",
@@ -66,7 +70,9 @@ __all__ = [
     "TraceError",
     "data_digest",
     "hardware",
+    "hf_experiment",
     "linear_scaling",
+    "memory_by_strategy",
     "sample_digests",
     "scaling",
     "simulate",

@@ -1,0 +1,265 @@
+"""The memory of a model by strategy: what each rank holds, beside what the formulas say.
+
+Of psi parameters, trained by n ranks with an optimizer that keeps s numbers for each (Adam: 2), a rank holds, in bytes:
+
+                parameters   gradients   optimizer           in 16 bits: b = 2, and masters, so w (s + 1) with w = 4
+    serial, DDP   b psi        b psi       w s psi           else b = w = the model's own, 4 in fp32
+    ZeRO-1        b psi        b psi       w s psi / n
+    ZeRO-2        b psi        b psi / n   w s psi / n
+    ZeRO-3        b psi / n    b psi / n   w s psi / n
+    DP            b psi        b psi       w s psi on rank 0, none on the others
+
+and of what is offloaded to the host nothing. Padding aside: shards are of one size. Activations are in no formula; they
+are measured.
+
+Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
+2020, figure 1 and section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mpkit.cluster import Cluster
+from mpkit.fake import trace_fake
+from mpkit.plan import Plan
+from mpkit.scale import strategy
+from mpkit.timeline import Timeline
+from mpkit.trace import CATEGORIES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["MODEL_STATES", "MemoryByStrategy", "MemoryRow", "formula", "memory_by_strategy"]
+
+MODEL_STATES = ("params", "grads", "optimizer")
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One rank under one strategy.
+
+    Attributes:
+        strategy: its name.
+        rank: which.
+        held: the most bytes held in a step, by category, each at its own peak.
+        total: the most bytes held at once.
+        formula: bytes of params, grads and optimizer by the formulas.
+    """
+
+    strategy: str
+    rank: int
+    held: Mapping[str, int]
+    total: int
+    formula: Mapping[str, float]
+
+    @property
+    def states(self) -> int:
+        """Bytes of params, grads and optimizer, measured."""
+        return sum(self.held[category] for category in MODEL_STATES)
+
+
+@dataclass(frozen=True)
+class MemoryByStrategy:
+    """What each rank holds by strategy: prints as a table, shows itself as a chart in a notebook.
+
+    Attributes:
+        rows: a rank each, strategy by strategy.
+        how: where the figures are from, in words.
+    """
+
+    rows: tuple[MemoryRow, ...]
+    how: str
+
+    @classmethod
+    def of(cls, timelines: Mapping[str, Timeline], states: float = 2) -> MemoryByStrategy:
+        """Of runs that are there already.
+
+        Args:
+            timelines: by the name of the strategy.
+            states: numbers that the optimizer keeps for each parameter: s. Adam 2, SGD 0 or, with momentum, 1.
+        """
+        rows = [row for name, timeline in timelines.items() for row in _rows(name, timeline, states)]
+        return cls(tuple(rows), "of the last step")
+
+    @property
+    def strategies(self) -> list[str]:
+        """Their names, in order."""
+        return list(dict.fromkeys(row.strategy for row in self.rows))
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """A row a rank: strategy, rank, bytes by category, total; and by the formula params_formula and so on."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [
+                {"strategy": row.strategy, "rank": row.rank, **row.held, "total": row.total}
+                | {f"{name}_formula": value for name, value in row.formula.items()}
+                for row in self.rows
+            ]
+        )
+
+    def figure(self) -> Any:
+        """The chart, a plotly Figure: a stacked bar a rank, and the formula as a line across it.
+
+        Raises:
+            ImportError: plotly is not installed.
+        """
+        from mpkit.views.strategies import strategies_figure
+
+        return strategies_figure(self)
+
+    def to_svg(self, path: str | Path | None = None) -> str:
+        """The chart as SVG; written to `path` as well if that is given."""
+        from mpkit.views.strategies_svg import strategies_svg
+
+        text = strategies_svg(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def __str__(self) -> str:
+        lines = [f"MB a rank, {self.how}", ""]
+        head = "".join(f"{category:>12}" for category in CATEGORIES)
+        lines.append(f"{'':10} rank{head}   states by formula")
+        for row in self.rows:
+            held = "".join(f"{row.held[category] / 1e6:12.3f}" for category in CATEGORIES)
+            lines.append(
+                f"{row.strategy:10} {row.rank:4}{held} {row.states / 1e6:8.3f} {sum(row.formula.values()) / 1e6:10.3f}"
+            )
+        return "\n".join(lines)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from mpkit.views.fallback import image
+
+        bundle: dict[str, Any] = {"text/html": image(self.to_svg(), str(self))}
+        with suppress(ImportError):  # then the picture has to do
+            bundle |= self.figure()._repr_mimebundle_(include, exclude)
+        return {**bundle, "text/plain": str(self)}
+
+
+def memory_by_strategy(
+    model: nn.Module | Callable[[], nn.Module],
+    data: Any,
+    plans: int | Sequence[Plan] | Mapping[str, Plan] = 4,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    steps: int = 2,
+    clusters: Callable[[int], Cluster] | None = None,
+) -> MemoryByStrategy:
+    """Train the same model by several strategies, and say what each rank held.
+
+    >>> import torch, mpkit as mk
+    >>> batch = torch.empty(8, 1024, device="meta"), torch.empty(8, 1024, device="meta")
+    >>> found = mk.memory_by_strategy(
+    ...     lambda: torch.nn.Sequential(torch.nn.Linear(1024, 1024, bias=False)), batch,
+    ...     {"DDP": mk.Plan.ddp(4), "ZeRO-3": mk.Plan.zero(3, 4)},
+    ...     loss=torch.nn.functional.mse_loss, optimizer=torch.optim.AdamW)
+    >>> [row.states // 2**20 for row in found.rows if row.rank == 0]  # MiB: 16 psi, and 16 psi / 4
+    [16, 4]
+
+    Args:
+        model: a module, which is trained by real ranks; or a function that makes one, of whatever size, and is played
+            on tensors without content (`mk.trace_fake`).
+        data: as in `Cluster.train`; of a played one, a batch (inputs, targets) as in `mk.trace_fake`.
+        plans: which to compare, under names of their own or not; a number n of ranks stands for DDP and ZeRO-1, 2, 3.
+        loss, optimizer, steps: as in `Cluster.train`; figures are of the last step.
+        clusters: clusters(ranks) gives one to use; None: new ones, closed afterwards.
+
+    Raises:
+        ValueError: no plans, or what `Cluster.train` or `trace_fake` raises.
+    """
+    named = _named(plans)
+    states = states_of(optimizer)
+    plays = not isinstance(model, nn.Module)
+    rows: list[MemoryRow] = []
+    for name, plan in named.items():
+        ranks = 1 if plays else plan.ranks
+        with ExitStack() as stack:
+            cluster = clusters(ranks) if clusters else stack.enter_context(Cluster(ranks, device="auto"))
+            if isinstance(model, nn.Module):
+                run = cluster.train(
+                    model, data, plan, loss=loss, optimizer=optimizer, steps=steps, show=False
+                ).wait()
+                timeline = run.timeline()
+            else:
+                trace = trace_fake(
+                    model, plan, batch=data, loss=loss, optimizer=optimizer, steps=steps, cluster=cluster
+                )
+                timeline = Timeline.of(trace)
+        rows += _rows(name, timeline, states)
+    how = "of the last step" + (", played on tensors without content" if plays else ", measured")
+    return MemoryByStrategy(tuple(rows), how)
+
+
+def _named(plans: Any) -> dict[str, Plan]:
+    if isinstance(plans, int) and not isinstance(plans, bool) and plans > 1:
+        plans = [Plan.ddp(plans), *(Plan(dp=plans, zero=stage) for stage in (1, 2, 3))]
+    if not isinstance(plans, Mapping) and isinstance(plans, Sequence):
+        words = [strategy(plan) if isinstance(plan, Plan) else "" for plan in plans]
+        twice = {word for word in words if words.count(word) > 1}
+        plans = {repr(plan) if word in twice else word: plan for word, plan in zip(words, plans, strict=True)}
+    if not isinstance(plans, Mapping) or not plans or not all(isinstance(p, Plan) for p in plans.values()):
+        raise ValueError(
+            f"memory_by_strategy(plans={plans!r}): give Plans, such as [mk.Plan.ddp(4), mk.Plan.zero(3, 4)], or by "
+            "name {'DDP': mk.Plan.ddp(4)}, or a number of ranks, 2 or more, for DDP and ZeRO-1, 2 and 3"
+        )
+    return dict(plans)
+
+
+def _rows(name: str, timeline: Timeline, states: float) -> list[MemoryRow]:
+    plan = Plan.from_json(timeline.meta["plan"])
+    psi, dtype = int(timeline.meta["parameters"]), getattr(torch, timeline.meta["dtype"])
+    found = []
+    for rank, peak in enumerate(timeline.peak_memory):
+        held = {category: peak[category] for category in CATEGORIES}
+        found.append(
+            MemoryRow(name, rank, held, peak["total"], formula(plan, psi, states, rank, dtype.itemsize))
+        )
+    return found
+
+
+def formula(plan: Plan, psi: int, states: float = 2, rank: int = 0, itemsize: int = 4) -> dict[str, float]:
+    """Bytes of params, grads and optimizer that a rank holds, as in the table above.
+
+    >>> zero = formula(Plan(dp=64, zero=1, precision="bf16"), psi=7_500_000_000, itemsize=2)
+    >>> round(sum(zero.values()) / 1e9, 1)  # table 1 of the ZeRO paper, 7.5 B parameters on 64 GPUs
+    31.4
+
+    Args:
+        plan: whose strategy.
+        psi: how many parameters.
+        states: numbers that the optimizer keeps for each: s.
+        rank: which.
+        itemsize: bytes of a parameter as it is computed with: b.
+    """
+    n = plan.dp
+    narrow = plan.precision != "full"
+    b, kept = itemsize, (4 * (states + 1) if narrow else itemsize * states)
+    optimizer = kept * psi / (n if plan.zero >= 1 else 1)
+    if plan.offload != "none" or (plan.data_parallel == "dp" and n > 1 and rank > 0):
+        optimizer = 0.0
+    params = 0.0 if plan.offload == "params" else b * psi / (n if plan.zero == 3 else 1)
+    return {"params": params, "grads": b * psi / (n if plan.zero >= 2 else 1), "optimizer": optimizer}
+
+
+def states_of(optimizer: Callable[[Any], torch.optim.Optimizer]) -> float:
+    """How many numbers an optimizer keeps for each parameter: s; tried on a small one.
+
+    >>> states_of(torch.optim.AdamW), states_of(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    (2.0, 1.0)
+    """
+    parameter = nn.Parameter(torch.zeros(4, 6))
+    parameter.grad = torch.ones(4, 6)
+    made = optimizer([parameter])
+    made.step()
+    kept = [value for value in made.state[parameter].values() if isinstance(value, torch.Tensor)]
+    return sum(value.numel() for value in kept if value.dim()) / parameter.numel()

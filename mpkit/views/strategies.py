@@ -1,0 +1,69 @@
+"""Memory by strategy as a plotly chart: a stacked bar a rank, and the formula as a mark across it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpkit.trace import CATEGORIES
+from mpkit.views.held import CATEGORY_INKS
+from mpkit.views.needs import needs_notebook
+from mpkit.views.strategies_svg import shown_of
+
+if TYPE_CHECKING:
+    from mpkit.memory import MemoryByStrategy
+
+try:
+    import plotly.graph_objects as go
+except ImportError as error:
+    raise needs_notebook("the chart of memory by strategy", error) from error
+
+__all__ = ["strategies_figure"]
+
+GREY, LINE = "#757d88", "rgba(128,128,128,0.25)"  # read on a light and on a dark ground
+
+
+def strategies_figure(memory: MemoryByStrategy) -> Any:
+    """The chart as a plotly Figure, with the numbers inside.
+
+    Args:
+        memory: what to draw; of many ranks the first.
+    """
+    rows, left_out = shown_of(memory)
+    x = [[row.strategy for row in rows], [f"rank {row.rank}" for row in rows]]
+    figure = go.Figure()
+    for category in CATEGORIES:
+        figure.add_trace(
+            go.Bar(
+                x=x,
+                y=[row.held[category] for row in rows],
+                name=category,
+                marker_color=CATEGORY_INKS[category][0],
+                hovertemplate="%{x}: %{y:.4s}B<extra>" + category + "</extra>",
+            )
+        )
+    figure.add_trace(
+        go.Scatter(
+            x=x,
+            y=[sum(row.formula.values()) for row in rows],
+            mode="markers",
+            name="params + grads + optimizer by the formula",
+            marker={"symbol": "line-ew", "size": 26, "line": {"width": 3, "color": "#d55e00"}},
+            customdata=[tuple(row.formula.values()) for row in rows],
+            hovertemplate="formula: %{y:.4s}B = %{customdata[0]:.4s} + %{customdata[1]:.4s} + "
+            "%{customdata[2]:.4s}<extra></extra>",
+        )
+    )
+    title = f"Memory by strategy, {memory.how}" + (f"; {left_out} more ranks not shown" if left_out else "")
+    figure.update_layout(
+        title={"text": title},
+        barmode="stack",
+        bargap=0.2,
+        height=400,
+        margin={"l": 64, "r": 16, "t": 48, "b": 64},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"color": GREY, "size": 12},
+        hoverlabel={"font": {"color": "#1f2328"}, "bgcolor": "#ffffff"},
+    )
+    figure.update_yaxes(gridcolor=LINE, zeroline=False, tickformat="~s", ticksuffix="B", rangemode="tozero")
+    return figure

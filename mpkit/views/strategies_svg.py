@@ -1,0 +1,122 @@
+"""Memory by strategy as SVG: a stacked bar a rank, and the formula as a line across it."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from mpkit.trace import CATEGORIES
+from mpkit.views.colours import THEMES
+from mpkit.views.held import CATEGORY_INKS
+from mpkit.views.svg import FONT
+from mpkit.views.units import bytes_text
+
+if TYPE_CHECKING:
+    from mpkit.memory import MemoryByStrategy, MemoryRow
+
+__all__ = ["shown_of", "strategies_svg"]
+
+MOST = 8
+"""Ranks of a strategy that are drawn; of more, which do alike, the first."""
+
+HEIGHT, MARGIN, TOP, GAP = 220.0, 16.0, 46.0, 26.0
+FORMULA = "#d55e00"
+
+
+def shown_of(memory: MemoryByStrategy) -> tuple[list[MemoryRow], int]:
+    """The rows that are drawn, and how many are not."""
+    rows = [row for row in memory.rows if row.rank < MOST]
+    return rows, len(memory.rows) - len(rows)
+
+
+def strategies_svg(memory: MemoryByStrategy, width: int = 960) -> str:
+    """The chart as a standalone SVG document.
+
+    Args:
+        memory: what to draw.
+        width: in pixels.
+    """
+    rows, left_out = shown_of(memory)
+    strategies = memory.strategies
+    highest = max((max(sum(row.held.values()), sum(row.formula.values())) for row in rows), default=1) or 1
+    space = (width - 2 * MARGIN - GAP * (len(strategies) - 1)) / max(len(rows), 1)
+    base = TOP + HEIGHT
+    parts, x = [], MARGIN
+    for name in strategies:
+        mine = [row for row in rows if row.strategy == name]
+        left = x
+        for row in mine:
+            parts.append(_bar(row, x, min(space, 64.0), base, highest))
+            x += min(space, 64.0)
+        middle = (left + x) / 2
+        parts.append(
+            f'<text class="words" x="{middle:.1f}" y="{base + 32:g}" text-anchor="middle">{escape(name)}</text>'
+        )
+        x += GAP
+    more = f"; {left_out} more ranks not shown" if left_out else ""
+    title = f"Memory by strategy, {memory.how}{more}"
+    height = base + 66
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="mpkit-strategies" role="img" width="{width}" '
+            f'height="{height:.0f}" viewBox="0 0 {width} {height:.0f}" font-family="{FONT}" font-size="12">',
+            f"<title>{escape(title)}</title>",
+            f"<desc>{escape(str(memory))}</desc>",
+            _style(),
+            f'<rect class="ground" width="{width}" height="{height:.0f}" rx="8"/>',
+            f'<text class="words" x="{MARGIN:g}" y="26" font-size="15" font-weight="600">{escape(title)}</text>',
+            *parts,
+            _legend(base + 54),
+            "</svg>",
+        ]
+    )
+
+
+def _bar(row: MemoryRow, x: float, width: float, base: float, highest: float) -> str:
+    parts, y = [], base
+    for i, category in enumerate(CATEGORIES):
+        tall = row.held[category] / highest * HEIGHT
+        if tall:
+            y -= tall
+            parts.append(
+                f'<rect class="m{i}" x="{x + 3:.1f}" y="{y:.1f}" width="{width - 6:.1f}" height="{tall:.1f}">'
+                f"<title>{category}: {bytes_text(row.held[category])}</title></rect>"
+            )
+    line = base - sum(row.formula.values()) / highest * HEIGHT
+    parts.append(
+        f'<line stroke="{FORMULA}" stroke-width="2.5" x1="{x:.1f}" x2="{x + width:.1f}" y1="{line:.1f}" '
+        f'y2="{line:.1f}">'
+        f"<title>formula: {bytes_text(sum(row.formula.values()))}</title></line>"
+    )
+    parts.append(
+        f'<text class="faint" x="{x + width / 2:.1f}" y="{base + 15:g}" text-anchor="middle">{row.rank}</text>'
+    )
+    label = f"{row.strategy}, rank {row.rank}: {bytes_text(sum(row.held.values()))}"
+    return f'<g aria-label="{escape(label)}">{"".join(parts)}</g>'
+
+
+def _legend(y: float) -> str:
+    x, parts = MARGIN, []
+    for i, category in enumerate(CATEGORIES):
+        parts.append(f'<rect class="m{i}" x="{x:g}" y="{y - 10:g}" width="14" height="12" rx="2"/>')
+        parts.append(f'<text class="words" x="{x + 20:g}" y="{y:g}">{category}</text>')
+        x += 20 + 7 * len(category) + 14
+    parts.append(
+        f'<line stroke="{FORMULA}" stroke-width="2.5" x1="{x:g}" x2="{x + 18:g}" y1="{y - 4:g}" y2="{y - 4:g}"/>'
+        f'<text class="words" x="{x + 24:g}" y="{y:g}">params + grads + optimizer by the formula</text>'
+    )
+    return "".join(parts)
+
+
+def _style() -> str:
+    def block(name: str) -> str:
+        ground = THEMES[name]
+        rules = [
+            f".ground{{fill:{ground.ground}}}",
+            f".words{{fill:{ground.text}}}",
+            f".faint{{fill:{ground.faint}}}",
+        ]
+        rules += [f".m{i}{{fill:{CATEGORY_INKS[word][name == 'dark']}}}" for i, word in enumerate(CATEGORIES)]
+        return "".join(f".mpkit-strategies {rule}" for rule in rules)
+
+    return f"<style>{block('light')}@media (prefers-color-scheme: dark){{{block('dark')}}}</style>"

@@ -1,0 +1,103 @@
+"""The memory of a model by strategy, beside the formulas."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.data import spirals
+from mpkit.memory import MODEL_STATES, MemoryByStrategy, formula, states_of
+from mpkit.models import GPT, MLP, next_token_loss
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+Clusters = Callable[[int], mk.Cluster]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("n", "gigabytes"), [(4, (52.5, 41.3, 30)), (16, (35.6, 21.6, 7.5)), (64, (31.4, 16.6, 1.88))]
+)
+def test_formulas_are_the_papers(n: int, gigabytes: tuple[float, float, float]) -> None:
+    """Table 1 of the ZeRO paper (Rajbhandari et al. 2020): 7.5 B parameters, mixed precision, Adam."""
+    for stage, published in zip((1, 2, 3), gigabytes, strict=True):
+        held = formula(mk.Plan.zero(stage, n, precision="bf16"), 7_500_000_000, itemsize=2)
+        assert sum(held.values()) / 1e9 == pytest.approx(published, rel=5e-3)
+
+
+def test_states_of_optimizers() -> None:
+    assert states_of(adamw) == 2
+    assert states_of(lambda params: torch.optim.SGD(params, lr=0.1)) == 0
+
+
+@pytest.fixture(scope="module")
+def measured(clusters: Clusters) -> MemoryByStrategy:
+    torch.manual_seed(0)
+    plans = [mk.Plan.dp(2), mk.Plan.ddp(2), *(mk.Plan.zero(stage, 2) for stage in (1, 2, 3))]
+    return mk.memory_by_strategy(
+        MLP(2, 3, width=16, layers=3), spirals(8, 2), plans,
+        loss=F.cross_entropy, optimizer=adamw, clusters=clusters,
+    )  # fmt: skip
+
+
+def test_real_ranks_hold_what_the_formulas_say(measured: MemoryByStrategy) -> None:
+    assert measured.strategies == ["DP", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    assert len(measured.rows) == 10
+    for row in measured.rows:
+        for category in MODEL_STATES:
+            assert row.held[category] == pytest.approx(row.formula[category], abs=64), (row, category)
+    assert measured.how.endswith("measured")
+
+
+def test_it_is_a_table_and_pictures(measured: MemoryByStrategy, tmp_path: Path) -> None:
+    table = measured.to_dataframe()
+    assert table["strategy"].tolist()[::2] == measured.strategies
+    assert {"params", "params_formula", "activations", "total"} <= set(table)
+    assert len(str(measured).splitlines()) == 13
+    svg = measured.to_svg(tmp_path / "memory.svg")
+    assert (tmp_path / "memory.svg").read_text() == svg
+    assert svg.count('<g aria-label="') == 10
+    figure = measured.figure()
+    assert [trace.name for trace in figure.data[:3]] == list(MODEL_STATES)
+    assert list(figure.data[0].y) == table["params"].tolist()
+    assert list(figure.data[-1].y) == [sum(row.formula.values()) for row in measured.rows]
+    bundle = measured._repr_mimebundle_()
+    assert "data:image/svg+xml" in bundle["text/html"] or "plotly" in str(bundle)
+
+
+def test_sizes_that_nobody_here_has_are_played(clusters: Clusters) -> None:
+    tokens = torch.empty(32, 128, dtype=torch.long, device="meta")
+    found = mk.memory_by_strategy(
+        lambda: GPT(vocab=8000, length=128, layers=2, width=1024, heads=16), (tokens, tokens),
+        {"as it is": mk.Plan.ddp(32), "sharded": mk.Plan.zero(3, 32)},
+        loss=next_token_loss, optimizer=adamw, clusters=clusters,
+    )  # fmt: skip
+    assert len(found.rows) == 64
+    for row in found.rows:
+        assert row.states == pytest.approx(sum(row.formula.values()), rel=1e-3)
+    assert "48 more ranks not shown" in found.to_svg()
+
+
+def test_of_runs_that_are_there_already(clusters: Clusters) -> None:
+    run = clusters(1).train(
+        MLP(2, 3), spirals(8, 1), mk.Plan.serial(), loss=F.cross_entropy, optimizer=adamw, steps=1
+    ).wait()  # fmt: skip
+    found = MemoryByStrategy.of({"mine": run.timeline()})
+    assert found.rows[0].states == sum(found.rows[0].formula.values())
+
+
+@pytest.mark.parametrize("plans", [[], {}, 1, "ddp", ["ddp"]])
+def test_mistakes_are_explained(plans: Any) -> None:
+    with pytest.raises(ValueError, match="give Plans, such as"):
+        mk.memory_by_strategy(MLP(2, 3), spirals(8, 1), plans, loss=F.cross_entropy, optimizer=adamw)
