@@ -73,15 +73,14 @@ class Gathering:
 
     def _before_forward(self, i: int, around: bool, *_: Any) -> None:
         if not self._all:
-            self._around.update(self._needs[i] if around else ())
-            self._gather(i, self._next(i))
+            self._gather(i, self._next(i), around)
 
     def _after_forward(self, i: int, around: bool, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._all:
             return
         if around:
             self._around.clear()
-        self._keep(flat for j in self._next(i) for flat in self._needs[j])
+        self._keep(flat for j in self._next(i) for flat in self._needs[j] if not around)
         self._has_backward[i] = False
         for tensor in _tensors(output):
             if tensor.requires_grad:
@@ -95,9 +94,8 @@ class Gathering:
 
     def _before_backward(self, i: int, around: bool, _gradient: Tensor) -> None:
         if not self._all:
-            self._around.update(self._needs[i] if around else ())
             before = range(i - 1, max(i - 1 - self._prefetch, -1), -1)
-            self._gather(i, [j for j in before if self._has_backward[j]])
+            self._gather(i, [j for j in before if self._has_backward[j]], around)
 
     def after_backward(self) -> None:
         """Free what the backward used last."""
@@ -107,10 +105,16 @@ class Gathering:
     # ---- gather and free ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _gather(self, i: int, ahead: list[int]) -> None:
-        """Have site i's parameters whole, those of the sites ahead under way, and no others."""
-        soon = [flat for j in ahead for flat in self._needs[j]]
-        self._keep((*self._needs[i], *soon))
+    def _gather(self, i: int, ahead: list[int], around: bool) -> None:
+        """Have site i's parameters whole, those of the sites ahead under way, and no others.
+
+        What a site around others uses stays as long as those are at work; and what these use stays.
+        """
+        soon = [flat for j in ahead for flat in self._needs[j] if not around]
+        if around:
+            self._around.update(self._needs[i])
+        else:
+            self._keep((*self._needs[i], *soon))
         for flat in (*self._needs[i], *soon):
             self._start(flat)
         for flat in self._needs[i]:

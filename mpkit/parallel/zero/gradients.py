@@ -129,7 +129,7 @@ class Gradients:
         unit.work = self._comm.reduce_scatter(unit.flat.whole, async_op=True, out=out)
         self._next += 1
         # ---- free the one before
-        if not self._keeps_whole and self._next > 1:
+        if self._next > 1:
             self._complete(self._units[self._next - 2])
 
     def _complete(self, unit: _Unit) -> None:
@@ -148,9 +148,8 @@ class Gradients:
         if self._sends:
             while self._next < len(self._units):
                 self._reduce()
-            if not self._keeps_whole:
-                for unit in self._units[-1:]:
-                    self._complete(unit)
+            if not self._keeps_whole and self._units:
+                self._complete(self._units[-1])
             self._sends = False
 
     @torch.no_grad()
@@ -160,12 +159,12 @@ class Gradients:
         Raises:
             MpkitError: a parameter has no gradient, and the plan does not allow that.
         """
-        missing = [parameter for parameter in self._place if parameter not in self._came]
+        missing = [name for parameter, name in self._names.items() if parameter not in self._came]
         if missing and not self._allows_unused:
-            raise unused_error([self._names[parameter] for parameter in reversed(missing)])
+            raise unused_error(missing)
         self.after_backward()
-        for unit in self._units:
-            self._complete(unit)
+        if self._units:
+            self._complete(self._units[-1])
         if not (self._allows_unused and self._units):
             return set()
         # What no rank used has no gradient, as in serial training.

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.models.chain import layers_of
-from mpkit.parallel.replica import Piece, Replica
+from mpkit.parallel.replica import Piece, Replica, named_parameters
 from mpkit.parallel.stage import Stage
 from mpkit.parallel.stateful import StatefulBuffers
 from mpkit.parallel.zero.flat import Flat, Layout
@@ -72,7 +72,7 @@ class Zero(Replica):
         ledger, keeps_whole = context.record.ledger, plan.zero == 1
         trained = [flat for flat in self._params if flat.layout.parameters[0].requires_grad]
         self._grads = [Flat(flat.layout, ledger, "grads", keeps_whole=keeps_whole) for flat in trained]
-        self._pieces_of(trained)
+        self._divide()
         self._gradients = Gradients(
             self._comm,
             self._grads,
@@ -106,48 +106,33 @@ class Zero(Replica):
             if tensor not in sharded:
                 self._comm.broadcast(tensor.detach())
 
-    def _pieces_of(self, trained: list[Flat]) -> None:
+    def _divide(self) -> None:
         """Put this rank's parts in the place of whole parameters."""
-        self._held: dict[nn.Parameter, tuple[nn.Parameter, Tensor]] = {}  # and its gradient
-        own: dict[nn.Parameter, tuple[int, int]] = {}
+        shards = {id(grads.layout): grads.shard for grads in self._grads}
+        self._gradient_of: list[tuple[Piece, Tensor]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []  # of gradient shards on the host
-        for flat, grads in zip(trained, self._grads, strict=True):
-            layout, gradients = flat.layout, grads.shard
-            if self._on_host:
-                gradients = torch.empty_like(flat.shard, pin_memory=flat.shard.is_pinned())
-                self._copies.append((gradients, grads.shard))
+        found: dict[nn.Parameter, Piece] = {}
+        names = {parameter: name for name, parameter in named_parameters(self.stages).items()}
+        for flat in self._params:
+            layout, gradients = flat.layout, shards.get(id(flat.layout))
+            if self._on_host and gradients is not None:
+                self._copies.append((torch.empty_like(flat.shard), gradients))
+                gradients = self._copies[-1][0]
             for i, parameter in enumerate(layout.parameters):
-                start, end = own[parameter] = layout.own(i)
-                at = layout.starts[i] + start - layout.begin if end else 0
-                held = nn.Parameter(flat.shard[at : at + end - start])
-                self._held[parameter] = held, gradients[at : at + end - start]
-        self.pieces = [
-            Piece(
-                piece.name,
-                piece.parameter,
-                piece.shape,
-                *own[piece.parameter],
-                self._held[piece.parameter][0],
-            )
-            for piece in self.pieces
-        ]
+                start, end = layout.own(i)
+                at = layout.starts[i] + start - layout.begin
+                mine = slice(at, at + end - start) if start < end else slice(0)
+                held = nn.Parameter(flat.shard[mine], parameter.requires_grad)
+                piece = Piece(names[parameter], parameter, parameter.shape, start, end, held)
+                found[parameter] = piece
+                if gradients is not None:
+                    self._gradient_of.append((piece, gradients[mine]))
+        self.pieces = [found[piece.parameter] for piece in self.pieces]
+        self._frozen = [found.get(piece.parameter, piece) for piece in super().frozen()]
 
     def frozen(self) -> list[Piece]:
-        """What this rank holds of the parameters that are not trained: in stage 3 its shards."""
-        pieces = super().frozen()
-        if self._stage < 3:
-            return pieces
-        found = []
-        for flat in self._params:
-            layout = flat.layout
-            for piece in pieces:
-                if piece.parameter in set(layout.parameters):
-                    i = layout.parameters.index(piece.parameter)
-                    start, end = layout.own(i)
-                    at = layout.starts[i] + start - layout.begin if end else 0
-                    held = nn.Parameter(flat.shard[at : at + end - start], requires_grad=False)
-                    found.append(Piece(piece.name, piece.parameter, piece.shape, start, end, held))
-        return found
+        """What this rank holds of the parameters that are not trained: all of them; in stage 3 its shards."""
+        return self._frozen
 
     # ---- a step -------------------------------------------------------------------------------------------
 
@@ -178,12 +163,14 @@ class Zero(Replica):
             for host, there in self._copies:
                 host.copy_(there)
             self._record.end(op)
-        for parameter, (held, gradient) in self._held.items():
-            held.grad = None if parameter in unused else gradient
+        for piece, gradient in self._gradient_of:
+            piece.held.grad = None if piece.parameter in unused else gradient
 
     def updated(self) -> None:
         """Gather the updated shards into everybody's parameters; in stage 3 that is done when they are needed."""
-        if self._gathering is None:
+        if self._gathering is not None:
+            self._gathering.after_backward()  # what is whole still is out of date
+        else:
             works = [
                 self._comm.all_gather(flat.shard, async_op=True, out=flat.whole) for flat in self._params
             ]

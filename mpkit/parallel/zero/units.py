@@ -1,8 +1,8 @@
 """Units: which parameters lie in one flat tensor, and the layers that use them.
 
-    P_os        buckets as DDP's, in reverse order of use: the first of 1 MiB, the others of `bucket_mb`
-    P_os+g      a layer each, so that a layer's gradients are gone when the next one's come; small layers together
-    P_os+g+p    a layer each, so that a layer's parameters are there while it computes, and only then
+    P_os, P_os+g   a layer's, so that its gradients are reduced, and maybe freed, while the next one's come; small
+                   layers together, up to 1 MiB, and large ones in parts, of `bucket_mb` at most
+    P_os+g+p       a layer's, so that its parameters are there while it computes, and only then
 
 A parameter that several layers share belongs to the first of them.
 """
@@ -86,14 +86,12 @@ def group(sites: list[Site], zero: int, bucket_bytes: int) -> list[list[nn.Param
                 continue
             key = parameter.dtype, parameter.requires_grad
             now = filling.setdefault(key, [])
-            if now and _nbytes(now) + parameter.nbytes > (
-                min(most, FIRST_BYTES) if zero == 1 and not found else most
-            ):
+            if now and _nbytes(now) + parameter.nbytes > most:
                 found.append(now)
                 now = filling[key] = []
             now.append(parameter)
         for key, now in list(filling.items()):  # the layer is over
-            if zero == 3 or (zero == 2 and _nbytes(now) >= FIRST_BYTES):
+            if zero == 3 or _nbytes(now) >= FIRST_BYTES:
                 found.append(filling.pop(key))
     return found + list(filling.values())
 
