@@ -88,17 +88,21 @@ class Figures:
 
     @property
     def exposed_comm(self) -> list[float]:
-        """Seconds by rank in which it communicates and does not compute meanwhile."""
-        work = [metrics.work(spans) for spans in self._lanes(Lane.COMPUTE)]
+        """Seconds by rank in which it communicates and does not compute meanwhile: what communication costs.
+
+        An action that waits for communication in its middle (a BatchNorm's over all ranks) does not compute then.
+        """
         return [
-            metrics.length(metrics.covered(np.concatenate([comm, own])))
-            - metrics.length(metrics.covered(own))
-            for comm, own in zip(self._lanes(Lane.COMM), work, strict=True)
+            metrics.exposed(comm, compute)
+            for comm, compute in zip(self._lanes(Lane.COMM), self._lanes(Lane.COMPUTE), strict=True)
         ]
 
     @property
     def overlap(self) -> float:
-        """The share of all communication time that is hidden behind compute; 1 where there is none."""
+        """The share of all communication time, summed over ranks, that is hidden behind compute; 1 where there is none.
+
+        1 - exposed_comm / comm_time: what DDP's buckets are for (Li et al. 2020, section 3.2.3).
+        """
         whole = sum(self.comm_time)
         return 1.0 - sum(self.exposed_comm) / whole if whole else 1.0
 

@@ -17,7 +17,9 @@ __all__ = [
     "active",
     "busy",
     "bytes_by_kind",
+    "common",
     "covered",
+    "exposed",
     "extent",
     "length",
     "peak",
@@ -85,6 +87,25 @@ def covered(spans: Array) -> Array:
 def length(intervals: Array) -> float:
     """The seconds of intervals that are apart from each other."""
     return float((intervals[:, 1] - intervals[:, 0]).sum())
+
+
+def exposed(comm: Array, compute: Array) -> float:
+    """Seconds that a rank's communication covers and its actions, less the waits within them, do not.
+
+    Args:
+        comm, compute: its spans of these lanes.
+    """
+    there, works, waits = covered(comm), covered(work(compute)), covered(waits_within(compute))
+    alone = length(there) - common(there, works)
+    return alone + common(there, waits)
+
+
+def common(a: Array, b: Array) -> float:
+    """Seconds that both cover; each (k, 2), intervals apart from each other."""
+    both = np.concatenate([a, b])
+    whole = np.zeros(len(both), [("start", "<f8"), ("end", "<f8")])
+    whole["start"], whole["end"] = both[:, 0], both[:, 1]
+    return length(a) + length(b) - length(covered(whole))
 
 
 def within(held: Array, start: float, end: float) -> Array:

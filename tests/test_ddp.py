@@ -192,7 +192,7 @@ def halving(step: int) -> float:
 
 
 # No shrinking: it would be hundreds of runs more.
-@settings(max_examples=16, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=12, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_random_models_equal_serial_training(train: Train, data: st.DataObject) -> None:
     model, width, normed = data.draw(models(), label="model")

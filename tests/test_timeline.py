@@ -61,6 +61,18 @@ def test_communication_is_exposed_where_nobody_computes_meanwhile() -> None:
     assert timeline((0, F, 0.0, 1.0)).overlap == 1.0
 
 
+def test_an_action_that_waits_in_its_middle_hides_no_communication() -> None:
+    t = timeline((0, F, 0.0, 8.0), (0, REDUCE, 2.0, 5.0), (0, WAIT, 3.0, 5.0), ranks=1, depth=[0, 0, 1])
+    assert (t.comm_time, t.exposed_comm) == ([3.0], [2.0])
+    assert t.overlap == pytest.approx(1 / 3)
+
+
+def test_hidden_communication_is_said_in_print() -> None:
+    hidden = timeline((0, F, 0.0, 4.0), (0, REDUCE, 1.0, 3.0), (0, REDUCE, 3.0, 6.0), ranks=1)
+    assert "communication hidden 60.0 %, exposed 2.00 s" in str(hidden)
+    assert "hidden" not in str(timeline((0, F, 0.0, 4.0), (0, REDUCE, 4.0, 6.0), ranks=1))
+
+
 def test_bytes_are_counted_by_rank_and_kind() -> None:
     t = timeline((0, SEND, 0, 1), (0, SEND, 1, 2), (1, RECV, 0, 1), (1, REDUCE, 1, 2), bytes=[10, 5, 7, 100])
     assert t.comm_bytes == [{"send": 15}, {"all_reduce": 100, "recv": 7}]

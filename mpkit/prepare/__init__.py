@@ -33,8 +33,8 @@ from mpkit.prepare.arguments import (
 )
 from mpkit.prepare.batches import check_shares, check_split, of_every_size, take_batches
 from mpkit.prepare.dry_run import dry_run, quiet
-from mpkit.prepare.resume import check_saving, facts_of, find_checkpoint, take_up
 from mpkit.prepare.elementwise import check_elementwise
+from mpkit.prepare.resume import check_saving, facts_of, find_checkpoint, take_up
 from mpkit.prepare.stages import check_gathered, check_sharing, cut_stages
 
 __all__ = ["TrainJob", "prepare"]

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.timeline import Timeline
+from mpkit.trace import Kind
 from mpkit.views.colours import INKS, Key
 from mpkit.views.coverage import coverage, strongest
 from mpkit.views.picture import Picture, picture
@@ -145,4 +146,14 @@ def _axis(pic: Picture, columns: int) -> str:
 def _caption(pic: Picture, step: int | None, steps: int) -> str:
     words = [f"step {step} ({steps} steps in all)"] if step is not None and steps > 1 else []
     words += [f"{name} {value}" for name, value in pic.figures.items() if name != "clock"]
+    words += _hidden(pic.timeline if step is None else pic.timeline.step(step))
     return " · ".join([*words, pic.figures["clock"]])
+
+
+def _hidden(timeline: Timeline) -> list[str]:
+    """How much of what all ranks send together went on beside compute, where any of it did."""
+    kinds = timeline.spans["kind"]
+    if not np.any((kinds >= Kind.ALL_REDUCE) & (kinds < Kind.BARRIER)) or timeline.overlap < 0.005:
+        return []
+    exposed = max(timeline.exposed_comm)
+    return [f"communication hidden {percent(timeline.overlap)}, exposed {seconds(exposed)}"]
