@@ -109,6 +109,7 @@ PLANS = [
     mk.Plan.ddp(3, bucket_mb=0.0001),
     mk.Plan.ddp(2, microbatches=2, precision="fp16"),
     mk.Plan.ddp(2, offload="optimizer", precision="bf16"),
+    mk.Plan.dp(3),
     mk.Plan.gpipe(3, 2, recompute="full"),
     mk.Plan.zero(1, 3),
     mk.Plan.zero(2, 3, precision="fp16"),
@@ -202,6 +203,7 @@ ANY = [
     mk.Plan.zero(3, 4),
     mk.Plan.zero(3, 2),
     mk.Plan.ddp(2, offload="optimizer"),
+    mk.Plan.dp(2),
 ]
 
 
@@ -241,14 +243,14 @@ def test_resumed_under_any_other_plan(
 def test_zero_3_on_4_ranks_goes_on_as_ddp_on_2_and_back(clusters: Clusters, tmp_path: Path) -> None:
     how: dict[str, Any] = {"model": net(torch.float64), "data": batches(torch.float64)}
     steps = 2
-    for plan in (mk.Plan.zero(3, 4), mk.Plan.ddp(2), mk.Plan.gpipe(3, 2), mk.Plan.zero(3, 4)):
+    for plan in (mk.Plan.zero(3, 4), mk.Plan.ddp(2), mk.Plan.dp(2), mk.Plan.gpipe(3, 2), mk.Plan.zero(3, 4)):
         resume = {"resume_from": tmp_path} if steps > 2 else {}
         run = train(
             clusters, plan=plan, steps=steps, checkpoint_every=2, checkpoint_dir=tmp_path, **resume, **how
         )
         assert len(run.losses) == 2
         steps += 2
-    whole = train(clusters, plan=mk.Plan.serial(), steps=8, **how)
+    whole = train(clusters, plan=mk.Plan.serial(), steps=10, **how)
     for name, value in whole.state_dict().items():
         if not name.endswith("calls"):
             torch.testing.assert_close(run.state_dict()[name], value, rtol=1e-10, atol=1e-10)

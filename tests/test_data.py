@@ -159,6 +159,8 @@ PLANS = [
     mk.Plan.ddp(2),
     mk.Plan.ddp(3, microbatches=2),
     mk.Plan.ddp(5),  # the last batch has 3 samples: two ranks take none
+    mk.Plan.dp(3, microbatches=2),
+    mk.Plan.zero(3, 3),
     mk.Plan.gpipe(3, 3),
 ]
 

@@ -33,7 +33,7 @@ from mpkit.parallel.feed import MicroBatch
 from mpkit.parallel.job import Boundary, TrainJob
 from mpkit.parallel.lending import Lending
 from mpkit.parallel.microbatch import Value, leaves, map_tensors
-from mpkit.parallel.replica import Replica
+from mpkit.parallel.replica import Piece, Replica
 from mpkit.parallel.rows import RowSpec, pack_rows, pad_rows, row_bytes, unpack_rows
 from mpkit.parallel.share_work import ShareWork
 from mpkit.parallel.stage import PRECISIONS, Stage, cast
@@ -75,6 +75,10 @@ class DP(Replica):
     def _arrived(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         self._came.add(parameter)
+
+    def frozen(self) -> list[Piece]:
+        """Rank 0 holds the parameters that are not trained, too."""
+        return super().frozen() if self._rank == 0 else []
 
     # ---- a step -------------------------------------------------------------------------------------------
 
