@@ -1,0 +1,1 @@
+"""Benchmarks that need several GPUs; run by hand."""
