@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DDP", "broadcast_all", "unused_error"]
 
+AT_ONCE = 8 * 2**20
+"""Bytes that are broadcast at once at the start: large enough for the link, and little beside a model."""
+
 
 class DDP(Replica):
     """A replica whose gradients are summed with the others'.
@@ -169,14 +172,19 @@ class DDP(Replica):
 
 
 def broadcast_all(context: Context, module: nn.Module) -> None:
-    """Give everybody rank 0's parameters and buffers; one broadcast a dtype."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    """Give everybody rank 0's parameters and buffers, in few broadcasts, none of which holds much memory."""
+    groups: list[list[Tensor]] = []
+    open_groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
-    for tensors in by_dtype.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        group = open_groups.get(tensor.dtype, [])
+        if not group or sum(t.nbytes for t in group) + tensor.nbytes > AT_ONCE:
+            group = open_groups[tensor.dtype] = []
+            groups.append(group)
+        group.append(tensor.detach())
+    for group in groups:
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
         context.comm.broadcast(flat)
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
 
