@@ -382,8 +382,7 @@ def test_offload_copies_over_the_host_link(train: Train, zero: int, offload: str
             "copy_to_host": share,
         }
     took = (copies["end"] - copies["start"]).sum()
-    if offload == "optimizer":
-        assert took == pytest.approx(n * (uses + 1) * share / machine.device.host, rel=1e-6)
+    assert took == pytest.approx(n * (uses + 1) * share / machine.device.host, rel=1e-6)
 
 
 # ---------------------------------------------------------------- overflow

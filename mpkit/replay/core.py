@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.devices import Hardware
-from mpkit.replay.costs import machine
+from mpkit.replay.costs import MEASURED, machine
 from mpkit.replay.network import Network
 from mpkit.replay.program import Program
 from mpkit.replay.rank import RankReplay
@@ -69,7 +69,8 @@ class Replay:
         self._network = Network(world_size, chosen)
         on_gpu = self._meta.get("device") == "cuda"
         self._ranks = [
-            RankReplay(rank, Program(cost, holds_steps=on_gpu), self._names) for rank in range(world_size)
+            RankReplay(rank, Program(cost, holds_steps=on_gpu, measured=cost in MEASURED), self._names)
+            for rank in range(world_size)
         ]
         self._rows = 0
         self._spans: list[Array] = [np.zeros(0, SPAN)]

@@ -13,7 +13,7 @@ from mpkit.catalogue import hardware as find
 from mpkit.devices import Device, Hardware, Link
 from mpkit.trace import Kind
 
-__all__ = ["machine"]
+__all__ = ["MEASURED", "machine"]
 
 Array = npt.NDArray[Any]
 Cost = Callable[[Array], Array]
@@ -110,6 +110,10 @@ def _on_cpu(ops: Array) -> Array:
 def _on_gpu(ops: Array) -> Array:
     """The time between the CUDA events around it."""
     return (ops["end"] - ops["start"]) * 1e-9  # type: ignore[no-any-return]
+
+
+MEASURED = (_on_cpu, _on_gpu)
+"""The costs that are what an op took; any other is modelled."""
 
 
 def _roofline(ops: Array, device: Device, dtype: str, otherwise: Array) -> Array:

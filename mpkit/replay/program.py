@@ -35,8 +35,11 @@ class Program:
         pauses: each WAIT that had to wait: the op, then when it ended, on the clock and on the work axis.
     """
 
-    def __init__(self, cost: Callable[[Array], Array], holds_steps: bool = False) -> None:
+    def __init__(
+        self, cost: Callable[[Array], Array], holds_steps: bool = False, *, measured: bool = True
+    ) -> None:
         self._cost = cost
+        self._measured = measured  # an action's time has that of the copies within it
         self._holds_steps = holds_steps
         self._tail = np.empty(0, OP)  # fed and not yet taken
         self.count = 0
@@ -119,8 +122,13 @@ class Program:
         within = (action >= 0) & (here != action) & (kind[action] < _WAIT) & (kind < _STEP)
         within &= np.where(kind < _COMM, depth > 0, ops["start"] < ops["end"][action])
         # Actions, and copies between device and host, which hold their rank up as well.
-        works = ((kind < _WAIT) & (depth == 0)) | ((kind >= _HOST) & (kind < _STEP) & ~within)
-        seconds = np.where(works, self._cost(ops), 0.0)
+        copies = (kind >= _HOST) & (kind < _STEP)
+        works = ((kind < _WAIT) & (depth == 0)) | (copies & ~within)
+        cost = self._cost(ops)
+        seconds = np.where(works, cost, 0.0)
+        copied = np.zeros(len(ops)) if self._measured else np.where(copies & within, cost, 0.0)
+        if copied.any():  # those within an action hold it up too
+            np.add.at(seconds, action[copied > 0], copied[copied > 0])
         sums = np.cumsum(
             np.concatenate([[self.total], seconds])
         )  # added up in the same order, in one go or many
@@ -128,7 +136,7 @@ class Program:
         close = here + 1
         if within.any():
             close = _closes(depth, kind < _COMM, within, action)
-            self._place_within(ops, np.flatnonzero(within), action, close, seconds, work, done)
+            self._place_within(ops, np.flatnonzero(within), action, close, seconds, copied, work, done)
         self.total = total
         self._work[0, first : self.count] = work
         self._work[1, first : self.count] = done
@@ -137,25 +145,38 @@ class Program:
 
     @staticmethod
     def _place_within(
-        ops: Array, inner: Array, action: Array, close: Array, seconds: Array, work: Array, done: Array
+        ops: Array,
+        inner: Array,
+        action: Array,
+        close: Array,
+        seconds: Array,
+        copied: Array,
+        work: Array,
+        done: Array,
     ) -> None:
-        """Layers share their action's work as they shared its wall time, less what was waited."""
-        start, end = ops["start"], ops["end"]
-        waited = np.concatenate([[0], np.cumsum(np.where(ops["kind"] == _WAIT, end - start, 0))])
+        """Layers share their action's work as they shared its wall time, less what was waited.
+
+        So do copies, unless they have times of their own, `copied`, which come on top.
+        """
+        start, end, kind = ops["start"], ops["end"], ops["kind"]
+        apart = (kind == _WAIT) | (copied > 0)
+        waited = np.concatenate([[0], np.cumsum(np.where(apart, end - start, 0))])
+        more = np.concatenate([[0.0], np.cumsum(copied)])
         outer = action[inner]
         busy = end[outer] - start[outer] - (waited[close[outer]] - waited[outer])
-        scale = np.where(busy > 0, seconds[outer] / np.maximum(busy, 1), 0.0)
+        own = np.maximum(seconds[outer] - (more[close[outer]] - more[outer]), 0.0)
+        scale = np.where(busy > 0, own / np.maximum(busy, 1), 0.0)
 
         def at(wall: Array, index: Array) -> Array:
             share = (wall - start[outer] - (waited[index] - waited[outer])) * scale
-            done: Array = work[outer] + np.clip(share, 0.0, seconds[outer])
+            done: Array = work[outer] + np.clip(share, 0.0, own) + (more[index] - more[outer])
             return done
 
-        computes = ops["kind"][inner] < _WAIT
+        lasts = (kind[inner] < _WAIT) | (kind[inner] >= _HOST)
         begin = at(start[inner], inner)
         finish = at(end[inner], close[inner])
         work[inner] = begin
-        done[inner] = np.where(computes, finish, begin)
+        done[inner] = np.where(lasts, finish, begin)
 
     def _find_steps(self, ops: Array, first: int) -> None:
         """A step is over where the first op of another begins."""
