@@ -35,7 +35,8 @@ class Batches:
 
     The order of an epoch is `torch.randperm` seeded with seed + epoch, as in DistributedSampler, and the ranks deal its
     samples out in turn. Unlike there nothing is padded: a batch that does not divide among the ranks, or the last
-    and smaller one, is weighted right by `train`, and no sample is lost or seen twice.
+    and smaller one, is weighted right by `train`, and no sample is lost or seen twice. In a pipeline the first rank and
+    the last load a batch each: there dataset[i] has to be the same wherever it is asked for.
 
     Args:
         dataset: len(dataset) samples, dataset[i] -> (inputs, targets) of one sample; each a tensor, a number or an

@@ -148,7 +148,7 @@ class Run:
         """By step, by rank: the SHA-256 of what the rank took of the step's batch, as `mk.data_digest` makes it.
 
         A rank without samples, such as one in the middle of a pipeline, has the digest of nothing. The steps are
-        those that every rank has begun.
+        those that every rank has begun, from `first_step` on.
         """
         return read_taken(self._launch.folder, self._launch.ranks)[0]
 
@@ -156,7 +156,8 @@ class Run:
     def samples_seen(self) -> list[list[list[str]]]:
         """By step, by rank: a digest of each sample that the rank took, as `mk.sample_digests` makes them.
 
-        No sample was lost and none seen twice if those of all ranks together are those of the whole batch.
+        No sample was lost and none seen twice if those of all ranks together are those of the whole batch; over an
+        epoch, `mk.sample_digests` of the whole dataset.
         """
         return read_taken(self._launch.folder, self._launch.ranks)[1]
 
