@@ -159,6 +159,17 @@ def test_each_rank_can_be_played_by_itself(clusters: Callable[[int], mk.Cluster]
         assert communication(real.ranks[rank]) == communication(fake.ranks[rank])
 
 
+def test_memory_is_that_of_the_step_and_not_of_what_comes_after(
+    clusters: Callable[[int], mk.Cluster],
+) -> None:
+    """After training ZeRO-3 gathers all weights to hand them back: not at the moment at which the step ends."""
+    _, fake = both(clusters, "gpt", mk.Plan.zero(3, 2), adamw)
+    timeline = mk.Timeline.of(fake)
+    whole = 4 * fake.meta["parameters"]
+    assert timeline.peak_memory[0]["buffers"] < whole
+    assert timeline.peak_memory_of_run[0]["buffers"] >= whole
+
+
 def test_with_batchnorm_and_clipping(clusters: Callable[[int], mk.Cluster]) -> None:
     real, fake = both(clusters, "convnet", mk.Plan.ddp(2, batchnorm="local"), sgd, max_grad_norm=0.1)
     check_same(real, fake)

@@ -26,6 +26,7 @@ from mpkit.parallel.replica import Replica
 from mpkit.parallel.stage import PRECISIONS, Stage
 from mpkit.parallel.sync_batchnorm import over_whole_batch
 from mpkit.parallel.update import Update
+from mpkit.parallel.zero import Zero
 from mpkit.record.hooks import watch
 from mpkit.schedule import build
 
@@ -95,6 +96,8 @@ class Training:
 
 def make_replica(context: Context, job: TrainJob, stages: dict[int, Stage]) -> Replica:
     """How this rank keeps in step with those that hold the same."""
+    if job.plan.zero:
+        return Zero(context, job.plan, stages)
     if job.plan.dp > 1 and job.plan.data_parallel == "dp":
         return DP(context, job, stages)
     if job.plan.dp > 1:

@@ -35,7 +35,10 @@ def check_elementwise(optimizer: Callable[[Any], Any], model: nn.Module, plan: P
     """
     if not plan.zero:
         return
-    with quiet(), _disable_current_modes():  # numbers are needed here, also where a rank is played without them
+    with (
+        quiet(),
+        _disable_current_modes(),
+    ):  # numbers are needed here, also where a rank is played without them
         groups = len(_made(optimizer, model).param_groups)
         wrong = next((i for i in range(groups) if not _is_elementwise(optimizer, model, i)), None)
     if wrong is None:

@@ -69,8 +69,9 @@ class Counting(TorchDispatchMode):
         self._numbers: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # by storage
 
     def now(self) -> int:
-        """The clock in ns: the wall's and the thread's."""
-        return int(self.seconds * 1e9)
+        """The clock in ns: the wall's and the thread's. A look takes one, so that nothing happens at the same time."""
+        self.seconds += 1e-9
+        return round(self.seconds * 1e9)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
