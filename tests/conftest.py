@@ -1,5 +1,6 @@
 """What every test shares."""
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,14 @@ settings.register_profile(
 # Other examples, more of them, for a search: pytest --hypothesis-profile=search
 settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("mpkit")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> Iterator[None]:
+    """An interrupt is a KeyboardInterrupt, also in a shell's background, where Python starts with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -58,6 +58,15 @@ class Layout:
         parts = zip(self.parameters, self.starts, self.sizes, strict=True)
         return [whole[start : start + size].view(p.shape) for p, start, size in parts]
 
+    def parts(self, shard: Tensor) -> list[Tensor]:
+        """Each parameter's part of a shard (k,): its elements that are this rank's, in one dimension."""
+        found = []
+        for i, parameter_start in enumerate(self.starts):
+            start, end = self.own(i)
+            at = parameter_start + start - self.begin
+            found.append(shard[at : at + end - start] if start < end else shard[:0])
+        return found
+
 
 class Flat:
     """A flat tensor (n k,), whose memory may come and go, and this rank's shard of it (k,), which stays.
@@ -75,6 +84,7 @@ class Flat:
             are gathered into it again.
         views: the whole's parts, in the parameters' shapes.
         shard: (k,).
+        parts: the shard's, a parameter each.
     """
 
     def __init__(
@@ -86,14 +96,14 @@ class Flat:
         self.there = True
         self.whole = torch.empty(layout.n * layout.k, dtype=first.dtype, device=first.device)
         self.views = layout.views(self.whole)
-        self._storage = self.whole.untyped_storage()
-        self._nbytes = self._storage.nbytes()
+        self._nbytes = self.whole.nbytes
         if keeps_whole:
             self.shard = self.mine
         else:
             device = torch.device("cpu") if on_host else first.device
             pinned = on_host and first.is_cuda  # the device reads it without the processor's help
             self.shard = torch.zeros(layout.k, dtype=first.dtype, device=device, pin_memory=pinned)
+        self.parts = layout.parts(self.shard)
         if not on_host:
             ledger.track(self.shard, category)
         ledger.track(self.whole, "buffers")  # unless it is the same memory
@@ -106,13 +116,30 @@ class Flat:
     def allocate(self) -> None:
         """Give the whole memory, if it has none; what is in it means nothing yet."""
         if not self.there:
-            self._storage.resize_(self._nbytes)
-            self._ledger.track(self.whole, "buffers")
+            self._resize(self.whole, self._nbytes)
             self.there = True
 
     def free(self) -> None:
         """Take the whole's memory, unless it stays."""
         if self.there and not self._keeps_whole:
-            self._storage.resize_(0)
-            self._ledger.track(self.whole, "buffers")
+            self._resize(self.whole, 0)
             self.there = False
+
+    def allocate_shard(self) -> None:
+        """Give the shard memory, after a `drop`."""
+        if self._keeps_whole:
+            self.allocate()
+        else:
+            self._resize(self.shard, self._nbytes // self.layout.n)
+
+    def drop(self) -> None:
+        """Take all memory, also that which stays: nobody needs what is in it."""
+        self.free()
+        self._resize(self.shard, 0)
+        self.there = False
+
+    def _resize(self, tensor: Tensor, nbytes: int) -> None:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != nbytes:
+            storage.resize_(nbytes)
+            self._ledger.track(tensor, "buffers")  # or what it was

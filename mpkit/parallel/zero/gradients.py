@@ -77,16 +77,15 @@ class Gradients:
         self._came: set[nn.Parameter] = set()
         self._next = len(self._units)  # the unit whose turn it is; all are done
         self._sends = False
-        for flat in flats:
-            flat.free()
         for parameter in self._place:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def begin_step(self) -> None:
-        """No gradient has come."""
+        """No gradient has come, and none has memory: that is there when the activations of the forward go."""
         self._came.clear()
         for unit in self._units:
             unit.has_sum = False
+            unit.flat.drop()
         if self._keeps_whole:
             for parameter in self._place:
                 parameter.grad = None
@@ -124,6 +123,8 @@ class Gradients:
         for parameter in unit.missing:
             if not (self._keeps_whole and parameter in self._came):  # if not of an earlier micro-batch
                 self._place[parameter][1].zero_()
+        if not unit.has_sum:
+            unit.flat.allocate_shard()
         unit.more = torch.empty_like(unit.flat.shard) if unit.has_sum else None
         out = unit.flat.shard if unit.more is None else unit.more
         unit.work = self._comm.reduce_scatter(unit.flat.whole, async_op=True, out=out)

@@ -71,7 +71,10 @@ class Zero(Replica):
         # ---- of their gradients
         ledger, keeps_whole = context.record.ledger, plan.zero == 1
         trained = [flat for flat in self._params if flat.layout.parameters[0].requires_grad]
-        self._grads = [Flat(flat.layout, ledger, "grads", keeps_whole=keeps_whole) for flat in trained]
+        self._grads = []
+        for flat in trained:
+            self._grads.append(Flat(flat.layout, ledger, "grads", keeps_whole=keeps_whole))
+            self._grads[-1].drop()
         self._divide()
         self._gradients = Gradients(
             self._comm,
@@ -97,6 +100,7 @@ class Zero(Replica):
         flat.whole[layout.numel :] = 0
         self._comm.broadcast(flat.whole)
         flat.shard.copy_(flat.mine)
+        flat.free()
         return flat
 
     def _broadcast_rest(self, module: nn.Module, groups: list[list[nn.Parameter]]) -> None:
@@ -108,25 +112,25 @@ class Zero(Replica):
 
     def _divide(self) -> None:
         """Put this rank's parts in the place of whole parameters."""
-        shards = {id(grads.layout): grads.shard for grads in self._grads}
+        gradients_of = {id(grads.layout): grads for grads in self._grads}
         self._gradient_of: list[tuple[Piece, Tensor]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []  # of gradient shards on the host
         found: dict[nn.Parameter, Piece] = {}
         names = {parameter: name for name, parameter in named_parameters(self.stages).items()}
         for flat in self._params:
-            layout, gradients = flat.layout, shards.get(id(flat.layout))
-            if self._on_host and gradients is not None:
-                self._copies.append((torch.empty_like(flat.shard), gradients))
-                gradients = self._copies[-1][0]
-            for i, parameter in enumerate(layout.parameters):
-                start, end = layout.own(i)
-                at = layout.starts[i] + start - layout.begin
-                mine = slice(at, at + end - start) if start < end else slice(0)
-                held = nn.Parameter(flat.shard[mine], parameter.requires_grad)
-                piece = Piece(names[parameter], parameter, parameter.shape, start, end, held)
-                found[parameter] = piece
-                if gradients is not None:
-                    self._gradient_of.append((piece, gradients[mine]))
+            pieces = []
+            for i, parameter in enumerate(flat.layout.parameters):
+                held = nn.Parameter(flat.parts[i], parameter.requires_grad)
+                pieces.append(Piece(names[parameter], parameter, parameter.shape, *flat.layout.own(i), held))
+                found[parameter] = pieces[-1]
+            gradients = gradients_of.get(id(flat.layout))
+            if gradients is not None:
+                parts = gradients.parts
+                if self._on_host:
+                    on_host = torch.empty_like(flat.shard)
+                    self._copies.append((on_host, gradients.shard))
+                    parts = flat.layout.parts(on_host)
+                self._gradient_of += zip(pieces, parts, strict=True)
         self.pieces = [found[piece.parameter] for piece in self.pieces]
         self._frozen = [found.get(piece.parameter, piece) for piece in super().frozen()]
 
@@ -139,6 +143,8 @@ class Zero(Replica):
     def begin_step(self) -> None:
         """Take rank 0's buffers where they changed; no gradient has come."""
         self._stateful.synchronize()
+        for piece in self.pieces:
+            piece.held.grad = None
         self._gradients.begin_step()
 
     def before_backward(self, last: bool) -> None:
