@@ -136,7 +136,8 @@ def test_ctrl_c_stops_the_ranks(cluster: mk.Cluster, wait_until_gone: WaitUntilG
 
 
 LONG = """
-import os, pathlib, mpkit as mk
+import os, pathlib, signal, mpkit as mk
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
 def work(ctx):
     pathlib.Path(f"pid{ctx.rank}").write_text(str(os.getpid()))
     ctx.comm.barrier()
@@ -155,10 +156,13 @@ def test_no_rank_outlives_the_script(
     script = subprocess.Popen(
         [sys.executable, "-c", LONG], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
-    assert script.stdout is not None
-    assert b"ready" in script.stdout.readline()
-    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)]
-    script.send_signal(how)
-    wait_until_gone(pids, 2.0)
-    script.stdout.close()
-    script.wait(10)
+    try:
+        assert script.stdout is not None
+        assert b"ready" in script.stdout.readline()
+        pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)]
+        script.send_signal(how)
+        wait_until_gone(pids, 2.0)
+        script.stdout.close()
+        script.wait(10)
+    finally:
+        script.kill()
