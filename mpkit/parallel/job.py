@@ -15,7 +15,7 @@ from mpkit.parallel.feed import WholeBatches
 from mpkit.plan import Plan
 from mpkit.record.flops import Flops
 
-__all__ = ["Boundary", "LayerNumbers", "Spec", "TrainJob"]
+__all__ = ["Boundary", "LayerNumbers", "Route", "Spec", "TrainJob"]
 
 
 class Spec(NamedTuple):
@@ -59,6 +59,21 @@ class Boundary:
     def __str__(self) -> str:
         shapes = [f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}" for spec in self.specs]
         return shapes[0] if self.single else f"({', '.join(shapes)})"
+
+
+class Route(NamedTuple):
+    """What goes from one stage to a later one for a micro-batch; gradients come back along it.
+
+    Attributes:
+        source, target: the stages.
+        which: of the source's outputs, by number.
+        specs: one a tensor.
+    """
+
+    source: int
+    target: int
+    which: tuple[int, ...]
+    specs: tuple[Spec, ...]
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,17 @@ class TrainJob:
         output = self.numbers[key][self.stages[stage].stop - 1].output
         assert output is not None, "a cut is only made where something can be sent"
         return output
+
+    def arriving(self, key: Hashable, stage: int) -> list[Route]:
+        """The routes that end at a stage, for micro-batches of this signature: in a chain, from the stage before."""
+        return [] if stage == 0 else self.leaving(key, stage - 1)
+
+    def leaving(self, key: Hashable, stage: int) -> list[Route]:
+        """The routes that begin at a stage, likewise."""
+        if stage == len(self.stages) - 1:
+            return []
+        specs = self.boundary(key, stage).specs
+        return [Route(stage, stage + 1, tuple(range(len(specs))), specs)]
 
     def flops(self, key: Hashable, stage: int) -> Flops:
         """FLOPs and bytes of a stage, the last with the loss, for micro-batches of this signature."""

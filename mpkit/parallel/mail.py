@@ -3,18 +3,21 @@
 Sends and receives are asynchronous. A receive is posted when the schedule says so and waited for by whoever needs
 what comes; a send is waited for when more than p of them are under way, which bounds the memory they hold.
 Between two stages on one rank nothing is sent: what one passes on, the other takes.
+
+Most messages go to the next stage, and the schedule has an action for each. What goes further, a skip, is sent
+as soon as it is made, directly to the stage that needs it, and its receive posted with the others of that stage.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mpkit.parallel.job import Spec
-from mpkit.schedule import Action
+from mpkit.parallel.job import Route, Spec
 
 if TYPE_CHECKING:
     from mpkit.launch.context import Context
@@ -22,8 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Mail"]
 
-STEP = {"F": 1, "B": -1}
-"""Outputs go to the next stage, gradients to the one before."""
+SKIPS = {"F": "S", "B": "T"}
+"""The letters of the tags of messages that go further than to a neighbour."""
+
+Place = tuple[str, int, int, int]  # way, stage that sends, stage that receives, micro-batch
 
 
 class Mail:
@@ -40,57 +45,100 @@ class Mail:
         self._rank_of = rank_of
         self._microbatches = microbatches
         self._limit = len(set(rank_of))
-        # By (way, stage, micro-batch), the stage being the one that sends or that receives. Empty between steps.
-        self._outgoing: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
-        self._arriving: dict[tuple[str, int, int], list[Work]] = {}
-        self._here: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
+        # Empty between steps.
+        self._outgoing: dict[Place, tuple[Tensor, ...]] = {}
+        self._arriving: dict[Place, list[Work]] = {}
+        self._here: dict[Place, tuple[Tensor, ...]] = {}
         self._sent: deque[Work] = deque()
+        self._skips: list[Work] = []  # sent too; nobody may wait for these in between, or ranks might wait in a ring
 
-    def put(self, way: str, stage: int, m: int, tensors: tuple[Tensor, ...]) -> None:
-        """What `stage` made for its neighbour: for it to take, if it is here, else until it is sent."""
-        to = stage + STEP[way]
-        if self._rank_of[to] == self._rank_of[stage]:
-            self._here[way, to, m] = tensors
+    def put(self, way: str, route: Route, m: int, tensors: tuple[Tensor, ...]) -> None:
+        """What one end of a route made for the other: for it to take, if it is here, else until it is sent.
+
+        Args:
+            way: "F" for the source's outputs, "B" for their gradients, which go back.
+        """
+        place = sender, receiver = _ends(way, route)
+        if self._rank_of[receiver] == self._rank_of[sender]:
+            self._here[way, *place, m] = tensors
+        elif _is_skip(route):
+            self._skips += self._start(way, route, m, tensors)
         else:
-            self._outgoing[way, stage, m] = tensors
+            self._outgoing[way, *place, m] = tensors
 
-    def send(self, action: Action) -> None:
+    def send(self, way: str, routes: Iterable[Route], m: int) -> None:
         """SEND_F, SEND_B: start sending what was put."""
-        way, stage, m = action.kind[-1], action.stage, action.microbatch
-        to = stage + STEP[way]
-        for i, tensor in enumerate(self._outgoing.pop((way, stage, m))):
-            tag = self._tag(way, to, m, i)
-            self._sent.append(self._context.comm.isend(tensor, self._rank_of[to], tag))
+        for route in routes:
+            tensors = self._outgoing.pop((way, *_ends(way, route), m), None)
+            if tensors is not None:
+                self._sent += self._start(way, route, m, tensors)
         while len(self._sent) > self._limit:
             self._sent.popleft().wait()
 
-    def receive(self, action: Action, specs: list[Spec]) -> None:
-        """RECV_F, RECV_B: post receives for tensors such as these."""
-        way, stage, m = action.kind[-1], action.stage, action.microbatch
-        source = self._rank_of[stage - STEP[way]]
-        works = []
-        for i, spec in enumerate(specs):
-            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._context.device)
-            self._context.record.ledger.track(buffer, "activations")
-            works.append(self._context.comm.irecv(buffer, source, self._tag(way, stage, m, i)))
-        self._arriving[way, stage, m] = works
+    def _start(self, way: str, route: Route, m: int, tensors: tuple[Tensor, ...]) -> list[Work]:
+        to = self._rank_of[_ends(way, route)[1]]
+        isend = self._context.comm.isend
+        return [isend(tensor, to, self._tag(way, route, m, i)) for i, tensor in enumerate(tensors)]
 
-    def take(self, way: str, stage: int, m: int) -> tuple[Tensor, ...]:
-        """What came for `stage`; waits until it is there."""
-        works = self._arriving.pop((way, stage, m), None)
-        return self._here.pop((way, stage, m)) if works is None else tuple(work.wait() for work in works)
+    def receive(self, way: str, routes: Iterable[Route], m: int) -> None:
+        """RECV_F, RECV_B: post receives for what comes along these routes from other ranks."""
+        for route in routes:
+            sender, receiver = _ends(way, route)
+            if self._rank_of[sender] != self._rank_of[receiver]:
+                self._arriving[way, sender, receiver, m] = [
+                    self._post(spec, self._rank_of[sender], self._tag(way, route, m, i))
+                    for i, spec in enumerate(_specs(way, route))
+                ]
+
+    def _post(self, spec: Spec, source: int, tag: str) -> Work:
+        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._context.device)
+        self._context.record.ledger.track(buffer, "activations")
+        return self._context.comm.irecv(buffer, source, tag)
+
+    def take(self, way: str, route: Route, m: int) -> tuple[Tensor, ...]:
+        """What came along a route; waits until it is there."""
+        place = (way, *_ends(way, route), m)
+        if place in self._here:
+            return self._here.pop(place)
+        if place not in self._arriving:  # a skip to a stage that gets nothing else from other ranks
+            self.receive(way, [route], m)
+        return tuple(work.wait() for work in self._arriving.pop(place))
 
     def drain(self) -> None:
         """Wait until all that was sent has left."""
         while self._sent:
             self._sent.popleft().wait()
+        while self._skips:
+            self._skips.pop().wait()
         assert not (self._outgoing or self._arriving or self._here), "a valid schedule leaves nothing behind"
 
-    def _tag(self, way: str, receiver: int, m: int, i: int) -> str:
+    def _tag(self, way: str, route: Route, m: int, i: int) -> str:
         """What both ends call the i-th tensor of a message: the way and the micro-batch, such as F3.
 
         Where a rank has several stages, or a message several tensors, the numbers go on.
         """
-        rank = self._rank_of[receiver]
-        local, held = self._rank_of[:receiver].count(rank), self._rank_of.count(rank)
-        return f"{way}{m + self._microbatches * (local + held * i)}"
+        sender, receiver = _ends(way, route)
+        local, held = self._local(receiver)
+        if not _is_skip(route):
+            return f"{way}{m + self._microbatches * (local + held * i)}"
+        other, others = self._local(sender)
+        return f"{SKIPS[way]}{m + self._microbatches * (local + held * (other + others * i))}"
+
+    def _local(self, stage: int) -> tuple[int, int]:
+        """Which of its rank's stages a stage is, and how many those are."""
+        rank = self._rank_of[stage]
+        return self._rank_of[:stage].count(rank), self._rank_of.count(rank)
+
+
+def _ends(way: str, route: Route) -> tuple[int, int]:
+    """The stage that sends and the one that receives."""
+    return (route.source, route.target) if way == "F" else (route.target, route.source)
+
+
+def _specs(way: str, route: Route) -> list[Spec]:
+    """The tensors of a message: gradients come back for those that have one."""
+    return [spec for spec in route.specs if way == "F" or spec.requires_grad]
+
+
+def _is_skip(route: Route) -> bool:
+    return route.target - route.source > 1

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpkit.parallel.feed import MicroBatch
-from mpkit.parallel.job import Boundary, TrainJob
+from mpkit.parallel.job import Boundary, Route, TrainJob
 from mpkit.parallel.mail import Mail
 from mpkit.parallel.microbatch import Value, leaves, map_tensors
 from mpkit.parallel.replica import Replica
@@ -50,6 +50,13 @@ class Kept:
     outputs: tuple[Tensor, ...]  # empty if they are recomputed
     saved: Saved | None
     random: RandomState | None  # at the beginning of the forward, if it is recomputed
+
+
+class Routes(NamedTuple):
+    """The routes that end at a stage, and those that begin there."""
+
+    arriving: list[Route]
+    leaving: list[Route]
 
 
 class Pipeline:
@@ -80,6 +87,7 @@ class Pipeline:
         self._kept: dict[tuple[int, int], Kept] = {}  # by stage and micro-batch
         self._loss: Tensor | None = None
         self._flops: dict[tuple[Hashable, int], Flops] = {}  # by signature and stage
+        self._known_routes: dict[tuple[Hashable, int], Routes] = {}  # likewise
 
     @property
     def takes_data(self) -> bool:
@@ -113,13 +121,22 @@ class Pipeline:
                 self._forward(action)
             case "B":
                 self._backward(action)
-            case "SEND_F" | "SEND_B":
-                self.mail.send(action)
-            case "RECV_F":  # the output of the stage before
-                self.mail.receive(action, list(self._boundary(action.stage - 1, action.microbatch).specs))
-            case _:  # RECV_B: the gradient of the own output, as far as it has one
-                specs = self._boundary(action.stage, action.microbatch).specs
-                self.mail.receive(action, [spec for spec in specs if spec.requires_grad])
+            case "SEND_F":
+                self.mail.send("F", self._routes(action).leaving, action.microbatch)
+            case "SEND_B":
+                self.mail.send("B", self._routes(action).arriving, action.microbatch)
+            case "RECV_F":  # what the stages before made for this one
+                self.mail.receive("F", self._routes(action).arriving, action.microbatch)
+            case _:  # RECV_B: the gradient of the own outputs, as far as they have one
+                self.mail.receive("B", self._routes(action).leaving, action.microbatch)
+
+    def _routes(self, action: Action) -> Routes:
+        """What comes to the action's stage and goes from it, for micro-batches of this one's shapes."""
+        place = self.microbatches[action.microbatch].key, action.stage
+        found = self._known_routes.get(place)
+        if found is None:
+            found = self._known_routes[place] = Routes(self.job.arriving(*place), self.job.leaving(*place))
+        return found
 
     def _boundary(self, s: int, m: int) -> Boundary:
         """What crosses from stage s to the next for a micro-batch."""
@@ -131,7 +148,8 @@ class Pipeline:
         """F: the stage's output for its input; at the last stage, the loss."""
         s, m = action.stage, action.microbatch
         key = self.microbatches[m].key
-        inputs = self._input(s, m)
+        routes = self._routes(action)
+        inputs = self._input(routes.arriving, m)
         op = self._begin(Kind.FORWARD, action)
         if self.recompute:
             random = RandomState.now(self.device)
@@ -147,18 +165,19 @@ class Pipeline:
         if s == self.last:
             loss = outputs[0].detach()
             self._loss = loss if self._loss is None else self._loss + loss
-        else:
-            self.mail.put("F", s, m, outputs)
+        for route in routes.leaving:
+            self.mail.put("F", route, m, tuple(outputs[i] for i in route.which))
 
-    def _input(self, s: int, m: int) -> Value:
+    def _input(self, routes: list[Route], m: int) -> Value:
         """The stage's input, on the device: of the data, or what the stage before made, without its history."""
-        if s == 0:
+        if not routes:
             inputs = self._to_device(self.microbatches[m].inputs)
             return inputs if self._dtype is None else cast(inputs, self._dtype)
-        boundary = self._boundary(s - 1, m)
-        pairs = zip(self.mail.take("F", s, m), boundary.specs, strict=True)
+        (route,) = routes
+        pairs = zip(self.mail.take("F", route, m), route.specs, strict=True)
         # Where the stage before wants a gradient, it is collected here.
-        return boundary.pack(tuple(t.detach().requires_grad_(spec.requires_grad) for t, spec in pairs))
+        tensors = tuple(t.detach().requires_grad_(spec.requires_grad) for t, spec in pairs)
+        return self._boundary(route.source, m).pack(tensors)
 
     def _compute(self, s: int, m: int, inputs: Value) -> tuple[Tensor, ...]:
         """What the stage makes: its output's tensors, or the micro-batch's share of the loss."""
@@ -186,7 +205,10 @@ class Pipeline:
         kept = self._kept.pop((s, m))
         if self.recompute:
             self._forward_again(action, kept)
-        gradients = None if s == self.last else self.mail.take("B", s, m)  # that of the loss is 1
+        routes = self._routes(action)
+        gradients: tuple[Tensor, ...] | None = None  # that of the loss is 1
+        for route in routes.leaving:
+            gradients = self.mail.take("B", route, m)
         op = self._begin(Kind.BACKWARD, action)
         wanted = [output for output in kept.outputs if output.requires_grad]
         if wanted and gradients is None and self.loss_scale != 1.0:
@@ -197,8 +219,8 @@ class Pipeline:
             kept.saved.release()
         self.replica.after_backward()
         self.record.end(op)
-        if s > 0:
-            self._pass_back(s, m, kept.inputs)
+        for route in routes.arriving:
+            self._pass_back(route, m, kept.inputs)
 
     def _forward_again(self, action: Action, kept: Kept) -> None:
         """Recompute what the forward did not keep; before the gradient is waited for, since it needs none of it."""
@@ -212,15 +234,15 @@ class Pipeline:
         self._track(kept.outputs)
         self.record.end(op)
 
-    def _pass_back(self, s: int, m: int, inputs: Value) -> None:
-        """The gradients of the stage's input, to the stage before."""
+    def _pass_back(self, route: Route, m: int, inputs: Value) -> None:
+        """The gradients of the stage's input, to the stage where it was made."""
         found = []
         for tensor in leaves(inputs):
             if tensor.requires_grad:
                 found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
         gradients = tuple(found)
         self._track(gradients)
-        self.mail.put("B", s, m, gradients)
+        self.mail.put("B", route, m, gradients)
 
     # ---- record and device --------------------------------------------------------------------------------
 
