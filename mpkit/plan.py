@@ -7,12 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpkit.mesh import Mesh
-from mpkit.plan_checks import call_of, checked_cut, checked_degree, checked_recompute, checked_schedule
+from mpkit.plan_checks import call_of, checked_cut, checked_degree, checked_recompute
 from mpkit.plan_data_checks import check_data_parallel, describe_replicas, with_options
+from mpkit.plan_schedule_checks import checked_schedule, checked_virtual_stages, own_schedule
 from mpkit.schedule import Schedule
+from mpkit.schedule.theory import bubble_in_theory
+
+if TYPE_CHECKING:
+    from mpkit.schedule.read import Source
 
 __all__ = ["Plan"]
 
@@ -22,12 +27,13 @@ class Plan:
     """Everything that a strategy can vary. A Plan that cannot work says why at once.
 
     Attributes:
-        pp: pipeline-parallel ranks, each with one stage of the model: p.
+        pp: pipeline-parallel ranks, each with one or more stages of the model: p.
         dp: replicas, each with a part of the batch: n.
         tp: ranks that share each layer; 1 in this version.
-        schedule: "naive" or "gpipe", or a `Schedule` of one's own (or its rows: ["0F0 0B0", "1F0 1B0"]).
+        schedule: the name of one (`mpkit.schedule.NAMES`), or whatever a `Schedule` is made from, such as its rows.
         microbatches: the parts that a batch is split into: m.
-        virtual_stages: stages a rank; 1 for the schedules of this version.
+        virtual_stages: stages a rank, v: any number for "looped_bfs", "interleaved_1f1b" and "interleaved_zb",
+            2 for "zbv" and "dualpipev" (which 1 becomes), 1 for the others.
         recompute: "none", or "full": keep a stage's input only, and compute the rest again before the backward.
         cut: the first layer of each stage but stage 0, by number or name; None balances the stages by FLOPs.
         data_parallel: how replicas work together: "ddp", or "dp", as nn.DataParallel does it.
@@ -73,6 +79,7 @@ class Plan:
         for name in ("pp", "dp", "tp", "microbatches", "virtual_stages"):
             object.__setattr__(self, name, checked_degree(self, name))
         object.__setattr__(self, "schedule", checked_schedule(self))
+        object.__setattr__(self, "virtual_stages", checked_virtual_stages(self))
         object.__setattr__(self, "recompute", checked_recompute(self))
         object.__setattr__(self, "cut", checked_cut(self))
         check_data_parallel(self)
@@ -114,6 +121,19 @@ class Plan:
         return cls(pp=stages, microbatches=microbatches, recompute=recompute, cut=cut)
 
     @classmethod
+    def pipeline(cls, schedule: str, ranks: int, microbatches: int, **options: Any) -> Plan:
+        """A pipeline by the name of its schedule.
+
+        Args:
+            schedule, ranks, microbatches: its name, p and m.
+            options: other fields of a Plan, such as virtual_stages or recompute.
+
+        >>> Plan.pipeline("interleaved_1f1b", 4, 8, virtual_stages=2).bubble_in_theory
+        Fraction(3, 19)
+        """
+        return with_options(cls, {"schedule": schedule, "pp": ranks, "microbatches": microbatches}, options)
+
+    @classmethod
     def ddp(cls, replicas: int, **options: Any) -> Plan:
         """Distributed data parallelism (Li et al., "PyTorch Distributed", VLDB 2020): every rank has the model.
 
@@ -129,14 +149,22 @@ class Plan:
         return with_options(cls, {"dp": replicas}, options)
 
     @classmethod
-    def from_schedule(cls, schedule: Schedule | Sequence[str], *, recompute: str = "none") -> Plan:
+    def from_schedule(
+        cls, schedule: Source, pp: int | None = None, microbatches: int | None = None, **options: Any
+    ) -> Plan:
         """A schedule of your own, with the degrees that it has.
 
-        >>> Plan.from_schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]).ranks
+        Args:
+            schedule: whatever `Schedule` is made from: rows of text or of Actions, or a function of (p, m).
+            pp, microbatches: for a function to be called with: p and m.
+            options: other fields of a Plan, such as recompute.
+
+        >>> Plan.from_schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"]).ranks
         2
         """
-        own = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
-        return cls(pp=own.ranks, microbatches=own.microbatches, schedule=own, recompute=recompute)
+        own = own_schedule(schedule, pp, microbatches)
+        given = {"schedule": own, "pp": own.ranks, "microbatches": own.microbatches}
+        return with_options(cls, given, options)
 
     # ------------------------------------------------------------ what follows from it
 
@@ -160,19 +188,18 @@ class Plan:
     def bubble_in_theory(self) -> Fraction | None:
         """The idle share of a step's span, averaged over ranks, for equal stages and messages that take no time.
 
-        Naive (p-1)/p; GPipe (p-1)/(m+p-1) (Huang et al. 2019, section 2.3; Megatron divides by the ideal time
-        instead). With recomputation a micro-batch takes 4 instead of 3, its backward being twice its forward; all
-        but the last stage recompute while they wait for a gradient. None for a schedule of one's own:
-        `mpkit.simulate(plan).bubble` says.
+        Of each schedule: `mpkit.schedule.theory`. With recomputation a micro-batch takes 4 instead of 3; of GPipe all but
+        the last stage recompute while they wait for a gradient. None for a schedule of one's own, and where the papers
+        say nothing: `mpkit.simulate(plan).bubble` does.
         """
-        p, m = self.pp, self.microbatches
         if isinstance(self.schedule, Schedule):
             return None
         if self.dp > 1:
             return Fraction(0)
-        together = 1 if self.schedule == "naive" else m  # the micro-batches that go through at once
-        idle, busy = 3 * (p - 1), (3 if self.recompute == "none" else 4) * together
-        return Fraction(idle, idle + busy)
+        again = self.recompute != "none"
+        return bubble_in_theory(
+            self.schedule, self.pp, self.microbatches, self.virtual_stages, recompute=again
+        )
 
     def describe(self) -> str:
         """The plan in a sentence or two.
@@ -203,7 +230,7 @@ class Plan:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         own = self.schedule
         if isinstance(own, Schedule):
-            rows = [" ".join(map(str, row)) for row in own.rows]
+            rows = own.spelled()
             values["schedule"] = {"rows": rows, "name": own.name, "stage_to_rank": own.stage_to_rank}
         return json.dumps(values)
 

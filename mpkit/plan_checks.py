@@ -9,16 +9,14 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from mpkit.schedule import NAMES, Schedule, validate
-
 if TYPE_CHECKING:
     from mpkit.plan import Plan
 
-__all__ = ["call_of", "checked_cut", "checked_degree", "checked_recompute", "checked_schedule", "whole"]
+__all__ = ["call_of", "checked_cut", "checked_degree", "checked_recompute", "whole"]
 
 RECOMPUTE = ("none", "full")
 
-LATER = {"tp": "layers shared among ranks", "virtual_stages": "several stages a rank"}
+LATER = {"tp": "layers shared among ranks"}
 """Degrees that this version has no strategies for."""
 
 
@@ -43,39 +41,6 @@ def checked_degree(plan: Plan, name: str) -> int:
             f"replicas. This works, on {pp} ranks: {call_of(plan, good, bare=True)}"
         )
     return number
-
-
-def checked_schedule(plan: Plan) -> str | Schedule:
-    """A name that there is, or a Schedule that can run and has the plan's degrees.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    given: Any = plan.schedule
-    if isinstance(given, str) and given in NAMES:
-        return given
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        given = Schedule(given)
-    if not isinstance(given, Schedule):
-        near = (get_close_matches(str(given).lower(), NAMES, 1, 0.4) or ["gpipe"])[0]
-        raise ValueError(
-            f"Plan(schedule={given!r}): there is no such schedule. This version has "
-            f"{' and '.join(map(repr, NAMES))}, and a Schedule of your own works too. "
-            f"The nearest is {call_of(plan, {'schedule': near})}"
-        )
-    if not any(given.rows):
-        raise ValueError(
-            "Plan(schedule=[]): the schedule is empty. It has a row for each rank, such as "
-            "Plan(pp=2, schedule=['0F0 0B0', '1F0 1B0'])"
-        )
-    if (plan.pp, plan.microbatches) != (given.ranks, given.microbatches):
-        raise ValueError(
-            f"Plan(pp={plan.pp}, microbatches={plan.microbatches}, schedule={given.name!r}): the schedule has "
-            f"{given.ranks} rows and {given.microbatches} micro-batches. Write Plan.from_schedule(schedule), or "
-            f"Plan(pp={given.ranks}, microbatches={given.microbatches}, schedule=schedule)"
-        )
-    validate(given, given.stages, given.microbatches)
-    return given
 
 
 def checked_recompute(plan: Plan) -> str:
@@ -112,7 +77,7 @@ def checked_cut(plan: Plan) -> tuple[int | str, ...] | None:
         )
     if len(cut) != plan.stages - 1:
         raise ValueError(
-            f"Plan(cut={list(cut)}) cuts the model into {len(cut) + 1} stages, but pp={plan.pp} asks for "
+            f"Plan(cut={list(cut)}) cuts the model into {len(cut) + 1} stages, but {_stages_of(plan)} asks for "
             f"{plan.stages}. Give the first layer of each stage but stage 0, {plan.stages - 1} in all; {balanced}"
         )
     points = [point if isinstance(point, str) else whole(point) for point in cut]
@@ -124,6 +89,11 @@ def checked_cut(plan: Plan) -> tuple[int | str, ...] | None:
             f"{call_of(plan, good)}"
         )
     return tuple(point for point in points if point is not None)
+
+
+def _stages_of(plan: Plan) -> str:
+    several = plan.virtual_stages > 1
+    return f"pp={plan.pp}" + (f", virtual_stages={plan.virtual_stages}" if several else "")
 
 
 def whole(value: object) -> int | None:

@@ -61,7 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": None}, "whole number"),
     ({"pp": 4, "schedule": "gpip"}, r"nearest is Plan\(pp=4, schedule='gpipe'\)"),
     ({"pp": 4, "schedule": "Naive"}, "nearest is .*schedule='naive'"),
-    ({"pp": 4, "schedule": 7}, "'naive' and 'gpipe'"),
+    ({"pp": 4, "schedule": 7}, "'naive', 'gpipe', '1f1b'"),
     ({"pp": 4, "recompute": "ful"}, "Did you mean .*recompute='full'"),
     ({"pp": 4, "recompute": True}, "'none', 'full'"),
     ({"pp": 2, "dp": 2}, r"not combine them yet.*Plan\(dp=4\)"),
@@ -74,7 +74,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dp": 2, "offload": "params"}, "zero=3"),
     ({"dp": 2, "zero": 1, "data_parallel": "dp"}, "shards nothing"),
     ({"tp": 4}, r"no tp above 1.*Plan\(pp=4"),
-    ({"pp": 2, "virtual_stages": 2}, "no virtual_stages above 1"),
+    ({"pp": 2, "virtual_stages": 2}, r"gpipe has one stage a rank.*interleaved_1f1b"),
+    ({"pp": 2, "virtual_stages": 3, "schedule": "zbv"}, "zbv has 2 stages a rank"),
+    ({"pp": 2, "virtual_stages": 0, "schedule": "zbv"}, "1 or more"),
+    ({"pp": 2, "schedule": "interleaved"}, "nearest is .*schedule='interleaved_zb'.*virtual_stages=2"),
+    ({"pp": 2, "virtual_stages": 2, "schedule": "1F1B"}, r"nearest is Plan\(pp=2, schedule='1f1b'\)"),
+    ({"pp": 2, "virtual_stages": 2, "schedule": OWN, "microbatches": 2}, "4 stages, and the schedule has 2"),
+    (
+        {"pp": 2, "virtual_stages": 2, "schedule": "looped_bfs", "cut": [1]},
+        "2 stages, but pp=2, virtual_stages=2",
+    ),
     ({"pp": 4, "cut": [1, 2]}, r"3 stages, but pp=4 asks for 4"),
     ({"pp": 3, "cut": [2, 1]}, "in rising order"),
     ({"pp": 2, "cut": [0]}, "by number from 1"),
@@ -109,7 +118,10 @@ def test_broken_json() -> None:
 
 def test_every_named_schedule_makes_a_plan() -> None:
     for name in NAMES:
-        assert Plan(pp=3, schedule=name, microbatches=6).stages == 3
+        plan = Plan(pp=3, schedule=name, microbatches=6)
+        assert plan.stages == 3 * plan.virtual_stages
+        assert plan.virtual_stages == (2 if name in ("zbv", "dualpipev") else 1)
+        assert Plan.pipeline(name, 3, 6) == plan == Plan.from_json(plan.to_json())
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))

@@ -4,19 +4,49 @@ A schedule says, for each rank, which actions it does in which order; when they 
 Authors write compute only. `validate` says why a schedule cannot run, `lower` adds the sends and receives,
 `draw` shows it, and one runtime (`mpkit.parallel.pipeline`) executes any that is valid.
 
-    action      one step of one rank: `2F0` is stage 2's forward of micro-batch 0
-    core        Schedule: a row of actions for each rank; what an action needs; `play`: when each can run
-    catalogue   the schedules by name, pure functions of (p, m)
-    validate    would it finish, and do what it should?
-    lower       sends and receives, added
-    grid        drawn in text
+    action       one step of one rank: `2F0` is stage 2's forward of micro-batch 0
+    core         Schedule: a row of actions for each rank; what an action needs
+    read         made from text, lists or a function
+    play         when each action can run, on paper
+    all_forward, one_f_one_b, zero_bubble, v_shaped
+                 the schedules of the literature, pure functions of (p, m) or (p, m, v)
+    placement    which rank holds which stage
+    catalogue    the schedules by name
+    validate     would it finish, and do what it should?
+    lower        sends and receives, added
+    grid         drawn in text
 """
 
 from mpkit.schedule.action import Action
-from mpkit.schedule.catalogue import NAMES, build, gpipe, naive
-from mpkit.schedule.core import Schedule, play
+from mpkit.schedule.all_forward import gpipe, looped_bfs, naive
+from mpkit.schedule.catalogue import NAMES, build, named
+from mpkit.schedule.core import Schedule
 from mpkit.schedule.grid import draw
 from mpkit.schedule.lower import lower
+from mpkit.schedule.one_f_one_b import interleaved_1f1b, one_f_one_b
+from mpkit.schedule.play import play
+from mpkit.schedule.v_shaped import dualpipev, zbv
 from mpkit.schedule.validate import validate
+from mpkit.schedule.zero_bubble import interleaved_zb, zb_h1, zb_h2
 
-__all__ = ["NAMES", "Action", "Schedule", "build", "draw", "gpipe", "lower", "naive", "play", "validate"]
+__all__ = [
+    "NAMES",
+    "Action",
+    "Schedule",
+    "build",
+    "draw",
+    "dualpipev",
+    "gpipe",
+    "interleaved_1f1b",
+    "interleaved_zb",
+    "looped_bfs",
+    "lower",
+    "naive",
+    "named",
+    "one_f_one_b",
+    "play",
+    "validate",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+]

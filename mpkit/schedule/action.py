@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["COMMUNICATION", "COMPUTE", "Action"]
 
@@ -15,11 +15,10 @@ COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 """What `lower` adds. `SEND_F` passes a stage's output on, `RECV_F` takes the stage's input; `SEND_B` passes
 the gradient of the stage's input back, `RECV_B` takes that of its output."""
 
-_SPELLING = re.compile(rf"(\d+)({'|'.join((*COMMUNICATION, *COMPUTE))})(\d+)")
+_SPELLING = re.compile(rf"(\d*)({'|'.join((*COMMUNICATION, *COMPUTE))})(\d+)")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
+class Action(NamedTuple):
     """A kind, the stage that does it, and the micro-batch it is done for, all counted from 0.
 
     >>> Action("F", stage=2, microbatch=0)
@@ -35,20 +34,27 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
     @classmethod
-    def parse(cls, text: str) -> Action:
+    def parse(cls, text: str, stage: int | None = None) -> Action:
         """Read what `str(action)` spells.
+
+        Args:
+            text: such as 2F0, or F0 where the stage is known.
+            stage: the one that is meant where the text names none.
 
         Raises:
             ValueError: it spells no action.
         """
         match = _SPELLING.fullmatch(text.strip())
-        if match is None:
+        if match is None or (stage is None and not match[1]):
             raise ValueError(
                 f"{text!r} is no action. An action is spelled stage, kind, micro-batch, such as 2F0 for stage 2's "
                 f"forward of micro-batch 0; the kinds are {', '.join(COMPUTE)} (and {', '.join(COMMUNICATION)}, "
-                "which mpkit adds by itself)."
+                "which mpkit adds by itself). The stage may be left out where a rank holds one stage only: F0."
             )
-        return cls(match[2], int(match[1]), int(match[3]))
+        named = int(match[1]) if match[1] else stage
+        assert named is not None
+        return cls(match[2], named, int(match[3]))

@@ -1,16 +1,21 @@
-"""Schedule: a row of actions for each rank. What an action needs, and when each can run."""
+"""Schedule: a row of actions for each rank, and what an action needs."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from mpkit.schedule.action import COMPUTE, Action
+from mpkit.schedule.action import Action
+from mpkit.schedule.read import holders, read
 
-__all__ = ["SLOTS", "Placed", "Played", "Schedule", "play"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mpkit.schedule.read import Source
+
+__all__ = ["Schedule"]
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -18,44 +23,60 @@ class Schedule:
     """For each rank, its actions in program order.
 
     Attributes:
-        rows: one a rank; each a sequence of actions, or their spelling in one string.
+        rows: one a rank.
         name: what it is called.
         stage_to_rank: the rank that holds each stage; left out, the rank whose row names the stage.
+        together: forwards that run as one with the backward that follows them in their row (DualPipe's F & B):
+            what both make leaves when both are done.
 
-    >>> Schedule(["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"], name="gpipe").stage_to_rank
+    It is made from (see `mpkit.schedule.read`):
+
+    - text, a line a rank, or a list of lines: `2F0` is stage 2's forward of micro-batch 0, `0F3&3B1` are together;
+      the stage may be left out where a rank holds one only
+    - a list of actions a rank, or one list of all in the order in which they are done, dealt out to the ranks
+    - a function of (p, m) that returns or yields any of these
+
+    >>> Schedule(["F0 F1 B1 B0", "F0 F1 B1 B0"], name="gpipe").stage_to_rank
     (0, 1)
+    >>> def depth_first(p, m):
+    ...     for rank in range(p):
+    ...         yield [Action(kind, rank, i) for i in range(m) for kind in "FB"]
+    >>> Schedule(depth_first, p=2, m=3)
+    Schedule(['0F0 0B0 0F1 0B1 0F2 0B2', '1F0 1B0 1F1 1B1 1F2 1B2'], name='depth_first')
 
     Raises:
-        ValueError: a row spells something that is no action. (Whether it would finish, `validate` says.)
+        ValueError: something is no action. (Whether it would finish, `validate` says.)
     """
 
     rows: tuple[tuple[Action, ...], ...]
     name: str = "own"
     stage_to_rank: tuple[int, ...] = ()
+    together: frozenset[Action] = field(default=frozenset())
 
     def __init__(
         self,
-        rows: str | Sequence[str | Sequence[Action]],
-        name: str = "own",
+        rows: Source,
+        name: str = "",
         stage_to_rank: Sequence[int] = (),
+        together: Iterable[Action] = (),
+        *,
+        p: int | None = None,
+        m: int | None = None,
     ) -> None:
-        if isinstance(rows, str):  # one row a line
-            rows = [line for line in rows.splitlines() if line.strip()]
-        parsed = tuple(
-            tuple(map(Action.parse, row.split())) if isinstance(row, str) else tuple(row) for row in rows
-        )
-        object.__setattr__(self, "rows", parsed)
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "stage_to_rank", tuple(stage_to_rank) or _holders(parsed))
+        found = read(rows, tuple(stage_to_rank), p, m)
+        object.__setattr__(self, "rows", found.rows)
+        object.__setattr__(self, "name", name or found.name)
+        object.__setattr__(self, "stage_to_rank", found.stage_to_rank)
+        object.__setattr__(self, "together", found.together.union(together))
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are: p, where each holds one stage."""
+        """How many ranks there are: p."""
         return len(self.rows)
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """How many stages there are: p, or v p where each rank holds v of them."""
         return len(self.stage_to_rank)
 
     @cached_property
@@ -78,21 +99,33 @@ class Schedule:
         >>> s.needs(Action.parse("0B0"))
         [0F0, 1B0]
         """
-        kind, s, m = action.kind, action.stage, action.microbatch
-        last = s == self.stages - 1
-        match kind:
-            case "F":
-                return [Action("F", s - 1, m)] if s else []
-            case "B" | "I":
-                return [Action("F", s, m)] + ([] if last else [self.input_grad(s + 1, m)])
-            case _:
-                assert kind == "W", f"{action} is a message: play asks for compute only"
-                return [Action("I", s, m)]
+        kind, s, m = action
+        if kind == "F":
+            return [Action("F", s - 1, m)] if s else []
+        if kind == "W":
+            return [Action("I", s, m)]
+        assert kind in ("B", "I"), f"{action} is a message: only compute is asked for"
+        forward = Action("F", s, m)
+        return [forward] if s == self.stages - 1 else [forward, self.input_grad(s + 1, m)]
 
     def input_grad(self, stage: int, microbatch: int) -> Action:
         """The action that makes the gradient of a stage's input: I where its backward is split, else B."""
         split = Action("I", stage, microbatch)
         return split if split in self._actions else Action("B", stage, microbatch)
+
+    def spelled(self) -> list[str]:
+        """The rows as text, which makes the schedule again.
+
+        >>> Schedule(["F0&B1", "F0"]).spelled()
+        ['0F0&0B1', '1F0']
+        """
+        if not self.together:
+            return [" ".join(map(str, row)) for row in self.rows]
+        ends = [["&" if action in self.together else " " for action in row] for row in self.rows]
+        return [
+            "".join(f"{action}{end}" for action, end in zip(row, each, strict=True)).rstrip()
+            for row, each in zip(self.rows, ends, strict=True)
+        ]
 
     def __contains__(self, action: object) -> bool:
         return action in self._actions
@@ -103,80 +136,9 @@ class Schedule:
         return draw(self)
 
     def __repr__(self) -> str:
-        rows = [" ".join(map(str, row)) for row in self.rows]
         named = "" if self.name == "own" else f", name={self.name!r}"
-        held = "" if self.stage_to_rank == _holders(self.rows) else f", stage_to_rank={self.stage_to_rank}"
-        return f"Schedule({rows}{named}{held})"
+        held = "" if self.stage_to_rank == holders(self.rows) else f", stage_to_rank={self.stage_to_rank}"
+        return f"Schedule({self.spelled()}{named}{held})"
 
-
-def _holders(rows: tuple[tuple[Action, ...], ...]) -> tuple[int, ...]:
-    """By stage, the first rank whose row names it; a stage that no row names is taken to be rank 0's."""
-    found: dict[int, int] = {}
-    for rank, row in enumerate(rows):
-        for action in row:
-            found.setdefault(action.stage, rank)
-    return tuple(found.get(stage, 0) for stage in range(max(found, default=-1) + 1))
-
-
-SLOTS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""How long an action takes where nothing better is known: a backward is twice a forward."""
-
-
-class Placed(NamedTuple):
-    """An action with its time."""
-
-    start: float
-    end: float
-    rank: int
-    action: Action
-
-
-class Played(NamedTuple):
-    """What `play` found: the actions that could run, and by rank where it was stuck and on what."""
-
-    placed: list[Placed]
-    stuck: dict[int, tuple[Action, Action]]
-
-
-def play(schedule: Schedule, slots: Mapping[str, float] = SLOTS, hop: float = 0) -> Played:
-    """Run a schedule on paper: each rank does its row in order, each action as soon as what it needs is there.
-
-    Of a schedule that cannot finish, `stuck` says for each rank that did not the action it is at and the one it
-    waits for.
-
-    Args:
-        schedule: its messages, if it has any, are passed over.
-        slots: how long an action takes, by kind.
-        hop: how long it takes until what one rank made is on another.
-
-    >>> play(Schedule(["0F0 0B0", "1F0 1B0"])).placed
-    [Placed(start=0, end=1, rank=0, action=0F0), Placed(start=1, end=2, rank=1, action=1F0),
-     Placed(start=2, end=4, rank=1, action=1B0), Placed(start=4, end=6, rank=0, action=0B0)]
-    """
-    done: dict[Action, float] = {}
-    placed: list[Placed] = []
-    position = [0] * schedule.ranks
-    free: list[float] = [0] * schedule.ranks
-    waiting: defaultdict[Action, list[int]] = defaultdict(list)
-    stuck: dict[int, tuple[Action, Action]] = {}
-    ready = deque(range(schedule.ranks))
-    rows = [[action for action in row if action.kind in COMPUTE] for row in schedule.rows]
-    while ready:
-        rank = ready.popleft()
-        row = rows[rank]
-        stuck.pop(rank, None)
-        while position[rank] < len(row):
-            action = row[position[rank]]
-            needs = schedule.needs(action)
-            missing = next((need for need in needs if need not in done), None)
-            if missing is not None:
-                stuck[rank] = (action, missing)
-                waiting[missing].append(rank)
-                break
-            arrivals = [done[n] + hop * (schedule.stage_to_rank[n.stage] != rank) for n in needs]
-            start = max([free[rank], *arrivals])
-            done[action] = free[rank] = end = start + slots.get(action.kind, 0)
-            placed.append(Placed(start, end, rank, action))
-            position[rank] += 1
-            ready.extend(waiting.pop(action, ()))
-    return Played(sorted(placed), stuck)
+    def __reduce__(self) -> Any:
+        return Schedule, (self.rows, self.name, self.stage_to_rank, self.together)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mpkit.schedule.action import Action
-from mpkit.schedule.core import SLOTS, Schedule, play
+from mpkit.schedule.core import Schedule
+from mpkit.schedule.play import SLOTS, play
 
 __all__ = ["draw", "draw_rows"]
 

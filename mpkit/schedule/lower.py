@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from mpkit.schedule.action import Action
-from mpkit.schedule.core import Schedule, play
+from mpkit.schedule.core import Schedule
+from mpkit.schedule.play import play
 
 __all__ = ["lower"]
 
@@ -18,6 +19,7 @@ def lower(schedule: Schedule) -> Schedule:
     """Add the sends and receives that a valid schedule of compute needs; stages on one rank need none.
 
     1. Play the schedule on paper. Each message belongs to the instant t at which what it carries is made.
+       What runs together is sent together: then t is when both are done.
     2. The SEND stands where its rank is at t: right after the action that made it.
     3. The RECV stands before what its rank does at t: it is posted when the message comes, so that the message
        travels during that action, and not much earlier, for its buffer takes memory.
@@ -39,13 +41,17 @@ def lower(schedule: Schedule) -> Schedule:
     for start, end, rank, action in placed:
         rows[rank].append(((start, 1, start), action))
         message = _message(schedule, action)
-        if message is not None:
-            send, receive = message
-            receiver = schedule.stage_to_rank[receive.stage]
-            rows[rank].append(((end, 0, end), send))
-            rows[receiver].append(((_since(busy[receiver], end), 0, end), receive))
+        if message is None:
+            continue
+        made = end
+        if action in schedule.together:
+            made = busy[rank][bisect_left(busy[rank], (start, end)) + 1][1]
+        send, receive = message
+        receiver = schedule.stage_to_rank[receive.stage]
+        rows[rank].append(((made, 0, made), send))
+        rows[receiver].append(((_since(busy[receiver], made), 0, made), receive))
     in_order = [[action for _, action in sorted(row, key=lambda entry: entry[0])] for row in rows]
-    return Schedule(in_order, schedule.name, schedule.stage_to_rank)
+    return Schedule(in_order, schedule.name, schedule.stage_to_rank, schedule.together)
 
 
 def _since(busy: list[tuple[float, float]], t: float) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mpkit.schedule.action import COMPUTE, Action
-from mpkit.schedule.core import Schedule, play
+from mpkit.schedule.core import Schedule
 from mpkit.schedule.grid import draw_rows
+from mpkit.schedule.play import play
 
 __all__ = ["validate"]
 

@@ -1,0 +1,87 @@
+"""One forward, one backward: 1F1B, and interleaved 1F1B over several stages a rank.
+
+Every rank goes through these phases:
+
+    warm-up      forwards only, until the first gradient can be there
+    steady       a forward, a backward, in turn: as many activations are freed as are made
+    cool-down    the backwards that are left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mpkit.schedule.action import Action
+from mpkit.schedule.core import Schedule
+from mpkit.schedule.placement import loops
+
+__all__ = ["in_rounds", "interleaved_1f1b", "one_f_one_b"]
+
+
+def one_f_one_b(p: int, m: int) -> Schedule:
+    """1F1B: a rank's backward begins as soon as it can, so at most p activations live, whatever m is.
+
+    >>> print(one_f_one_b(3, 4))
+    rank 0 | F0 F1 F2  .  .  .  . B0 -- F3 B1 --  . B2 --  . B3 --
+    rank 1 |  . F0 F1  .  . B0 -- F2 B1 -- F3 B2 --  . B3 --  .  .
+    rank 2 |  .  . F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 --  .  .  .  .
+
+    The bubble is GPipe's, (p-1)/(m+p-1). Rank r holds the activations of p-r micro-batches, GPipe's of all m.
+
+    Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.2;
+    with a flush after each batch, as here: Narayanan et al. 2021 (below), section 2.2.1 and figure 4.
+    """
+    rows = []
+    for stage in range(p):
+        forwards = [Action("F", stage, i) for i in range(m)]
+        backwards = [Action("B", stage, i) for i in range(m)]
+        rows.append(list(_one_by_one(forwards, backwards, warm_up=p - 1 - stage)))
+    return Schedule(rows, name="1f1b")
+
+
+def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
+    """Interleaved 1F1B: v stages a rank, taken in turns of p micro-batches.
+
+    >>> print(interleaved_1f1b(2, 4))
+    rank 0 | 0F0 0F1 2F0 2F1 0F2   . 2B0 --- 0F3 2B1 --- 2F2 0B0 --- 2F3 0B1 ---   . 2B2 ---   . 2B3 --- 0B2 --- 0B3 ---
+    rank 1 |   . 1F0 1F1 3F0 3B0 --- 3F1 3B1 --- 1F2 1B0 --- 1F3 1B1 --- 3F2 3B2 --- 3F3 3B3 --- 1B2 --- 1B3 ---   .   .
+
+    The bubble shrinks to (p-1)/(vm+p-1), for v times as many messages and 1 + (p-1)/(pv) times 1F1B's activations
+    (of stages that are 1/v as large). The paper wants p to divide m; here the last turn may be a shorter one.
+
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+    SC 2021, section 2.2.2 and figure 4.
+    """
+    rows = []
+    for rank in range(p):
+        forwards, backwards = in_rounds(rank, p, m, v, "B")
+        warm_up = (v - 1) * p + 2 * (p - 1 - rank)
+        rows.append([a for a in _one_by_one(forwards, backwards, warm_up) if a.microbatch < m])
+    return Schedule(rows, "interleaved_1f1b", loops(p, v))
+
+
+def in_rounds(rank: int, p: int, m: int, v: int, backward: str) -> tuple[list[Action], list[Action]]:
+    """A rank's forwards and backwards, p micro-batches through one of its stages before the next one's turn.
+
+    They go on to the next multiple of p. What is beyond m is to be left out once all are in order: that leaves
+    a valid order of the others, since micro-batches do not need each other.
+
+    >>> in_rounds(0, 2, 3, 2, "B")[0]
+    [0F0, 0F1, 2F0, 2F1, 0F2, 0F3, 2F2, 2F3]
+    """
+    stages = range(rank, p * v, p)
+    rounds = [range(first, first + p) for first in range(0, m, p)]
+    forwards = [Action("F", s, i) for turn in rounds for s in stages for i in turn]
+    backwards = [Action(backward, s, i) for turn in rounds for s in reversed(stages) for i in turn]
+    return forwards, backwards
+
+
+def _one_by_one(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> Iterator[Action]:
+    """Warm-up, steady phase and cool-down of a rank with these forwards and backwards."""
+    warm_up = min(warm_up, len(forwards))
+    steady = len(forwards) - warm_up
+    yield from forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[steady:]

@@ -1,0 +1,152 @@
+"""Reading: what a learner writes a schedule as, made rows of actions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from mpkit.schedule.action import COMMUNICATION, COMPUTE, Action
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mpkit.schedule.core import Schedule
+
+    Rows: TypeAlias = str | Iterable[str | Iterable[Action | str]] | Iterable[Action]
+    Source: TypeAlias = Schedule | Rows | Callable[[int, int], Schedule | Rows]
+    """Text, rows of text or of actions, actions in the order in which they are done, or a function of (p, m) that
+    returns or yields these."""
+
+__all__ = ["Read", "holders", "read"]
+
+_HEAD = re.compile(r"\s*rank\s*\d+\s*[|:]\s*")  # as in a drawing
+_IDLE = re.compile(r"[.-]+")
+_STAGE = re.compile(r"(\d+)[A-Z]")
+
+
+class Read(NamedTuple):
+    """What was read; see `Schedule`."""
+
+    rows: tuple[tuple[Action, ...], ...]
+    stage_to_rank: tuple[int, ...]
+    together: frozenset[Action]
+    name: str
+
+
+def read(source: Any, stage_to_rank: tuple[int, ...], p: int | None, m: int | None) -> Read:
+    """Rows of actions, of whatever form.
+
+    Args:
+        source: see `Schedule`. A drawing can be read again: its heads, dots and dashes are passed over.
+        stage_to_rank: where stages are, if that is known.
+        p, m: what a function is called with.
+
+    Raises:
+        ValueError: it is nothing of that sort.
+    """
+    from mpkit.schedule.core import Schedule
+
+    name = "own"
+    if callable(source):
+        name = getattr(source, "__name__", name)
+        if p is None or m is None:
+            raise ValueError(
+                f"The schedule {name} is a function, of p ranks and m micro-batches. How many are there? "
+                f"Schedule({name}, p=4, m=8), or Plan(pp=4, microbatches=8, schedule={name})"
+            )
+        source = source(p, m)
+    if isinstance(source, Schedule):
+        return Read(source.rows, stage_to_rank or source.stage_to_rank, source.together, source.name)
+    given = _lines(source)
+    if given and all(isinstance(action, Action) for action in given):
+        given = _dealt(given, stage_to_rank)
+    together: set[Action] = set()
+    rows = tuple(
+        tuple(_spelled(row, rank, stage_to_rank, together) if isinstance(row, str) else _listed(row, rank))
+        for rank, row in enumerate(given)
+    )
+    return Read(rows, stage_to_rank or holders(rows), frozenset(together), name)
+
+
+def holders(rows: tuple[tuple[Action, ...], ...]) -> tuple[int, ...]:
+    """By stage, the first rank whose row names it; a stage that no row names is taken to be rank 0's."""
+    found: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for stage in dict.fromkeys([action.stage for action in row]):
+            found.setdefault(stage, rank)
+    return tuple(found.get(stage, 0) for stage in range(max(found, default=-1) + 1))
+
+
+def _lines(source: Any) -> list[Any]:
+    if isinstance(source, str):
+        return [line for line in source.splitlines() if line.strip()]
+    if isinstance(source, Iterable):
+        return list(source)
+    raise ValueError(
+        f"{source!r} is no schedule. Give its rows, one a rank, such as ['F0 F1 B0 B1', 'F0 B0 F1 B1'], a list of "
+        "Actions a rank, or a function of (p, m) that returns or yields such rows."
+    )
+
+
+def _dealt(actions: Sequence[Action], stage_to_rank: tuple[int, ...]) -> list[Any]:
+    """To each rank its actions, of all in the order in which they are done."""
+    rank_of = stage_to_rank or range(1 + max(action.stage for action in actions))
+    rows: list[list[Action]] = [[] for _ in range(1 + max(rank_of))]
+    for action in actions:
+        if action.stage >= len(rank_of):
+            raise ValueError(
+                f"{action}: stage_to_rank={stage_to_rank} names no rank for stage {action.stage}"
+            )
+        rows[rank_of[action.stage]].append(action)
+    return rows
+
+
+def _spelled(row: str, rank: int, stage_to_rank: tuple[int, ...], together: set[Action]) -> Iterable[Action]:
+    """A row of text. A stage that is not named is the only one of the row, or of the rank."""
+    row = _HEAD.sub("", row)
+    stages = {int(stage) for stage in _STAGE.findall(row)}
+    stages = stages or {stage for stage, holder in enumerate(stage_to_rank) if holder == rank} or {rank}
+    only = min(stages) if len(stages) == 1 else None
+    for word in row.split():
+        if _IDLE.fullmatch(word):
+            continue
+        *first, last = (_parsed(part, rank, only, stages) for part in word.split("&"))
+        if first:
+            if len(first) > 1 or first[0].kind != "F" or last.kind not in ("B", "I"):
+                raise ValueError(
+                    f"{word!r}: a forward runs together with one backward after it, as in 0F3&3B1"
+                )
+            together.add(first[0])
+            yield first[0]
+        yield last
+
+
+def _parsed(word: str, rank: int, only: int | None, stages: set[int]) -> Action:
+    if only is None and not word[:1].isdigit() and word[:1].isalpha():
+        some = " and ".join(map(str, sorted(stages)))
+        raise ValueError(
+            f"{word!r}: of which stage? Rank {rank} holds stages {some}: {min(stages)}{word}, say"
+        )
+    return Action.parse(word, only)
+
+
+def _listed(row: Any, rank: int) -> Iterable[Action]:
+    """A row that is a list: of Actions, of their spellings, or of (kind, stage, micro-batch)."""
+    if not isinstance(row, Iterable):
+        raise ValueError(
+            f"Rank {rank}'s row is {row!r}; it is text, such as 'F0 B0', or a list of Actions, such as "
+            f"[Action('F', {rank}, 0), Action('B', {rank}, 0)]"
+        )
+    for action in row:
+        if isinstance(action, str):
+            yield Action.parse(action, rank)
+            continue
+        match action:
+            case (str(kind), int(stage), int(m)) if kind in (*COMPUTE, *COMMUNICATION) and min(stage, m) >= 0:
+                yield Action(kind, stage, m)
+            case _:
+                raise ValueError(
+                    f"{action!r} in rank {rank}'s row is no action: an Action has one of the kinds "
+                    f"{', '.join(COMPUTE)}, a stage and a micro-batch, both counted from 0: Action('F', {rank}, 0)"
+                )

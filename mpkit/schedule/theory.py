@@ -1,0 +1,46 @@
+"""What the papers say of the schedules' bubbles."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+__all__ = ["bubble_in_theory"]
+
+
+def bubble_in_theory(name: str, p: int, m: int, v: int = 1, *, recompute: bool = False) -> Fraction | None:
+    """The idle share of a step's span, averaged over ranks, for equal stages, F = I = W, messages that take no time.
+
+    The span is from the first action of any rank to the last of any (GPipe's bubble; Megatron divides by the ideal
+    time instead). So a rank that ZB-H2 lets begin later counts as idle until then.
+
+    Args:
+        name: of a schedule in the catalogue.
+        p, m, v: ranks, micro-batches, stages a rank.
+        recompute: whether a backward does its forward again.
+
+    Returns:
+        None where the papers say nothing: too few micro-batches to fill the pipeline, a last turn that is shorter,
+        or recomputation where it is not waited for.
+
+    >>> bubble_in_theory("gpipe", 4, 8), bubble_in_theory("interleaved_1f1b", 4, 8, 2)
+    (Fraction(3, 11), Fraction(3, 19))
+    >>> bubble_in_theory("zbv", 4, 8, 2)
+    Fraction(1, 17)
+    """
+    turns = m >= p if v == 1 else m % p == 0
+    whole, third = 3 * (p - 1), p - 1  # (p-1)(F+I+W), and (p-1)(F+I-W)
+    idle, holds = {
+        "naive": (whole * m, True),
+        "gpipe": (whole, True),
+        "1f1b": (whole, not recompute),
+        "looped_bfs": (whole, (m >= p or v == 1) and not recompute),
+        "interleaved_1f1b": (whole, (turns or v == 1) and not recompute),
+        "zb_h1": (third, m >= p and not recompute),
+        "zb_h2": (third, m >= p and not recompute),  # p-1 at the beginning and the end, 0 in between
+        "interleaved_zb": (third, turns and not recompute),
+        "zbv": (third, 2 * m >= 3 * p and not recompute),
+        "dualpipev": (2 * (p - 1), m >= 2 * p and not recompute),  # (p-1)(F+2B-3W)
+    }[name]
+    # A rank's work, in units of F. A micro-batch takes 4 instead of 3 if it is recomputed.
+    busy = (4 if recompute else 3) * m * v
+    return Fraction(idle, idle + busy) if holds or p == 1 else None

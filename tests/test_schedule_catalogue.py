@@ -1,0 +1,211 @@
+"""The schedules of the literature, against the figures of their papers and against PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpkit import Plan
+from mpkit.schedule import NAMES, Action, Schedule, build, lower, named, play, validate
+from mpkit.schedule.catalogue import LOOPED, V_SHAPED
+from mpkit.schedule.theory import bubble_in_theory
+from tests.test_schedule import check_messages, run_in_order
+
+
+class Figures(NamedTuple):
+    span: float
+    idle: list[float]  # by rank, of the whole span
+    own_idle: list[float]  # by rank, from its own first action to its own last
+    peak: list[int]  # by rank, live activations, each of a micro-batch on a stage
+
+
+def figures(schedule: Schedule, slots: Mapping[str, float] | None = None) -> Figures:
+    placed = play(schedule, slots or {"F": 1, "B": 2, "I": 1, "W": 1}).placed
+    ranks = range(schedule.ranks)
+    span = max(end for _, end, *_ in placed)
+    busy = [sum(end - start for start, end, rank, _ in placed if rank == r) for r in ranks]
+    own = [max(e for _, e, rank, _ in placed if rank == r) - min(s for s, _, rank, _ in placed if rank == r)
+           for r in ranks]  # fmt: skip
+    peak = []
+    for row in schedule.rows:
+        live = most = 0
+        for action in row:
+            live += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
+            most = max(most, live)
+        peak.append(most)
+    return Figures(span, [span - b for b in busy], [o - b for o, b in zip(own, busy, strict=True)], peak)
+
+
+degrees = st.integers(1, 6), st.integers(1, 14), st.integers(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "span", "idle", "peak"),
+    [
+        ("gpipe", 1, 33, 9, [8, 8, 8, 8]),
+        ("1f1b", 1, 33, 9, [4, 3, 2, 1]),
+        ("looped_bfs", 2, 57, 9, [16, 16, 16, 16]),
+        ("interleaved_1f1b", 2, 57, 9, [11, 9, 7, 5]),
+        ("zb_h1", 1, 27, 3, [4, 4, 4, 4]),
+        ("interleaved_zb", 2, 51, 3, [8, 8, 8, 8]),
+        ("zbv", 2, 51, 3, [8, 8, 8, 8]),
+        ("dualpipev", 2, 54, 6, [9, 9, 9, 9]),
+    ],
+)
+def test_of_4_ranks_and_8_micro_batches(name: str, v: int, span: int, idle: int, peak: list[int]) -> None:
+    """F=1, I=W=1 (so B=2) a stage, no communication time."""
+    found = figures(named(name, 4, 8, v))
+    assert (found.span, found.idle, found.peak) == (span, [idle] * 4, peak)
+
+
+def test_zb_h2s_ranks_have_no_bubble_of_their_own() -> None:
+    """Qi et al. 2024, section 2.2: each rank from its own first action to its own last."""
+    found = figures(named("zb_h2", 4, 8))
+    assert (found.own_idle, found.peak) == ([0] * 4, [7] * 4)
+
+
+# ---------------------------------------------------------------- every schedule
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=40)
+@given(*degrees)
+def test_it_is_valid_and_so_are_its_messages(name: str, p: int, m: int, v: int) -> None:
+    """Of any number of ranks, micro-batches (also fewer than ranks, or no multiple of them) and stages a rank."""
+    schedule = named(name, p, m, v)
+    held = v if name in LOOPED else 2 if name in V_SHAPED else 1
+    assert (schedule.ranks, schedule.stages, schedule.microbatches) == (p, p * held, m)
+    assert schedule.name == name
+    assert all(len(schedule.stages_of(rank)) == held for rank in range(p))
+    validate(schedule, schedule.stages, m)
+    lowered = lower(schedule)
+    check_messages(lowered)
+    run_in_order(lowered)
+    assert eval(repr(schedule)) == schedule == Schedule(schedule)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=40)
+@given(*degrees)
+def test_the_bubble_is_what_the_theory_says(name: str, p: int, m: int, v: int) -> None:
+    theory = bubble_in_theory(name, p, m, 2 if name in V_SHAPED else v if name in LOOPED else 1)
+    if theory is not None:
+        found = figures(named(name, p, m, v))
+        assert sum(found.idle) / (p * found.span) == pytest.approx(float(theory))
+
+
+def test_the_theory_knows_a_bubble_wherever_the_pipeline_is_filled() -> None:
+    for name in NAMES:
+        v = 1 if name not in (*LOOPED, *V_SHAPED) else 2
+        for p in range(1, 7):
+            plan = Plan(pp=p, schedule=name, microbatches=2 * p, virtual_stages=v)
+            assert plan.bubble_in_theory is not None
+    assert Plan(pp=4, schedule="zbv", microbatches=3).bubble_in_theory is None, "the papers say nothing"
+    assert Plan(pp=4, schedule="1f1b", microbatches=8, recompute="full").bubble_in_theory is None
+
+
+@given(st.integers(1, 6), st.integers(0, 9), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
+def test_idle_time_is_what_the_papers_say(p: int, more: int, v: int, f: int, b: int) -> None:
+    """Of any F and B = 2 W = 2 I: (p-1)(F+B), and of loops the same, of stages that are 1/v as large."""
+    m = p + more
+    slots = {"F": f, "B": 2 * b, "I": b, "W": b}
+    for name, micro in (
+        ("1f1b", m),
+        ("gpipe", m),
+        ("looped_bfs", m),
+        ("interleaved_1f1b", p * (1 + more // 2)),
+    ):
+        assert figures(named(name, p, micro, v), slots).idle == [(p - 1) * (f + 2 * b)] * p
+
+
+@given(st.integers(1, 6), st.integers(0, 9), st.integers(1, 6))
+def test_idle_time_of_zero_bubble_schedules(p: int, more: int, f: int) -> None:
+    """Qi et al. 2024, table 1: (p-1)(F+I-W), and (p-1)(F+I-2W) of each rank's own span; here of F = I = W."""
+    slots = {"F": f, "B": 2 * f, "I": f, "W": f}
+    assert figures(named("zb_h1", p, p + more), slots).idle == [(p - 1) * f] * p
+    assert figures(named("zb_h2", p, 2 * p - 1 + more), slots).own_idle == [0] * p
+    assert figures(named("interleaved_zb", p, p * (1 + more // 2), 2), slots).idle == [(p - 1) * f] * p
+    assert figures(named("zbv", p, 2 * p - 1 + more), slots).own_idle == [0] * p
+    # DualPipe's README: (p-1)(F&B + B - 3W), with p ranks of two stages each, F&B = F + B
+    assert figures(named("dualpipev", p, 2 * p + more), slots).idle == [(p - 1) * 2 * f] * p
+
+
+@given(st.integers(1, 6), st.integers(0, 9), st.integers(2, 4))
+def test_live_activations_are_what_the_papers_say(p: int, more: int, v: int) -> None:
+    m, turns = 2 * p + more, p * (2 + more // 2)
+    ranks = range(p)
+    assert figures(named("gpipe", p, m)).peak == [m] * p
+    assert figures(named("1f1b", p, m)).peak == [p - rank for rank in ranks]
+    assert figures(named("looped_bfs", p, m, v)).peak == [v * m] * p
+    # Narayanan et al. 2021, section 2.2.2: on rank 0 1 + (p-1)/(pv) times 1F1B's, whose stages are v times as large
+    peaks = figures(named("interleaved_1f1b", p, turns, v)).peak
+    assert peaks == [v * p + p - 1 - 2 * rank for rank in ranks]
+    assert peaks[0] / v == pytest.approx(p * (1 + (p - 1) / (p * v)))
+    assert figures(named("zb_h1", p, m)).peak == [p] * p
+    assert figures(named("zb_h2", p, m)).peak == [2 * p - 1] * p
+    assert figures(named("interleaved_zb", p, turns, v)).peak == [v * p] * p
+    assert figures(named("zbv", p, m)).peak == [2 * p] * p
+    assert figures(named("dualpipev", p, m)).peak == [2 * p + 1] * p
+
+
+@given(st.integers(2, 5), st.integers(1, 12), st.integers(1, 3))
+def test_what_is_left_out_of_a_whole_turn_takes_no_more_time_or_memory(p: int, m: int, v: int) -> None:
+    for name in ("interleaved_1f1b", "interleaved_zb"):
+        found, whole = (figures(named(name, p, n, v)) for n in (m, -(-m // p) * p))
+        assert found.span <= whole.span
+        assert all(a <= b for a, b in zip(found.peak, whole.peak, strict=True))
+
+
+def test_one_stage_a_rank_is_the_simpler_schedule() -> None:
+    for p, m in ((1, 1), (3, 5), (4, 8)):
+        assert named("looped_bfs", p, m, 1).rows == named("gpipe", p, m).rows
+    assert named("interleaved_zb", 4, 8, 1).rows == named("zb_h1", 4, 8).rows
+
+
+def test_a_pair_of_dualpipe_sends_when_both_are_done() -> None:
+    schedule = build(Plan(pp=2, schedule="dualpipev", microbatches=4))
+    assert Action("F", 0, 3) in schedule.together
+    row = " ".join(map(str, lower(schedule).rows[0]))
+    assert "0F3 3B1 0SEND_F3 3SEND_B1" in row
+    apart = Schedule(schedule.rows, "apart", schedule.stage_to_rank)
+    assert figures(apart).span < figures(schedule).span
+
+
+# ---------------------------------------------------------------- PyTorch's
+
+
+TORCHS = {
+    "1f1b": "1F1B",
+    "looped_bfs": "LoopedBFS",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "interleaved_zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_orders_are_pytorchs(name: str) -> None:
+    """Of those that torch.distributed.pipelining has."""
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    for p in (2, 3, 4, 5):
+        for m in (2 * p, 2 * p + 1, 3 * p) if name == "dualpipev" else (p, 2 * p, 3 * p):
+            for v in (2, 3) if name in LOOPED else (2,) if name in V_SHAPED else (1,):
+                schedule = named(name, p, m, v)
+                for rank, theirs in enumerate(get_schedule_ops(TORCHS[name], p, m, v)):
+                    words = [word for entry in theirs if entry is not None for word in _words(entry)]
+                    if name == "1f1b" and rank == p - 1:
+                        # This list says F1 to Fm for the last rank, which executes F0 to F(m-1).
+                        words = [f"{rank}F{int(w.split('F')[1]) - 1}" if "F" in w else w for w in words]
+                    assert " ".join(words) == " ".join(map(str, schedule.rows[rank])), (p, m, v, rank)
+
+
+def _words(entry: Any) -> list[str]:
+    """PyTorch's spelling, but for what is together and for its own actions after all backwards."""
+    parts = entry.sub_actions or [entry]
+    return [str(part) for part in parts if "REDUCE_GRAD" not in str(part)]
