@@ -1,33 +1,28 @@
 """Simulation: a schedule on the clock, without processes.
 
-The schedule, with its sends and receives, is written down as the Trace that its ranks would leave, and goes through
-the same replay as a real run's. Memory counts activations, one for each micro-batch that a stage has seen
-forward and not yet backward.
+    play          when each action begins and ends, what it needs being there (`mpkit.schedule.play`)
+    spans, held   those times as a Timeline has them (`mpkit.simulated`)
+
+It is the Timeline that a replay of what the ranks would record comes to, message for message, found without writing
+that down first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import inf, isfinite
+from math import isfinite
 
 import numpy as np
 
-from mpkit.devices import Device, Hardware, Link
 from mpkit.plan import Plan
-from mpkit.replay.core import Replay
-from mpkit.schedule import Action, Schedule, build, lower
+from mpkit.schedule import build
+from mpkit.schedule.play import timed
+from mpkit.simulated import Done, held, spans
 from mpkit.timeline import Timeline
-from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace, lane_of
 
 __all__ = ["simulate"]
 
 Times = float | Sequence[float]
-
-Row = tuple[
-    int, int, int, float, int, int, int, int
-]  # kind, stage, microbatch, time, group, number, peer, ref
-
-KIND = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRAD, "W": Kind.WEIGHT_GRAD}
 
 
 def simulate(
@@ -57,93 +52,25 @@ def simulate(
     >>> t = simulate(Plan.gpipe(4, 8))
     >>> t.makespan, t.idle, t.bubble
     (33.0, [9.0, 9.0, 9.0, 9.0], 0.2727272727272727)
+    >>> t = simulate(Plan(pp=4, schedule="zbv", microbatches=8, virtual_stages=2))
+    >>> t.makespan, [peak["activations"] for peak in t.peak_memory]
+    (51.0, [8, 8, 8, 8])
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"simulate({plan!r}): give a Plan, such as simulate(Plan.gpipe(4, 8))")
     schedule = build(plan)
-    times = {
-        name: _by_stage(name, value, schedule.stages)
+    f, i, w = (
+        _by_stage(name, value, schedule.stages)
         for name, value in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
-    }
-    _check("hop", hop)
-    seconds = {
-        "F": times["forward"],
-        "I": times["input_grad"],
-        "W": times["weight_grad"],
-        "B": [i + w for i, w in zip(times["input_grad"], times["weight_grad"], strict=True)],
-        "R": times["forward"] if plan.recompute == "full" else [0.0] * schedule.stages,
-    }
-    # An op's FLOPs are its seconds, and a device does one a second: then no time is rounded to nanoseconds.
-    unit = Device("one unit of work a second", {"float32": 1.0}, bandwidth=inf)
-    machine = Hardware("simulated", unit, Link("hop", latency=hop, bandwidth=inf), per_node=1 << 30)
-    replaying = Replay(schedule.ranks, machine, meta={"plan": plan.to_json(), "schedule": schedule.name})
-    for rank, row in enumerate(lower(schedule).rows):
-        script = _script(schedule, rank, row, seconds, plan.recompute == "full")
-        replaying.feed(rank, script.ops, script.names, script.memory)
-    replaying.finish()
-    timeline = replaying.timeline()
-    timeline.clock = "simulated"
-    timeline.notes = []
-    timeline.spans["flops"] = 0.0
-    del timeline.meta["hardware"]  # there is none
-    return timeline
-
-
-def _script(
-    schedule: Schedule, rank: int, row: Sequence[Action], seconds: dict[str, list[float]], recompute: bool
-) -> RankTrace:
-    """What a rank that does these actions would record. Op i lasts from 2i+1 to 2i+2 on its wall clock."""
-    holders = schedule.stage_to_rank
-    ops: list[Row] = []
-    memory: list[tuple[int, int, int]] = []  # time, ops begun, delta
-    names: dict[str, int] = {"": 0}
-    received: dict[tuple[str, int, int], int] = {}
-
-    def add(
-        kind: Kind, stage: int, m: int, time: float = 0.0,
-        group: str = "", number: int = -1, peer: int = -1, ref: int = -1,
-    ) -> None:  # fmt: skip
-        ops.append((kind, stage, m, time, names.setdefault(group, len(names)), number, peer, ref))
-
-    add(Kind.STEP, -1, -1)
-    for action in row:
-        kind, stage, m = action.kind, action.stage, action.microbatch
-        if kind.startswith("SEND"):
-            to = holders[stage + 1] if kind == "SEND_F" else holders[stage - 1]
-            add(Kind.SEND, stage, m, group=f"{rank}>{to}#{kind[-1]}{stage}", number=m, peer=to)
-        elif kind.startswith("RECV"):
-            sender = stage - 1 if kind == "RECV_F" else stage + 1
-            received[kind[-1], stage, m] = len(ops)
-            group = f"{holders[sender]}>{rank}#{kind[-1]}{sender}"
-            add(Kind.RECV, stage, m, group=group, number=m, peer=holders[sender])
-        else:
-            message = received.pop(("F" if kind == "F" else "B", stage, m), None) if kind != "W" else None
-            if kind in ("B", "I") and recompute:  # needs no gradient, and so does not wait for it
-                add(Kind.RECOMPUTE, stage, m, seconds["R"][stage])
-            if message is not None:
-                add(Kind.WAIT, stage, m, ref=message)
-            add(KIND[kind], stage, m, seconds[kind][stage])
-            if kind == "F":
-                memory.append((2 * len(ops) - 1, len(ops), 1))
-            elif kind in ("B", "W"):
-                memory.append((2 * len(ops), len(ops), -1))
-    return _trace(ops, memory, list(names))
-
-
-def _trace(ops: list[Row], memory: list[tuple[int, int, int]], names: list[str]) -> RankTrace:
-    columns = list(zip(*ops, strict=True))
-    records = np.zeros(len(ops), OP)
-    names_of_columns = ("kind", "stage", "microbatch", "flops", "group", "number", "peer", "ref")
-    for column, values in zip(names_of_columns, columns, strict=True):
-        records[column] = values
-    records["lane"] = [lane_of(kind) for kind in columns[0]]
-    records["start"] = 2 * np.arange(len(ops)) + 1
-    records["end"] = records["start"] + 1
-    changes = np.zeros(len(memory), MEMORY)
-    if memory:
-        changes["time"], changes["op"], changes["delta"] = zip(*memory, strict=True)
-    changes["category"] = CATEGORIES.index("activations")
-    return RankTrace(records, changes, names)
+    )
+    again = f if plan.recompute == "full" else [0.0] * schedule.stages
+    slots = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w, strict=True)]}
+    rows, stuck = timed(schedule, slots, _check("hop", hop), again)
+    assert not stuck, "a plan's schedule is valid"
+    done = Done.of(rows)
+    found, names = spans(done, schedule, hop, np.array(again))
+    meta = {"plan": plan.to_json(), "schedule": schedule.name}
+    return Timeline(found, names, held(done), schedule.ranks, "simulated", meta)
 
 
 def _by_stage(name: str, value: object, stages: int) -> list[float]:

@@ -103,11 +103,14 @@ def _dealt(actions: Sequence[Action], stage_to_rank: tuple[int, ...]) -> list[An
 
 
 def _spelled(row: str, rank: int, stage_to_rank: tuple[int, ...], together: set[Action]) -> Iterable[Action]:
-    """A row of text. A stage that is not named is the only one of the row, or of the rank."""
+    """A row of text. A stage that is not named is the one that the rank holds, which has its number if nobody says.
+
+    Of a rank whose row names several stages, each has to be named.
+    """
     row = _HEAD.sub("", row)
-    stages = {int(stage) for stage in _STAGE.findall(row)}
-    stages = stages or {stage for stage, holder in enumerate(stage_to_rank) if holder == rank} or {rank}
-    only = min(stages) if len(stages) == 1 else None
+    stages = {stage for stage, holder in enumerate(stage_to_rank) if holder == rank}
+    stages = stages or {int(stage) for stage in _STAGE.findall(row)}
+    only = None if len(stages) > 1 else min(stages) if stage_to_rank and stages else rank
     for word in row.split():
         if _IDLE.fullmatch(word):
             continue
@@ -138,6 +141,17 @@ def _listed(row: Any, rank: int) -> Iterable[Action]:
             f"Rank {rank}'s row is {row!r}; it is text, such as 'F0 B0', or a list of Actions, such as "
             f"[Action('F', {rank}, 0), Action('B', {rank}, 0)]"
         )
+    actions: list[Any] = [*row]
+    if {type(action) for action in actions} <= {Action}:  # all at once, for there may be thousands
+        kinds, stages, microbatches = (
+            (set(column) for column in zip(*actions, strict=True)) if actions else ((), (), ())
+        )
+        if {*kinds} <= {*COMPUTE, *COMMUNICATION} and min(0, *stages, *microbatches) == 0:
+            return actions
+    return _one_by_one(actions, rank)
+
+
+def _one_by_one(row: list[Any], rank: int) -> Iterable[Action]:
     for action in row:
         if isinstance(action, str):
             yield Action.parse(action, rank)
