@@ -88,15 +88,17 @@ class DP(Replica):
         self._came.clear()
         self._computed = False
 
-    def step(self, microbatches: list[MicroBatch]) -> float | None:
+    def step(self, number: int, microbatches: list[MicroBatch]) -> float | None:
         """Forward and backward of a batch; rank 0 ends with the gradients.
 
         Args:
+            number: of the step.
             microbatches: this rank's share of the batch, on rank 0 everybody's (`Dealt`).
 
         Returns:
             The mean loss over the batch on rank 0, None on the others.
         """
+        self._work.step = number
         losses = [self._microbatch(m, dealt) for m, dealt in enumerate(microbatches)]
         return float(sum(loss.item() for loss in losses if loss is not None)) if self._rank == 0 else None
 

@@ -164,4 +164,6 @@ class TrainJob:
             sum(flops.backward for flops in held),
             sum(flops.forward_bytes for flops in held),
             sum(flops.backward_bytes for flops in held),
+            input_grad=sum(flops.input_grad for flops in held),
+            input_grad_bytes=sum(flops.input_grad_bytes for flops in held),
         )

@@ -50,7 +50,8 @@ class Mail:
         self._arriving: dict[Place, list[Work]] = {}
         self._here: dict[Place, tuple[Tensor, ...]] = {}
         self._sent: deque[Work] = deque()
-        self._skips: list[Work] = []  # sent too; nobody may wait for these in between, or ranks might wait in a ring
+        # Sent too; nobody may wait for these in between, or ranks might wait in a ring.
+        self._skips: list[Work] = []
 
     def put(self, way: str, route: Route, m: int, tensors: tuple[Tensor, ...]) -> None:
         """What one end of a route made for the other: for it to take, if it is here, else until it is sent.

@@ -12,7 +12,8 @@ from torch import Tensor
 from mpkit.parallel.deal import Dealt
 from mpkit.parallel.job import Boundary, LayerNumbers, TrainJob
 from mpkit.parallel.microbatch import Value, leaves, map_tensors
-from mpkit.parallel.stage import RandomState, Stage, cast
+from mpkit.parallel.randomness import Randomness
+from mpkit.parallel.stage import Stage, cast
 from mpkit.record.saved import Saved, saving
 from mpkit.schedule import Action
 from mpkit.trace import Kind
@@ -30,7 +31,6 @@ class Kept:
     inputs: Value
     outputs: tuple[Tensor, ...]
     saved: Saved
-    random: RandomState | None  # at the beginning of the forward, if it is recomputed
 
 
 class ShareWork:
@@ -40,25 +40,31 @@ class ShareWork:
         context: of this rank.
         job: what to train, and how.
         stage: the whole model.
+
+    Attributes:
+        step: the number of the step that is under way.
     """
 
     def __init__(self, context: Context, job: TrainJob, stage: Stage) -> None:
         self._record, self._device = context.record, context.device
         self._job, self._stage = job, stage
         self._recompute = job.plan.recompute == "full"
+        self._randomness = Randomness(job.seed, job.plan.mesh.place(context.rank).dp, context.device)
+        self.step = -1
 
     def forward(self, m: int, key: Hashable, inputs: Value) -> Kept:
         """The outputs of this rank's share."""
         op = self._begin(Kind.FORWARD, Action("F", 0, m), self._numbers(key))
-        random = RandomState.now(self._device) if self._recompute else None
         with torch.set_grad_enabled(not self._recompute), saving(self._record, 0, key) as saved:
-            outputs = self._outputs(key, inputs)
+            outputs = self._outputs(m, key, inputs)
         self._track(outputs)
         self._record.end(op)
-        return Kept(inputs, outputs, saved, random)
+        return Kept(inputs, outputs, saved)
 
-    def _outputs(self, key: Hashable, inputs: Value) -> tuple[Tensor, ...]:
-        output = self._stage(inputs)
+    def _outputs(self, m: int, key: Hashable, inputs: Value) -> tuple[Tensor, ...]:
+        draws = self._randomness.draws(self.step, m)
+        with draws.apart():
+            output = self._stage(inputs, draws)
         expected, made = self._job.boundary(key, 0), Boundary.of(output)
         if made is None or made.shapes != expected.shapes:
             raise ValueError(
@@ -96,11 +102,10 @@ class ShareWork:
     ) -> None:
         """The gradients of the parameters, from those of this rank's outputs; outputs not wanted have none."""
         numbers = self._numbers(key)
-        if kept.random is not None:
+        if self._recompute:
             op = self._begin(Kind.RECOMPUTE, Action("F", 0, m), numbers)
-            again, spare = kept.random.again(self._device), self._stage.spare_buffers()
-            with again, spare, saving(self._record, 0, key) as kept.saved:
-                kept.outputs = self._outputs(key, kept.inputs)
+            with self._stage.spare_buffers(), saving(self._record, 0, key) as kept.saved:
+                kept.outputs = self._outputs(m, key, kept.inputs)
             self._record.end(op)
         op = self._begin(Kind.BACKWARD, Action("B", 0, m), numbers)
         if wanted:

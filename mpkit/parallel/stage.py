@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 
 from mpkit.models.chain import prefix_of
 from mpkit.parallel.microbatch import Value, map_tensors
+from mpkit.parallel.randomness import Draws, may_draw
 
-__all__ = ["PRECISIONS", "RandomState", "Stage", "call", "cast"]
+__all__ = ["PRECISIONS", "Stage", "call", "cast"]
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What a Plan that does not compute in the model's own precision computes in."""
@@ -43,16 +43,23 @@ class Stage:
         named = OrderedDict((name.replace(".", "/") or "model", layer) for name, layer in layers)
         self.layers = nn.Sequential(named).to(device)
         self._in_place = in_place
+        self._draws = [may_draw(layer) for layer in self.layers]
 
-    def __call__(self, inputs: Value) -> Any:
+    def __call__(self, inputs: Value, draws: Draws) -> Any:
         """The output for a stage's input: of stage 0 whatever the model is called with, else what the one before gave.
 
         The input stays as it is, also where a layer works in place: backward or recomputation need it.
+
+        Args:
+            inputs: the stage's.
+            draws: the random numbers for its layers.
         """
         if self._in_place:
             inputs = map_tensors(torch.clone, inputs)
         value: Any = inputs
         for i, layer in enumerate(self.layers):
+            if self._draws[i]:
+                draws.begin(self.names[i])
             value = call(layer, value, first=i == 0 and self.number == 0)
         return value
 
@@ -99,31 +106,3 @@ def call(layer: nn.Module, value: Any, *, first: bool) -> Any:
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
-
-
-@dataclass
-class RandomState:
-    """The random state of a rank at some moment, so that a forward done again drops what it dropped."""
-
-    cpu: Tensor
-    cuda: Tensor | None
-
-    @classmethod
-    def now(cls, device: torch.device) -> RandomState:
-        """Remember it."""
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
-
-    @contextmanager
-    def again(self, device: torch.device) -> Iterator[None]:
-        """Inside it is as it was then; afterwards, as it was before."""
-        before = RandomState.now(device)
-        self._set(device)
-        try:
-            yield
-        finally:
-            before._set(device)
-
-    def _set(self, device: torch.device) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, device)

@@ -81,7 +81,7 @@ class Training:
         with self._record.step(number):
             self.pipeline.loss_scale = self.update.scaler.scale
             self.replica.begin_step()
-            loss = self.pipeline.step(batch)
+            loss = self.pipeline.step(number, batch)
             if loss is not None:
                 self._record.loss(loss)
                 self._told = self._told or _tell(number, loss)

@@ -29,6 +29,8 @@ from torch.utils.flop_counter import (
     shape_wrapper,
 )
 
+from mpkit.trace import Kind
+
 __all__ = ["FlopTable", "Flops", "count", "flops_of", "moved_by"]
 
 
@@ -41,6 +43,8 @@ class Flops:
         forward_bytes, backward_bytes: bytes read and written.
         layers: (forward, backward) FLOPs of every module within, by its name.
         why: why nothing could be counted, "" otherwise.
+        input_grad, input_grad_bytes: of `backward`, what the gradients of the inputs alone take; the rest is that of
+            the weights.
     """
 
     forward: float = 0.0
@@ -49,6 +53,24 @@ class Flops:
     backward_bytes: int = 0
     layers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     why: str = ""
+    input_grad: float = 0.0
+    input_grad_bytes: int = 0
+
+    def of(self, kind: Kind) -> tuple[float, int]:
+        """FLOPs and bytes of an op of this kind.
+
+        >>> Flops(1.0, 2.0, 10, 20, input_grad=1.5).of(Kind.WEIGHT_GRAD)
+        (0.5, 20)
+        """
+        match kind:
+            case Kind.BACKWARD:
+                return self.backward, self.backward_bytes
+            case Kind.INPUT_GRAD:
+                return self.input_grad, self.input_grad_bytes
+            case Kind.WEIGHT_GRAD:
+                return self.backward - self.input_grad, self.backward_bytes - self.input_grad_bytes
+            case _:
+                return self.forward, self.forward_bytes
 
 
 def count(target: Callable[..., Any], *inputs: Any) -> Flops:
@@ -120,12 +142,16 @@ def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:
             outputs = [out for out in tree_leaves(target(*inputs)) if isinstance(out, torch.Tensor)]
             forward, forward_bytes = _by_module(counter), moved.nbytes
             outputs = [out for out in outputs if out.requires_grad]
+            ones = [torch.ones_like(out) for out in outputs]
+            moved.nbytes = forward_bytes  # the ones are no part of it
+            wanted = [x for x in tree_leaves(inputs) if _wants_gradient(x)]
             if outputs:
-                ones = [torch.ones_like(out) for out in outputs]
-                ends = [*_leaves_of(outputs), *(x for x in tree_leaves(inputs) if _wants_gradient(x))]
-                before = moved.nbytes  # the ones are no part of it
-                torch.autograd.grad(outputs, ends, ones, allow_unused=True)
-                moved.nbytes -= before - forward_bytes
+                ends = [*_leaves_of(outputs), *wanted]
+                torch.autograd.grad(outputs, ends, ones, retain_graph=True, allow_unused=True)
+        input_grad = _Moved(mode), FlopCounterMode(display=False, custom_mapping=_ATTENTION_ON_CPU)
+        with input_grad[0], input_grad[1]:
+            if outputs and wanted:
+                torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
     both = _by_module(counter)
     layers = {
         name.partition(".")[2]: (forward.get(name, 0.0), flops - forward.get(name, 0.0))
@@ -133,7 +159,15 @@ def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:
         if "." in name
     }
     whole = forward.get("Global", 0.0)
-    return Flops(whole, both.get("Global", 0.0) - whole, forward_bytes, moved.nbytes - forward_bytes, layers)
+    return Flops(
+        whole,
+        both.get("Global", 0.0) - whole,
+        forward_bytes,
+        moved.nbytes - forward_bytes,
+        layers,
+        input_grad=_by_module(input_grad[1]).get("Global", 0.0),
+        input_grad_bytes=input_grad[0].nbytes,
+    )
 
 
 def _copied(target: Callable[..., Any], mode: Any) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ shape are *measured* with the hooks on until the backward of one of them is over
     reused      the sum enters when the forward is over; when backward is over the ledger is told what was held at
                 the measured backward's peak, then that the sum is gone and which gradients there are
 
+Where the backward is split in two (`mpkit.parallel.split_backward`), a part of it goes when the first half is over.
+
 Parameters, buffers and whatever else is in the ledger already is not counted again, so a pipeline that keeps
 a stage's inputs tracks them before the forward, and its outputs as soon as it has them.
 """
@@ -30,7 +32,7 @@ from mpkit.record.ledger import Claim, Ledger
 if TYPE_CHECKING:
     from mpkit.record.recorder import Recorder
 
-__all__ = ["Saved", "Savings", "saving"]
+__all__ = ["Packed", "Saved", "Savings", "saving"]
 
 
 @dataclass
@@ -41,9 +43,11 @@ class Measured:
         claim: the storages that the forward saved.
         peaks: (bytes of them still alive, bytes of gradients made) when their sum was largest, of a
             backward that made gradients for good (True: there were none) and of one that did not (False).
+        half: bytes of them still alive between the halves of a backward that is split.
     """
 
     claim: Claim = field(default_factory=Claim)
+    half: int = 0
     peaks: dict[bool, tuple[int, int]] = field(default_factory=lambda: {True: (0, 0), False: (0, 0)})
 
 
@@ -93,6 +97,9 @@ class Saved:
         """Bytes held for this forward now, without its stage's tracked inputs and outputs."""
         return 0
 
+    def halve(self) -> None:
+        """The first half of a backward that is split is over: what only it needed is gone."""
+
     def release(self) -> None:
         """The backward is over, or never comes: nothing is held any more."""
 
@@ -133,6 +140,9 @@ class MeasuredSaved(Saved):
         if alive + made > sum(self._peak):
             self._peak = alive, made
 
+    def halve(self) -> None:
+        self.measured.half = self.measured.claim.alive
+
     def release(self) -> None:
         if not self._open:
             return
@@ -169,6 +179,10 @@ class ReusedSaved(Saved):
     @property
     def nbytes(self) -> int:
         return self._held
+
+    def halve(self) -> None:
+        held, self._held = self._held, self._measured.half
+        self._ledger.change(("activations", self._held - held))
 
     def release(self) -> None:
         held, self._held = self._held, 0
@@ -210,18 +224,34 @@ def _measuring(ledger: Ledger, claim: Claim) -> saved_tensors_hooks:
 
     # The tensor itself must not be handed back: an output that its own node saves would hold itself. And since
     # autograd leaves the check for writes in place to those who hook in, it is made here.
-    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def pack(tensor: torch.Tensor) -> Packed:
         ledger.claim(tensor, "activations", claim)
-        return tensor.detach(), tensor._version
+        return Packed(tensor.detach(), tensor._version)
 
-    def unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
-        tensor, version = packed
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {list(tensor.shape)} is at version {tensor._version}; expected version "
-                f"{version} instead. Write `x = x + y` for `x += y` where backward needs the old x"
-            )
-        return tensor
+    return saved_tensors_hooks(pack, _unpack)
 
-    return saved_tensors_hooks(pack, unpack)
+
+class Packed:
+    """A tensor that autograd saved, with the count of writes that it had then."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.version = version
+
+    def drop(self) -> None:
+        """Let go of it: nobody will ask for it."""
+        self.tensor = None
+
+
+def _unpack(packed: Packed) -> torch.Tensor:
+    tensor, version = packed.tensor, packed.version
+    assert tensor is not None, "a node whose saved tensors were let go of is not called again"
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {list(tensor.shape)} is at version {tensor._version}; expected version "
+            f"{version} instead. Write `x = x + y` for `x += y` where backward needs the old x"
+        )
+    return tensor
