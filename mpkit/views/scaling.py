@@ -35,11 +35,12 @@ def scaling_figure(scaling: Scaling) -> Any:
     for row in rows:
         lines.setdefault(strategy(row.plan), []).append(row)
     serial = lines.pop("serial", []) if len(lines) > 1 else []
+    ideal = [base.throughput * n / least for n in numbers]
     figure = go.Figure()
     figure.add_trace(
         go.Scatter(
             x=numbers,
-            y=[base.throughput * n / least for n in numbers],
+            y=ideal,
             mode="lines",
             name="ideal",
             line={"color": GREY, "dash": "dash"},
@@ -71,7 +72,11 @@ def scaling_figure(scaling: Scaling) -> Any:
         legend={"x": 0.02, "y": 0.98},
     )
     figure.update_xaxes(title="ranks", type="log", tickvals=numbers, gridcolor=LINE, zeroline=False)
-    figure.update_yaxes(title="samples/s", type="log", dtick="D2", gridcolor=LINE, zeroline=False)
+    # Where the ideal line crosses the numbers of ranks: so distances from it can be read off.
+    marks = [f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in ideal]
+    figure.update_yaxes(
+        title="samples/s", type="log", tickvals=ideal, ticktext=marks, gridcolor=LINE, zeroline=False
+    )
     return figure
 
 
