@@ -79,11 +79,11 @@ def _check_choice(plan: Plan, name: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_together(plan: Plan) -> None:
-    if plan.pp > 1 and (plan.dp > 1 or plan.zero or plan.offload != "none" or plan.precision != "full"):
+    if plan.pp > 1 and (plan.dp > 1 or plan.zero or plan.offload != "none"):
         raise ValueError(
-            f"{call_of(plan)}: this version has pipelines (pp) and the data-parallel family (dp, zero, offload, "
-            f"precision), and does not combine them yet. Either {call_of(plan, {'pp': 1, 'dp': plan.ranks})} or "
-            f"{call_of(plan, {'dp': 1, 'pp': plan.ranks, 'zero': 0, 'offload': 'none', 'precision': 'full'})}"
+            f"{call_of(plan)}: this version has pipelines (pp) and the data-parallel family (dp, zero, offload), and "
+            f"does not combine them yet. Either {call_of(plan, {'pp': 1, 'dp': plan.ranks})} or "
+            f"{call_of(plan, {'dp': 1, 'pp': plan.ranks, 'zero': 0, 'offload': 'none'})}"
         )
     if plan.data_parallel == "dp" and (plan.zero or plan.offload != "none"):
         raise ValueError(

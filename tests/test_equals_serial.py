@@ -348,7 +348,11 @@ def test_the_trace_has_every_action_once_a_step(train: Train) -> None:
     assert (frame["kind"] == "optimizer").sum() == 4 * 2
     # each boundary: 6 samples x 12 tokens x 16 floats, forward and back
     sends = frame[frame["kind"] == "send"].groupby("rank")["bytes"].sum().to_dict()
-    assert sends == {rank: 2 * 6 * 12 * 16 * 4 * (1 if rank in (0, 3) else 2) for rank in range(4)}
+    # and the last rank tells the three others the loss
+    loss = {3: 2 * 3 * 8}
+    assert sends == {
+        rank: 2 * 6 * 12 * 16 * 4 * (1 if rank in (0, 3) else 2) + loss.get(rank, 0) for rank in range(4)
+    }
 
 
 def test_recomputation_holds_less(train: Train) -> None:

@@ -34,6 +34,9 @@ class Collectives:
 
     Every method takes the whole world where `group` is None. Roots are global ranks. With `async_op=True` a
     method returns at once, with a `Work` whose `wait()` gives the result.
+
+    Attributes:
+        by_name: whether messages find each other by their tags; else by their order, which both ends then keep.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Collectives:
         self.world = Group(tuple(range(world_size)), None)
         self._wire = Wire(record, device, backend)
         self._gloo = backend == "gloo"
+        self.by_name = backend != "nccl"
         self._groups = {self.world.ranks: self.world}
 
     # ---- groups -------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ class DP(Replica):
 
     Attributes:
         loss_scale: what gradients are multiplied by, for fp16 to show them.
+        tells: whether this rank computes the loss.
     """
 
     def __init__(self, context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
@@ -62,6 +63,7 @@ class DP(Replica):
         self._rank, self._n = context.rank, job.plan.dp
         self._job, self._dtype = job, PRECISIONS.get(job.plan.precision)
         self.loss_scale = 1.0
+        self.tells = context.rank == 0
         self._names = {piece.parameter: piece.name for piece in self.pieces}
         self._came: set[nn.Parameter] = set()  # whose gradient came on this rank in this step
         self._computed = False  # whether this rank had samples in this step

@@ -50,7 +50,7 @@ class Mail:
         self._arriving: dict[Place, list[Work]] = {}
         self._here: dict[Place, tuple[Tensor, ...]] = {}
         self._sent: deque[Work] = deque()
-        # Sent too; nobody may wait for these in between, or ranks might wait in a ring.
+        # Sent too, but not in the schedule's order: who waited for these in between might wait in a ring.
         self._skips: list[Work] = []
 
     def put(self, way: str, route: Route, m: int, tensors: tuple[Tensor, ...]) -> None:
@@ -104,6 +104,19 @@ class Mail:
         if place not in self._arriving:  # a skip to a stage that gets nothing else from other ranks
             self.receive(way, [route], m)
         return tuple(work.wait() for work in self._arriving.pop(place))
+
+    # ---- the loss -----------------------------------------------------------------------------------------
+
+    def tell(self, loss: Tensor) -> None:
+        """Send the loss to all ranks but this one."""
+        value = loss.detach().to(torch.float64).reshape(1)
+        others = [rank for rank in sorted(set(self._rank_of)) if rank != self._context.rank]
+        self._skips += [self._context.comm.isend(value, rank, "L0") for rank in others]
+
+    def hear(self) -> float:
+        """The loss, from the rank that has the last stage; waits until it is there."""
+        value = torch.empty(1, dtype=torch.float64, device=self._context.device)
+        return self._context.comm.irecv(value, self._rank_of[-1], "L0").wait().item()
 
     def drain(self) -> None:
         """Wait until all that was sent has left."""

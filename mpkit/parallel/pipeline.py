@@ -7,7 +7,7 @@ A step goes through these phases, on micro-batches that `mpkit.parallel.feed` gi
                   B        backward, or in two halves: I, gradients of the inputs, and W, of the weights
                   RECV_F, RECV_B   post the receive of a stage's input, or of its output's gradient
                   SEND_F, SEND_B   send a stage's output on, or its input's gradient back
-    tell      the loss, to the ranks that don't hold the last stage
+    tell      the loss, by the rank that has the last stage to the others
     drain     until what was sent has left
 
 What a stage computes is in `mpkit.parallel.stage_work`, what goes between stages in `mpkit.parallel.mail`. Where
@@ -80,7 +80,8 @@ class Pipeline:
         self.loss_scale = 1.0
         self._mail = Mail(context, schedule.stage_to_rank, schedule.microbatches)
         self._microbatches: list[MicroBatch] = []
-        self._loss: Tensor | None = None
+        self._loss: list[Tensor] = []  # the micro-batches' shares
+        self._tells_early = context.comm.by_name
         self._known_routes: dict[tuple[Hashable, int], Routes] = {}  # by signature and stage
 
     @property
@@ -88,7 +89,7 @@ class Pipeline:
         """Whether this rank needs inputs or targets: it holds the first stage or the last."""
         return 0 in self._work or self.tells
 
-    def step(self, number: int, microbatches: list[MicroBatch]) -> float | None:
+    def step(self, number: int, microbatches: list[MicroBatch]) -> float:
         """Forward and backward of a batch; gradients are added to the parameters'.
 
         Args:
@@ -96,19 +97,24 @@ class Pipeline:
             microbatches: this rank's share of the batch.
 
         Returns:
-            The mean loss over the batch, or this replica's share of it, on the rank that holds the last stage; None
-            on the others.
+            The mean loss over the batch, or this replica's share of it.
         """
         self._microbatches = microbatches
         for work in self._work.values():
             work.begin_step(number, microbatches, self.loss_scale)
+        # ---- execute
         for i, action in enumerate(self._row):
             if action.kind in LAST_HALF:
                 self._replica.before_backward(last=i == self._last_backward)
             self._execute(action)
+        # ---- tell
+        if self.tells and not self._tells_early:
+            self._mail.tell(sum_of(self._loss))
+        loss = sum_of(self._loss).item() if self.tells else self._mail.hear()
+        self._loss.clear()
+        # ---- drain
         self._mail.drain()
-        loss, self._loss = self._loss, None
-        return None if loss is None else loss.item()
+        return loss
 
     # ---- execute ------------------------------------------------------------------------------------------
 
@@ -143,8 +149,9 @@ class Pipeline:
         s, m = action.stage, action.microbatch
         outputs = self._work[s].forward(m, self._input(s, routes.arriving, m))
         if s == self._last:
-            loss = outputs[0].detach()
-            self._loss = loss if self._loss is None else self._loss + loss
+            self._loss.append(outputs[0].detach())
+            if self._tells_early and len(self._loss) == len(self._microbatches):
+                self._mail.tell(sum_of(self._loss))  # long before the others ask: nobody waits
         for route in routes.leaving:
             self._mail.put("F", route, m, tuple(outputs[i] for i in route.which))
 
@@ -168,3 +175,8 @@ class Pipeline:
         made = work.backward(m, gradients) if action.kind == "B" else work.input_grads(m, gradients)
         for route in routes.arriving:
             self._mail.put("B", route, m, made)
+
+
+def sum_of(losses: list[Tensor]) -> Tensor:
+    """In the order of the forwards."""
+    return sum(losses[1:], losses[0])

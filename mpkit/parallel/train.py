@@ -84,7 +84,7 @@ class Training:
             loss = self.pipeline.step(number, batch)
             if loss is not None:
                 self._record.loss(loss)
-                self._told = self._told or _tell(number, loss)
+                self._told = self._told or not self.pipeline.tells or _tell(number, loss)
             self.replica.finish()
             self.update.step(number)
         self._checkpoints.after(number)
@@ -102,7 +102,9 @@ def make_replica(context: Context, job: TrainJob, stages: dict[int, Stage]) -> R
         return DP(context, job, stages)
     if job.plan.dp > 1:
         return DDP(context, job.plan, stages)
-    return Replica(stages)
+    replica = Replica(stages)
+    replica.shares_alone = job.plan.pp == 1
+    return replica
 
 
 def _narrow(job: TrainJob, stages: dict[int, Stage]) -> dict[nn.Parameter, Tensor]:
