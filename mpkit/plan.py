@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.mesh import Mesh
 from mpkit.plan_checks import call_of, checked_cut, checked_degree, checked_recompute
+from mpkit.plan_constructors import NAMED_AS_FIELDS
 from mpkit.plan_data_checks import check_data_parallel, describe_replicas, with_options
 from mpkit.plan_schedule_checks import checked_schedule, checked_virtual_stages, own_schedule
-from mpkit.schedule import Schedule
+from mpkit.schedule import Schedule, build
 from mpkit.schedule.theory import bubble_in_theory
 
 if TYPE_CHECKING:
@@ -201,6 +202,24 @@ class Plan:
             self.schedule, self.pp, self.microbatches, self.virtual_stages, recompute=again
         )
 
+    def build(self) -> Schedule:
+        """The schedule, row by row: the named one for these degrees, or the plan's own.
+
+        >>> print(Plan.gpipe(2, 2).build())
+        rank 0 | F0 F1  .  .  . B1 -- B0 --
+        rank 1 |  . F0 F1 B1 -- B0 --  .  .
+        """
+        return build(self)
+
+    def validate(self, *, max_live: float | Sequence[float]) -> Plan:
+        """Itself, if no rank holds more activations than it may; see `Schedule.validate`.
+
+        Raises:
+            ValueError: with the schedule drawn, and an arrow at the forward that is one too many.
+        """
+        self.build().validate(max_live=max_live)
+        return self
+
     def describe(self) -> str:
         """The plan in a sentence or two.
 
@@ -259,42 +278,7 @@ class Plan:
         return cls(**values)
 
 
-# ---- constructors that have a field's name
-
-
-def _dp(cls: type[Plan], replicas: int, **options: Any) -> Plan:
-    """Data parallelism as torch.nn.DataParallel does it: rank 0 has the model, lends it out, and steps.
-
-    Args:
-        replicas: n, ranks that each take a part of the batch.
-        options: other fields of a Plan.
-
-    >>> Plan.dp(2)
-    Plan(dp=2, data_parallel='dp')
-    """
-    return with_options(cls, {"dp": replicas, "data_parallel": "dp"}, options)
-
-
-def _zero(cls: type[Plan], stage: int, replicas: int | None = None, **options: Any) -> Plan:
-    """ZeRO (Rajbhandari et al. 2020): what replicas hold alike is sharded among them.
-
-    Args:
-        stage: 1 shards optimizer states, 2 gradients too, 3 parameters too.
-        replicas: n, ranks that each take a part of the batch and a shard of the states.
-        options: other fields of a Plan, such as offload or precision.
-
-    >>> Plan.zero(3, 4, precision="bf16")
-    Plan(dp=4, zero=3, precision='bf16')
-    """
-    if replicas is None:
-        raise ValueError(
-            f"Plan.zero({stage}): among how many ranks? The stage comes first, then the number of replicas: "
-            f"Plan.zero({stage if stage in (1, 2, 3) else 3}, 4)"
-        )
-    return with_options(cls, {"dp": replicas, "zero": stage}, options)
-
-
 # `plan.dp` is a number and `Plan.dp(4)` makes a plan: a value in an instance goes before a classmethod of its class.
 # Put here, since within the class body they would be taken for the fields' defaults.
-for _name, _make in (("dp", _dp), ("zero", _zero)):
+for _name, _make in NAMED_AS_FIELDS.items():
     setattr(Plan, _name, classmethod(_make))

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mpkit.schedule.action import Action
+from mpkit.schedule.live import live
 from mpkit.schedule.read import holders, read
 
 if TYPE_CHECKING:
@@ -112,6 +113,35 @@ class Schedule:
         """The action that makes the gradient of a stage's input: I where its backward is split, else B."""
         split = Action("I", stage, microbatch)
         return split if split in self._actions else Action("B", stage, microbatch)
+
+    @property
+    def peak_live(self) -> list[float]:
+        """By rank the most activations that it holds at once: 1 for each micro-batch of a stage, from F to B, or W.
+
+        >>> Schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"]).peak_live
+        [2, 1]
+        """
+        return [max(live(row), default=0) for row in self.rows]
+
+    def validate(
+        self,
+        *,
+        max_live: float | Sequence[float] | None = None,
+        activation: float | Sequence[float] = 1,
+    ) -> Schedule:
+        """Itself, if it can run, and within a cap on memory; see `mpkit.schedule.validate`.
+
+        Args:
+            max_live: the most activations that a rank may hold at once: one number, or one a rank.
+            activation: how much of that unit a stage holds of a micro-batch: one number, or one a stage.
+
+        Raises:
+            ValueError: with the schedule drawn, an arrow at the step that cannot be, and why.
+        """
+        from mpkit.schedule.validate import validate
+
+        validate(self, max_live=max_live, activation=activation)
+        return self
 
     def spelled(self) -> list[str]:
         """The rows as text, which makes the schedule again.

@@ -34,22 +34,39 @@ def draw(schedule: Schedule, slots: Mapping[str, float] = SLOTS) -> str:
     return "\n".join(f"{_rank(schedule, rank)} | {' '.join(row)}" for rank, row in enumerate(cells))
 
 
-def draw_rows(schedule: Schedule, arrow: tuple[int, int] | None = None) -> str:
-    """The rows as they are written, a column a position, with an arrow under one (rank, position).
+def draw_rows(schedule: Schedule, *arrows: tuple[int, int]) -> str:
+    """The rows as they are written, a column a position, with arrows under some, each a (rank, position).
 
-    >>> print(draw_rows(Schedule(["0F0 0B0", "1F0 1B0"]), arrow=(1, 1)))
+    >>> print(draw_rows(Schedule(["0F0 0B0", "1F0 1B0"]), (1, 1)))
     rank 0 | 0F0 0B0
     rank 1 | 1F0 1B0
                  ^^^
     """
     width = max((len(str(action)) for row in schedule.rows for action in row), default=1)
+    first, last = _window(max(map(len, schedule.rows), default=0), [position for _, position in arrows])
     lines = []
     for rank, row in enumerate(schedule.rows):
-        head = f"{_rank(schedule, rank)} | "
-        lines.append((head + " ".join(str(action).rjust(width) for action in row)).rstrip())
-        if arrow is not None and arrow[0] == rank:
-            lines.append(" " * (len(head) + arrow[1] * (width + 1)) + "^" * width)
+        head = f"{_rank(schedule, rank)} | {'... ' if first else ''}"
+        more = " ..." if len(row) > last else ""
+        lines.append(
+            (head + " ".join(str(action).rjust(width) for action in row[first:last])).rstrip() + more
+        )
+        under = [" " * width] * len(row)
+        for at in (position for where, position in arrows if where == rank):
+            under[at] = "^" * width
+        if "^" in "".join(under):
+            lines.append((" " * len(head) + " ".join(under[first:last])).rstrip())
     return "\n".join(lines)
+
+
+WIDE = 40
+"""Of longer rows what is about the arrows is shown."""
+
+
+def _window(columns: int, positions: list[int]) -> tuple[int, int]:
+    if columns <= WIDE or not positions:
+        return 0, columns
+    return max(0, min(positions) - WIDE // 4), min(columns, max(positions) + WIDE // 4)
 
 
 def _label(action: Action, plain: bool) -> str:

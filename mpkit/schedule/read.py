@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -66,16 +67,29 @@ def read(source: Any, stage_to_rank: tuple[int, ...], p: int | None, m: int | No
         tuple(_spelled(row, rank, stage_to_rank, together) if isinstance(row, str) else _listed(row, rank))
         for rank, row in enumerate(given)
     )
-    return Read(rows, stage_to_rank or holders(rows), frozenset(together), name)
+    return Read(rows, _checked(stage_to_rank, rows) or holders(rows), frozenset(together), name)
 
 
 def holders(rows: tuple[tuple[Action, ...], ...]) -> tuple[int, ...]:
-    """By stage, the first rank whose row names it; a stage that no row names is taken to be rank 0's."""
-    found: dict[int, int] = {}
+    """By stage, the rank whose row names it most often; of several the first, and rank 0 of none."""
+    times: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for rank, row in enumerate(rows):
-        for stage in dict.fromkeys([action.stage for action in row]):
-            found.setdefault(stage, rank)
-    return tuple(found.get(stage, 0) for stage in range(max(found, default=-1) + 1))
+        for stage, count in Counter([action.stage for action in row]).items():
+            times[stage][rank] = count
+    return tuple(
+        max(times[s], key=times[s].__getitem__, default=0) for s in range(max(times, default=-1) + 1)
+    )
+
+
+def _checked(stage_to_rank: tuple[int, ...], rows: tuple[tuple[Action, ...], ...]) -> tuple[int, ...]:
+    """A placement that has all stages and no ranks that there are not."""
+    stages = 1 + max((action.stage for row in rows for action in row), default=-1)
+    if stage_to_rank and (len(stage_to_rank) < stages or not {*stage_to_rank} <= {*range(len(rows))}):
+        raise ValueError(
+            f"stage_to_rank={stage_to_rank}: a rank for each stage, and the rows have {stages} stages on {len(rows)} "
+            f"ranks. Left out, it follows from the rows: {holders(rows)}"
+        )
+    return stage_to_rank
 
 
 def _lines(source: Any) -> list[Any]:
@@ -91,13 +105,10 @@ def _lines(source: Any) -> list[Any]:
 
 def _dealt(actions: Sequence[Action], stage_to_rank: tuple[int, ...]) -> list[Any]:
     """To each rank its actions, of all in the order in which they are done."""
-    rank_of = stage_to_rank or range(1 + max(action.stage for action in actions))
+    stages = 1 + max(action.stage for action in actions)
+    rank_of = stage_to_rank if len(stage_to_rank) >= stages else range(stages)
     rows: list[list[Action]] = [[] for _ in range(1 + max(rank_of))]
     for action in actions:
-        if action.stage >= len(rank_of):
-            raise ValueError(
-                f"{action}: stage_to_rank={stage_to_rank} names no rank for stage {action.stage}"
-            )
         rows[rank_of[action.stage]].append(action)
     return rows
 

@@ -1,49 +1,78 @@
-"""Would a schedule finish, and do all that it should, once each?"""
+"""Would a schedule finish, do all that it should, once each, and within the memory there is?"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 from mpkit.schedule.action import COMPUTE, Action
 from mpkit.schedule.core import Schedule
 from mpkit.schedule.grid import draw_rows
-from mpkit.schedule.play import play
+from mpkit.schedule.live import live
+from mpkit.schedule.play import timed
 
 __all__ = ["validate"]
 
+Spot = tuple[int, int]
+"""Where in a schedule: rank, position in its row."""
 
-def validate(schedule: Schedule, stages: int, microbatches: int) -> None:
+
+def validate(
+    schedule: Schedule,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    *,
+    max_live: float | Sequence[float] | None = None,
+    activation: float | Sequence[float] = 1,
+) -> None:
     """Check a schedule of compute before anything runs.
 
     1. Each row holds actions of its own rank's stages, of micro-batches that there are, none of them twice.
     2. Nothing is missing: for each stage and micro-batch an F, and a B or both I and W.
     3. It finishes: no action stands before what it needs, and no ranks wait for each other in a ring.
+    4. No rank holds more activations than it may.
 
     Args:
         schedule: compute only; `lower` adds the messages.
-        stages: how many the model is cut into.
-        microbatches: m, counted from 0.
+        stages: how many the model is cut into; left out, as many as the schedule names.
+        microbatches: m, counted from 0; likewise.
+        max_live: the most activations that a rank may hold at once, for all ranks or one number a rank.
+        activation: how much a stage holds of a micro-batch, from its F to the end of its B, or W: a number, or one a
+            stage, of the unit that max_live is in.
 
     Raises:
         ValueError: with the schedule drawn, an arrow at the step that cannot be, and why.
+
+    >>> validate(Schedule(["F0 F1 B0 B1", "F0 F1 B0 B1"]), max_live=1)
+    Traceback (most recent call last):
+    ValueError: Schedule 'own' cannot run: at 0F1 rank 0 would hold 2 activations, and max_live is 1. A backward (B, or
+    W where it is split) before it frees one.
+    rank 0 | 0F0 0F1 0B0 0B1
+                 ^^^
+    rank 1 | 1F0 1F1 1B0 1B1
     """
-    if schedule.stages > stages:
-        rank, position = next(
-            (r, i) for r, row in enumerate(schedule.rows) for i, a in enumerate(row) if a.stage >= stages
-        )
-        _fail(schedule, f"there is no stage {schedule.rows[rank][position].stage}: the stages are "
-              f"{_range(stages)}", (rank, position))  # fmt: skip
-    _check_rows(schedule, microbatches)
+    stages = schedule.stages if stages is None else stages
+    microbatches = schedule.microbatches if microbatches is None else microbatches
+    _check_rows(schedule, stages, microbatches)
     _check_complete(schedule, stages, microbatches)
     _check_finishes(schedule)
+    if max_live is not None:
+        _check_memory(schedule, max_live, activation)
 
 
-def _check_rows(schedule: Schedule, microbatches: int) -> None:
-    seen: dict[Action, int] = {}
+# ---- 1. each row by itself
+
+
+def _check_rows(schedule: Schedule, stages: int, microbatches: int) -> None:
+    seen: dict[Action, Spot] = {}
     for rank, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
             here = (rank, position)
             if action.kind not in COMPUTE:
                 _fail(schedule, f"{action} is a message. Write compute only ({', '.join(COMPUTE)}): mpkit adds "
                       "sends and receives where they are needed", here)  # fmt: skip
+            if action.stage >= stages:
+                _fail(schedule, f"there is no stage {action.stage}: the stages are {_range(stages)}", here)
             if action.microbatch >= microbatches:
                 _fail(schedule, f"there is no micro-batch {action.microbatch}: they are "
                       f"{_range(microbatches)}", here)  # fmt: skip
@@ -52,31 +81,68 @@ def _check_rows(schedule: Schedule, microbatches: int) -> None:
                 _fail(schedule, f"{action} is in rank {rank}'s row, but stage {action.stage} is on rank {holder}, "
                       "and its weights with it", here)  # fmt: skip
             if action in seen:
-                _fail(schedule, f"{action} is there twice: each action is done once a step", here)
+                _fail(
+                    schedule, f"{action} is there twice: each action is done once a step", here, seen[action]
+                )
             other = Action("B", action.stage, action.microbatch)
             if action.kind in ("I", "W") and other in schedule:
                 _fail(schedule, f"{action} and {other} would do the same work twice: a backward is either whole "
                       "(B) or split into I and W", here)  # fmt: skip
-            seen[action] = position
+            seen[action] = here
+
+
+# ---- 2. nothing is missing
 
 
 def _check_complete(schedule: Schedule, stages: int, microbatches: int) -> None:
+    _check_numbers(schedule, "stage", stages, lambda action: action.stage)
+    _check_numbers(schedule, "micro-batch", microbatches, lambda action: action.microbatch)
     for stage in range(stages):
         for m in range(microbatches):
             forward, backward = Action("F", stage, m), Action("B", stage, m)
             halves = Action("I", stage, m), Action("W", stage, m)
             if forward not in schedule:
-                _fail(schedule, f"{forward} is missing: stage {stage} never sees micro-batch {m}")
+                _miss(schedule, forward, f"stage {stage} never sees micro-batch {m}")
             if backward in schedule or all(half in schedule for half in halves):
                 continue
             if any(half in schedule for half in halves):
                 lacking = next(half for half in halves if half not in schedule)
-                _fail(schedule, f"{lacking} is missing: a split backward needs both I and W")
-            _fail(schedule, f"{backward} is missing: micro-batch {m} leaves no gradient on stage {stage}")
+                _miss(schedule, lacking, "a split backward needs both I and W")
+            _miss(schedule, backward, f"micro-batch {m} leaves no gradient on stage {stage}")
+
+
+def _check_numbers(schedule: Schedule, what: str, count: int, number: Callable[[Action], int]) -> None:
+    """No stage or micro-batch is left out altogether, as when another's number was meant."""
+    there = {number(action) for row in schedule.rows for action in row}
+    absent = next((n for n in range(count) if n not in there), None)
+    if absent is None:
+        return
+    for rank, row in enumerate(schedule.rows):
+        for position, action in enumerate(row):
+            if number(action) > absent:
+                _fail(schedule, f"no row has {what} {absent}, though there is {action}: they are {_range(count)}",
+                      (rank, position))  # fmt: skip
+    _fail(schedule, f"no row has {what} {absent}: they are {_range(count)}")
+
+
+def _miss(schedule: Schedule, action: Action, why: str) -> NoReturn:
+    """Something is missing; the arrow is at another action of its stage and micro-batch, or else of its micro-batch."""
+    others = [
+        ((other.stage != action.stage), rank, position, other)
+        for rank, row in enumerate(schedule.rows)
+        for position, other in enumerate(row)
+        if other.microbatch == action.microbatch
+    ]
+    elsewhere, rank, position, other = min(others)
+    though = f", though there is {other}" if elsewhere else ""
+    _fail(schedule, f"{action} is missing: {why}{though}", (rank, position))
+
+
+# ---- 3. it finishes
 
 
 def _check_finishes(schedule: Schedule) -> None:
-    stuck = play(schedule).stuck
+    _, stuck = timed(schedule)
     if not stuck:
         return
     # From a rank that is stuck to the rank that it waits for, and so on: it must come back.
@@ -86,15 +152,24 @@ def _check_finishes(schedule: Schedule) -> None:
         ring.append(rank)
         rank = schedule.stage_to_rank[stuck[rank][1].stage]
     ring = ring[ring.index(rank) :]
+    spots = {r: (r, schedule.rows[r].index(stuck[r][0])) for r in ring}
     action, need = stuck[rank]
-    here = (rank, schedule.rows[rank].index(action))
     if len(ring) == 1:
-        _fail(schedule, f"{action} comes before {need}, which it needs ({_why(action, need)})", here)
+        _fail(schedule, f"{action} comes before {need}, which it needs ({_why(action, need)})", spots[rank])
     waits = [
-        f"rank {r} is at {a} and waits for {n} of rank {schedule.stage_to_rank[n.stage]}"
+        f"rank {r} is at {a} and waits for {n} of rank {schedule.stage_to_rank[n.stage]}{_held(schedule, n)}"
         for r, (a, n) in ((r, stuck[r]) for r in ring)
     ]
-    _fail(schedule, "the ranks wait for each other for ever: " + "; ".join(waits), here)
+    _fail(schedule, "the ranks wait for each other for ever: " + "; ".join(waits), *spots.values())
+
+
+def _held(schedule: Schedule, action: Action) -> str:
+    """A forward that is together with a backward leaves with that."""
+    if action not in schedule.together:
+        return ""
+    row = schedule.rows[schedule.stage_to_rank[action.stage]]
+    partner = row[row.index(action) + 1 :][:1]
+    return f", which leaves together with {partner[0]}" if partner else ""
 
 
 def _why(action: Action, need: Action) -> str:
@@ -109,9 +184,39 @@ def _why(action: Action, need: Action) -> str:
     return f"the gradient comes from stage {need.stage}, which is after stage {action.stage}"
 
 
+# ---- 4. memory
+
+
+def _check_memory(
+    schedule: Schedule, max_live: float | Sequence[float], activation: float | Sequence[float]
+) -> None:
+    caps = _each("max_live", max_live, schedule.ranks, "rank")
+    sizes = _each("activation", activation, schedule.stages, "stage")
+    for rank, row in enumerate(schedule.rows):
+        for position, held in enumerate(live(row, sizes)):
+            if held > caps[rank]:
+                cap = "is" if isinstance(max_live, int | float) else f"of rank {rank} is"
+                _fail(schedule, f"at {row[position]} rank {rank} would hold {held:g} activations, and max_live {cap} "
+                      f"{caps[rank]:g}. A backward (B, or W where it is split) before it frees one",
+                      (rank, position))  # fmt: skip
+
+
+def _each(name: str, value: float | Sequence[float], count: int, what: str) -> list[float]:
+    """One number for each rank or stage."""
+    given: list[Any] = [*value] if isinstance(value, Iterable) else [value] * count
+    if len(given) != count or not all(isinstance(number, int | float) and number > 0 for number in given):
+        raise ValueError(
+            f"{name}={value!r}: a number above 0, or {count} of them, one a {what}, such as {name}={[4] * count}"
+        )
+    return [float(number) for number in given]
+
+
+# ---- in words
+
+
 def _range(count: int) -> str:
     return "0 only" if count == 1 else f"0 to {count - 1}"
 
 
-def _fail(schedule: Schedule, reason: str, arrow: tuple[int, int] | None = None) -> None:
-    raise ValueError(f"Schedule {schedule.name!r} cannot run: {reason}.\n{draw_rows(schedule, arrow)}")
+def _fail(schedule: Schedule, reason: str, *arrows: Spot) -> NoReturn:
+    raise ValueError(f"Schedule {schedule.name!r} cannot run: {reason}.\n{draw_rows(schedule, *arrows)}")
