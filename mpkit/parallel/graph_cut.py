@@ -32,6 +32,7 @@ class GraphCut:
         used: by node of the path, which of its outputs were used.
         frontier: by node of the path, its edges to weights, from the outputs down.
         own: by node of the frontier, those weights, if no other edge from the path leads to them.
+        ends: those of the frontier below which nothing is wanted: autograd calls the hooks there, and not the node.
         beside: outputs that are not on the path at all: their number, and where their gradient goes on.
         met: the weights whose gradients from several places meet in one edge.
     """
@@ -81,6 +82,14 @@ class GraphCut:
                 self.frontier[node] = late
                 weights = _all(leads[edge.node] for edge in late)
                 once, twice = once | weights, twice | once & weights
+        self.ends: set[Node] = set()
+        if not path:
+            wanted = {*self.frontier, *self.met}
+            above_wanted: set[Node] = set()
+            for node, edges in below.items():
+                if any(inner in wanted or inner in above_wanted for inner, _ in edges):
+                    above_wanted.add(node)
+            self.ends = self.frontier.keys() - above_wanted
         self.own: dict[Node, list[Tensor]] = {}
         for node, late in self.frontier.items():
             weights = _all(leads[edge.node] for edge in late)

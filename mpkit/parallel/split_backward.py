@@ -51,25 +51,28 @@ class _Part:
     Attributes:
         edges: that lead to weights.
         own: those weights, if no other node leads to them; else empty.
+        hooked: whether the gradients have been through the hooks that users put on tensors; else they go through them
+            now.
     """
 
     node: Node
     gradients: dict[int, Tensor]
     edges: list[GradientEdge]
     own: list[Tensor]
+    hooked: bool
 
     def run(self) -> None:
         """Add to the weights' gradients."""
         outputs = [GradientEdge(self.node, k) for k in self.gradients]
         gradients = list(self.gradients.values())
-        # The gradient that was kept has been through the hooks that a user may have put on the tensor.
-        handle = self.node.register_prehook(_instead(self.gradients))
+        handle = self.node.register_prehook(_instead(self.gradients)) if self.hooked else None
         if self.own:
             torch.autograd.backward(outputs, gradients, inputs=self.own)
         else:  # the path from here may lead to the same weights: stop where it is left
             found = torch.autograd.grad(outputs, self.edges, gradients, allow_unused=True)
             _add_to_weights(self.edges, found)
-        handle.remove()
+        if handle is not None:
+            handle.remove()
 
 
 @dataclass
@@ -151,7 +154,9 @@ def input_grads(
         if node not in kept:
             _let_go(node)
     parts = [
-        _Part(node, kept[node], edges, cut.own[node]) for node, edges in cut.frontier.items() if node in kept
+        _Part(node, kept[node], edges, cut.own[node], node in cut.ends)
+        for node, edges in cut.frontier.items()
+        if node in kept
     ]
     return of_inputs, WeightGrads(parts, sums)
 
