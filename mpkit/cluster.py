@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -224,8 +224,12 @@ class Cluster:
         timeout: float | None = None,
         sink: Callable[[str], None],
         meta: dict[str, Any] | None = None,
+        modules: Sequence[str] = (),
     ) -> Launch:
-        """Start `fn(ctx, *args)` on every rank and return its `Launch`; `run` and `train` are made of it."""
+        """Start `fn(ctx, *args)` on every rank and return its `Launch`; `run` and `train` are made of it.
+
+        `modules` are imported before ranks are forked, which then need not do so each for itself.
+        """
         if self._closed:
             raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={self.ranks})")
         if timeout is not None and not timeout > 0:
@@ -241,7 +245,9 @@ class Cluster:
                 self._warm.close()
             self._warm = Warm(self._fork)
         settings = here(self.ranks, self.device, self.backend, self.devices, self.layers)
-        self._current = Launch(self._warm, settings, payload, timeout=timeout, sink=sink, meta=meta or {})
+        self._current = Launch(
+            self._warm, settings, payload, timeout=timeout, sink=sink, meta=meta or {}, modules=modules
+        )
         return self._current
 
 

@@ -62,6 +62,7 @@ class Run:
         show: bool | None = None,
         onlookers: tuple[Onlooker, ...] = (),
     ) -> None:
+        from mpkit.launch.installed import installed_modules
         from mpkit.parallel.train import train
 
         self.plan = job.plan
@@ -72,7 +73,14 @@ class Run:
         self._telling = threading.RLock()  # held while onlookers are told, or one joins them
         self._ended = False
         self._over = threading.Event()  # ended, and every onlooker has been told
-        self._launch = cluster.launch(train, (job,), timeout=timeout, sink=self._output, meta=job.meta)
+        self._launch = cluster.launch(
+            train,
+            (job,),
+            timeout=timeout,
+            sink=self._output,
+            meta=job.meta,
+            modules=installed_modules(job.model),
+        )
         self._dashboard: Any = None
         if show or (show is None and _in_notebook()):
             self.show()

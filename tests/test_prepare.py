@@ -63,10 +63,9 @@ class FromDict(nn.Module):
         return named["x"]
 
 
-def tied() -> nn.Module:
-    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
-    last.weight = first.weight
-    return nn.Sequential(first, nn.ReLU(), last)
+def twice_the_same_norm() -> nn.Module:
+    norm = nn.BatchNorm1d(2)
+    return nn.Sequential(nn.Linear(4, 2), norm, nn.Linear(2, 2), norm)
 
 
 def mean_of_outputs_only(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -126,12 +125,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # the model
     "a class": ({"model": Fork}, r"model=Fork is a class; the model is an object of it: Fork\(...\)"),
     "a function": ({"model": len}, "what is trained is a torch.nn.Module"),
-    "no chain": ({"model": Fork()}, r"has to be a chain.*nn.Sequential\(model.a\)"),
+    "fewer blocks than stages": (
+        {"model": Fork(), "data": [(torch.zeros(8, 4), torch.zeros(8, 4))]},
+        r"2 stages, but the model has 1 layer \(a\)",
+    ),
     "lazy": ({"model": nn.Sequential(nn.LazyLinear(2))}, "0.weight has no shape yet .* call the model once"),
     "on meta": ({"model": nn.Sequential(nn.Linear(4, 2, device="meta"))}, "holds no numbers"),
-    "tied across stages": (
-        {"model": tied(), "data": [(torch.zeros(8, 4), torch.zeros(8, 4))]},
-        "Layers '0' and '2' share a weight, and would be in stages 0 and 1",
+    "a BatchNorm in two stages": (
+        {"model": twice_the_same_norm(), "plan": mk.Plan.gpipe(2, 2, cut=[2])},
+        "'1.running_mean' and '3.running_mean' are one buffer, and would be in stages 0 and 1",
     ),
     "frozen": ({"model": copy.deepcopy(MODEL).requires_grad_(False)}, "does not depend on any parameter"),
     # the data

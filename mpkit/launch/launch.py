@@ -50,6 +50,7 @@ class Launch:
         timeout: see `mpkit.launch.hang.Patience`.
         sink: takes a labelled line of output.
         meta: goes into the trace's meta.
+        modules: that the ranks need; see `Warm.launch`.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Launch:
         timeout: float | None,
         sink: Callable[[str], None],
         meta: dict[str, Any],
+        modules: Sequence[str] = (),
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="mpkit-run-"))
         self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
@@ -69,7 +71,7 @@ class Launch:
         self.error: RankFailed | None = None
         self.stopped = False
         self.pids: list[int] = []  # by rank, once they are started
-        self._warm = warm
+        self._warm, self._modules = warm, modules
         self._sink = sink
         self._statuses: dict[int, int] = {}  # exit status by rank, in the order in which they ended
         self._watch = Watch(self.folder, self.ranks)
@@ -133,7 +135,7 @@ class Launch:
         if self.stopped:
             self._finish(None)
             return
-        self._id = self._warm.launch(str(self.folder), self.ranks)
+        self._id = self._warm.launch(str(self.folder), self.ranks, self._modules)
         if self.stopped:  # meanwhile, by another thread
             self.kill()
 

@@ -6,6 +6,7 @@ carries over into the next. The notebook's own process is never forked: it may h
 
 It is spoken to in JSON lines, over its standard input and output:
 
+    {"do": "import", "modules": ["transformers.models.gpt2.modeling_gpt2"]}      once, for all ranks to come
     {"do": "launch", "id": 7, "folder": "...", "ranks": 4}   ->  {"event": "started", "id": 7, "pids": [...]}
                                                                  {"event": "exit", "id": 7, "rank": 2, "status": -9}
                                                                  {"event": "over", "id": 7}
@@ -111,6 +112,8 @@ class Nursery:
     def obey(self, command: dict[str, Any]) -> None:
         if command["do"] == "launch":
             self.launch(command["id"], command["folder"], command["ranks"])
+        elif command["do"] == "import":
+            import_installed(command["modules"])
         elif command["id"] in self.broods:
             brood = self.broods[command["id"]]
             brood.signal(signal.SIGKILL if command["do"] == "kill" else signal.SIGUSR1)
@@ -236,6 +239,19 @@ def warm_up() -> None:
         importlib.import_module(name)
     # The first optimizer that is made imports a second's worth of modules (torch._dynamo).
     torch.optim.SGD([torch.nn.Parameter(torch.empty(1))], lr=0.1)
+
+
+def import_installed(modules: list[str]) -> None:
+    """Import what the next ranks will need: of a large library each would take seconds for itself.
+
+    What fails here fails in the ranks too, where it is told.
+    """
+    for name in modules:
+        if name not in sys.modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
 
 
 def main(fork: bool) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from mpkit.errors import MpkitError
@@ -49,6 +50,8 @@ class Warm:
         self._pending = b""
         self._lock = threading.Lock()
         self._launches = 0
+        self._fork = fork
+        self._imported: set[str] = set()
         self.ready = False
         self._closer = weakref.finalize(self, _end, self._process, self._selector)
 
@@ -81,8 +84,16 @@ class Warm:
                     + f"; does `{sys.executable} -m mpkit.launch.nursery </dev/null` work in a terminal?"
                 )
 
-    def launch(self, folder: str, ranks: int) -> int:
-        """Ask for ranks; returns the number by which events name this launch."""
+    def launch(self, folder: str, ranks: int, modules: Sequence[str] = ()) -> int:
+        """Ask for ranks; returns the number by which events name this launch.
+
+        Args:
+            modules: that ranks need and that do not change, to be imported before they are forked.
+        """
+        new = [name for name in modules if name not in self._imported]
+        if new and self._fork:
+            self._imported.update(new)
+            self.tell(do="import", modules=new)
         self._launches += 1
         self.tell(do="launch", id=self._launches, folder=folder, ranks=ranks)
         return self._launches

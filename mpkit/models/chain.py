@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["chain", "layers_of", "prefix_of"]
+__all__ = ["chain", "is_chain", "layers_of", "prefix_of"]
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -16,7 +16,7 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     >>> layers_of(nn.Linear(2, 3))
     [('', Linear(in_features=2, out_features=3, bias=True))]
     """
-    return chain(model) if _is_chain(model) else [("", model)]
+    return chain(model) if is_chain(model) else [("", model)]
 
 
 def prefix_of(layer: str) -> str:
@@ -40,7 +40,7 @@ def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Raises:
         ValueError: the model is of another shape, or has no layers.
     """
-    if not _is_chain(model):
+    if not is_chain(model):
         kind = type(model).__name__
         why = (
             f"{kind} is made from nn.Sequential but has a forward of its own"
@@ -62,7 +62,12 @@ def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return layers
 
 
-def _is_chain(module: nn.Module) -> bool:
+def is_chain(module: nn.Module) -> bool:
+    """Whether a module is an `nn.Sequential` that leaves its `forward` as it is.
+
+    >>> is_chain(nn.Sequential()), is_chain(nn.ReLU())
+    (True, False)
+    """
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
@@ -70,7 +75,7 @@ def _flatten(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     found = []
     for name, module in model._modules.items():  # named_children would leave out a module's second place
         assert module is not None
-        if _is_chain(module):
+        if is_chain(module):
             found += _flatten(module, f"{prefix}{name}.")
         else:
             found.append((prefix + name, module))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,10 @@ from mpkit.parallel.feed import WholeBatches
 from mpkit.plan import Plan
 from mpkit.record.flops import Flops
 
-__all__ = ["Boundary", "LayerNumbers", "Route", "Spec", "TrainJob"]
+if TYPE_CHECKING:
+    from mpkit.parallel.anymodel.graph import Opened
+
+__all__ = ["Boundary", "LayerNumbers", "Route", "Shared", "Spec", "TrainJob"]
 
 
 class Spec(NamedTuple):
@@ -77,6 +80,17 @@ class Route(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Shared:
+    """A weight that several stages compute with, and so train together.
+
+    Attributes:
+        names: by stage, in order, what it is called there.
+    """
+
+    names: dict[int, str]
+
+
+@dataclass(frozen=True)
 class LayerNumbers:
     """What a layer does to one micro-batch.
 
@@ -112,6 +126,8 @@ class TrainJob:
         saving: when and where checkpoints are saved; None: never.
         resume: the checkpoint that is gone on from.
         facts: of model and optimizer, which a checkpoint has to share.
+        shared: the tied weights that several stages compute with.
+        opened: how a model that is no chain is divided among the stages; None of a chain.
     """
 
     plan: Plan
@@ -130,6 +146,8 @@ class TrainJob:
     saving: Saving | None = None
     resume: Resume | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    shared: list[Shared] = field(default_factory=list)
+    opened: Opened | None = None
 
     @property
     def first_step(self) -> int:
@@ -144,10 +162,14 @@ class TrainJob:
 
     def arriving(self, key: Hashable, stage: int) -> list[Route]:
         """The routes that end at a stage, for micro-batches of this signature: in a chain, from the stage before."""
+        if self.opened is not None:
+            return [route for route in self.opened.divisions[key].routes if route.target == stage]
         return [] if stage == 0 else self.leaving(key, stage - 1)
 
     def leaving(self, key: Hashable, stage: int) -> list[Route]:
         """The routes that begin at a stage, likewise."""
+        if self.opened is not None:
+            return [route for route in self.opened.divisions[key].routes if route.source == stage]
         if stage == len(self.stages) - 1:
             return []
         specs = self.boundary(key, stage).specs
@@ -155,6 +177,8 @@ class TrainJob:
 
     def flops(self, key: Hashable, stage: int) -> Flops:
         """FLOPs and bytes of a stage, the last with the loss, for micro-batches of this signature."""
+        if self.opened is not None:
+            return self.opened.divisions[key].flops(stage)
         numbers = self.numbers[key]
         held = [numbers[layer].flops for layer in self.stages[stage]]
         if stage == len(self.stages) - 1:

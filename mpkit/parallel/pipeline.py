@@ -23,10 +23,12 @@ each is given its share of every micro-batch, and the sum goes over replicas too
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from mpkit.parallel.anymodel.work import PartWork
 from mpkit.parallel.feed import MicroBatch
 from mpkit.parallel.job import Route, TrainJob
 from mpkit.parallel.mail import Mail
@@ -72,9 +74,8 @@ class Pipeline:
         split = {
             s: [a.microbatch for a in self._row if a.kind == "I" and a.stage == s] for s in replica.stages
         }
-        self._work = {
-            s: StageWork(context, job, stage, replica, split[s]) for s, stage in replica.stages.items()
-        }
+        work = StageWork if job.opened is None else PartWork
+        self._work = {s: work(context, job, stage, replica, split[s]) for s, stage in replica.stages.items()}
         self._last = schedule.stages - 1
         self.tells = self._last in replica.stages
         self.loss_scale = 1.0
@@ -87,7 +88,7 @@ class Pipeline:
     @property
     def takes_data(self) -> bool:
         """Whether this rank needs inputs or targets: it holds the first stage or the last."""
-        return 0 in self._work or self.tells
+        return 0 in self._work or self.tells or self._job.opened is not None  # whose forward runs everywhere
 
     def step(self, number: int, microbatches: list[MicroBatch]) -> float:
         """Forward and backward of a batch; gradients are added to the parameters'.
@@ -157,24 +158,39 @@ class Pipeline:
 
     def _input(self, s: int, routes: list[Route], m: int) -> Value:
         """The stage's input, on the device: of the data, or what the stage before made, without its history."""
-        if not routes:
+        if not routes and self._job.opened is None:
             return self._work[s].data(m)
-        (route,) = routes
-        pairs = zip(self._mail.take("F", route, m), route.specs, strict=True)
+        pairs = [pair for r in routes for pair in zip(self._mail.take("F", r, m), r.specs, strict=True)]
         # Where the stage before wants a gradient, it is collected here.
         tensors = tuple(t.detach().requires_grad_(spec.requires_grad) for t, spec in pairs)
+        if self._job.opened is not None:
+            return tensors
+        (route,) = routes
         return self._job.boundary(self._microbatches[m].key, route.source).pack(tensors)
 
     def _backward(self, action: Action, routes: Routes) -> None:
         """B or I: gradients of the stage's input, for the stage before."""
         m, work = action.microbatch, self._work[action.stage]
         work.recompute(m)
-        gradients: tuple[Tensor, ...] | None = None  # that of the loss is 1
-        for route in routes.leaving:
-            gradients = self._mail.take("B", route, m)
+        gradients = self._gradients(routes.leaving, m)
         made = work.backward(m, gradients) if action.kind == "B" else work.input_grads(m, gradients)
+        left = iter(made)
         for route in routes.arriving:
-            self._mail.put("B", route, m, made)
+            wanting = sum(spec.requires_grad for spec in route.specs)
+            self._mail.put("B", route, m, tuple(islice(left, wanting)))
+
+    def _gradients(self, routes: list[Route], m: int) -> tuple[Tensor, ...] | None:
+        """Of a stage's outputs, summed over the stages that used them; None at the last: that of the loss is 1."""
+        if not routes:
+            return None
+        if len(routes) == 1:
+            return self._mail.take("B", routes[0], m)
+        sums: dict[int, Tensor] = {}
+        for route in routes:
+            wanting = [i for i, spec in zip(route.which, route.specs, strict=True) if spec.requires_grad]
+            for i, gradient in zip(wanting, self._mail.take("B", route, m), strict=True):
+                sums[i] = sums[i] + gradient if i in sums else gradient
+        return tuple(sums[i] for i in sorted(sums))
 
 
 def sum_of(losses: list[Tensor]) -> Tensor:

@@ -125,9 +125,8 @@ def named_parameters(stages: dict[int, Stage]) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for stage in stages.values():
-        for prefix, layer in zip(stage.names, stage.layers, strict=True):
-            for name, parameter in layer.named_parameters(prefix):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    found[name] = parameter
+        for name, parameter in stage.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[name] = parameter
     return found

@@ -77,6 +77,11 @@ class Stage:
             for module, name, buffer in kept:
                 module._buffers[name] = buffer
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Its parameters by the model's own names."""
+        for prefix, layer in zip(self.names, self.layers, strict=True):
+            yield from layer.named_parameters(prefix)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers by the model's own names, on the CPU."""
         found: dict[str, Tensor] = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from mpkit.parallel.feed import MicroBatch
 from mpkit.parallel.job import Boundary, TrainJob
 from mpkit.parallel.microbatch import Value, leaves, map_tensors
-from mpkit.parallel.randomness import Randomness
+from mpkit.parallel.randomness import Draws, Randomness
 from mpkit.parallel.replica import Replica
 from mpkit.parallel.split_backward import WeightGrads, input_grads
 from mpkit.parallel.stage import PRECISIONS, Stage, cast
@@ -127,11 +127,7 @@ class StageWork:
         with draws.apart():
             output = self._stage(inputs, draws)
             if self._last:
-                if self._dtype is not None:
-                    output = cast(output, torch.float32)  # a loss sums much, which 16 bits are too few for
-                draws.begin("the loss")
-                loss = self._job.loss(output, self._to_device(microbatch.targets))
-                return (loss * microbatch.weight,)
+                return (self._loss_of(output, m, draws),)
         expected, made = self._job.boundary(microbatch.key, s), Boundary.of(output)
         if made is None or made.shapes != expected.shapes:
             raise ValueError(
@@ -140,6 +136,15 @@ class StageWork:
                 "and not on its values. Plan.serial() has no stages to go between."
             )
         return (output,) if isinstance(output, Tensor) else output
+
+    def _loss_of(self, output: Any, m: int, draws: Draws) -> Tensor:
+        """The micro-batch's share of the loss."""
+        microbatch = self._microbatches[m]
+        if self._dtype is not None:
+            output = cast(output, torch.float32)  # a loss sums much, which 16 bits are too few for
+        draws.begin("the loss")
+        loss = self._job.loss(output, self._to_device(microbatch.targets))
+        return loss * microbatch.weight
 
     # ---- B ------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.models.chain import layers_of, prefix_of
+from mpkit.parallel.anymodel.part import place_parts
 from mpkit.parallel.checkpoint import Checkpoints
 from mpkit.parallel.ddp import DDP
 from mpkit.parallel.deal import Deal
@@ -25,6 +26,7 @@ from mpkit.parallel.pipeline import Pipeline
 from mpkit.parallel.replica import Replica
 from mpkit.parallel.stage import PRECISIONS, Stage
 from mpkit.parallel.sync_batchnorm import over_whole_batch
+from mpkit.parallel.tied import Tied
 from mpkit.parallel.update import Update
 from mpkit.parallel.zero import Zero
 from mpkit.record.hooks import watch
@@ -102,6 +104,8 @@ def make_replica(context: Context, job: TrainJob, stages: dict[int, Stage]) -> R
         return DP(context, job, stages)
     if job.plan.dp > 1:
         return DDP(context, job.plan, stages)
+    if job.shared:
+        return Tied(context, job.shared, build(job.plan).stage_to_rank, stages)
     replica = Replica(stages)
     replica.shares_alone = job.plan.pp == 1
     return replica
@@ -126,12 +130,15 @@ def _place(context: Context, job: TrainJob) -> tuple[dict[int, Stage], dict[str,
     assert model is not None
     if job.plan.dp > 1 and job.plan.batchnorm == "sync":
         over_whole_batch(model, context.comm)
+    numbers = build(job.plan).stages_of(job.plan.mesh.place(context.rank).pp)
+    if job.opened is not None:
+        return place_parts(model, job.opened, numbers, context.device), {}
     layers = layers_of(model)
     names = tuple(prefix_of(name) for name, _ in layers)
     rest = {key: value for key, value in model.state_dict().items() if not key.startswith(names)}
     in_place = [any(numbers[i].in_place for numbers in job.numbers.values()) for i in range(len(layers))]
     stages = {}
-    for number in build(job.plan).stages_of(job.plan.mesh.place(context.rank).pp):
+    for number in numbers:
         held = job.stages[number]
         stages[number] = Stage(
             number, [layers[i] for i in held], context.device, in_place=any(in_place[i] for i in held)
@@ -143,6 +150,9 @@ def _watch(context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
     """Record what the layers hold."""
     numbers = next(iter(job.numbers.values()))
     for number, stage in stages.items():
+        if job.opened is not None:
+            watch(context.record, stage.layers)
+            continue
         flops = {
             name: (numbers[i].flops.forward, numbers[i].flops.backward)
             for name, i in zip(stage.layers._modules, job.stages[number], strict=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpkit.models.chain import chain, layers_of
+from mpkit.models.chain import chain, is_chain, layers_of
 from mpkit.parallel.job import TrainJob
 from mpkit.parallel.stage import PRECISIONS
 from mpkit.plan import Plan
@@ -34,8 +34,9 @@ from mpkit.prepare.arguments import (
 from mpkit.prepare.batches import check_shares, check_split, of_every_size, take_batches
 from mpkit.prepare.dry_run import dry_run, quiet
 from mpkit.prepare.elementwise import check_elementwise
+from mpkit.prepare.opened import open_model
 from mpkit.prepare.resume import check_saving, facts_of, find_checkpoint, take_up
-from mpkit.prepare.stages import check_gathered, check_sharing, cut_stages
+from mpkit.prepare.stages import check_gathered, cut_stages, shared_weights
 
 __all__ = ["TrainJob", "prepare"]
 
@@ -86,7 +87,8 @@ def prepare(
     check_loss(loss)
     check_update(max_grad_norm, lr_schedule, steps)
     model = _on_cpu(model)
-    layers = layers_of(model) if plan.stages == 1 else chain(model)
+    opens = plan.stages > 1 and not is_chain(model)
+    layers = chain(model) if is_chain(model) and plan.stages > 1 else layers_of(model)
     with quiet():
         batches = take_batches(data, steps)
         sizes = of_every_size(batches, steps)
@@ -96,10 +98,16 @@ def prepare(
             model, sizes, plan.microbatches, loss,
             replicas=plan.dp, precision=plan.precision, whole_statistics=plan.dp > 1 and plan.batchnorm == "sync",
         )  # fmt: skip
-        stages = cut_stages([name for name, _ in layers], next(iter(numbers.values()))[:-1], plan)
-        check_sharing(layers, stages)
+        opened = open_model(model, sizes, plan, loss) if opens else None
+        if opened is None:
+            stages = cut_stages([name for name, _ in layers], next(iter(numbers.values()))[:-1], plan)
+            shared = shared_weights(layers, stages)
+            placed = [[layers[i][0] for i in stage] for stage in stages]
+        else:
+            stages, placed = [range(1)] * plan.stages, [list(blocks) for blocks in opened.placed]
+            shared = opened.shared
         check_gathered(numbers, plan)
-        check_optimizer(optimizer, layers, stages)
+        check_optimizer(optimizer, layers, stages if opened is None else stages[:1])
         check_elementwise(optimizer, model, plan)
         facts = facts_of(model, optimizer)
     saving = check_saving(checkpoint_every, checkpoint_dir, checkpoint_keep)
@@ -107,7 +115,7 @@ def prepare(
     parameters = list(model.parameters())
     meta = {
         "plan": plan.to_json(),
-        "stages": [[layers[i][0] for i in stage] for stage in stages],
+        "stages": placed,
         "batch_size": batches.size(0),
         "parameters": sum(parameter.numel() for parameter in parameters),
         "dtype": str(_dtype(parameters, plan)).removeprefix("torch."),
@@ -133,6 +141,8 @@ def prepare(
         saving=saving,
         resume=resume,
         facts=facts,
+        shared=shared,
+        opened=opened,
     )
 
 

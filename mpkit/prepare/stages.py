@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from itertools import groupby
 from math import prod
 
 from torch import nn
 
 from mpkit.models.cut import cut
-from mpkit.parallel.job import LayerNumbers
+from mpkit.parallel.job import LayerNumbers, Shared
 from mpkit.plan import Plan
 
-__all__ = ["check_gathered", "check_sharing", "cut_stages"]
+__all__ = ["check_gathered", "cut_stages", "shared_weights"]
 
 
 def cut_stages(names: list[str], numbers: list[LayerNumbers], plan: Plan) -> list[range]:
@@ -52,26 +51,27 @@ def _numel(layer: LayerNumbers) -> float:
     return float(sum(prod(spec.shape) for spec in specs))
 
 
-def check_sharing(layers: list[tuple[str, nn.Module]], stages: list[range]) -> None:
-    """No parameter or buffer in two stages: each would train a copy of its own.
+def shared_weights(layers: list[tuple[str, nn.Module]], stages: list[range]) -> list[Shared]:
+    """The tied weights of a chain that more than one stage computes with.
 
     Raises:
-        ValueError: there is one, with the layers that share it.
+        ValueError: stages share a buffer, of which each would change a copy of its own.
     """
-    where = {i: number for number, stage in enumerate(stages) for i in stage}
-    users: dict[int, list[int]] = {}
-    for i, (_, layer) in enumerate(layers):
-        for tensor in {id(t) for t in (*layer.parameters(), *layer.buffers())}:
-            users.setdefault(tensor, []).append(i)
-    for shared in users.values():
-        held = [number for number, _ in groupby(where[i] for i in shared)]
-        if len(held) > 1:
-            first, last = layers[shared[0]][0], layers[shared[-1]][0]
-            raise ValueError(
-                f"Layers {first!r} and {last!r} share a weight, and would be in stages {held[0]} and {held[-1]}: each "
-                "stage would train a copy of its own. What works in this version: weights that are not shared, a "
-                f"cut that leaves both in one stage, or Plan.serial()."
-            )
+    names: dict[int, dict[int, str]] = {}  # by weight, by stage
+    buffers: dict[int, tuple[int, str]] = {}
+    for number, stage in enumerate(stages):
+        for prefix, layer in (layers[i] for i in stage):
+            for name, parameter in layer.named_parameters(prefix):
+                names.setdefault(id(parameter), {}).setdefault(number, name)
+            for name, buffer in layer.named_buffers(prefix):
+                first, known = buffers.setdefault(id(buffer), (number, name))
+                if first != number:
+                    raise ValueError(
+                        f"{known!r} and {name!r} are one buffer, and would be in stages {first} and {number}: each "
+                        "stage would change a copy of its own. What works: a cut that leaves both in one stage, "
+                        "buffers that are not shared, or Plan.serial(). (Shared weights may be anywhere.)"
+                    )
+    return [Shared(held) for held in names.values() if len(held) > 1]
 
 
 def check_gathered(numbers: dict[Hashable, list[LayerNumbers]], plan: Plan) -> None:

@@ -1,0 +1,89 @@
+"""A graph divided among stages: who does what, and so what goes from whom to whom.
+
+blocks     as the model is cut
+between    an operation between blocks is done by the stage that made the last of what it needs, or by the first stage
+           that needs what it makes, if less has to be sent then: a sum before the message, a torch.cat of a skip after
+routes     each value goes from the stage that makes it directly to each that needs it
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from mpkit.parallel.anymodel.graph import Division, Graph, Node
+from mpkit.parallel.job import Route, Spec
+
+__all__ = ["divide"]
+
+
+def divide(graph: Graph, block_stages: list[int], stages: int) -> Division:
+    """Divide a graph.
+
+    Args:
+        block_stages: of each of the graph's blocks, in order; they never fall.
+        stages: how many.
+    """
+    stage_of = _place(graph, dict(zip(graph.blocks, block_stages, strict=True)), stages)
+    maker = {number: s for node, s in zip(graph.nodes, stage_of, strict=True) for number in node.made}
+    needs: dict[tuple[int, int], dict[int, None]] = {}  # by (source, target), the values
+    users = [(node.arguments, s) for node, s in zip(graph.nodes, stage_of, strict=True)]
+    for numbers, target in (*users, (graph.wanted, stages - 1)):
+        for number in numbers:
+            if maker[number] != target:
+                needs.setdefault((maker[number], target), {})[number] = None
+    outputs = [
+        tuple(
+            dict.fromkeys(
+                number for (source, _), numbers in sorted(needs.items()) if source == s for number in numbers
+            )
+        )
+        for s in range(stages)
+    ]
+    routes = [
+        Route(
+            source,
+            target,
+            tuple(outputs[source].index(number) for number in numbers),
+            tuple(graph.specs[number] for number in numbers),
+        )
+        for (source, target), numbers in sorted(needs.items())
+    ]
+    return Division(graph, stage_of, outputs, routes)
+
+
+def _place(graph: Graph, of_blocks: dict[int, int], stages: int) -> list[int]:
+    """The stage that does each node."""
+    maker = {number: k for k, node in enumerate(graph.nodes) for number in node.made}
+    # ---- blocks, and the earliest that each operation can be done
+    earliest: list[int] = []
+    for k, node in enumerate(graph.nodes):
+        made_at = [earliest[maker[number]] for number in node.arguments]
+        earliest.append(of_blocks.get(k, max(made_at, default=0)))
+    # ---- between: backwards, since an operation may go where its users are
+    placed = list(earliest)
+    users: dict[int, list[int]] = {}  # by value, the stages that use it
+    for number in graph.wanted:
+        users.setdefault(number, []).append(stages - 1)
+    for k in reversed(range(len(graph.nodes))):
+        node = graph.nodes[k]
+        if k not in of_blocks:
+            latest = min((s for number in node.made for s in users.get(number, ())), default=earliest[k])
+            if latest > earliest[k] and _received(graph, node, users, latest) <= _sent(graph, node):
+                placed[k] = latest
+        for number in node.arguments:
+            users.setdefault(number, []).append(placed[k])
+    return placed
+
+
+def _received(graph: Graph, node: Node, users: dict[int, list[int]], stage: int) -> int:
+    """Bytes that a stage has to get to do the node, besides what goes there anyway."""
+    missing = {number for number in node.arguments if stage not in users.get(number, ())}
+    return sum(_nbytes(graph.specs[number]) for number in missing)
+
+
+def _sent(graph: Graph, node: Node) -> int:
+    return sum(_nbytes(graph.specs[number]) for number in node.made)
+
+
+def _nbytes(spec: Spec) -> int:
+    return prod(spec.shape) * spec.dtype.itemsize

@@ -1,0 +1,109 @@
+"""Which modules of a model are opened, and which are its blocks.
+
+opened    the model itself; whatever has cut points within, or a list of layers, or too much for one stage; and what
+          has no state, such as a Dropout: their forward runs as it is written, on every rank
+blocks    everything else that those call, the entries of lists of layers above all: called as a whole, by the rank
+          that holds it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from mpkit.models.chain import is_chain
+
+__all__ = ["Opening", "choose"]
+
+
+class Opening(NamedTuple):
+    """Names of modules: those opened, and the blocks."""
+
+    modules: tuple[str, ...]
+    blocks: tuple[str, ...]
+
+
+def choose(
+    model: nn.Module, stages: int, cut: Sequence[int | str] = (), closed: Collection[str] = ()
+) -> Opening:
+    """What is opened so that the model can be cut into so many stages.
+
+    Args:
+        cut: the user's cut points; a module with one of them within is opened.
+        closed: modules that cannot be opened.
+
+    >>> model = nn.Module()
+    >>> model.embedding, model.dropout = nn.Embedding(5, 3), nn.Dropout()
+    >>> model.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    >>> choose(model, 2)
+    Opening(modules=('', 'dropout'), blocks=('embedding', 'layers.0', 'layers.1'))
+    """
+    chooser = _Chooser(model, stages, [point for point in cut if isinstance(point, str)], closed)
+    chooser.visit("", model)
+    return Opening(tuple(dict.fromkeys(chooser.opened)), tuple(dict.fromkeys(chooser.blocks)))
+
+
+class _Chooser:
+    def __init__(self, model: nn.Module, stages: int, cut: list[str], closed: Collection[str]) -> None:
+        self._names = {
+            module: name for name, module in model.named_modules()
+        }  # a shared one by its first name
+        self._share = _weight(model) / stages
+        self._cut, self._closed = cut, closed
+        self.opened: list[str] = []
+        self.blocks: list[str] = []
+
+    def visit(self, name: str, module: nn.Module) -> None:
+        self.opened.append(name)
+        for child in _called(module):
+            inner = self._names[child]
+            if inner not in self._closed and self._opens(inner, child):
+                self.visit(inner, child)
+            else:
+                self.blocks.append(inner)
+
+    def _opens(self, name: str, module: nn.Module) -> bool:
+        if any(point.startswith(f"{name}.") for point in self._cut):
+            return True
+        if not _has_state(module):
+            return True
+        if is_chain(module) and not self._is_entry(name):
+            return True
+        inner = [child for child in _called(module) if _has_state(child)]
+        weight = _weight(module)
+        return len(inner) > 1 and (weight > self._share or (2 * weight > self._share and _has_list(module)))
+
+    def _is_entry(self, name: str) -> bool:
+        """Whether it is an entry of a list of layers, whose names are numbers."""
+        return name.rpartition(".")[2].isdigit()
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """What a module may call: its children, and those of its lists."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called(child)
+        else:
+            yield child
+
+
+def _has_list(module: nn.Module) -> bool:
+    """Whether there is a list of layers within."""
+    return any(
+        (isinstance(inner, nn.ModuleList) or is_chain(inner)) and sum(map(_has_state, inner.children())) > 1
+        for inner in module.modules()
+        if inner is not module
+    )
+
+
+def _has_state(module: nn.Module) -> bool:
+    persistent = (
+        name not in inner._non_persistent_buffers_set for inner in module.modules() for name in inner._buffers
+    )
+    return any(True for _ in module.parameters()) or any(persistent)
+
+
+def _weight(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

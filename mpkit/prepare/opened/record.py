@@ -1,0 +1,263 @@
+"""The dry run of an opened model: its forward and its loss once, and what happens in them as a Graph.
+
+Everything is computed (on tensors without content where the model can do with those), and every tensor that a block
+makes, or an operation on such a one, is wrapped in a Value. So it is seen who uses what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mpkit.parallel.anymodel.graph import Constant, Given, Graph, Leaf, New, Node
+from mpkit.parallel.anymodel.structure import flatten, rebuild
+from mpkit.parallel.anymodel.value import Looked, Value, spec_of
+from mpkit.parallel.anymodel.walk import Call, Walk
+from mpkit.parallel.microbatch import Value as Data
+from mpkit.parallel.stage import call
+from mpkit.record.flops import Flops, flops_of, moved_by
+
+__all__ = ["CannotCut", "record"]
+
+PLAIN = (bool, int, float, str, bytes, slice, range, torch.Size, torch.dtype, torch.device, type(None))
+"""What is no tensor and may go from block to block: it is the same for all micro-batches of one shape."""
+
+HOOKS = ("backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+"""What asks for gradients on their way through the forward, which only the rank that computes them sees."""
+
+
+class CannotCut(Exception):
+    """What an opened module does between its blocks cannot be divided among ranks.
+
+    Attributes:
+        scope: the module.
+    """
+
+    def __init__(self, scope: str, why: str) -> None:
+        super().__init__(why)
+        self.scope = scope
+
+
+def record(
+    model: nn.Module, inputs: Data, targets: Data, loss: Callable[[Any, Any], Any], device: torch.device
+) -> Graph:
+    """What the forward of a prepared model (`prepare_modules`) does to a micro-batch.
+
+    Raises:
+        CannotCut: something that cannot be divided.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    with Recording(names, device) as recording:
+        outputs = call(model, inputs, first=True)
+    with Wanted(recording) as wanted:
+        result = loss(outputs, targets)
+    wanted.see([result])
+    graph: Graph = recording.graph
+    graph.wanted = tuple(wanted.numbers)
+    graph.loss = wanted.watch.flops
+    return graph
+
+
+class Recording(Walk):
+    """Writes down every node."""
+
+    def __init__(self, parameters: dict[int, str], device: torch.device) -> None:
+        super().__init__(parameters)
+        self.graph = Graph()
+        self._device = device
+        self._alive: dict[int, WeakSet[Value]] = {}  # by storage
+        self._made_in: dict[int, int] = {}  # by storage, the node that made it
+        self._kept: list[Tensor] = []  # so that no storage's number is given to another
+
+    def node(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do it, on the tensors behind the values."""
+        graph, scope = self.graph, self.scopes[-1]
+        if name in HOOKS:
+            raise CannotCut(scope, f"{name} is called on a tensor that a block made")
+        leaves, shape = flatten((args, kwargs))
+        values = [leaf for leaf in leaves if type(leaf) is Value]
+        for value in values:
+            if value.stale:
+                raise CannotCut(scope, f"{name} is given a view of a tensor that was written into since")
+        real = [_real(leaf) for leaf in leaves]
+        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in real]
+        watch = Watch(self, len(graph.nodes), real)
+        real_args, real_kwargs = rebuild(shape, real)
+        with watch:
+            result = func(*real_args, **real_kwargs)
+        made, result_shape = flatten(result)
+        written = [
+            i for i, (leaf, version) in enumerate(zip(real, versions, strict=True))
+            if isinstance(leaf, Tensor) and leaf._version != version
+        ]  # fmt: skip
+        if not isinstance(func, Call) and not written and not any(isinstance(leaf, Tensor) for leaf in made):
+            return self._answer(name, func, args, kwargs)
+        node = Node(
+            name,
+            isinstance(func, Call),
+            scope,
+            tuple(value.number for value in values),
+            tuple(self._parameters[id(leaf)] for leaf in leaves if id(leaf) in self._parameters),
+            result_shape,
+            (),
+        )
+        node.written = self._write(node, leaves, real, written)
+        node.leaves, back = self._wrap(node, leaves, real, made)
+        node.random, node.flops = watch.random, watch.flops
+        graph.nodes.append(node)
+        return rebuild(result_shape, back)
+
+    def _answer(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A question about shapes; asked again of the values, who can answer those only."""
+        try:
+            return func(*args, **kwargs)
+        except Looked:
+            raise CannotCut(
+                self.scopes[-1], f"{name} looks at the numbers of a tensor that a block made"
+            ) from None
+
+    def _write(
+        self, node: Node, leaves: list[Any], real: list[Any], written: list[int]
+    ) -> tuple[tuple[int, int], ...]:
+        """What was written into is another value from now on."""
+        found = []
+        for i in written:
+            value = leaves[i]
+            if type(value) is not Value:
+                if id(value) in self._parameters or not node.arguments:
+                    continue  # inputs, written into on every rank
+                raise CannotCut(
+                    node.scope, f"{node.name} writes what a block made into a tensor that no block made"
+                )
+            for other in self._alive.get(_storage(real[i]), ()):
+                other.stale = other is not value
+            value.number = self._number(real[i])
+            found.append((i, value.number))
+        return tuple(found)
+
+    def _wrap(
+        self, node: Node, leaves: list[Any], real: list[Any], made: list[Any]
+    ) -> tuple[tuple[Leaf, ...], list[Any]]:
+        """The leaves of a result as the graph has them, and as the model's forward goes on with them."""
+        places = {
+            id(leaf): i for i, leaf in enumerate(real) if leaf is not None and not isinstance(leaf, PLAIN)
+        }
+        fresh: dict[int, Value] = {}
+        found: list[Leaf] = []
+        back: list[Any] = []
+        for leaf in made:
+            if id(leaf) in places:
+                found.append(Given(places[id(leaf)]))
+                back.append(leaves[places[id(leaf)]])
+            elif isinstance(leaf, Tensor):
+                value = fresh.get(id(leaf))
+                if value is None:
+                    value = fresh[id(leaf)] = Value(spec_of(leaf), self._device, self._number(leaf), leaf)
+                    self._alive.setdefault(_storage(leaf), WeakSet()).add(value)
+                found.append(New(value.number))
+                back.append(value)
+            elif isinstance(leaf, PLAIN):
+                found.append(Constant(leaf))
+                back.append(leaf)
+            else:
+                raise CannotCut(
+                    node.scope,
+                    f"{node.name} gives back a {type(leaf).__name__}, which cannot be sent to another rank",
+                )
+        return tuple(found), back
+
+    def _number(self, tensor: Tensor) -> int:
+        number = len(self.graph.specs)
+        self.graph.specs[number] = spec_of(tensor)
+        return number
+
+    def keep(self, tensor: Tensor, node: int) -> None:
+        """A node made this tensor."""
+        storage = _storage(tensor)
+        if storage not in self._made_in:
+            self._made_in[storage] = node
+            self._kept.append(tensor)
+
+    def made_in(self, tensor: Tensor) -> int | None:
+        """The node that made it."""
+        return self._made_in.get(_storage(tensor))
+
+
+class Watch(TorchDispatchMode):
+    """Looks into a node: FLOPs, random numbers, and tensors that come from other blocks unseen."""
+
+    def __init__(self, recording: Recording, node: int, given: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording, self._node = recording, node
+        self._given = {_storage(leaf) for leaf in given if isinstance(leaf, Tensor)}
+        self.random = False
+        self._forward, self._bytes = 0.0, 0
+
+    @property
+    def flops(self) -> Flops:
+        """Of the node; the backward's are those of products of matrices, twice the forward's."""
+        return Flops(self._forward, 2 * self._forward, self._bytes, 2 * self._bytes)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        recording = self._recording
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                maker = recording.made_in(leaf)
+                if maker is not None and maker != self._node and _storage(leaf) not in self._given:
+                    node = recording.graph.nodes[maker]
+                    raise CannotCut(
+                        recording.scopes[-1],
+                        f"a tensor that {node.name} made is read without having been handed over (kept in an "
+                        "attribute, a cache or a closure)",
+                    )
+        out = func(*args, **kwargs)
+        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
+        self._forward += flops_of(func, args, kwargs, out)
+        self._bytes += moved_by(func, args, kwargs, out)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and _storage(leaf) not in self._given:
+                recording.keep(leaf, self._node)
+        return out
+
+
+class Wanted(Walk):
+    """Sees which values the loss looks at."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__(recording._parameters)
+        self.numbers: dict[int, None] = {}
+        self.watch = Watch(recording, -1, [])
+        self._recording = recording
+
+    def node(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Done on the tensors behind the values, and not wrapped again: a loss may do anything."""
+        leaves, shape = flatten((args, kwargs))
+        self.see(leaves)
+        real = [_real(leaf) for leaf in leaves]
+        self.watch._given |= {_storage(leaf) for leaf in real if isinstance(leaf, Tensor)}
+        real_args, real_kwargs = rebuild(shape, real)
+        with self.watch:
+            return func(*real_args, **real_kwargs)
+
+    def see(self, leaves: list[Any]) -> None:
+        """These are looked at."""
+        for leaf in leaves:
+            if type(leaf) is Value and leaf.number >= 0:
+                self.numbers[leaf.number] = None
+
+
+def _real(leaf: Any) -> Any:
+    return leaf.behind if type(leaf) is Value else leaf
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
