@@ -15,9 +15,9 @@ directly to the stage that needs it.
 Why not a traced graph? torch.export and torch.fx (and torch.distributed.pipelining's tracer, which is made of the
 former) turn the whole forward into operators, cut that, and run the pieces instead of the model. So whatever they
 cannot trace, or would freeze, ends it: control flow on values, even on a mask that is an input (transformers asks
-whether a mask hides anything, and goes another way if not); hooks; random numbers; batches of another size. Here nothing
-within a block is traced, and nothing that follows from the inputs alone either: it runs, as it would without mpkit. What
-must be the same every time is only which blocks are called with whose results. Recording operators by a dispatch mode and
-replaying them, stage by stage, has the same limits as a trace, and loses the model's modules too. The price: every rank
-runs the forward's Python between blocks, some microseconds an operation, and needs the model's inputs.
+whether a mask hides anything, and goes another way if not); hooks; random numbers; batches of another size. Here
+nothing within a block is traced, and nothing that follows from the inputs alone either: it runs, as it would without
+mpkit. What must be the same every time is only which blocks are called with whose results. Recording operators by a
+dispatch mode and replaying them, stage by stage, has the same limits as a trace, and loses the model's modules too.
+The price: every rank runs the forward's Python between blocks, some microseconds an operation, and needs the inputs.
 """
