@@ -108,9 +108,9 @@ class Mail:
     # ---- the loss -----------------------------------------------------------------------------------------
 
     def tell(self, loss: Tensor) -> None:
-        """Send the loss to all ranks but this one."""
+        """Send the loss from the rank that has the last stage to those with the others."""
         value = loss.detach().to(torch.float64).reshape(1)
-        others = [rank for rank in sorted(set(self._rank_of)) if rank != self._context.rank]
+        others = sorted(set(self._rank_of) - {self._rank_of[-1]})
         self._skips += [self._context.comm.isend(value, rank, "L0") for rank in others]
 
     def hear(self) -> float:
