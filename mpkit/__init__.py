@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from mpkit.plan import Plan
     from mpkit.scale import scaling
     from mpkit.schedule import Schedule
+    from mpkit.search import search_schedule
     from mpkit.simulation import simulate
+    from mpkit.times import stage_times
     from mpkit.timeline import Timeline
     from mpkit.trace import Trace
 
@@ -49,8 +51,10 @@ _HOME = {
     "memory_by_strategy": "mpkit.memory",
     "sample_digests": "mpkit.parallel.digest",
     "scaling": "mpkit.scale",
+    "search_schedule": "mpkit.search",
     "simulate": "mpkit.simulation",
     "sqrt_scaling": "mpkit.learning_rate",
+    "stage_times": "mpkit.times",
     "trace_fake": "mpkit.fake",
 }
 
@@ -75,8 +79,10 @@ __all__ = [
     "memory_by_strategy",
     "sample_digests",
     "scaling",
+    "search_schedule",
     "simulate",
     "sqrt_scaling",
+    "stage_times",
     "trace_fake",
 ]
 

@@ -20,7 +20,7 @@ from mpkit.schedule.play import timed
 from mpkit.simulated import Done, held, spans
 from mpkit.timeline import Timeline
 
-__all__ = ["simulate"]
+__all__ = ["Times", "by_stage", "simulate", "time_of"]
 
 Times = float | Sequence[float]
 
@@ -60,12 +60,12 @@ def simulate(
         raise ValueError(f"simulate({plan!r}): give a Plan, such as simulate(Plan.gpipe(4, 8))")
     schedule = build(plan)
     f, i, w = (
-        _by_stage(name, value, schedule.stages)
+        by_stage(name, value, schedule.stages)
         for name, value in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
     )
     again = f if plan.recompute == "full" else [0.0] * schedule.stages
     slots = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w, strict=True)]}
-    rows, stuck = timed(schedule, slots, _check("hop", hop), again)
+    rows, stuck = timed(schedule, slots, time_of("hop", hop), again)
     assert not stuck, "a plan's schedule is valid"
     done = Done.of(rows)
     found, names = spans(done, schedule, hop, np.array(again))
@@ -73,21 +73,31 @@ def simulate(
     return Timeline(found, names, held(done), schedule.ranks, "simulated", meta)
 
 
-def _by_stage(name: str, value: object, stages: int) -> list[float]:
+def by_stage(name: str, value: object, stages: int) -> list[float]:
+    """Seconds, one number or one a stage, as one a stage.
+
+    Raises:
+        ValueError: they are negative, infinite, or of another number than there are stages.
+    """
     if isinstance(value, str) or not isinstance(value, Iterable):
-        return [_check(name, value)] * stages
-    given = [_check(name, each) for each in value]
+        return [time_of(name, value)] * stages
+    given = [time_of(name, each) for each in value]
     if len(given) != stages:
         raise ValueError(
-            f"simulate({name}={given}) names {len(given)} times for {stages} stages. Give one number for all stages, "
+            f"{name}={given} names {len(given)} times for {stages} stages. Give one number for all stages, "
             f"{name}=1.0, or one a stage, {name}={[1.0] * stages}."
         )
     return given
 
 
-def _check(name: str, value: object) -> float:
+def time_of(name: str, value: object) -> float:
+    """Seconds as a float.
+
+    Raises:
+        ValueError: they are no number, negative or infinite.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise ValueError(f"simulate({name}={value!r}): a time is a number of seconds, such as {name}=1.0")
+        raise ValueError(f"{name}={value!r}: a time is a number of seconds, such as {name}=1.0")
     if not isfinite(value) or value < 0:
-        raise ValueError(f"simulate({name}={value!r}): a time is finite and not negative, such as {name}=1.0")
+        raise ValueError(f"{name}={value!r}: a time is finite and not negative, such as {name}=1.0")
     return float(value)

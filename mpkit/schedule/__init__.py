@@ -5,16 +5,18 @@ Authors write compute only. `validate` says why a schedule cannot run, `lower` a
 `draw` shows it, and one runtime (`mpkit.parallel.pipeline`) executes any that is valid.
 
     action       one step of one rank: `2F0` is stage 2's forward of micro-batch 0
-    core         Schedule: a row of actions for each rank; what an action needs
-    read         made from text, lists or a function
-    play         when each action can run, on paper
+    core, read   Schedule: a row of actions for each rank; what an action needs. Made from text, lists or a function
+    play, live   when each action can run, on paper; what is held meanwhile
     all_forward, one_f_one_b, zero_bubble, v_shaped
                  the schedules of the literature, pure functions of (p, m) or (p, m, v)
     placement    which rank holds which stage
     catalogue    the schedules by name
-    validate     would it finish, and do what it should?
+    theory       their bubbles, as the papers have them
+    validate     would it finish, do what it should, and fit?
     lower        sends and receives, added
     grid         drawn in text
+    greedy, improve
+                 orders found by a search (`mpkit.search`)
 """
 
 from mpkit.schedule.action import Action

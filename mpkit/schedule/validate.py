@@ -11,7 +11,7 @@ from mpkit.schedule.grid import draw_rows
 from mpkit.schedule.live import live
 from mpkit.schedule.play import timed
 
-__all__ = ["validate"]
+__all__ = ["each", "validate"]
 
 Spot = tuple[int, int]
 """Where in a schedule: rank, position in its row."""
@@ -190,8 +190,8 @@ def _why(action: Action, need: Action) -> str:
 def _check_memory(
     schedule: Schedule, max_live: float | Sequence[float], activation: float | Sequence[float]
 ) -> None:
-    caps = _each("max_live", max_live, schedule.ranks, "rank")
-    sizes = _each("activation", activation, schedule.stages, "stage")
+    caps = each("max_live", max_live, schedule.ranks, "rank")
+    sizes = each("activation", activation, schedule.stages, "stage")
     for rank, row in enumerate(schedule.rows):
         for position, held in enumerate(live(row, sizes)):
             if held > caps[rank]:
@@ -201,7 +201,7 @@ def _check_memory(
                       (rank, position))  # fmt: skip
 
 
-def _each(name: str, value: float | Sequence[float], count: int, what: str) -> list[float]:
+def each(name: str, value: float | Sequence[float], count: int, what: str) -> list[float]:
     """One number for each rank or stage."""
     given: list[Any] = [*value] if isinstance(value, Iterable) else [value] * count
     if len(given) != count or not all(isinstance(number, int | float) and number > 0 for number in given):

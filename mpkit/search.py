@@ -1,0 +1,272 @@
+"""Search: an order of F, I and W that is shorter than the named schedules, within a cap on memory.
+
+Phases:
+
+    known      the named schedules that fit: the best of them is what has to be beaten
+    greedy     orders made while the clock runs, by many policies (`mpkit.schedule.greedy`)
+    improve    small changes to the best of all of these (`mpkit.schedule.improve`)
+
+Nothing is run. With the times of a run (`mpkit.stage_times`) it is for the model and the machine that they are of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice, pairwise, product
+from math import inf
+from random import Random
+
+from mpkit.plan import Plan
+from mpkit.schedule import NAMES, Schedule, build, named
+from mpkit.schedule.catalogue import LOOPED, V_SHAPED
+from mpkit.schedule.greedy import Costs, Policy, greedy
+from mpkit.schedule.improve import improve, span
+from mpkit.schedule.live import live
+from mpkit.schedule.validate import each
+from mpkit.simulation import Times, by_stage, simulate, time_of
+from mpkit.timeline import Timeline
+
+__all__ = ["Found", "search_schedule"]
+
+
+@dataclass(frozen=True, repr=False)
+class Found:
+    """What a search found, and what it is better than.
+
+    Attributes:
+        plan: with the schedule found: the best named one, where nothing is shorter.
+        timeline: of it, simulated.
+        seconds: how long a step of it is, from the first action of any rank to the end of the last.
+        named: by name how long the named schedules that fit are, the shortest first.
+        too_large: by name what the largest rank of those would hold that do not fit.
+        max_live: by rank, the cap.
+        at_least: seconds that no order can be shorter than: a rank's work after the first forward that it waits for.
+    """
+
+    plan: Plan
+    timeline: Timeline
+    seconds: float
+    named: dict[str, float]
+    too_large: dict[str, float]
+    max_live: list[float]
+    at_least: float
+
+    @property
+    def best_named(self) -> str:
+        """The shortest of the named schedules that fit."""
+        return next(iter(self.named), "")
+
+    @property
+    def improvement(self) -> float:
+        """The share of the best named schedule's time that is saved; 0 if nothing shorter was found."""
+        return 1 - self.seconds / self.named[self.best_named] if self.named else 0.0
+
+    def __str__(self) -> str:
+        if self.named:
+            best = f"{self.best_named}, the best that has a name, {self.named[self.best_named]:.4g} s"
+            lines = [f"{self.seconds:.4g} s a step; {best}: {self.improvement:.1%} shorter."]
+        else:
+            lines = [f"{self.seconds:.4g} s a step; no schedule that has a name fits."]
+        peaks = ", ".join(f"{peak:g}" for peak in self.plan.build().peak_live)
+        cap = "" if inf in self.max_live else f" (max_live {max(self.max_live):g})"
+        lines.append(f"Activations by rank: {peaks}{cap}. No order can take less than {self.at_least:.4g} s.")
+        lines.append("Named: " + ", ".join(f"{name} {seconds:.4g}" for name, seconds in self.named.items()))
+        if self.too_large:
+            lines.append(
+                "Too large: " + ", ".join(f"{name} {peak:g}" for name, peak in self.too_large.items())
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def search_schedule(
+    plan: Plan,
+    forward: Times = 1.0,
+    input_grad: Times = 1.0,
+    weight_grad: Times = 1.0,
+    hop: float = 0.0,
+    *,
+    max_live: float | Sequence[float] | None = None,
+    activation: float | Sequence[float] = 1.0,
+    seed: int = 0,
+    effort: int = 400_000,
+) -> Found:
+    """The shortest order of F, I and W that can be found; never longer than a named schedule that fits.
+
+    Args:
+        plan: its ranks, micro-batches, stages a rank, and its schedule as one more to beat.
+        forward, input_grad, weight_grad, hop: seconds, as of `simulate`; those of a run: **mk.stage_times(run).
+        max_live: the most activations that a rank may hold at once, for all or one a rank; None: any number.
+        activation: how much of that unit a stage holds of a micro-batch, one number or one a stage.
+        seed: of what is tried; the same seed finds the same.
+        effort: how many actions are played in all, which bounds the time it takes (about 2 s a million and rank).
+
+    Returns:
+        The plan found, its timeline, and the named schedules' times; printed, it says what it improves.
+
+    Raises:
+        ValueError: it is no pipeline, or a rank may not even hold one micro-batch of its stages.
+
+    Source: Athlur et al., "Varuna: Scalable, Low-cost Training of Massive Deep Learning Models", EuroSys 2022, section
+    4.3: a schedule made by simulation with measured times, for the memory there is.
+
+    >>> search_schedule(Plan.pipeline("1f1b", 3, 5), max_live=2, effort=50_000)
+    21 s a step; naive, the best that has a name, 45 s: 53.3% shorter.
+    Activations by rank: 2, 2, 2 (max_live 2). No order can take less than 17 s.
+    Named: naive 45
+    Too large: gpipe 5, 1f1b 3, zb_h1 3, zb_h2 5
+    """
+    costs = _costs(plan, forward, input_grad, weight_grad, hop, max_live, activation)
+    again = costs.f if plan.recompute == "full" else ()
+    slots = {
+        "F": costs.f,
+        "I": costs.i,
+        "W": costs.w,
+        "B": [i + w for i, w in zip(costs.i, costs.w, strict=True)],
+    }
+
+    def length(schedule: Schedule) -> float:
+        return span(schedule, slots, costs.hop, again)
+
+    # known
+    known, too_large = _known(plan, costs)
+    placements = _placements(plan, known, costs)
+    at_least = min(_at_least(placement, plan.microbatches, costs, again) for placement in placements)
+    found = sorted(((length(schedule), max(schedule.peak_live), name, schedule) for name, schedule in known.items()),
+                   key=_order)  # fmt: skip
+    named_times = {name: seconds for seconds, _, name, _ in found}
+
+    # greedy: half of the effort
+    tries = max(1, effort // (6 * plan.stages * plan.microbatches))
+    for placement, policy in islice(_policies(placements, costs, Random(seed)), tries):
+        if found and min(found, key=_order)[0] <= at_least:
+            break
+        schedule = Schedule(greedy(placement, plan.microbatches, costs, policy), "searched", placement)
+        found.append((length(schedule), max(schedule.peak_live), "searched", schedule))
+    found.sort(key=_order)
+
+    # improve: the other half, shared among the best three
+    for _, _, _, schedule in found[:3]:
+        better = improve(
+            schedule, length, costs.max_live, costs.activation, Random(seed), tries // 3, at_least
+        )
+        if better is not schedule:
+            better = Schedule(better.rows, "searched", better.stage_to_rank, better.together)
+            found.append((length(better), max(better.peak_live), "searched", better))
+    seconds, _, name, schedule = min(found, key=_order)
+    if name in NAMES:
+        best = replace(plan, schedule=name, virtual_stages=plan.stages // plan.pp)
+    else:
+        best = Plan.from_schedule(schedule, recompute=plan.recompute, cut=plan.cut)
+    timeline = simulate(best, forward, input_grad, weight_grad, hop)
+    return Found(best, timeline, seconds, named_times, too_large, list(costs.max_live), at_least)
+
+
+def _order(found: tuple[float, float, str, Schedule]) -> tuple[float, float, bool]:
+    """The shortest first, of equals the one that holds least, and of these one that has a name."""
+    seconds, peak, name, _ = found
+    return seconds, peak, name == "searched"
+
+
+def _costs(
+    plan: Plan, forward: Times, input_grad: Times, weight_grad: Times, hop: float,
+    max_live: float | Sequence[float] | None, activation: float | Sequence[float],
+) -> Costs:  # fmt: skip
+    """The arguments, checked."""
+    given: object = plan
+    if not isinstance(given, Plan) or given.dp > 1:
+        raise ValueError(
+            f"search_schedule({plan!r}): the order of a pipeline's actions is searched: give a Plan with stages and "
+            'micro-batches, such as Plan.pipeline("1f1b", 4, 8)'
+        )
+    stages = plan.stages
+    f, i, w = (
+        by_stage(name, value, stages)
+        for name, value in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
+    )
+    caps = [inf] * plan.pp if max_live is None else each("max_live", max_live, plan.pp, "rank")
+    sizes = each("activation", activation, stages, "stage")
+    return Costs(f, i, w, time_of("hop", hop), sizes, caps)
+
+
+def _known(plan: Plan, costs: Costs) -> tuple[dict[str, Schedule], dict[str, float]]:
+    """The named schedules of as many stages a rank, and the plan's own, that fit; and what the others would hold."""
+    p, m, v = plan.pp, plan.microbatches, plan.stages // plan.pp
+    fitting: dict[str, Schedule] = {}
+    too_large: dict[str, float] = {}
+    candidates = {} if isinstance(plan.schedule, str) else {plan.schedule.name: plan.schedule}
+    if plan.stages == p * v:
+        candidates |= {name: named(name, p, m, v) for name in NAMES if _has(name, v)}
+    for name, schedule in candidates.items():
+        peaks = [max(live(row, costs.activation), default=0.0) for row in schedule.rows]
+        if all(peak <= cap for peak, cap in zip(peaks, costs.max_live, strict=True)):
+            fitting[name] = schedule
+        else:
+            too_large[name] = max(peaks)
+    return fitting, too_large
+
+
+def _has(name: str, v: int) -> bool:
+    """Whether the schedule of that name can have v stages a rank."""
+    if v == 1:
+        return name not in (*LOOPED, *V_SHAPED)
+    return name in LOOPED or (name in V_SHAPED and v == 2)
+
+
+def _placements(plan: Plan, known: dict[str, Schedule], costs: Costs) -> list[tuple[int, ...]]:
+    """Where stages may be: as in the plan, or a known schedule that fits, if ranks can hold one micro-batch of each."""
+    found: dict[tuple[int, ...], str] = {}
+    for schedule in (build(plan), *known.values()):
+        holders = schedule.stage_to_rank
+        for rank, cap in enumerate(costs.max_live):
+            least = sum(costs.activation[stage] for stage in schedule.stages_of(rank))
+            if least > cap:
+                found.setdefault(holders, f"rank {rank} has {len(schedule.stages_of(rank))} of the stages, and a "
+                                 f"micro-batch's activations of these are {least:g}")  # fmt: skip
+        found.setdefault(holders, "")
+    if all(found.values()):
+        why = next(iter(found.values()))
+        least = max(
+            sum(costs.activation[stage] for stage in build(plan).stages_of(rank)) for rank in range(plan.pp)
+        )
+        raise ValueError(f"max_live={max(costs.max_live):g}: {why}. It takes max_live={least:g} at least")
+    return [holders for holders, why in found.items() if not why]
+
+
+def _at_least(holders: tuple[int, ...], m: int, costs: Costs, again: Sequence[float]) -> float:
+    """No order is shorter: a rank works on all after what it has to wait for; a micro-batch goes down and up again."""
+    hops = [costs.hop * (a != b) for a, b in pairwise(holders)]
+    heads = list(accumulate((f + hop for f, hop in zip(costs.f, [*hops, 0.0], strict=True)), initial=0.0))
+    redone = again or [0.0] * len(holders)
+    work = [m * sum(each) for each in zip(costs.f, costs.i, costs.w, redone, strict=True)]
+    ranks = range(max(holders) + 1)
+    busy = max(
+        min(head for head, holder in zip(heads, holders, strict=False) if holder == rank)
+        + sum(each for each, holder in zip(work, holders, strict=True) if holder == rank)
+        for rank in ranks
+    )
+    return max(busy, heads[-1] + sum(costs.i) + sum(hops) + costs.w[0])
+
+
+def _policies(
+    placements: Sequence[tuple[int, ...]], costs: Costs, random: Random
+) -> Iterator[tuple[tuple[int, ...], Policy]]:
+    """First all combinations of simple ones, then others at random, without end."""
+    ranks = range(len(costs.max_live))
+    leads = [[0.0 for _ in ranks], [float(rank) for rank in ranks], [inf for _ in ranks]]
+    forwards, first, patience = ("deep", "turns", "shallow"), ("I", "turns", "F"), (0.0, 1.0, 0.5)
+    for placement, patient, lead, one, order in product(placements, patience, leads, first, forwards):
+        if order == "deep" or len(placement) > len(ranks):  # of one stage a rank all orders are the same
+            yield placement, Policy(order, one, lead, patient, costs.max_live)
+    while True:
+        placement = random.choice(placements)
+        lead = random.choice([*leads, [float(random.randint(0, 2 * len(ranks))) for _ in ranks]])
+        most = 2 * len(placement)  # in micro-batches of the smallest stage, more than any schedule needs
+        limit = [min(cap, min(costs.activation) * random.randint(len(placement) // len(ranks), most))
+                 for cap in costs.max_live]  # fmt: skip
+        yield (
+            placement,
+            Policy(random.choice(forwards), random.choice(first), lead, random.choice(patience), limit),
+        )

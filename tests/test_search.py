@@ -1,0 +1,209 @@
+"""A search over schedules: never worse than what has a name, within the cap, the same for the same seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpkit as mk
+from mpkit.schedule import NAMES, Schedule, named, validate
+from mpkit.schedule.catalogue import LOOPED, V_SHAPED
+from mpkit.schedule.greedy import Costs, Policy, greedy
+from mpkit.schedule.improve import improve, span
+from mpkit.schedule.live import live
+from mpkit.search import Found
+
+UNEVEN: dict[str, Any] = {
+    "forward": [1, 1.2, 0.8, 1.5],
+    "input_grad": [0.9, 1.3, 0.8, 1.6],
+    "weight_grad": [0.7, 0.8, 0.9, 0.8],
+}
+
+
+def test_it_finds_zb_h1s_length_by_itself() -> None:
+    """Of equal stages under 1F1B's memory, 27: that no order is shorter, the bound says."""
+    costs = Costs([1] * 4, [1] * 4, [1] * 4, 0, [1] * 4, [4] * 4)
+    rows = greedy(range(4), 8, costs, Policy("deep", "turns", range(4), 0, [4] * 4))
+    schedule = Schedule(rows).validate(max_live=4)
+    assert span(schedule, {"F": costs.f, "I": costs.i, "W": costs.w}, 0) == 27
+    found = mk.search_schedule(mk.Plan.gpipe(4, 8), max_live=4)
+    assert (found.seconds, found.at_least, found.improvement) == (27, 27, 0)
+    assert found.plan == mk.Plan.pipeline("zb_h1", 4, 8), "where nothing is shorter, what has a name"
+
+
+@pytest.mark.parametrize("cap", [2, 3])
+def test_with_less_memory_than_1f1b_it_is_far_better_than_what_is_left(cap: int) -> None:
+    found = mk.search_schedule(mk.Plan.gpipe(4, 8), max_live=cap, effort=100_000)
+    assert found.best_named == "naive"
+    assert set(found.too_large) == {"gpipe", "1f1b", "zb_h1", "zb_h2"}
+    assert found.improvement > 0.4
+    assert max(found.plan.build().peak_live) == cap
+    assert f"{found.improvement:.1%} shorter" in str(found)
+
+
+def test_it_improves_on_every_named_schedule_of_uneven_stages() -> None:
+    plan = mk.Plan.pipeline("zbv", 4, 8)
+    times = {name: [*each, *each[::-1]] for name, each in UNEVEN.items()}
+    found = mk.search_schedule(plan, **times, hop=0.3, max_live=8, effort=150_000)
+    assert found.improvement > 0.005
+    assert found.plan.schedule.name == "searched"
+    for name in ("zbv", "interleaved_zb"):
+        other = mk.Plan.pipeline(name, 4, 8, virtual_stages=2)
+        assert mk.simulate(other, **times, hop=0.3).makespan == pytest.approx(found.named[name])
+        assert found.named[name] > found.seconds
+
+
+def random_case(random: Random) -> tuple[mk.Plan, dict[str, Any], float | None]:
+    name = random.choice(NAMES)
+    p, m = random.randint(1, 4), random.randint(1, 7)
+    v = random.randint(1, 3) if name in LOOPED else 2 if name in V_SHAPED else 1
+    plan = mk.Plan(pp=p, schedule=name, microbatches=m, virtual_stages=v)
+    times: dict[str, Any] = {
+        kind: [random.choice((0.5, 1, 1.5, 2)) for _ in range(plan.stages)]
+        for kind in ("forward", "input_grad", "weight_grad")
+    }
+    times["hop"] = random.choice((0, 0.25, 1))
+    return plan, times, random.choice((None, v, v + 1, p * v))
+
+
+def test_random_cases() -> None:
+    """Valid, within the cap, no longer than a named schedule that fits, no shorter than can be."""
+    for seed in range(30):
+        plan, times, cap = random_case(Random(seed))
+        found = mk.search_schedule(plan, **times, max_live=cap, effort=15_000, seed=seed)
+        schedule = found.plan.build()
+        validate(schedule, plan.stages, plan.microbatches, max_live=math.inf if cap is None else cap)
+        assert (schedule.ranks, schedule.microbatches) == (plan.pp, plan.microbatches)
+        assert found.timeline.makespan == pytest.approx(found.seconds)
+        assert found.seconds >= found.at_least - 1e-9
+        v = plan.virtual_stages
+        for name in NAMES:
+            if (
+                (name in LOOPED and v > 1)
+                or (name in V_SHAPED and v == 2)
+                or (v == 1 and name not in (*LOOPED, *V_SHAPED))
+            ):
+                other = mk.Plan(pp=plan.pp, schedule=name, microbatches=plan.microbatches, virtual_stages=v)
+                peak = max(other.build().peak_live)
+                if cap is None or peak <= cap:
+                    assert found.seconds <= mk.simulate(other, **times).makespan + 1e-9
+                    assert name in found.named
+                else:
+                    assert found.too_large[name] == peak
+
+
+def test_the_same_seed_finds_the_same() -> None:
+    def search(seed: int) -> Found:
+        return mk.search_schedule(
+            mk.Plan.pipeline("zbv", 3, 4), hop=0.3, max_live=5, seed=seed, effort=30_000
+        )
+
+    assert search(3).plan == search(3).plan
+    assert search(3).seconds == search(3).seconds
+
+
+def test_greedy_orders_never_end_in_a_deadlock() -> None:
+    """Also of several stages a rank, with memory for one micro-batch of them and a little."""
+    for seed in range(150):
+        random = Random(seed)
+        stages = random.randint(1, 7)
+        ranks = random.randint(1, min(stages, 4))
+        holders = [*range(ranks), *(random.randrange(ranks) for _ in range(stages - ranks))]
+        random.shuffle(holders)
+        sizes = [random.choice((1, 1, 2, 3.5)) for _ in range(stages)]
+        caps = [
+            sum(size for size, holder in zip(sizes, holders, strict=True) if holder == rank)
+            + random.choice((0, 0, 1, 2.5, 9))
+            for rank in range(ranks)
+        ]
+        m = random.randint(1, 6)
+        f, i, w = ([random.choice((0, 0.5, 1, 2)) for _ in range(stages)] for _ in range(3))
+        policy = Policy(
+            random.choice(("deep", "shallow", "turns")), random.choice(("I", "F", "turns")),
+            [random.choice((0, 1, 3, math.inf)) for _ in range(ranks)], random.choice((0, 0.5, 1)), caps,
+        )  # fmt: skip
+        rows = greedy(holders, m, Costs(f, i, w, random.choice((0, 0.3, 2)), sizes, caps), policy)
+        Schedule(rows, stage_to_rank=holders).validate(max_live=caps, activation=sizes)
+
+
+def test_small_changes_keep_to_the_cap_and_never_make_it_longer() -> None:
+    slots = {"F": [1.0, 2, 1], "B": [2.0, 2, 2], "I": [1.0, 1, 1], "W": [1.0, 1, 1]}
+    for seed in range(10):
+        schedule = named(Random(seed).choice(("gpipe", "1f1b", "zb_h1", "zb_h2")), 3, 5)
+        caps = schedule.peak_live
+        better = improve(schedule, lambda s: span(s, slots, 0.5), caps, [1] * 3, Random(seed), 200, 0)
+        better.validate(max_live=caps)
+        assert span(better, slots, 0.5) <= span(schedule, slots, 0.5)
+
+
+def test_memory_in_bytes_and_of_each_rank() -> None:
+    found = mk.search_schedule(
+        mk.Plan.gpipe(3, 6), max_live=[60e6, 30e6, 10e6], activation=[20e6, 10e6, 10e6], effort=30_000
+    )
+    peaks = [max(live(row, [20e6, 10e6, 10e6])) for row in found.plan.build().rows]
+    assert all(peak <= cap for peak, cap in zip(peaks, [60e6, 30e6, 10e6], strict=True))
+    assert found.best_named == "1f1b"
+
+
+def test_recomputation_and_own_schedules() -> None:
+    plan = mk.Plan.from_schedule("F0 F1 F2 B0 B1 B2\nF0 B0 F1 B1 F2 B2", recompute="full")
+    found = mk.search_schedule(plan, effort=20_000)
+    assert found.plan.recompute == "full"
+    assert "own" in found.named
+    assert found.seconds <= found.named["own"] == pytest.approx(mk.simulate(plan).makespan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "words"),
+    [
+        ("gpipe", {}, r"search_schedule\('gpipe'\).*Plan.pipeline"),
+        (mk.Plan.ddp(2), {}, "the order of a pipeline's actions is searched"),
+        (mk.Plan.pipeline("zbv", 2, 4), {"max_live": 1}, r"rank 0 has 2 of the stages.*takes max_live=2 at least"),
+        (mk.Plan.gpipe(2, 4), {"max_live": [1, 2, 3]}, "2 of them, one a rank"),
+        (mk.Plan.gpipe(2, 4), {"activation": 0}, "activation=0"),
+        (mk.Plan.gpipe(2, 4), {"forward": [1]}, "1 times for 2 stages"),
+        (mk.Plan.gpipe(2, 4), {"hop": -1}, "not negative"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_searched(plan: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        mk.search_schedule(plan, **options)
+
+
+# ---------------------------------------------------------------- the times of a run
+
+
+def test_with_the_times_of_a_run_and_then_run(clusters: Callable[[int], mk.Cluster]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    data = [(torch.randn(8, 32), torch.randn(8, 32))]
+    options = {
+        "loss": nn.functional.mse_loss,
+        "optimizer": lambda ps: torch.optim.SGD(ps, lr=0.1),
+        "steps": 3,
+    }
+    whole = clusters(2).train(model, data, mk.Plan.gpipe(2, 4), **options).wait()
+    times = mk.stage_times(whole)
+    assert len(times["forward"]) == 2 and min(times["forward"]) > 0
+    assert times["input_grad"] == times["weight_grad"], "a backward that is not split is half and half"
+    assert times["hop"] > 0
+    found = mk.search_schedule(mk.Plan.gpipe(2, 4), **times, effort=20_000)
+    run = clusters(2).train(model, data, found.plan, **options).wait()
+    assert run.losses == pytest.approx(whole.losses)
+    split = mk.stage_times(run.timeline())
+    assert min(split["input_grad"]) > 0 and min(split["weight_grad"]) > 0
+
+
+def test_times_of_nothing() -> None:
+    with pytest.raises(ValueError, match="give a finished Run of a pipeline"):
+        mk.stage_times(3)  # type: ignore[arg-type]
+    t = mk.simulate(mk.Plan.gpipe(2, 2))
+    t.spans = t.spans[t.spans["stage"] != 0]
+    with pytest.raises(ValueError, match="not every stage's forward was seen"):
+        mk.stage_times(t)
