@@ -104,3 +104,70 @@ def test_gpt2_with_an_attention_mask(train: Train) -> None:
     inputs = {"input_ids": words(4, 8), "attention_mask": padding([8, 6, 8, 3], 8)}
     data = [(inputs, words(4, 8))]
     check_equal(train, gpt2(), data, mk.Plan.gpipe(2, 2), loss=next_word, optimizer=adamw, steps=5)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=4, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=32, max_position_embeddings=16, bos_token_id=0, eos_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double()
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        num_hidden_layers=4, hidden_size=16, intermediate_size=32, num_attention_heads=2, vocab_size=32,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForMaskedLM(config).double()
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        num_layers=2, num_decoder_layers=3, d_model=16, d_kv=8, d_ff=32, num_heads=2, vocab_size=32,
+        dropout_rate=0.0, decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config).double()
+
+
+def masked(words_in: int) -> dict[str, Tensor]:
+    return {"input_ids": words(5, words_in), "attention_mask": padding([words_in, 3, 4, 1, 2], words_in)}
+
+
+LANGUAGE: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    # batches of 5 in 3 micro-batches: 2, 2, 1; another length in the second step
+    "gpt2": lambda: (gpt2(), [(masked(8), words(5, 8)), (masked(6), words(5, 6))]),
+    "llama": lambda: (llama(), [(masked(8), words(5, 8)), (masked(6), words(5, 6))]),
+    "bert": lambda: (bert(), [(masked(8), words(5, 8)), (masked(6), words(5, 6))]),
+    "t5": lambda: (
+        t5(),
+        [(masked(n) | {"decoder_input_ids": words(5, 4)}, words(5, 4)) for n in (8, 6)],
+    ),
+}
+PLANS = {
+    "gpipe": mk.Plan.gpipe(3, 3),
+    "1f1b": mk.Plan(pp=2, schedule="1f1b", microbatches=3, recompute="full"),
+    "zb_h1": mk.Plan(pp=4, schedule="zb_h1", microbatches=3),
+    "interleaved": mk.Plan(pp=2, schedule="interleaved_1f1b", microbatches=4, virtual_stages=2),
+    "zbv": mk.Plan(pp=2, schedule="zbv", microbatches=4, virtual_stages=2),
+}
+PAIRS = [
+    *[("gpt2", plan) for plan in PLANS],
+    *[("t5", plan) for plan in ("gpipe", "1f1b", "interleaved")],
+    *[("llama", plan) for plan in ("gpipe", "zbv")],
+    *[("bert", plan) for plan in ("1f1b", "zb_h1")],
+]
+
+
+@pytest.mark.parametrize("kind, plan", PAIRS)
+def test_transformers_equal_serial_training(train: Train, kind: str, plan: str) -> None:
+    torch.manual_seed(1)
+    model, data = LANGUAGE[kind]()
+    how: dict[str, Any] = {"loss": next_word, "optimizer": adamw, "steps": 5, "max_grad_norm": 0.5}
+    check_equal(train, model, data, PLANS[plan], **how)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.models.chain import prefix_of
+from mpkit.parallel.anymodel.structure import flatten, rebuild
 from mpkit.parallel.microbatch import Value, map_tensors
 from mpkit.parallel.randomness import Draws, may_draw
 
@@ -92,12 +93,11 @@ class Stage:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """A tensor, or a tuple or dict of them, with whatever is of floating point in this dtype."""
+    """A tensor, or what holds tensors, with whatever is of floating point in this dtype."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {name: cast(inner, dtype) for name, inner in value.items()}
-    return tuple(cast(inner, dtype) for inner in value) if isinstance(value, tuple) else value
+    leaves, shape = flatten(value)
+    return rebuild(shape, [cast(leaf, dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 def call(layer: nn.Module, value: Any, *, first: bool) -> Any:

@@ -132,7 +132,7 @@ def _place(context: Context, job: TrainJob) -> tuple[dict[int, Stage], dict[str,
         over_whole_batch(model, context.comm)
     numbers = build(job.plan).stages_of(job.plan.mesh.place(context.rank).pp)
     if job.opened is not None:
-        return place_parts(model, job.opened, numbers, context.device), {}
+        return place_parts(model, job.opened, numbers, context.device, PRECISIONS.get(job.plan.precision))
     layers = layers_of(model)
     names = tuple(prefix_of(name) for name, _ in layers)
     rest = {key: value for key, value in model.state_dict().items() if not key.startswith(names)}

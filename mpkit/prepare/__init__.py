@@ -4,7 +4,8 @@
     batches     the data, as far as the steps take it
     dry_run     model and loss once on tensors without content: shapes, and what they refuse
     count       FLOPs and bytes, layer by layer
-    stages      where the model is cut
+    stages      where a chain is cut
+    opened      where any other model is
     resume      checkpoints: where they go, and whether one can be gone on from
 
 All of this happens in the caller's process, and leaves the caller's model and random state as they are.
@@ -34,7 +35,7 @@ from mpkit.prepare.arguments import (
 from mpkit.prepare.batches import check_shares, check_split, of_every_size, take_batches
 from mpkit.prepare.dry_run import dry_run, quiet
 from mpkit.prepare.elementwise import check_elementwise
-from mpkit.prepare.opened import open_model
+from mpkit.prepare.opened import open_for_draws, open_model
 from mpkit.prepare.resume import check_saving, facts_of, find_checkpoint, take_up
 from mpkit.prepare.stages import check_gathered, cut_stages, shared_weights
 
@@ -61,7 +62,8 @@ def prepare(
     """Check a training and make it ready for the ranks.
 
     Args:
-        model: any module; where the plan cuts it, a chain of layers (`mpkit.models.chain`). Left as it is.
+        model: any module. Where the plan cuts it: a chain of layers (`mpkit.models.chain`), or any other, which is
+            opened (`mpkit.prepare.opened`). Left as it is.
         data: a sequence of (inputs, targets), or anything that gives them one after the other, such as a DataLoader,
             of which `steps` are taken; or `mpkit.Batches` of a dataset. Inputs and targets: a tensor, a tuple or a
             dict of tensors, batch first.
@@ -87,18 +89,21 @@ def prepare(
     check_loss(loss)
     check_update(max_grad_norm, lr_schedule, steps)
     model = _on_cpu(model)
-    opens = plan.stages > 1 and not is_chain(model)
     layers = chain(model) if is_chain(model) and plan.stages > 1 else layers_of(model)
     with quiet():
         batches = take_batches(data, steps)
         sizes = of_every_size(batches, steps)
         check_split(sizes, plan)
         check_shares(model, sizes, plan)
+        opens = plan.stages > 1 and not is_chain(model)
         numbers = dry_run(
-            model, sizes, plan.microbatches, loss,
+            model, sizes, plan.microbatches, loss, counts=not opens,
             replicas=plan.dp, precision=plan.precision, whole_statistics=plan.dp > 1 and plan.batchnorm == "sync",
         )  # fmt: skip
-        opened = open_model(model, sizes, plan, loss) if opens else None
+        opened = None
+        if plan.dp == 1 and not is_chain(model):
+            open_it = open_model if opens else open_for_draws
+            opened = open_it(model, sizes, plan, loss)
         if opened is None:
             stages = cut_stages([name for name, _ in layers], next(iter(numbers.values()))[:-1], plan)
             shared = shared_weights(layers, stages)

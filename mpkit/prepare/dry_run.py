@@ -30,8 +30,9 @@ from mpkit.parallel.stage import PRECISIONS, call, cast
 from mpkit.parallel.sync_batchnorm import Alone, batch_norms, over_whole_batch
 from mpkit.prepare.arguments import CROSS_ENTROPY, one_line
 from mpkit.prepare.count import Passed, count_layers
+from mpkit.record.flops import Flops
 
-__all__ = ["dry_run", "quiet"]
+__all__ = ["dry_run", "narrow_copy", "of_wide_outputs", "quiet"]
 
 Loss = Callable[[Any, Any], Any]
 
@@ -45,6 +46,7 @@ def dry_run(
     replicas: int = 1,
     precision: str = "full",
     whole_statistics: bool = False,
+    counts: bool = True,
 ) -> dict[Hashable, list[LayerNumbers]]:
     """What each layer, and last the loss, does to micro-batches of every shape that will come, by their signature.
 
@@ -53,6 +55,7 @@ def dry_run(
         replicas: ranks that each take a share of every micro-batch.
         precision: as in `Plan`.
         whole_statistics: BatchNorm's are over the whole batch, so that a rank may have a single sample.
+        counts: FLOPs are wanted.
 
     Raises:
         ValueError: a layer refuses what it is given, or the loss is not a scalar.
@@ -60,7 +63,7 @@ def dry_run(
     found: dict[Hashable, list[LayerNumbers]] = {}
     dtype = PRECISIONS.get(precision)
     if dtype is not None:
-        model, loss = _narrow_copy(model, dtype), _of_wide_outputs(loss)
+        model, loss = narrow_copy(model, dtype), of_wide_outputs(loss)
     if whole_statistics and batch_norms(model):
         model = copy.deepcopy(model)
         over_whole_batch(model, Alone())
@@ -82,11 +85,15 @@ def dry_run(
                     # Either the model refuses, and will again, with the words that the user knows; or it is only
                     # the tensors without content that it cannot do with.
                     passed = _walk_for_real(model, x, y, loss)
-                found[key] = count_layers(model, x, y, loss, passed)
+                found[key] = (
+                    count_layers(model, x, y, loss, passed)
+                    if counts
+                    else [LayerNumbers(Flops(), *each) for each in (*passed, Passed(None, False))]
+                )
     return found
 
 
-def _narrow_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def narrow_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of the model in another dtype."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -96,7 +103,8 @@ def _narrow_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _of_wide_outputs(loss: Loss) -> Loss:
+def of_wide_outputs(loss: Loss) -> Loss:
+    """The loss, of outputs in fp32 whatever the model computes in."""
     return lambda outputs, targets: loss(cast(outputs, torch.float32), targets)
 
 

@@ -19,6 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (  # private: tests/record/test_flops.py guards it
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import (
@@ -126,8 +130,6 @@ def _shape_of(value: Any) -> Hashable:
 
 
 def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:
-    from torch._subclasses.fake_tensor import FakeTensorMode  # private: tests/record/test_flops.py guards it
-
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         copied = mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
         # The input of a module must not be a leaf: the counter cannot follow those through autograd.grad.
@@ -229,10 +231,15 @@ class _Moved(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(torch.Tensor, self._mode.from_tensor, (args, kwargs or {}))
+        args, kwargs = tree_map_only(torch.Tensor, self._without_content, (args, kwargs or {}))
         out = func(*args, **kwargs)
         self.nbytes += moved_by(func, args, kwargs, out)
         return out
+
+    def _without_content(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, or a stand-in for one that has data."""
+        fake: torch.Tensor = tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
+        return fake
 
 
 def moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:

@@ -31,17 +31,32 @@ __all__ = ["Part", "place_parts"]
 
 
 def place_parts(
-    model: nn.Module, opened: Opened, numbers: Iterable[int], device: torch.device
-) -> dict[int, Stage]:
-    """A rank's stages by number. The model becomes its skeleton: weights that no stage here needs are let go.
+    model: nn.Module,
+    opened: Opened,
+    numbers: Iterable[int],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> tuple[dict[int, Stage], dict[str, Tensor]]:
+    """A rank's stages by number, and what of the model's state is in no stage's layers, on the rank of stage 0.
+
+    The model becomes the rank's skeleton: weights that no stage here needs are let go.
 
     Args:
         model: this rank's own copy, on the CPU.
         numbers: of the stages.
+        device: the rank's.
+        dtype: what is computed in, if not in the model's own precision.
     """
     here = tuple(numbers)
-    skeleton = Skeleton(model, opened, here, device)
-    return {number: Part(number, skeleton, opened) for number in here}
+    inside = tuple(f"{block}." for block in opened.blocks)
+    parameters = {id(parameter) for parameter in model.parameters()}
+    skeleton = Skeleton(model, opened, here, device, dtype)
+    rest = {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor) and id(value) not in parameters and not name.startswith(inside)
+    }
+    return {number: Part(number, skeleton, opened) for number in here}, rest if 0 in here else {}
 
 
 class Skeleton:
@@ -53,7 +68,12 @@ class Skeleton:
     """
 
     def __init__(
-        self, model: nn.Module, opened: Opened, stages: tuple[int, ...], device: torch.device
+        self,
+        model: nn.Module,
+        opened: Opened,
+        stages: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype | None,
     ) -> None:
         self.model, self.device = model, device
         self.blocks = prepare_modules(model, opened.modules, opened.blocks)
@@ -61,17 +81,24 @@ class Skeleton:
         held = {name for number in stages for name in opened.held[number]}
         here = {block for number in stages for block in opened.placed[number]}
         elsewhere = tuple(f"{block}." for block in opened.blocks if block not in here)
+
+        def computed_in(tensor: Tensor) -> torch.dtype:
+            return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+        def stand_in(tensor: Tensor, called: str) -> Value:
+            spec = spec_of(tensor)._replace(dtype=computed_in(tensor))
+            return Value(spec, device, -1, called=called)
+
         self.parameters = {name: p for name, p in model.named_parameters() if name in held}
         for prefix, module in model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and names[id(parameter)] not in held:
-                    stand_in = Value(spec_of(parameter), device, -1, called=names[id(parameter)])
-                    module._parameters[name] = stand_in
+                    module._parameters[name] = stand_in(parameter, names[id(parameter)])
             for name, buffer in module._buffers.items():
                 if buffer is not None and f"{prefix}.".startswith(elsewhere):
-                    module._buffers[name] = Value(spec_of(buffer), device, -1, called=f"{prefix}.{name}")
+                    module._buffers[name] = stand_in(buffer, f"{prefix}.{name}")
                 elif buffer is not None:
-                    module._buffers[name] = buffer.to(device)
+                    module._buffers[name] = buffer.to(device, computed_in(buffer))
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(device)
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}

@@ -20,13 +20,16 @@ from mpkit.models.cut import cut
 from mpkit.parallel.anymodel.graph import Division, Graph, Opened
 from mpkit.parallel.anymodel.walk import prepare_modules
 from mpkit.parallel.microbatch import Value, batch_size, map_tensors, part, signature, split
+from mpkit.parallel.randomness import may_draw
+from mpkit.parallel.stage import PRECISIONS, cast
 from mpkit.plan import Plan
 from mpkit.prepare.arguments import one_line
+from mpkit.prepare.dry_run import narrow_copy, of_wide_outputs
 from mpkit.prepare.opened.divide import divide
 from mpkit.prepare.opened.opening import Opening, choose
 from mpkit.prepare.opened.record import CannotCut, record
 
-__all__ = ["open_model"]
+__all__ = ["open_for_draws", "open_model"]
 
 Loss = Callable[[Any, Any], Any]
 
@@ -38,13 +41,34 @@ def open_model(model: nn.Module, batches: Iterable[tuple[Value, Value]], plan: P
         ValueError: it cannot be cut, or not so; with where, why, and what would work.
     """
     shapes = _by_signature(batches, plan.microbatches)
+    whole, dtype = model, PRECISIONS.get(plan.precision)
+    if dtype is not None:
+        model, loss = narrow_copy(model, dtype), of_wide_outputs(loss)
+        shapes = {key: (cast(x, dtype), y) for key, (x, y) in shapes.items()}
     closed: dict[str, str] = {}  # modules that cannot be opened, and why
     opening, graphs = _walk_through(model, shapes, plan, loss, closed)
     starts = _starts(next(iter(graphs.values())), plan, closed)
     divisions = {
         key: divide(graph, _stages_of_blocks(graph, starts), plan.stages) for key, graph in graphs.items()
     }
-    return _opened(model, opening, divisions, plan.stages)
+    return _opened(whole, opening, divisions, plan.stages)
+
+
+def open_for_draws(
+    model: nn.Module, batches: Iterable[tuple[Value, Value]], plan: Plan, loss: Loss
+) -> Opened | None:
+    """A model that stays whole, opened so that its blocks draw what they would in a pipeline; None if none draws.
+
+    A model that cannot be opened draws as one layer: no pipeline could be compared with it.
+    """
+    if not model.training or not any(map(may_draw, model.modules())):
+        return None
+    try:
+        opened = open_model(model, batches, plan, loss)
+    except Exception:
+        return None
+    draws = any(node.random for division in opened.divisions.values() for node in division.graph.nodes)
+    return opened if draws else None
 
 
 def _walk_through(

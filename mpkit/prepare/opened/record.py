@@ -220,7 +220,7 @@ class Watch(TorchDispatchMode):
                         "attribute, a cache or a closure)",
                     )
         out = func(*args, **kwargs)
-        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
+        self.random = self.random or _draws(func, args, kwargs)
         self._forward += flops_of(func, args, kwargs, out)
         self._bytes += moved_by(func, args, kwargs, out)
         for leaf in tree_leaves(out):
@@ -253,6 +253,15 @@ class Wanted(Walk):
         for leaf in leaves:
             if type(leaf) is Value and leaf.number >= 0:
                 self.numbers[leaf.number] = None
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers; attention does so only if it is given a dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    arguments = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    arguments |= {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return arguments.get("dropout_p") != 0.0
 
 
 def _real(leaf: Any) -> Any:
