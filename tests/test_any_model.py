@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cloudpickle
 import pytest
@@ -17,7 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.data import images
+from mpkit.models import ResNet, UNet
 from mpkit.run import Run
+from mpkit.trace import Kind
 
 Train = Callable[..., Run]
 # Ranks get this module's functions by value, and need not import the module and what tests need.
@@ -69,6 +73,22 @@ def check_equal(train: Train, model: nn.Module, data: Any, plan: mk.Plan, **how:
     for name, value in run.state_dict().items():
         torch.testing.assert_close(value, weights[name], **exact, msg=lambda m, n=name: f"{n}: {m}")
     return run
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def ways(run: Run) -> set[str]:
+    """From which stage's rank to which something goes forward, as "0>3"."""
+    names = [
+        part.names[op["group"]] for part in run.trace.ranks for op in part.ops if op["kind"] == Kind.SEND
+    ]
+    return {name.split("#")[0] for name in names if name.split("#")[1][0] in "FS"}
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -171,3 +191,239 @@ def test_transformers_equal_serial_training(train: Train, kind: str, plan: str) 
     model, data = LANGUAGE[kind]()
     how: dict[str, Any] = {"loss": next_word, "optimizer": adamw, "steps": 5, "max_grad_norm": 0.5}
     check_equal(train, model, data, PLANS[plan], **how)
+
+
+# ---------------------------------------------------------------- images
+
+
+def test_a_unet_whose_skips_go_directly_where_they_are_needed(train: Train) -> None:
+    torch.manual_seed(2)
+    model = UNet(1, 2, width=4).double()
+    data = [(normal(3, 1, 16, 8), torch.randint(2, (3, 16, 8)))]
+    how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": adamw, "steps": 5}
+    run = check_equal(train, model, data, mk.Plan.gpipe(4, 3), **how)
+    assert ways(run) == {"0>1", "0>2", "0>3", "1>2", "2>3"}
+    check_equal(train, model, data, mk.Plan(pp=3, schedule="1f1b", microbatches=3, recompute="full"), **how)
+    check_equal(train, model, data, mk.Plan(pp=3, schedule="zb_h2", microbatches=3), **how)
+
+
+def test_a_resnet_with_batch_norm(train: Train) -> None:
+    # Statistics are a micro-batch's, in every pipeline; so the whole batch in one, or a model in eval().
+    torch.manual_seed(3)
+    model = ResNet(1, 4, width=4, groups=(2, 1, 1)).double()
+    data = [(x.double(), y) for x, y in images(6, 2, size=8)]
+    how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": sgd, "steps": 5}
+    for recompute in ("none", "full"):  # running means are not updated twice
+        check_equal(train, model, data, mk.Plan(pp=3, schedule="naive", recompute=recompute), **how)
+    check_equal(train, model.eval(), data, mk.Plan.gpipe(3, 2, cut=["groups.1", "groups.2"]), **how)
+
+
+# ---------------------------------------------------------------- what goes from block to block
+
+
+class Parts(NamedTuple):
+    x: Tensor
+    scale: float
+    mask: Tensor | None
+
+
+@dataclass
+class Thing:
+    x: Tensor
+    names: list[str]
+
+
+class Odd(nn.Module):
+    """Blocks that give each other tuples, dicts, dataclasses, None, numbers, masks, and tensors without gradients."""
+
+    class A(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Parts:
+            y = self.linear(x)
+            return Parts(y, 0.5, y > 0)
+
+    class B(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, parts: Parts, *, again: Tensor | None = None) -> dict[str, Any]:
+            assert again is None and parts.mask is not None
+            y = self.linear(parts.x) * parts.mask * parts.scale
+            return {"y": y, "count": (y > 0).sum(1), "none": None, "all": [y.sin(), (1, "b", y.detach())]}
+
+    class C(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, given: dict[str, Any], parts: Parts) -> Thing:
+            assert given["none"] is None and given["all"][1][:2] == (1, "b")
+            x = self.linear(given["y"] + given["all"][0]) + given["all"][1][2]
+            return Thing(x * given["count"][:, None] + parts.x, ["x", "names"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.head = self.A(), self.B(), self.C(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Thing:
+        parts = self.a(x)
+        given = self.b(parts, again=parts.mask if x.shape[0] > 100 else None)
+        thing = self.c(given, parts)
+        assert thing.names == ["x", "names"]
+        return Thing(self.head(thing.x), thing.names)
+
+
+def of_thing(thing: Thing, targets: Tensor) -> Tensor:
+    return F.mse_loss(thing.x, targets)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_whatever_goes_from_block_to_block(train: Train, recompute: str) -> None:
+    torch.manual_seed(4)
+    data = [(normal(5, 3), normal(5, 2)), (normal(4, 3), normal(4, 2))]
+    plan = mk.Plan.gpipe(4, 2, recompute=recompute, cut=["b", "c", "head"])
+    check_equal(train, Odd().double(), data, plan, loss=of_thing, optimizer=adamw, steps=5)
+
+
+class Flow(nn.Module):
+    """Control flow: on an input's values before the blocks, on a tensor's values within one."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+            y = self.linear(x)
+            if y.sum().item() > 0:
+                y = -y.cos()
+            return y if mask is None else y * mask
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Gate() for _ in range(4)])
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        given = None if mask.all() else mask
+        for block in self.blocks:
+            x = x + block(x, given)
+        return x
+
+
+def test_control_flow_on_values(train: Train) -> None:
+    torch.manual_seed(5)
+    ones, some = torch.ones(4, 4).double(), (torch.rand(4, 4) > 0.5).double()
+    data = [((normal(4, 4), mask), normal(4, 4)) for mask in (ones, some, ones, some)]
+    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": adamw, "steps": 5}
+    check_equal(train, Flow().double(), data, mk.Plan.naive_mp(3), **how)
+    check_equal(train, Flow().double(), data, mk.Plan(pp=2, schedule="zb_h1"), **how)
+
+
+class InPlace(nn.Module):
+    """Writes into what others made: within blocks, between them, across stages; and uses the old value too."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.relu = nn.Linear(4, 4), nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.relu(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([self.Block() for _ in range(3)])
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * 2
+        before = x * 3
+        for block in self.blocks:
+            y = block(x)  # x is without its negative part from here on
+            y += x
+            self.relu(y)
+            x = y * 1.5
+        x += before
+        x[:, 0] = before[:, 1]
+        return x
+
+
+@pytest.mark.parametrize(
+    "cut", [["blocks.0", "blocks.1", "blocks.2"], ["blocks.1", "blocks.2"], ["blocks.2"]]
+)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_is_written_into(train: Train, cut: list[str], recompute: str) -> None:
+    torch.manual_seed(6)
+    plan = mk.Plan.gpipe(len(cut) + 1, 2, cut=cut, recompute=recompute)
+    data = [(normal(5, 4), normal(5, 4))]
+    check_equal(train, InPlace().double(), data, plan, loss=F.mse_loss, optimizer=adamw, steps=5)
+
+
+class Loose(nn.Module):
+    """Parameters and buffers that the model uses itself, a block called again and again, a weight tied by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 4)
+        self.places = nn.Parameter(torch.randn(5, 4))
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+        self.again = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+        self.unused = nn.Linear(2, 2)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.words(x) + self.places[: x.shape[1]] * self.scale
+        for block in self.blocks:
+            y = y + self.again(block(y)) * self.gain
+        return self.frozen(y) @ self.words.weight.T
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_loose_parameters_and_weights_tied_by_hand(train: Train, stages: int) -> None:
+    torch.manual_seed(7)
+    data = [(torch.randint(7, (4, t)), torch.randint(7, (4, t))) for t in (5, 3)]
+    model = Loose().double()
+    how: dict[str, Any] = {"loss": of_words, "optimizer": adamw, "steps": 5, "max_grad_norm": 0.1}
+    run = check_equal(train, model, data, mk.Plan.gpipe(stages, 2), **how)
+    held = [run.timeline().peak_memory[rank]["params"] for rank in range(stages)]
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    assert max(held) < whole
+
+
+def of_words(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def test_a_chain_whose_ends_share_a_weight(train: Train) -> None:
+    torch.manual_seed(8)
+    first, last = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    last.weight = first.weight
+    model = nn.Sequential(first, nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), last).double()
+    data = [(torch.randint(7, (6, 3)), torch.randint(7, (6, 3)))]
+    how: dict[str, Any] = {"loss": of_words, "optimizer": adamw, "steps": 5, "max_grad_norm": 0.1}
+    for plan in (mk.Plan.gpipe(3, 2), mk.Plan(pp=4, schedule="zb_h1", microbatches=3), mk.Plan.naive_mp(2)):
+        check_equal(train, model, data, plan, **how)
+
+
+def test_dropout_drops_what_it_does_serially(train: Train) -> None:
+    torch.manual_seed(9)
+    model = gpt2(attn_pdrop=0.2, embd_pdrop=0.2, resid_pdrop=0.2)
+    data = [(masked(8), words(5, 8))]
+    how: dict[str, Any] = {"loss": next_word, "optimizer": adamw, "steps": 3, "seed": 5}
+    alone = train(model, data, mk.Plan.serial(3), **how)
+    for plan in (
+        mk.Plan.gpipe(3, 3),
+        mk.Plan(pp=2, schedule="1f1b", microbatches=3, recompute="full"),
+        mk.Plan(pp=2, schedule="zb_h1", microbatches=3),
+    ):
+        run = train(model, data, plan, **how)
+        assert run.losses == pytest.approx(alone.losses, rel=1e-8)
+        torch.testing.assert_close(run.state_dict(), alone.state_dict(), rtol=1e-8, atol=1e-10)
+    assert train(model, data, mk.Plan.serial(3), **(how | {"seed": 6})).losses != alone.losses

@@ -209,8 +209,10 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         recording = self._recording
+        given = set(self._given)
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
+                given.add(_storage(leaf))
                 maker = recording.made_in(leaf)
                 if maker is not None and maker != self._node and _storage(leaf) not in self._given:
                     node = recording.graph.nodes[maker]
@@ -224,7 +226,7 @@ class Watch(TorchDispatchMode):
         self._forward += flops_of(func, args, kwargs, out)
         self._bytes += moved_by(func, args, kwargs, out)
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and _storage(leaf) not in self._given:
+            if isinstance(leaf, Tensor) and _storage(leaf) not in given:  # no view of what was there before
                 recording.keep(leaf, self._node)
         return out
 
