@@ -8,12 +8,15 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import cloudpickle
 import pytest
 import torch
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -427,3 +430,83 @@ def test_dropout_drops_what_it_does_serially(train: Train) -> None:
         assert run.losses == pytest.approx(alone.losses, rel=1e-8)
         torch.testing.assert_close(run.state_dict(), alone.state_dict(), rtol=1e-8, atol=1e-10)
     assert train(model, data, mk.Plan.serial(3), **(how | {"seed": 6})).losses != alone.losses
+
+
+# ---------------------------------------------------------------- random models, random cuts
+
+
+class Web(nn.Module):
+    """Blocks that take what a random program gives them: sums and slices of what earlier blocks made."""
+
+    class Block(nn.Module):
+        def __init__(self, several: bool) -> None:
+            super().__init__()
+            self.linear, self.several = nn.Linear(4, 4), several
+
+        def forward(self, x: Tensor, more: Tensor | None = None) -> Any:
+            y = torch.tanh(self.linear(x) if more is None else self.linear(x) * more)
+            return (y, [None, y.detach().abs()]) if self.several else y
+
+    def __init__(self, program: list[tuple[int, bool, list[tuple[str, int]]]]) -> None:
+        super().__init__()
+        self.program = program
+        self.blocks = nn.ModuleList([self.Block(several) for _, several, _ in program])
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = [x]
+        for block, _, steps in self.program:
+            value, more = made[-1], None
+            for what, which in steps:
+                other = made[which % len(made)]
+                if what == "add":
+                    value = value + other
+                elif what == "more":
+                    more = other
+                elif what == "cat":
+                    value = torch.cat([value[:, :2], other[:, 2:]], 1)
+                elif what == "detach":
+                    value = value + other.detach().sign()
+                elif what == "gain":
+                    value = value * self.gain
+                else:
+                    value = value.clone()
+                    value += other
+            given = self.blocks[block % len(self.blocks)](value, more)
+            made += [given] if isinstance(given, Tensor) else [given[0], given[1][1] + value]
+        return made[-1] + made[len(made) // 2]
+
+
+STEP = st.tuples(st.sampled_from(["add", "more", "cat", "detach", "gain", "in place"]), st.integers(0, 9))
+
+
+# No shrinking: it would be hundreds of runs more.
+@settings(max_examples=30, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_random_models_and_cuts_equal_serial_training(train: Train, data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 10**6), label="weights"))
+    call = st.tuples(st.integers(0, 9), st.booleans(), st.lists(STEP, max_size=3))
+    program = data.draw(st.lists(call, min_size=3, max_size=7), label="program")
+    model = Web(program).double()
+    batch, m = data.draw(st.integers(2, 5), label="batch"), data.draw(st.integers(1, 2), label="m")
+    ranks = data.draw(st.integers(2, 3), label="ranks")
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "zb_h1"]), label="schedule")
+    plan = mk.Plan(
+        pp=ranks,
+        schedule=schedule,
+        microbatches=m,
+        recompute=data.draw(st.sampled_from(["none", "full"]), label="recompute"),
+    )
+    calls = groups_of(program)
+    assume(len(calls) >= ranks)
+    if data.draw(st.booleans(), label="own cut"):
+        points = data.draw(st.sets(st.integers(1, len(calls) - 1), min_size=ranks - 1, max_size=ranks - 1))
+        plan = replace(plan, cut=sorted(points))
+    batches = [(normal(batch, 4), normal(batch, 4)) for _ in range(2)]
+    check_equal(train, model, batches, plan, loss=F.mse_loss, optimizer=sgd, steps=3)
+
+
+def groups_of(program: list[tuple[int, bool, list[tuple[str, int]]]]) -> list[int]:
+    """The blocks that are called, those after each other once."""
+    called = [block % len(program) for block, _, _ in program]
+    return [block for block, before in pairwise([*called, -1]) if block != before]
