@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -205,6 +207,8 @@ def run_in_order(lowered: Schedule) -> None:
     for (rank, peer), queue in queues.items():
         assert queue == queues[peer, rank], f"ranks {rank} and {peer} disagree on the order"
 
+    assert in_one_order(lowered), "messages of three ranks and more stand in a ring"
+
     position = [0] * lowered.ranks
     posted: dict[tuple[int, int], list[tuple[str, int, int]]] = {pair: [] for pair in queues}
     arrived: set[tuple[str, int, int]] = set()
@@ -229,6 +233,26 @@ def run_in_order(lowered: Schedule) -> None:
                 position[rank] += 1
                 moved = True
     assert position == [len(row) for row in lowered.rows], "stuck"
+
+
+def in_one_order(lowered: Schedule) -> bool:
+    """Whether there is one order of all messages that every rank's row follows, as nccl needs where each rank does
+    all of its messages, whoever they are with, one after the other."""
+    rows = []
+    for row in lowered.rows:
+        messages = [a for a in row if len(a.kind) > 1]
+        steps = [1 if a.kind.endswith("F") else -1 for a in messages]
+        rows.append([(a.kind[-1], a.stage if a.kind.startswith("SEND") else a.stage - step, a.microbatch)
+                     for a, step in zip(messages, steps, strict=True)])  # fmt: skip
+    after = {message: set[object]() for row in rows for message in row}
+    for row in rows:
+        for first, second in pairwise(row):
+            after[second].add(first)
+    try:
+        TopologicalSorter(after).prepare()
+    except CycleError:
+        return False
+    return True
 
 
 def test_a_receive_is_posted_before_what_runs_while_the_message_comes() -> None:

@@ -10,12 +10,13 @@ Every rank goes through these phases:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from mpkit.schedule.action import Action
 from mpkit.schedule.core import Schedule
 from mpkit.schedule.placement import loops
 
-__all__ = ["in_rounds", "interleaved_1f1b", "one_f_one_b"]
+__all__ = ["in_turns", "interleaved_1f1b", "one_f_one_b"]
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
@@ -47,33 +48,38 @@ def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
     rank 1 |   . 1F0 1F1 3F0 3B0 --- 3F1 3B1 --- 1F2 1B0 --- 1F3 1B1 --- 3F2 3B2 --- 3F3 3B3 --- 1B2 --- 1B3 ---   .   .
 
     The bubble shrinks to (p-1)/(vm+p-1), for v times as many messages and 1 + (p-1)/(pv) times 1F1B's activations
-    (of stages that are 1/v as large). The paper wants p to divide m; here the last turn may be a shorter one.
+    (of stages that are 1/v as large). The paper wants p to divide m. Otherwise turns are longer here, the fewest over p
+    and as even as can be: the bubble stays what it is, and more is held.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     SC 2021, section 2.2.2 and figure 4.
     """
     rows = []
     for rank in range(p):
-        forwards, backwards = in_rounds(rank, p, m, v, "B")
-        warm_up = (v - 1) * p + 2 * (p - 1 - rank)
-        rows.append([a for a in _one_by_one(forwards, backwards, warm_up) if a.microbatch < m])
+        turn, forwards, backwards = in_turns(rank, p, m, v, "B")
+        warm_up = (v - 1) * turn + 2 * (p - 1 - rank)
+        rows.append(list(_one_by_one(forwards, backwards, warm_up)))
     return Schedule(rows, "interleaved_1f1b", loops(p, v))
 
 
-def in_rounds(rank: int, p: int, m: int, v: int, backward: str) -> tuple[list[Action], list[Action]]:
-    """A rank's forwards and backwards, p micro-batches through one of its stages before the next one's turn.
+def in_turns(rank: int, p: int, m: int, v: int, backward: str) -> tuple[int, list[Action], list[Action]]:
+    """A rank's forwards and backwards, a turn of micro-batches through one of its stages before the next one's.
 
-    They go on to the next multiple of p. What is beyond m is to be left out once all are in order: that leaves
-    a valid order of the others, since micro-batches do not need each other.
+    A turn is of p micro-batches. Where p does not divide m there are as many turns as there are whole p's in m, and
+    they are as even as can be, the longer ones first: a shorter turn than p would leave ranks waiting.
 
-    >>> in_rounds(0, 2, 3, 2, "B")[0]
-    [0F0, 0F1, 2F0, 2F1, 0F2, 0F3, 2F2, 2F3]
+    Returns:
+        how long the first turn is, and the two orders.
+
+    >>> in_turns(0, 2, 5, 2, "B")[:2]
+    (3, [0F0, 0F1, 0F2, 2F0, 2F1, 2F2, 0F3, 0F4, 2F3, 2F4])
     """
-    stages = range(rank, p * v, p)
-    rounds = [range(first, first + p) for first in range(0, m, p)]
-    forwards = [Action("F", s, i) for turn in rounds for s in stages for i in turn]
-    backwards = [Action(backward, s, i) for turn in rounds for s in reversed(stages) for i in turn]
-    return forwards, backwards
+    stages, count = range(rank, p * v, p), max(1, m // p)
+    lengths = [m // count + (number < m % count) for number in range(count)]
+    turns = [range(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]
+    forwards = [Action("F", s, i) for turn in turns for s in stages for i in turn]
+    backwards = [Action(backward, s, i) for turn in turns for s in reversed(stages) for i in turn]
+    return lengths[0], forwards, backwards
 
 
 def _one_by_one(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> Iterator[Action]:

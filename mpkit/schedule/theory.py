@@ -19,25 +19,24 @@ def bubble_in_theory(name: str, p: int, m: int, v: int = 1, *, recompute: bool =
         recompute: whether a backward does its forward again.
 
     Returns:
-        None where the papers say nothing: too few micro-batches to fill the pipeline, a last turn that is shorter,
-        or recomputation where it is not waited for.
+        None where the papers say nothing: too few micro-batches to fill the pipeline, or recomputation.
 
     >>> bubble_in_theory("gpipe", 4, 8), bubble_in_theory("interleaved_1f1b", 4, 8, 2)
     (Fraction(3, 11), Fraction(3, 19))
     >>> bubble_in_theory("zbv", 4, 8, 2)
     Fraction(1, 17)
     """
-    turns = m >= p if v == 1 else m % p == 0
+    filled = m >= p and not recompute
     whole, third = 3 * (p - 1), p - 1  # (p-1)(F+I+W), and (p-1)(F+I-W)
     idle, holds = {
         "naive": (whole * m, True),
         "gpipe": (whole, True),
         "1f1b": (whole, not recompute),
-        "looped_bfs": (whole, (m >= p or v == 1) and not recompute),
-        "interleaved_1f1b": (whole, (turns or v == 1) and not recompute),
-        "zb_h1": (third, m >= p and not recompute),
-        "zb_h2": (third, m >= p and not recompute),  # p-1 at the beginning and the end, 0 in between
-        "interleaved_zb": (third, turns and not recompute),
+        "looped_bfs": (whole, filled),
+        "interleaved_1f1b": (whole, filled),
+        "zb_h1": (third, filled),
+        "zb_h2": (third, filled),  # p-1 at the beginning and the end, 0 in between
+        "interleaved_zb": (third, filled),
         "zbv": (third, 2 * m >= 3 * p and not recompute),
         "dualpipev": (2 * (p - 1), m >= 2 * p and not recompute),  # (p-1)(F+2B-3W)
     }[name]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from mpkit.schedule.action import Action
 from mpkit.schedule.core import Schedule
-from mpkit.schedule.one_f_one_b import in_rounds
+from mpkit.schedule.one_f_one_b import in_turns
 from mpkit.schedule.placement import loops
 
 __all__ = ["interleaved_zb", "zb_h1", "zb_h2"]
@@ -62,23 +62,23 @@ def zb_h2(p: int, m: int) -> Schedule:
 
 
 def interleaved_zb(p: int, m: int, v: int = 2) -> Schedule:
-    """Interleaved zero bubble: interleaved 1F1B's turns of p micro-batches, with ZB-H1's warm-up and W's.
+    """Interleaved zero bubble: interleaved 1F1B's turns of micro-batches, with ZB-H1's warm-up and W's.
 
     >>> print(interleaved_zb(2, 4))
     rank 0 | 0F0 0F1 2F0 2F1   . 2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
     rank 1 |   . 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
 
-    A rank is idle for (p-1)(F+I-W) of stages that are 1/v as large, and holds the activations of vp such.
+    A rank is idle for (p-1)(F+I-W) of stages that are 1/v as large, and holds the activations of vp such, or more where
+    p does not divide m.
 
     Source: the two combined, as PyTorch's ScheduleInterleavedZeroBubble does: Narayanan et al. 2021, section 2.2.2,
     and Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
     """
     rows = []
     for rank in range(p):
-        forwards, inputs = in_rounds(rank, p, m, v, "I")
-        warm_up = (v - 1) * p + p - 1 - rank
-        filled = _filled(forwards, inputs, warm_up, lead=rank, lead_at_the_end=0)
-        rows.append([action for action in filled if action.microbatch < m])
+        turn, forwards, inputs = in_turns(rank, p, m, v, "I")
+        warm_up = (v - 1) * turn + p - 1 - rank
+        rows.append(list(_filled(forwards, inputs, warm_up, lead=rank, lead_at_the_end=0)))
     return Schedule(rows, "interleaved_zb", loops(p, v))
 
 
