@@ -6,10 +6,12 @@ Transformers' models are built from small configs, nothing is downloaded. Serial
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -510,3 +512,178 @@ def groups_of(program: list[tuple[int, bool, list[tuple[str, int]]]]) -> list[in
     """The blocks that are called, those after each other once."""
     called = [block % len(program) for block, _, _ in program]
     return [block for block, before in pairwise([*called, -1]) if block != before]
+
+
+# ---------------------------------------------------------------- what cannot be
+
+
+class Chooses(nn.Module):
+    """Goes one way or another by what a block made: between blocks, where nobody but one rank can know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return self.b(y) if y.mean() > 0 else self.b(-y)
+
+
+class Around(nn.Module):
+    """Has that within; and a list of layers, too short for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = Chooses(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x))
+
+
+class Remembers(nn.Module):
+    """A block leaves a tensor in an attribute, and another one takes it there."""
+
+    class Leave(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, store: dict[str, Tensor]) -> Tensor:
+            store["left"] = self.linear(x)
+            return store["left"] * 2
+
+    class Take(Leave):
+        def forward(self, x: Tensor, store: dict[str, Tensor]) -> Tensor:
+            return self.linear(x) + Remembers.left(store)
+
+    @staticmethod
+    def left(store: dict[str, Tensor]) -> Tensor:
+        return store["left"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave, self.take = self.Leave(), self.Take()
+
+    def forward(self, x: Tensor) -> Tensor:
+        store = Store()
+        return self.take(self.leave(x, store), store)
+
+
+class Store(dict[str, Tensor]):
+    """What a walk cannot look into."""
+
+
+class TwiceNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.norm(self.a(self.norm(x))))
+
+
+IMPOSSIBLE: dict[str, tuple[nn.Module, mk.Plan, str]] = {
+    "a way chosen between blocks": (
+        Chooses(),
+        mk.Plan.gpipe(2, 2),
+        r"The model \(Chooses\) cannot be cut: .*looks at the numbers of a tensor that a block made.*module of its own",
+    ),
+    "such a module within": (
+        Around(),
+        mk.Plan.gpipe(3, 2),
+        r"3 stages, but the model has 2 layers \(inner, head\).*inner is cut nowhere within: .*looks at the numbers",
+    ),
+    "a tensor handed over unseen": (
+        Remembers(),
+        mk.Plan.gpipe(2, 2),
+        "a tensor that leave made is read without having been handed over",
+    ),
+    "statistics in two stages": (
+        TwiceNormed(),
+        mk.Plan.gpipe(2, 2, cut=["a"]),
+        "norm is called in the stages 0, 1, and keeps running_mean",
+    ),
+    "a cut at a block that is not there": (
+        Flow(),
+        mk.Plan.gpipe(2, 2, cut=["block.2"]),
+        r"cut at 'block.2': the model has no layer of that name. Did you mean 'blocks.2'",
+    ),
+    "more stages than blocks": (Flow(), mk.Plan.gpipe(5, 2), "5 stages, but the model has 4 layers"),
+}
+
+
+@pytest.mark.parametrize("kind", IMPOSSIBLE)
+def test_what_cannot_be_cut_says_where_and_why(train: Train, kind: str) -> None:
+    model, plan, words = IMPOSSIBLE[kind]
+    inputs = (torch.randn(4, 4), torch.ones(4, 4)) if isinstance(model, Flow) else torch.randn(4, 4)
+    with pytest.raises(ValueError, match=words):
+        train(model, [(inputs, torch.randn(4, 4))], plan, loss=F.mse_loss, optimizer=sgd, steps=1)
+
+
+class Unsteady(nn.Module):
+    """Another way than in the dry run, in the second batch."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, how: str) -> Any:
+            y = self.linear(x)
+            if how == "constant":
+                return y, int((x > 100).sum())
+            if how == "structure":
+                return (y, None) if (x < 100).all() else [y, None]
+            return (y[y.sum(1) < 1000], None) if how == "shape" else (y, None)
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.blocks = how, nn.ModuleList([self.Block() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = bool((x > 100).any())
+        y = x
+        for block in self.blocks:
+            y, _ = block(y, self.how)
+        if self.how == "operation" and large:
+            y = y.sin()
+        return self.blocks[0](y, self.how)[0] if self.how == "block" and large else y
+
+
+UNSTEADY = {
+    "constant": "blocks.0 gave back 1, and 0 in the dry run",
+    "structure": "blocks.0 made something of another structure",
+    "shape": r"blocks.0 made \[1, 4\] float32, and \[2, 4\] float32 in the dry run",
+    "operation": "sin happened instead of the end",
+    "block": "blocks.0 happened instead of the end",
+}
+
+
+@pytest.mark.parametrize("how", UNSTEADY)
+def test_a_forward_that_goes_another_way_is_told_of(train: Train, how: str) -> None:
+    torch.manual_seed(10)
+    model = Unsteady(how)
+    large = torch.randn(2, 4)
+    large[0, 0] = 1e6
+    with torch.no_grad():
+        model.blocks[0].linear.weight.fill_(1.0)
+    data = [(torch.randn(2, 4), torch.randn(2, 4)), (large, torch.randn(2, 4))]
+    with pytest.raises(mk.RankFailed, match="another way than in its dry run") as caught:
+        train(model, data, mk.Plan.gpipe(2, 1), loss=F.mse_loss, optimizer=sgd, steps=2)
+    assert re.search(UNSTEADY[how], str(caught.value))
+    assert caught.value.step == 1
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_checkpoints_of_tied_weights_are_gone_on_from_by_any_cut(train: Train, tmp_path: Path) -> None:
+    torch.manual_seed(11)
+    model, data = gpt2(), [(masked(8), words(5, 8))]
+    how: dict[str, Any] = {"loss": next_word, "optimizer": adamw}
+    losses, weights = serial(model, data, steps=4, **how)
+    train(model, data, mk.Plan.gpipe(3, 2), steps=2, checkpoint_every=2, checkpoint_dir=tmp_path, **how)
+    for plan in (mk.Plan.gpipe(2, 3, cut=["transformer.h.3"]), mk.Plan.gpipe(3, 2), mk.Plan.serial()):
+        run = train(model, data, plan, steps=4, resume_from=tmp_path, **how)
+        torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(losses[2:]), rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(dict(run.state_dict()), dict(weights), rtol=1e-8, atol=1e-10)

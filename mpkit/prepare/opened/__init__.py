@@ -209,6 +209,7 @@ def _opened(model: nn.Module, opening: Opening, divisions: dict[Hashable, Divisi
             if node.block:
                 placed[s][node.name] = None
                 held[s].update(dict.fromkeys(names[id(p)] for p in modules[node.name].parameters()))
+    _check_buffers(modules, placed)
     used = {name for stage in held for name in stage}
     held[0].update(dict.fromkeys(name for name in names.values() if name not in used))
     state = {}
@@ -226,6 +227,20 @@ def _opened(model: nn.Module, opening: Opening, divisions: dict[Hashable, Divisi
         [tuple(stage) for stage in placed],
         state,
     )
+
+
+def _check_buffers(modules: dict[str, nn.Module], placed: list[dict[str, None]]) -> None:
+    """No block that keeps statistics in two stages: each would take statistics of its own."""
+    for name in dict.fromkeys(name for stage in placed for name in stage):
+        stages = [s for s, blocks in enumerate(placed) if name in blocks]
+        keeps = [key for key, _ in modules[name].named_buffers() if modules[name].training]
+        if len(stages) > 1 and keeps:
+            raise ValueError(
+                f"{name} is called in the stages {', '.join(map(str, stages))}, and keeps {keeps[0]}, of which each "
+                "stage would change a copy of its own. What works: a cut that leaves its calls in one stage, a block "
+                "of its own for each call, model.eval() if it is not to change, or Plan.serial(). (Shared weights may "
+                "be anywhere.)"
+            )
 
 
 def _explain(model: nn.Module, error: CannotCut) -> str:
