@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpkit.catalogue import hardware
     from mpkit.cluster import Cluster
+    from mpkit.comparison import compare
     from mpkit.data_batches import Batches
     from mpkit.devices import Device, Hardware, Link
     from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError
@@ -44,6 +45,7 @@ _HOME = {
     "Timeline": "mpkit.timeline",
     "Trace": "mpkit.trace",
     "TraceError": "mpkit.errors",
+    "compare": "mpkit.comparison",
     "data_digest": "mpkit.parallel.digest",
     "hardware": "mpkit.catalogue",
     "hf_experiment": "mpkit.experiments.hugging_face",
@@ -72,6 +74,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "TraceError",
+    "compare",
     "data_digest",
     "hardware",
     "hf_experiment",

@@ -10,6 +10,7 @@ Its size is bounded by its width: a row with more boxes than pixels is drawn by 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from html import escape
 from textwrap import wrap
 from typing import Any
@@ -39,6 +40,7 @@ def svg(
     title: str = "",
     step: int | None = None,
     theme: str = "auto",
+    room: float = 0.0,
 ) -> str:
     """The timeline as a standalone SVG document.
 
@@ -48,6 +50,7 @@ def svg(
         title: a heading; none is drawn if empty.
         step: draw this step only.
         theme: "light", "dark", or "auto" for what the reader's system prefers.
+        room: seconds that the axis has at least, so that several pictures share a scale.
 
     Raises:
         ValueError: a width with no room for a picture, or a theme that there is none of.
@@ -57,6 +60,7 @@ def svg(
     if theme not in ("auto", *THEMES):
         raise ValueError(f"theme={theme!r} is none of 'auto', 'light' and 'dark'")
     pic = picture(timeline, step)
+    pic = replace(pic, duration=max(pic.duration, room))
     top = MARGIN + (30 if title else 4)
     tops, bottom = _tops(pic.rows, top)
     span = width - GUTTER - 2 * MARGIN

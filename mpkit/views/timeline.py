@@ -55,6 +55,7 @@ class TimelineView(anywidget.AnyWidget):
         labels: of the lanes, one a rank, where no timeline tells.
         title: a heading.
         clock: "measured", "virtual" or "simulated", where no timeline tells.
+        room: as below.
 
     Attributes:
         bubble: the idle share of a step; None before there is any.
@@ -63,6 +64,7 @@ class TimelineView(anywidget.AnyWidget):
         clock: which clock the times are of, in words.
         note: a sentence below the picture.
         live: whether more is to come: then the view follows the newest operations.
+        room: seconds that the axis has at least, so that several views share a scale.
     """
 
     _esm = esm()
@@ -75,6 +77,7 @@ class TimelineView(anywidget.AnyWidget):
     clock = traitlets.Unicode().tag(sync=True)
     note = traitlets.Unicode().tag(sync=True)
     live = traitlets.Bool(False).tag(sync=True)
+    room = traitlets.Float(0.0).tag(sync=True)
     table = traitlets.Dict().tag(sync=True)
     look = traitlets.Dict().tag(sync=True)
     backlog = traitlets.Bytes(b"").tag(sync=True)
@@ -87,8 +90,11 @@ class TimelineView(anywidget.AnyWidget):
         labels: Sequence[str] = (),
         title: str = "",
         clock: str = "virtual",
+        room: float = 0.0,
     ) -> None:
-        super().__init__(look=look(), title=title, labels=list(labels), clock=CLOCKS.get(clock, clock))
+        super().__init__(
+            look=look(), title=title, labels=list(labels), clock=CLOCKS.get(clock, clock), room=room
+        )
         self._lock = threading.RLock()
         self._batches = Batches()
         self._counter = BubbleCounter(max(len(labels), 1))

@@ -66,13 +66,14 @@ class Panel {
   update(state) {
     const before = this.state;
     this.state = { ...before, ...state };
-    const { title, labels, bubble, step_time, of, clock, note, live, table } = this.state;
+    const { title, labels, bubble, step_time, of, clock, note, live, table, room } = this.state;
     this.title.textContent = title ?? "";
     this.bubble.set(bubble == null ? "" : percent(bubble), of);
     this.time.set(step_time == null ? "" : seconds(step_time), of);
     this.clock.textContent = clock ?? "";
     this.note.textContent = note ?? "";
     this.chart.labels = labels ?? [];
+    if (room !== before.room) this.chart.room = room ?? 0;
     if (live !== before.live) this.chart.follow = Boolean(live);
     this.followed.hidden = !live;
     if (table?.head && table !== before.table) fillTable(this.table, table);

@@ -1,0 +1,65 @@
+"""A comparison in a notebook: interactive timelines on one axis, and where the time goes as a plotly chart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpkit.idleness import CAUSES
+from mpkit.views.comparison_svg import CAUSE_INKS
+from mpkit.views.needs import needs_notebook
+from mpkit.views.timeline import TimelineView
+from mpkit.views.units import seconds
+
+if TYPE_CHECKING:
+    from mpkit.comparison import Comparison
+
+try:
+    import ipywidgets
+    import plotly.graph_objects as go
+except ImportError as error:
+    raise needs_notebook("a comparison's view", error) from error
+
+__all__ = ["comparison_figure", "comparison_view"]
+
+GREY, LINE = "#757d88", "rgba(128,128,128,0.25)"  # read on a light and on a dark ground
+
+
+def comparison_view(comparison: Comparison) -> Any:
+    """The timelines under each other, as wide as the longest is long."""
+    room = max(row.timeline.step_time for row in comparison.rows)
+    return ipywidgets.VBox([TimelineView(row.timeline, title=row.name, room=room) for row in comparison.rows])
+
+
+def comparison_figure(comparison: Comparison) -> Any:
+    """Work and idle time by cause, averaged over ranks: a stacked bar a timeline, as a plotly Figure."""
+    rows = comparison.rows[::-1]  # plotly draws the first one lowest
+    names = [row.name for row in rows]
+    figure = go.Figure()
+    for what in ("work", *CAUSES):
+        values = [sum(row.work.values()) if what == "work" else row.idle[what] for row in rows]
+        if any(values):
+            figure.add_trace(
+                go.Bar(
+                    y=names,
+                    x=values,
+                    name=what if what == "work" else f"idle: {what}",
+                    orientation="h",
+                    marker_color=CAUSE_INKS[what],
+                    customdata=[seconds(value) for value in values],
+                    hovertemplate="%{y}: %{customdata}<extra>" + what + "</extra>",
+                )
+            )
+    figure.update_layout(
+        title={"text": "Where a step's time goes, averaged over ranks"},
+        barmode="stack",
+        height=160 + 44 * len(rows),
+        margin={"l": 16, "r": 16, "t": 48, "b": 40},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"color": GREY, "size": 12},
+        hoverlabel={"font": {"color": "#1f2328"}, "bgcolor": "#ffffff"},
+        legend={"traceorder": "normal"},
+    )
+    figure.update_xaxes(gridcolor=LINE, zeroline=False, title="seconds")
+    figure.update_yaxes(automargin=True)
+    return figure

@@ -1,0 +1,118 @@
+"""A comparison as SVG: timelines under each other on one axis, and below each where its time goes.
+
+picture    a timeline, on the scale of the longest (`svg`)
+bar        work and idle time by cause, averaged over ranks, on the same scale
+legend     of the bars
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from typing import TYPE_CHECKING
+
+from mpkit.idleness import CAUSES
+from mpkit.views.colours import INKS, THEMES, Key
+from mpkit.views.svg import FONT, GUTTER, MARGIN, svg
+from mpkit.views.units import seconds
+
+if TYPE_CHECKING:
+    from mpkit.comparison import Compared, Comparison
+
+__all__ = ["CAUSE_INKS", "comparison_svg"]
+
+CAUSE_INKS = {
+    "work": INKS[Key.FORWARD].light,
+    "warm-up": "#9bd5f7",
+    "message": "#c3c9d2",
+    "imbalance": "#d55e00",
+    "communication": INKS[Key.COMM].light,
+    "cool-down": "#f0e442",
+    "other": "#8c929c",
+}
+"""Of the bars: read on a light and on a dark ground."""
+
+BAR, SPACE = 16.0, 44.0
+
+
+def comparison_svg(comparison: Comparison, width: int = 960) -> str:
+    """The comparison as a standalone SVG document.
+
+    Args:
+        comparison: what to draw.
+        width: in pixels.
+    """
+    room = max(row.timeline.step_time for row in comparison.rows)
+    span = width - GUTTER - 2 * MARGIN
+    parts: list[str] = []
+    y = 0.0
+    for row in comparison.rows:
+        inner = svg(row.timeline, width, title=row.name, room=room)
+        tall = float(re.search(r'height="(\d+)"', inner)[1])  # type: ignore[index]
+        inner = inner.replace("<svg ", f'<svg y="{y:g}" ', 1).replace(
+            "mpkit-idle", f"mpkit-idle-{len(parts)}"
+        )
+        parts.append(inner)
+        y += tall
+        parts.append(_bar(row, y, span / room if room else 0.0))
+        y += SPACE
+    legend = _legend(comparison, y + 6)
+    height = y + 30
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="mpkit-compare" role="img" width="{width}" '
+            f'height="{height:.0f}" viewBox="0 0 {width} {height:.0f}" font-family="{FONT}" font-size="12">',
+            f"<title>{escape(' and '.join(row.name for row in comparison.rows))}</title>",
+            f"<desc>{escape(str(comparison))}</desc>",
+            _style(),
+            f'<rect class="page" width="{width}" height="{height:.0f}" rx="8"/>',
+            *parts,
+            legend,
+            "</svg>",
+        ]
+    )
+
+
+def _bar(row: Compared, y: float, scale: float) -> str:
+    """Work, and idle time by cause, as one bar that is as long as the makespan."""
+    x = MARGIN + GUTTER
+    parts = [
+        f'<text class="soft" x="{x - 10:g}" y="{y + 12:g}" text-anchor="end">mean of ranks</text>',
+    ]
+    for what, value in {"work": sum(row.work.values()), **row.idle}.items():
+        long = value * scale
+        if long > 0.3:
+            words = f"{what}: {seconds(value)}"
+            parts.append(
+                f'<rect fill="{CAUSE_INKS[what]}" x="{x:.2f}" y="{y:g}" width="{max(long - 0.8, 0.4):.2f}" '
+                f'height="{BAR:g}"><title>{escape(words)}</title></rect>'
+            )
+        x += long
+    return f'<g aria-label="{escape(row.name)}: where the time goes">{"".join(parts)}</g>'
+
+
+def _legend(comparison: Comparison, y: float) -> str:
+    parts: list[str] = []
+    x = MARGIN
+    for what in ("work", *CAUSES):
+        if what == "work" or any(row.idle[what] > 0 for row in comparison.rows):
+            word = what if what == "work" else f"idle: {what}"
+            parts.append(
+                f'<rect fill="{CAUSE_INKS[what]}" x="{x:g}" y="{y - 10:g}" width="14" height="12" rx="2"/>'
+            )
+            parts.append(f'<text class="word" x="{x + 20:g}" y="{y:g}">{escape(word)}</text>')
+            x += 20 + 7 * len(word) + 14
+    return "".join(parts)
+
+
+def _style() -> str:
+    def block(name: str) -> str:
+        ground = THEMES[name]
+        rules = [
+            f".page{{fill:{ground.ground}}}",
+            f".word{{fill:{ground.text}}}",
+            f".soft{{fill:{ground.faint}}}",
+        ]
+        return "".join(f".mpkit-compare {rule}" for rule in rules)
+
+    return f"<style>{block('light')}@media (prefers-color-scheme: dark){{{block('dark')}}}</style>"

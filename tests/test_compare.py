@@ -1,0 +1,143 @@
+"""Idle time by cause, and timelines beside each other."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpkit as mk
+from mpkit.comparison import Comparison
+from mpkit.data import text_batches
+from mpkit.idleness import CAUSES, idle_by_cause
+from mpkit.models import GPT, next_token_loss
+from mpkit.schedule import NAMES
+
+IMBALANCE, COMMUNICATION = CAUSES.index("imbalance"), CAUSES.index("communication")
+TIMES = st.sampled_from([0.5, 1.0, 1.37, 2.0])
+
+
+def plan_of(name: str, p: int = 4, m: int = 8) -> mk.Plan:
+    virtual = name in ("looped_bfs", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipev")
+    return mk.Plan(pp=p, schedule=name, microbatches=m, virtual_stages=2 if virtual else 1)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(NAMES), st.data(), st.sampled_from([0.0, 0.1, 0.37]))
+def test_causes_add_up_to_the_idle_time(name: str, data: st.DataObject, hop: float) -> None:
+    plan = plan_of(name)
+    times = [data.draw(st.lists(TIMES, min_size=plan.stages, max_size=plan.stages)) for _ in range(3)]
+    t = mk.simulate(plan, *times, hop=hop)
+    found = idle_by_cause(t)
+    np.testing.assert_allclose(found.sum(axis=1), t.idle, atol=1e-9)
+    assert (found >= -1e-9).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_stages_have_no_imbalance(name: str) -> None:
+    t = mk.simulate(plan_of(name), hop=0.1)
+    found = idle_by_cause(t)
+    np.testing.assert_allclose(found[:, IMBALANCE], 0, atol=1e-9)
+    assert found[:, COMMUNICATION].sum() > 0
+    np.testing.assert_allclose(idle_by_cause(mk.simulate(plan_of(name)))[:, COMMUNICATION], 0, atol=1e-9)
+
+
+def test_imbalance_is_what_a_balanced_cut_would_save() -> None:
+    plan = mk.Plan.gpipe(4, 8)
+    slow = mk.simulate(plan, forward=[1, 1, 2, 1], input_grad=[1, 1, 2, 1], weight_grad=[1, 1, 2, 1])
+    even = mk.simulate(plan, forward=1.25, input_grad=1.25, weight_grad=1.25)
+    found = idle_by_cause(slow)
+    for rank in (0, 1, 3):
+        assert found[rank, IMBALANCE] == pytest.approx(slow.idle[rank] - even.idle[rank])
+    assert found[2, IMBALANCE] == 0  # the others wait for it
+
+
+def test_of_real_runs_they_add_up_too(cluster: mk.Cluster) -> None:
+    torch.manual_seed(0)
+    model, data = GPT(layers=4, width=32, length=16), text_batches(batch=8, length=16, steps=2)
+    plans = [
+        mk.Plan.gpipe(4, 4), mk.Plan.gpipe(4, 4, recompute="full"), mk.Plan.dp(4), mk.Plan.ddp(4, bucket_mb=0.01),
+        mk.Plan.zero(3, 4, microbatches=2), mk.Plan.zero(2, 4, offload="optimizer"),
+    ]  # fmt: skip
+    for plan in plans:
+        run = cluster.train(
+            model, data, plan, loss=next_token_loss, optimizer=torch.optim.AdamW, steps=2, show=False
+        ).wait()
+        for t in (run.timeline(), run.timeline(hardware="2x-titan-rtx")):
+            found = idle_by_cause(t)
+            np.testing.assert_allclose(found.sum(axis=1), t.idle, atol=1e-9)
+            assert (found >= -1e-9).all(), plan
+
+
+@pytest.fixture(scope="module")
+def against_prediction(cluster: mk.Cluster) -> Comparison:
+    torch.manual_seed(0)
+    model, data = GPT(layers=4, width=32, length=16), text_batches(batch=8, length=16, steps=2)
+    run = cluster.train(
+        model,
+        data,
+        mk.Plan.gpipe(4, 4),
+        loss=next_token_loss,
+        optimizer=torch.optim.AdamW,
+        steps=2,
+        show=False,
+    ).wait()
+    return mk.compare(run)
+
+
+def test_a_run_is_compared_with_its_prediction(against_prediction: Comparison) -> None:
+    assert [row.name for row in against_prediction.rows] == ["predicted", "measured"]
+    predicted, measured = (row.timeline for row in against_prediction.rows)
+    assert (predicted.clock, measured.clock) == ("simulated", "virtual")
+    gap = against_prediction.gap()
+    assert sum(gap.values()) == pytest.approx(measured.makespan - predicted.makespan)
+    # The means are the run's own, so forwards and backwards are no part of the gap; the optimizer is all of it.
+    assert all(abs(gap[f"{kind} of stage {s}"]) < 1e-9 for kind in ("forward", "backward") for s in range(4))
+    assert gap["optimizer"] > 0
+    assert "measured is" in str(against_prediction)
+
+
+@pytest.mark.parametrize(("a", "b"), [("gpipe", "zb_h1"), ("zb_h1", "zbv"), ("naive", "1f1b")])
+def test_a_gap_is_explained_to_its_end(a: str, b: str) -> None:
+    times = {"forward": 1.0, "input_grad": 1.1, "weight_grad": 0.9, "hop": 0.2}
+    found = mk.compare(first=mk.simulate(plan_of(a), **times), second=mk.simulate(plan_of(b), **times))
+    first, second = (row.timeline for row in found.rows)
+    assert sum(found.gap().values()) == pytest.approx(second.makespan - first.makespan)
+    assert sum(found.gap("second", "first").values()) == pytest.approx(first.makespan - second.makespan)
+
+
+def test_pictures_share_an_axis(against_prediction: Comparison) -> None:
+    svg = ET.fromstring(against_prediction.to_svg())
+    pictures = [child for child in svg if child.get("class") == "mpkit"]
+    assert len(pictures) == 2
+    views = against_prediction.show().children
+    longest = max(row.timeline.step_time for row in against_prediction.rows)
+    assert [view.room for view in views] == [longest] * 2
+    bars = against_prediction.figure().data
+    for i, row in enumerate(against_prediction.rows[::-1]):
+        assert sum(bar.x[i] for bar in bars) == pytest.approx(row.timeline.makespan)
+    frame = against_prediction.to_dataframe()
+    assert list(frame["name"]) == ["predicted", "measured"]
+
+
+def test_names_are_the_users_or_the_schedules() -> None:
+    t = mk.simulate(mk.Plan.gpipe(2, 2))
+    assert [row.name for row in mk.compare(t, t, mine=t).rows] == [
+        "gpipe, simulated",
+        "gpipe, simulated (2)",
+        "mine",
+    ]
+
+
+def test_mistakes_are_explained() -> None:
+    with pytest.raises(ValueError, match="nothing to compare"):
+        mk.compare()
+    with pytest.raises(ValueError, match="give Timelines or finished Runs"):
+        mk.compare(mk.Plan.gpipe(2, 2))  # type: ignore[arg-type]
+    t = mk.simulate(mk.Plan.gpipe(2, 2))
+    with pytest.raises(ValueError, match=r"gap\('gipe'\): the timelines are 'gpipe'"):
+        mk.compare(gpipe=t).gap("gipe")
