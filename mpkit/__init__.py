@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from mpkit.schedule import Schedule
     from mpkit.search import search_schedule
     from mpkit.simulation import simulate
-    from mpkit.times import stage_times
     from mpkit.timeline import Timeline
+    from mpkit.times import stage_times
     from mpkit.trace import Trace
 
 __version__ = "0.1.0"
