@@ -189,9 +189,8 @@ class Plan:
     def bubble_in_theory(self) -> Fraction | None:
         """The idle share of a step's span, averaged over ranks, for equal stages and messages that take no time.
 
-        See `mpkit.schedule.theory`. With recomputation a micro-batch takes 4 instead of 3; of GPipe all but the last
-        stage recompute while they wait for a gradient. None for a schedule of one's own, and where the papers say
-        nothing: `mpkit.simulate(plan).bubble` does.
+        See `mpkit.schedule.theory`. With recomputation a micro-batch takes 4 instead of 3, while idle times stay the
+        same. None for a schedule of one's own, and where the papers say nothing: `mpkit.simulate(plan).bubble` does.
         """
         if isinstance(self.schedule, Schedule):
             return None

@@ -45,7 +45,9 @@ class Done(NamedTuple):
         return cls(*map(np.array, numbers), *(np.array(column, float) for column in times))
 
 
-def spans(done: Done, schedule: Schedule, hop: float, again: Array) -> tuple[Array, list[str]]:
+def spans(
+    done: Done, schedule: Schedule, hop: float, again: Array, steps: int = 1
+) -> tuple[Array, list[str]]:
     """(n,) of `SPAN`, by rank, then start; and the names that they refer to.
 
     Args:
@@ -53,6 +55,7 @@ def spans(done: Done, schedule: Schedule, hop: float, again: Array) -> tuple[Arr
         schedule: what was played.
         hop: seconds that a message takes.
         again: by stage, seconds of a forward that is done again before its backward.
+        steps: how many of them the schedule is, one after the other, each of as many micro-batches.
     """
     rank, kind, stage, m = done.rank, done.kind, done.stage, done.microbatch
     holder, number = np.array(schedule.stage_to_rank), np.arange(len(rank))
@@ -70,13 +73,27 @@ def spans(done: Done, schedule: Schedule, hop: float, again: Array) -> tuple[Arr
     waits = done.free[taker] + np.where(back[taker], again[stage[taker]], 0.0)
     redone = np.flatnonzero(back & (again[stage] > 0))
     redone_at = done.free[redone], done.free[redone] + again[stage[redone]]
-    ends = np.zeros(schedule.ranks)
-    np.maximum.at(ends, rank, done.end)
+    # Steps: on a rank from its first action to its last; the first from 0.
+    per = schedule.microbatches // steps
+    step_of = (
+        np.arange(schedule.ranks * steps) // steps,
+        np.arange(schedule.ranks * steps) % steps,
+    )  # rank, step
+    begins, ends = np.full((schedule.ranks, steps), np.inf), np.zeros((schedule.ranks, steps))
+    np.minimum.at(begins, (rank, m // per), done.free)
+    np.maximum.at(ends, (rank, m // per), done.end)
 
     # What is on one rank at one time is in the order of its number.
     where, before = (stage[taker], m[taker]), 8 * number
     parts = [
-        _part(Kind.STEP, np.arange(schedule.ranks), 0.0, ends, -1),
+        _part(
+            Kind.STEP,
+            step_of[0],
+            np.minimum(begins, ends)[step_of],
+            ends[step_of],
+            -1,
+            (-1, step_of[1] * per),
+        ),
         _part(Kind.RECV, rank[taker], left, left + hop, before[taker], where, peer=rank[sent], group=group),
         _part(Kind.RECOMPUTE, rank[redone], *redone_at, before[redone] + 1, (stage[redone], m[redone])),
         _part(Kind.WAIT, rank[taker], waits, done.start[taker], before[taker] + 2, where),
@@ -90,9 +107,11 @@ def spans(done: Done, schedule: Schedule, hop: float, again: Array) -> tuple[Arr
     row = np.empty(len(order), int)
     row[order] = np.arange(len(order))
     # A wait is for its receive, which is as far from the receives' beginning as it is from the waits'.
-    receives = schedule.ranks
+    receives = schedule.ranks * steps
     waits_at = receives + len(sent) + len(redone)
     whole["cause"][waits_at : waits_at + len(sent)] = row[receives : receives + len(sent)]
+    whole["step"], whole["microbatch"] = np.divmod(whole["microbatch"], per)
+    whole["microbatch"][whole["kind"] == Kind.STEP] = -1
     return whole[order], ["", *_groups(schedule)]
 
 
@@ -109,7 +128,7 @@ def held(done: Done) -> Array:
 
 
 def _part(
-    kind: Any, rank: Array, start: Any, end: Any, number: Any, where: Any = (-1, -1), **columns: Array
+    kind: Any, rank: Array, start: Any, end: Any, number: Any, where: Any, **columns: Array
 ) -> tuple[Array, Array]:
     """Spans of a kind, and the number of each."""
     part = np.zeros(len(rank), SPAN)

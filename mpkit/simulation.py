@@ -15,7 +15,8 @@ from math import isfinite
 import numpy as np
 
 from mpkit.plan import Plan
-from mpkit.schedule import build
+from mpkit.plan_checks import whole
+from mpkit.schedule import Action, Schedule, build
 from mpkit.schedule.play import timed
 from mpkit.simulated import Done, held, spans
 from mpkit.timeline import Timeline
@@ -26,21 +27,24 @@ Times = float | Sequence[float]
 
 
 def simulate(
-    plan: Plan,
+    plan: Plan | Schedule,
     forward: Times = 1.0,
     input_grad: Times = 1.0,
     weight_grad: Times = 1.0,
     hop: float = 0.0,
+    *,
+    steps: int = 1,
 ) -> Timeline:
     """When each action of a plan's schedule would happen.
 
     Args:
-        plan: its schedule and its degrees.
+        plan: its schedule and its degrees; or a schedule.
         forward: seconds a forward takes, one number or one a stage.
         input_grad: seconds the gradients of the inputs take, likewise. A backward that is not split takes
             `input_grad + weight_grad`.
         weight_grad: seconds the gradients of the weights take, likewise.
         hop: seconds a message takes from stage to stage; nobody waits for it but its receiver.
+        steps: how many, one after the other: a rank begins a step when it is done with its part of the one before.
 
     Returns:
         a Timeline on the clock "simulated". Its memory counts activations: 1 "byte" for each micro-batch of a stage,
@@ -56,9 +60,13 @@ def simulate(
     >>> t.makespan, [peak["activations"] for peak in t.peak_memory]
     (51.0, [8, 8, 8, 8])
     """
+    if isinstance(plan, Schedule):
+        plan = Plan.from_schedule(plan)
     if not isinstance(plan, Plan):
         raise ValueError(f"simulate({plan!r}): give a Plan, such as simulate(Plan.gpipe(4, 8))")
-    schedule = build(plan)
+    if (whole(steps) or 0) < 1:
+        raise ValueError(f"steps={steps!r}: a whole number, 1 or more, such as steps=3")
+    schedule = _after_each_other(build(plan), steps)
     f, i, w = (
         by_stage(name, value, schedule.stages)
         for name, value in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
@@ -68,9 +76,23 @@ def simulate(
     rows, stuck = timed(schedule, slots, time_of("hop", hop), again)
     assert not stuck, "a plan's schedule is valid"
     done = Done.of(rows)
-    found, names = spans(done, schedule, hop, np.array(again))
+    found, names = spans(done, schedule, hop, np.array(again), steps)
     meta = {"plan": plan.to_json(), "schedule": schedule.name}
     return Timeline(found, names, held(done), schedule.ranks, "simulated", meta)
+
+
+def _after_each_other(schedule: Schedule, steps: int) -> Schedule:
+    """Several steps of a schedule as one, their micro-batches counted on."""
+    if steps == 1:
+        return schedule
+    m = schedule.microbatches
+
+    def of(step: int, actions: Iterable[Action]) -> list[Action]:
+        return [Action(kind, stage, i + step * m) for kind, stage, i in actions]
+
+    rows = [[action for step in range(steps) for action in of(step, row)] for row in schedule.rows]
+    together = [action for step in range(steps) for action in of(step, schedule.together)]
+    return Schedule(rows, schedule.name, schedule.stage_to_rank, together)
 
 
 def by_stage(name: str, value: object, stages: int) -> list[float]:

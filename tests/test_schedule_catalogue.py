@@ -105,7 +105,6 @@ def test_the_theory_knows_a_bubble_wherever_the_pipeline_is_filled() -> None:
             plan = Plan(pp=p, schedule=name, microbatches=2 * p, virtual_stages=v)
             assert plan.bubble_in_theory is not None
     assert Plan(pp=4, schedule="zbv", microbatches=3).bubble_in_theory is None, "the papers say nothing"
-    assert Plan(pp=4, schedule="1f1b", microbatches=8, recompute="full").bubble_in_theory is None
 
 
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))

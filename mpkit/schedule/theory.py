@@ -16,30 +16,31 @@ def bubble_in_theory(name: str, p: int, m: int, v: int = 1, *, recompute: bool =
     Args:
         name: of a schedule in the catalogue.
         p, m, v: ranks, micro-batches, stages a rank.
-        recompute: whether a backward does its forward again.
+        recompute: whether a backward does its forward again: then a micro-batch takes 4 instead of 3, and ranks are
+            idle for as long as before, since they recompute while they wait for the gradient.
 
     Returns:
-        None where the papers say nothing: too few micro-batches to fill the pipeline, or recomputation.
+        None where the papers say nothing, of too few micro-batches to fill the pipeline.
 
     >>> bubble_in_theory("gpipe", 4, 8), bubble_in_theory("interleaved_1f1b", 4, 8, 2)
     (Fraction(3, 11), Fraction(3, 19))
     >>> bubble_in_theory("zbv", 4, 8, 2)
     Fraction(1, 17)
     """
-    filled = m >= p and not recompute
+    filled = m >= p
     whole, third = 3 * (p - 1), p - 1  # (p-1)(F+I+W), and (p-1)(F+I-W)
     idle, holds = {
         "naive": (whole * m, True),
         "gpipe": (whole, True),
-        "1f1b": (whole, not recompute),
+        "1f1b": (whole, True),
         "looped_bfs": (whole, filled),
         "interleaved_1f1b": (whole, filled),
         "zb_h1": (third, filled),
         "zb_h2": (third, filled),  # p-1 at the beginning and the end, 0 in between
         "interleaved_zb": (third, filled),
-        "zbv": (third, 2 * m >= 3 * p and not recompute),
-        "dualpipev": (2 * (p - 1), m >= 2 * p and not recompute),  # (p-1)(F+2B-3W)
+        "zbv": (third, 2 * m >= 3 * p),
+        "dualpipev": (2 * (p - 1), m >= 2 * p),  # (p-1)(F+2B-3W)
     }[name]
-    # A rank's work, in units of F. A micro-batch takes 4 instead of 3 if it is recomputed.
+    # A rank's work, in units of F.
     busy = (4 if recompute else 3) * m * v
     return Fraction(idle, idle + busy) if holds or p == 1 else None
