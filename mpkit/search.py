@@ -101,7 +101,7 @@ def search_schedule(
         max_live: the most activations that a rank may hold at once, for all or one a rank; None: any number.
         activation: how much of that unit a stage holds of a micro-batch, one number or one a stage.
         seed: of what is tried; the same seed finds the same.
-        effort: how many actions are played in all, which bounds the time it takes (about 2 s a million and rank).
+        effort: how many actions are played in all, which bounds the time it takes (400,000: about 2 s).
 
     Returns:
         The plan found, its timeline, and the named schedules' times; printed, it says what it improves.
@@ -109,8 +109,8 @@ def search_schedule(
     Raises:
         ValueError: it is no pipeline, or a rank may not even hold one micro-batch of its stages.
 
-    Source: Athlur et al., "Varuna: Scalable, Low-cost Training of Massive Deep Learning Models", EuroSys 2022, section
-    4.3: a schedule made by simulation with measured times, for the memory there is.
+    Source: Athlur et al., "Varuna: Scalable, Low-cost Training of Massive Deep Learning Models", EuroSys 2022: a
+    schedule made by simulation with measured times, for the memory there is.
 
     >>> search_schedule(Plan.pipeline("1f1b", 3, 5), max_live=2, effort=50_000)
     21 s a step; naive, the best that has a name, 45 s: 53.3% shorter.

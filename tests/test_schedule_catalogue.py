@@ -123,7 +123,7 @@ def test_idle_time_is_what_the_papers_say(p: int, more: int, v: int, f: int, b: 
 
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(1, 6))
 def test_idle_time_of_zero_bubble_schedules(p: int, more: int, f: int) -> None:
-    """Qi et al. 2024, table 1: (p-1)(F+I-W), and (p-1)(F+I-2W) of each rank's own span; here of F = I = W."""
+    """Qi et al. 2024, section 2: (p-1)(F+I-W), and (p-1)(F+I-2W) of each rank's own span; here of F = I = W."""
     slots = {"F": f, "B": 2 * f, "I": f, "W": f}
     assert figures(named("zb_h1", p, p + more), slots).idle == [(p - 1) * f] * p
     assert figures(named("zb_h2", p, 2 * p - 1 + more), slots).own_idle == [0] * p

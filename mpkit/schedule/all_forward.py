@@ -60,7 +60,7 @@ def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
     A loop takes 1/v of a stage's time to come round, and so the bubble is (p-1)/(vm+p-1); all v m activations are
     held. A stage's work is done in one piece, which lets sharded replicas gather its weights once a step.
 
-    Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, section 4.1 and figure 4.
+    Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023.
     """
     rows = []
     for rank in range(p):

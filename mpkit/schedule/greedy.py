@@ -7,8 +7,8 @@ Memory never ends in a deadlock. A forward is allowed only if afterwards the mic
 still be finished one after the other, the oldest first, each with what those before it have freed (Dijkstra's
 banker). The oldest of all can then go on wherever it is, and so all can.
 
-Source: Athlur et al., "Varuna: Scalable, Low-cost Training of Massive Deep Learning Models", EuroSys 2022, section
-4.3, whose schedules are made so, with measured times; there of F, B and recomputation.
+Source: Athlur et al., "Varuna: Scalable, Low-cost Training of Massive Deep Learning Models", EuroSys 2022, whose
+schedules are made so, with measured times; there of F, B and recomputation.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def vee(p: int) -> tuple[int, ...]:
     Rank 0 has the first stage and the last, so what it keeps longest and what it keeps shortest are together, and
     all ranks hold about as much. The two stages in the middle are on one rank, and send each other nothing.
 
-    Source: Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, section 4.1.
+    Source: Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024.
 
     >>> vee(3)
     (0, 1, 2, 2, 1, 0)

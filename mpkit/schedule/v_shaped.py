@@ -35,7 +35,7 @@ def zbv(p: int, m: int) -> Schedule:
     it is the order of 2p-1 without those that there are not.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (arXiv 2401.10241), section 6, and "Pipeline
-    Parallelism with Controllable Memory", NeurIPS 2024, section 4.3, which places it among others.
+    Parallelism with Controllable Memory", NeurIPS 2024, which places it among others.
     """
     rows = []
     for r in range(p):

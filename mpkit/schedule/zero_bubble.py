@@ -31,7 +31,7 @@ def zb_h1(p: int, m: int) -> Schedule:
 
     A rank is idle for (p-1)(F+I-W), of 1F1B (p-1)(F+I+W).
 
-    Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 and figure 2.
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 and figure 3, top.
     """
     rows = []
     for s in range(p):
@@ -52,7 +52,7 @@ def zb_h2(p: int, m: int) -> Schedule:
     later than rank 0 and ends as much later. Over a step that begins and ends for all at once that is as long as
     ZB-H1; it pays where the next step begins without waiting for all ranks. It holds 2p-1 micro-batches' activations.
 
-    Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, sections 2.2 and 4 and figure 3.
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, sections 2.2 and 4 and figure 3, bottom.
     """
     rows = []
     for s in range(p):
