@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from mpkit.catalogue import hardware
     from mpkit.cluster import Cluster
     from mpkit.comparison import compare
+    from mpkit.cutting import find_cut
     from mpkit.data_batches import Batches
     from mpkit.devices import Device, Hardware, Link
     from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError
     from mpkit.experiments.hugging_face import hf_experiment
+    from mpkit.explorer import explore
     from mpkit.fake import trace_fake
     from mpkit.learning_rate import linear_scaling, sqrt_scaling
     from mpkit.memory import memory_by_strategy
@@ -47,6 +49,8 @@ _HOME = {
     "TraceError": "mpkit.errors",
     "compare": "mpkit.comparison",
     "data_digest": "mpkit.parallel.digest",
+    "explore": "mpkit.explorer",
+    "find_cut": "mpkit.cutting",
     "hardware": "mpkit.catalogue",
     "hf_experiment": "mpkit.experiments.hugging_face",
     "linear_scaling": "mpkit.learning_rate",
@@ -76,6 +80,8 @@ __all__ = [
     "TraceError",
     "compare",
     "data_digest",
+    "explore",
+    "find_cut",
     "hardware",
     "hf_experiment",
     "linear_scaling",

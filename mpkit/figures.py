@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,13 @@ class Figures:
         """The numbers of the steps that all ranks completed."""
         return metrics.steps(self.spans, self.world_size)
 
-    @property
+    @cached_property
     def _last(self) -> Array:
         """The spans of the last complete step; all, where there are no steps."""
         steps = self.steps
         return self.spans[self.spans["step"] == steps[-1]] if steps else self.spans
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         """Seconds from the step's first action to the end of its last, over all ranks: what a bubble is a share of."""
         start, end = metrics.extent(metrics.work(self._last))

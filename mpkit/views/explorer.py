@@ -1,0 +1,204 @@
+"""The schedule explorer: sliders and dropdowns above, a timeline with its figures and its rows for each schedule.
+
+set     a slider moved: each side is simulated and drawn anew
+edit    the text of a side was changed and applied: it has a schedule of its own
+run     a side's schedule trains a model on real ranks; the measured timeline under the predicted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from html import escape
+from typing import Any
+
+import torch
+
+from mpkit.cluster import Cluster
+from mpkit.comparison import compare
+from mpkit.data import text_batches
+from mpkit.errors import MpkitError
+from mpkit.explorer import Explored, Setting
+from mpkit.models import GPT, next_token_loss
+from mpkit.schedule import NAMES
+from mpkit.views.fallback import image
+from mpkit.views.needs import needs_notebook
+from mpkit.views.timeline import TimelineView
+
+try:
+    import ipywidgets
+except ImportError as error:
+    raise needs_notebook("the schedule explorer", error) from error
+
+__all__ = ["Explorer"]
+
+OWN = "your own"
+SLIDERS = {
+    "ranks": ("ranks p", 1, 16, 1),
+    "microbatches": ("micro-batches m", 1, 64, 1),
+    "virtual_stages": ("stages a rank v", 1, 4, 1),
+    "forward": ("F", 0.0, 4.0, 0.1),
+    "input_grad": ("I", 0.0, 4.0, 0.1),
+    "weight_grad": ("W", 0.0, 4.0, 0.1),
+    "hop": ("hop", 0.0, 2.0, 0.05),
+}
+"""By setting: what it is called, least, most, step."""
+
+
+class Side:
+    """One schedule: its dropdown, figures, timeline, rows and buttons.
+
+    Args:
+        setting: what it begins with.
+        redraw: called when its schedule was changed.
+        run: called with a Plan when it is to run; gives what to show.
+    """
+
+    def __init__(self, setting: Setting, redraw: Callable[[], None], run: Callable[[Any], str]) -> None:
+        self._redraw, self._run = redraw, run
+        named = setting.schedule in NAMES
+        self._own = "" if named else setting.schedule
+        self.schedule = ipywidgets.Dropdown(
+            options=[*NAMES, OWN], value=setting.schedule if named else OWN, description="schedule"
+        )
+        self.figures = ipywidgets.HTML()
+        self.view = TimelineView()
+        self.rows = ipywidgets.Textarea(layout={"width": "auto", "height": "110px"}, continuous_update=False)
+        self.rows.add_class("mpkit-rows")
+        self.apply = ipywidgets.Button(
+            description="use my edit", tooltip="simulate the rows as they stand here"
+        )
+        self.train = ipywidgets.Button(description="run on ranks", tooltip="train a model by this schedule")
+        self.problem, self.result = ipywidgets.HTML(), ipywidgets.HTML()
+        self.explored: Explored | None = None
+        self.schedule.observe(self._chosen, names="value")
+        self.apply.on_click(self._applied)
+        self.train.on_click(self._started)
+        self.box = ipywidgets.VBox(
+            [
+                self.schedule, self.figures, self.problem, self.view, self.rows,
+                ipywidgets.HBox([self.apply, self.train]), self.result,
+            ],
+            layout={"flex": "1 1 420px", "min_width": "320px"},
+        )  # fmt: skip
+
+    def set(self, setting: Setting) -> None:
+        """Simulate with these degrees and times; what cannot work says why, and the picture stays."""
+        chosen = self._own if self.schedule.value == OWN else self.schedule.value
+        try:
+            self.explored = replace(setting, schedule=chosen).explored()
+        except ValueError as error:
+            self.problem.value = _problem(str(error))
+            return
+        self.problem.value = ""
+        words = [f"<b>{escape(value)}</b> {escape(name)}" for name, value in self.explored.figures.items()]
+        self.figures.value = " &nbsp;·&nbsp; ".join(words)
+        self.rows.value = self.explored.text
+
+    def draw(self, room: float) -> None:
+        """Show what was simulated, on an axis of so many seconds."""
+        if self.explored is not None:
+            self.view.room = room
+            self.view.replace(self.explored.timeline)
+
+    def _chosen(self, _: Any) -> None:
+        if self.schedule.value == OWN and not self._own:
+            self._own = self.rows.value
+        self._redraw()
+
+    def _applied(self, _: Any) -> None:
+        self._own = self.rows.value
+        if self.schedule.value == OWN:
+            self._redraw()
+        else:
+            self.schedule.value = OWN  # which redraws
+
+    def _started(self, _: Any) -> None:
+        if self.explored is None:
+            return
+        self.train.disabled = True
+        self.result.value = "training ..."
+        try:
+            self.result.value = self._run(self.explored.plan)
+        except (ValueError, MpkitError) as error:
+            self.result.value = _problem(str(error))
+        finally:
+            self.train.disabled = False
+
+
+class Explorer(ipywidgets.VBox):
+    """The widget; see `mpkit.explore`.
+
+    Attributes:
+        sliders: by the name of the setting.
+        sides: one a schedule.
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[Setting],
+        *,
+        model: torch.nn.Module | None = None,
+        data: Any = None,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    ) -> None:
+        self._job = model, data, loss, optimizer
+        self.sliders = {name: _slider(name, getattr(settings[0], name)) for name in SLIDERS}
+        self.sides = [Side(setting, self._changed, self._train) for setting in settings]
+        for slider in self.sliders.values():
+            slider.observe(lambda _: self._changed(), names="value")
+        super().__init__(
+            [
+                ipywidgets.Box([*self.sliders.values()], layout={"flex_flow": "row wrap"}),
+                ipywidgets.Box(
+                    [side.box for side in self.sides], layout={"flex_flow": "row wrap", "grid_gap": "16px"}
+                ),
+            ]
+        )
+        self._changed()
+
+    def _changed(self) -> None:
+        setting = Setting(**{name: slider.value for name, slider in self.sliders.items()})
+        for side in self.sides:
+            side.set(setting)
+        room = max((side.explored.timeline.makespan for side in self.sides if side.explored), default=0.0)
+        for side in self.sides:
+            side.draw(room)
+
+    def _train(self, plan: Any) -> str:
+        """The plan on real ranks: predicted and measured under each other, as HTML."""
+        model, data, loss, optimizer = self._job
+        if model is None:
+            torch.manual_seed(0)
+            model = GPT(layers=max(plan.stages - 2, 1), width=64, length=32)
+        if data is None:
+            data = text_batches(batch=max(2 * plan.microbatches, 8), length=32, steps=3)
+        with Cluster(plan.ranks) as cluster:
+            run = cluster.train(
+                model,
+                data,
+                plan,
+                loss=loss or next_token_loss,
+                optimizer=optimizer or _sgd,
+                steps=3,
+                show=False,
+            ).wait()
+        found = compare(run)
+        return image(found.to_svg(), str(found)) + f"<pre>{escape(str(found))}</pre>"
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _slider(name: str, value: float) -> Any:
+    words, least, most, step = SLIDERS[name]
+    make = ipywidgets.IntSlider if isinstance(step, int) else ipywidgets.FloatSlider
+    style, layout = {"description_width": "110px"}, {"width": "330px"}
+    most = max(most, value)
+    return make(value=value, min=least, max=most, step=step, description=words, style=style, layout=layout)
+
+
+def _problem(words: str) -> str:
+    return f'<pre style="color:#b35900;white-space:pre-wrap">{escape(words)}</pre>'

@@ -1,0 +1,85 @@
+"""The schedule explorer: what its sliders, dropdowns, text and buttons do."""
+
+from __future__ import annotations
+
+import pytest
+
+import mpkit as mk
+from mpkit.explorer import Setting
+from mpkit.schedule import NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_is_explored_as_it_is_simulated(name: str) -> None:
+    setting = Setting(
+        name, ranks=4, microbatches=8, virtual_stages=2, forward=1, input_grad=1.5, weight_grad=0.5
+    )
+    found = setting.explored()
+    v = found.plan.stages // 4
+    assert v == (1 if name in ("naive", "gpipe", "1f1b", "zb_h1", "zb_h2") else 2)
+    t = mk.simulate(found.plan, 1 / v, 1.5 / v, 0.5 / v)
+    assert found.timeline.makespan == t.makespan
+    assert found.peaks == [held["activations"] / v for held in t.peak_memory]
+    assert found.figures["bubble"] == f"{100 * t.bubble:.1f} %"
+    # The rows as text make the same schedule again.
+    again = Setting(found.text, forward=1, input_grad=1.5, weight_grad=0.5).explored()
+    assert again.timeline.makespan == pytest.approx(t.makespan)
+
+
+def test_sliders_move_both_sides_on_one_axis() -> None:
+    explorer = mk.explore("gpipe", "zb_h1", ranks=3, microbatches=4)
+    gpipe, zero_bubble = explorer.sides
+    assert "18.0 s" in gpipe.figures.value
+    before = zero_bubble.figures.value
+    explorer.sliders["microbatches"].value = 12
+    assert "42.0 s" in gpipe.figures.value  # (m + p - 1)(F + B)
+    assert zero_bubble.figures.value != before
+    assert gpipe.view.room == zero_bubble.view.room == pytest.approx(42)
+    gpipe.schedule.value = "naive"
+    assert gpipe.view.room == zero_bubble.view.room == pytest.approx(3 * 12 * 3)
+
+
+def test_rows_can_be_edited() -> None:
+    explorer = mk.explore("gpipe", ranks=2, microbatches=2)
+    (side,) = explorer.sides
+    assert side.rows.value == "0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0"
+    side.rows.value = "F0 F1 B0 B1\nF0 B0 F1 B1"
+    side.apply.click()
+    assert side.schedule.value == "your own"
+    assert "9.0 s" in side.figures.value
+    # What cannot run says why, and what was there stays.
+    side.rows.value = "F0 F1 B0 B1\nB0 F0 F1 B1"
+    side.apply.click()
+    assert "1B0 comes before 1F0" in side.problem.value
+    assert "9.0 s" in side.figures.value
+    side.schedule.value = "1f1b"
+    assert side.problem.value == ""
+
+
+def test_the_button_runs_it_on_real_ranks() -> None:
+    explorer = mk.explore("F0 F1 B0 B1\nF0 B0 F1 B1", ranks=2)
+    (side,) = explorer.sides
+    side.train.click()
+    assert "<img" in side.result.value
+    assert "predicted" in side.result.value
+    assert "measured" in side.result.value
+    assert not side.train.disabled
+
+
+def test_what_a_model_cannot_do_is_said_below_the_button() -> None:
+    import torch
+
+    explorer = mk.explore("1f1b", ranks=4, microbatches=4, model=torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    (side,) = explorer.sides
+    side.train.click()
+    assert "<img" not in side.result.value
+    assert "Linear" in side.result.value or "layer" in side.result.value
+
+
+def test_mistakes_are_explained() -> None:
+    with pytest.raises(ValueError, match="two at most"):
+        mk.explore("gpipe", "1f1b", "zbv")
+    with pytest.raises(ValueError, match=r"explore\(stages=...\): what can be set is ranks"):
+        mk.explore("gpipe", stages=4)
+    with pytest.raises(ValueError, match="there is no such schedule"):
+        mk.explore("gipe")
