@@ -121,16 +121,24 @@ def test_idle_time_is_what_the_papers_say(p: int, more: int, v: int, f: int, b: 
         assert figures(named(name, p, micro, v), slots).idle == [(p - 1) * (f + 2 * b)] * p
 
 
+@given(st.integers(1, 6), st.integers(0, 9), st.integers(1, 4), *[st.integers(0, 4)] * 2)
+def test_idle_time_of_zero_bubble_schedules(p: int, more: int, w: int, f_more: int, i_more: int) -> None:
+    """Qi et al. 2024, section 2: (p-1)(F+I-W), and (p-1)(F+I-2W) of a rank's own span; of any F and I not below W."""
+    f, i = w + f_more, w + i_more
+    slots = {"F": f, "B": i + w, "I": i, "W": w}
+    for name in ("zb_h1", "interleaved_zb"):
+        assert figures(named(name, p, p + more, 2), slots).idle == [(p - 1) * (f + i - w)] * p
+    assert max(figures(named("zb_h2", p, 2 * p - 1 + more), slots).own_idle) == (p - 1) * (f + i - 2 * w)
+    # DualPipe's README: (p-1)(F&B + B - 3W), with p ranks of two stages each, F&B = F + B; of F = I
+    slots |= {"I": f, "B": f + w}
+    assert figures(named("dualpipev", p, 2 * p + more), slots).idle == [(p - 1) * (3 * f - w)] * p
+
+
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(1, 6))
-def test_idle_time_of_zero_bubble_schedules(p: int, more: int, f: int) -> None:
-    """Qi et al. 2024, section 2: (p-1)(F+I-W), and (p-1)(F+I-2W) of each rank's own span; here of F = I = W."""
+def test_zbvs_ranks_have_no_bubble_of_their_own(p: int, more: int, f: int) -> None:
+    """Of F = I = W."""
     slots = {"F": f, "B": 2 * f, "I": f, "W": f}
-    assert figures(named("zb_h1", p, p + more), slots).idle == [(p - 1) * f] * p
-    assert figures(named("zb_h2", p, 2 * p - 1 + more), slots).own_idle == [0] * p
-    assert figures(named("interleaved_zb", p, p + more, 2), slots).idle == [(p - 1) * f] * p
     assert figures(named("zbv", p, 2 * p - 1 + more), slots).own_idle == [0] * p
-    # DualPipe's README: (p-1)(F&B + B - 3W), with p ranks of two stages each, F&B = F + B
-    assert figures(named("dualpipev", p, 2 * p + more), slots).idle == [(p - 1) * 2 * f] * p
 
 
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(2, 4))

@@ -29,7 +29,7 @@ def zb_h1(p: int, m: int) -> Schedule:
     rank 1 |  . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     rank 2 |  .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    A rank is idle for (p-1)(F+I-W), of 1F1B (p-1)(F+I+W).
+    A rank is idle for (p-1)(F+I-W), if W is no longer than F and I; of 1F1B (p-1)(F+I+W).
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 and figure 3, top.
     """
