@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mpkit.catalogue import hardware
     from mpkit.cluster import Cluster
     from mpkit.comparison import compare
+    from mpkit.cutting import find_cut
     from mpkit.data_batches import Batches
     from mpkit.devices import Device, Hardware, Link
     from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError
@@ -49,6 +50,7 @@ _HOME = {
     "compare": "mpkit.comparison",
     "data_digest": "mpkit.parallel.digest",
     "explore": "mpkit.explorer",
+    "find_cut": "mpkit.cutting",
     "hardware": "mpkit.catalogue",
     "hf_experiment": "mpkit.experiments.hugging_face",
     "linear_scaling": "mpkit.learning_rate",
@@ -79,6 +81,7 @@ __all__ = [
     "compare",
     "data_digest",
     "explore",
+    "find_cut",
     "hardware",
     "hf_experiment",
     "linear_scaling",

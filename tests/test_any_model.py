@@ -476,7 +476,7 @@ class Web(nn.Module):
                     value += other
             given = self.blocks[block % len(self.blocks)](value, more)
             made += [given] if isinstance(given, Tensor) else [given[0], given[1][1] + value]
-        return made[-1] + made[len(made) // 2]
+        return made[-1] + made[-2] + made[len(made) // 2]
 
 
 STEP = st.tuples(st.sampled_from(["add", "more", "cat", "detach", "gain", "in place"]), st.integers(0, 9))
