@@ -9,7 +9,8 @@ directly to the stage that needs it.
     value       Value: a tensor that some stage makes; here, or only its stand-in
     walk        a forward in which the calls of blocks, and what happens between them, are seen
     graph       what the dry run saw, and how it is divided among stages; plain data
-    part        a stage: its walk, and the weights that its rank holds
+    forward     a stage's walk: its own nodes done, the others' passed over
+    part        a stage: its forward, and the weights that its rank holds
     work        F, recomputation and the loss, as the runtime wants them
 
 Why not a traced graph? torch.export and torch.fx (and torch.distributed.pipelining's tracer, which is made of the
