@@ -1,0 +1,171 @@
+"""Pipelines beside torch.distributed.pipelining, step by step in the same processes; and how fast `simulate` is.
+
+On each of 4 ranks both sides train the same GPT, cut at the same layers, by the same schedule: a step of one and then a
+step of the other, all ranks starting together; a pair's ratio is that of the slowest rank's times. mpkit records
+all the while, and tells the loss to every rank; the other side does neither.
+
+PyTorch has no naive schedule, and no ZB-H1 and ZB-H2.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mpkit as mk
+from mpkit.data import text_batches
+from mpkit.models import GPT, chain, next_token_loss
+from mpkit.parallel.train import Training
+from mpkit.prepare import prepare
+from mpkit.schedule import build
+
+RANKS, MICROBATCHES = 4, 8
+ROUNDS, WARM_UP = 11, 2
+LENGTH, BATCH = 64, 16
+
+Step = Callable[[int], None]
+
+THEIRS = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "looped_bfs": "ScheduleLoopedBFS",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "interleaved_zb": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+"""Our name of a schedule, and PyTorch's."""
+
+LOOPS = ("looped_bfs", "interleaved_1f1b", "interleaved_zb")
+
+
+def model() -> nn.Module:
+    """A GPT of 11 M parameters: 6 blocks between an embedding and a head, 8 stages at most."""
+    torch.manual_seed(0)
+    return GPT(layers=6, width=384, heads=6, length=LENGTH)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """The optimizer of both sides."""
+    return torch.optim.AdamW(params, lr=1e-4)
+
+
+def plan_of(name: str) -> mk.Plan:
+    """The plan, every stage of as many layers."""
+    v = 2 if name in LOOPS else 1
+    plan = mk.Plan(pp=RANKS, schedule=name, microbatches=MICROBATCHES, virtual_stages=v)
+    each = 8 // plan.stages
+    return mk.Plan(
+        pp=RANKS, schedule=name, microbatches=MICROBATCHES, virtual_stages=v,
+        cut=list(range(each, 8, each)),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- one side on one rank
+
+
+def ours(ctx: Any, name: str) -> Step:
+    """A step of mpkit."""
+    job = prepare(
+        model(), text_batches(BATCH, LENGTH, 4), plan_of(name),
+        loss=next_token_loss, optimizer=adamw, steps=1000, ranks=ctx.world_size,
+    )  # fmt: skip
+    return Training(ctx, job).step
+
+
+def theirs(ctx: Any, name: str) -> Step:
+    """A step of PyTorch."""
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    plan = plan_of(name)
+    holders = build(plan).stage_to_rank
+    layers, each = [layer for _, layer in chain(model())], 8 // plan.stages
+    mine = [s for s in range(plan.stages) if holders[s] == ctx.rank]
+    parts = [nn.Sequential(*layers[s * each : (s + 1) * each]) for s in mine]
+    device = torch.device("cpu")
+    stages = [PipelineStage(part, s, plan.stages, device) for part, s in zip(parts, mine, strict=True)]
+    kind = getattr(pipelining.schedules, THEIRS[name])
+    single = name in ("gpipe", "1f1b")
+    schedule = kind(stages[0] if single else stages, MICROBATCHES, loss_fn=next_token_loss)
+    optimizer = adamw(nn.ModuleList(parts).parameters())
+    batches = text_batches(BATCH, LENGTH, 4)
+    first, last = 0 in mine, plan.stages - 1 in mine
+
+    def step(number: int) -> None:
+        inputs, targets = batches[number % len(batches)]
+        optimizer.zero_grad()
+        losses: list[torch.Tensor] = []
+        with_loss = {"target": targets, "losses": losses} if last else {}
+        schedule.step(*([inputs] if first else []), **with_loss)
+        if last:
+            torch.stack(losses).mean().item()
+        optimizer.step()
+
+    return step
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def pairs(ctx: Any, name: str) -> list[tuple[float, float]]:
+    """Seconds of a step of ours and of theirs, a pair a round; a step begins when all ranks are there."""
+    sides = ours(ctx, name), theirs(ctx, name)
+    found = []
+    for number in range(WARM_UP + ROUNDS):
+        times = []
+        for side in sides if number % 2 else sides[::-1]:  # whoever comes second finds other caches
+            dist.barrier()
+            start = time.perf_counter()
+            side(number)
+            times.append(time.perf_counter() - start)
+        found.append((times[0], times[1]) if number % 2 else (times[1], times[0]))
+    return found[WARM_UP:]
+
+
+def simulated(p: int, m: int) -> dict[str, Any]:
+    """Actions a second of `simulate`, of 1F1B."""
+    plan = mk.Plan(pp=p, schedule="1f1b", microbatches=m)
+    actions = sum(map(len, build(plan).rows))
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        mk.simulate(plan, hop=0.1)
+        times.append(time.perf_counter() - start)
+    seconds = statistics.median(times)
+    return {
+        "name": f"pipeline: simulate 1F1B of {p} stages and {m} micro-batches",
+        "value": actions / seconds,
+        "unit": "actions/s",
+        "against": f"{actions:,} actions in {seconds * 1e3:.3g} ms",
+    }
+
+
+def measure() -> list[dict[str, Any]]:
+    """Rows of the table."""
+    rows = []
+    chosen = [name for name in THEIRS if name in sys.argv] or list(THEIRS)
+    with mk.Cluster(RANKS, device="cpu") as cluster:
+        for name in chosen:
+            by_rank = cluster.run(pairs, name)
+            ours_s, theirs_s = (
+                [max(rank[i][side] for rank in by_rank) for i in range(ROUNDS)] for side in (0, 1)
+            )
+            rows.append(
+                {
+                    "name": f"pipeline: a step of {name} on {RANKS} ranks",
+                    "value": statistics.median(ours_s),
+                    "unit": "s",
+                    "ratio": statistics.median(a / b for a, b in zip(ours_s, theirs_s, strict=True)),
+                    "against": f"of torch's {THEIRS[name]}: {statistics.median(theirs_s):.3g} s",
+                }
+            )
+    rows += [simulated(4, 8), simulated(16, 64)]
+    return rows
