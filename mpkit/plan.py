@@ -35,7 +35,8 @@ class Plan:
         microbatches: the parts that a batch is split into: m.
         virtual_stages: stages a rank, v: any number for "looped_bfs", "interleaved_1f1b" and "interleaved_zb",
             2 for "zbv" and "dualpipev" (which 1 becomes), 1 for the others.
-        recompute: "none", or "full": keep a stage's input only, and compute the rest again before the backward.
+        recompute: "none"; "full": keep a stage's input only, and compute the rest again before the backward; or
+            "selective": only what is inside of an attention, which is much to keep and little to compute.
         cut: the first layer of each stage but stage 0, by number or name; None balances the stages by FLOPs.
         data_parallel: how replicas work together: "ddp", or "dp", as nn.DataParallel does it.
         zero: what ZeRO shards among the replicas: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
@@ -196,7 +197,7 @@ class Plan:
             return None
         if self.dp > 1:
             return Fraction(0)
-        again = self.recompute != "none"
+        again = self.recompute == "full"
         return bubble_in_theory(
             self.schedule, self.pp, self.microbatches, self.virtual_stages, recompute=again
         )
@@ -233,7 +234,11 @@ class Plan:
         else:
             title, stages = f"{name} on {self.ranks} ranks", f"the model in {self.stages} stages"
         parts = "whole" if self.microbatches == 1 else f"in {self.microbatches} micro-batches"
-        again = "" if self.recompute == "none" else ", activations computed again in the backward"
+        again = {
+            "none": "",
+            "selective": ", attentions computed again in the backward",
+            "full": ", activations computed again in the backward",
+        }[self.recompute]
         bubble = self.bubble_in_theory
         theory = "" if bubble is None else f" Bubble in theory {bubble} = {float(bubble):.3f}."
         return f"{title}: {stages}, each batch {parts}{again}.{theory if self.ranks > 1 else ''}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["call_of", "checked_cut", "checked_degree", "checked_recompute", "whole"]
 
-RECOMPUTE = ("none", "full")
+RECOMPUTE = ("none", "selective", "full")
 
 LATER = {"tp": "layers shared among ranks"}
 """Degrees that this version has no strategies for."""

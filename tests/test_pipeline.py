@@ -402,3 +402,48 @@ def test_peak_live_activations_are_the_schedules(train: Train, name: str, recomp
             assert 2 * k * want <= found <= 2 * k * (want + 1.5) + 1, (measured, live)
         else:
             assert want + 2 * k - 1 <= found <= want + 2 * k + 8, (measured, live)
+
+
+class Attend(nn.Module):
+    """Attention with dropout within, and for the first half of the heads a mask, by position and by name."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(x.shape[1], x.shape[1]).tril().bool()
+        y = F.scaled_dot_product_attention(q[:, :1], k[:, :1], v[:, :1], mask, 0.3)
+        z = F.scaled_dot_product_attention(
+            query=q[:, 1:], key=k[:, 1:], value=v[:, 1:], dropout_p=0.3, is_causal=True
+        )
+        return self.out(torch.cat([y, z], 1).transpose(1, 2).flatten(2)).tanh()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_selective_recomputation_keeps_no_scores_and_changes_nothing(train: Train, name: str) -> None:
+    """Korthikanti et al. 2023, section 5: what a layer keeps of the scores grows with the square of the length."""
+    torch.manual_seed(9)
+    time, width = 64, 8
+    model = nn.Sequential(*(Attend(width) for _ in range(4))).double()
+    data = [(normal(8, time, width), normal(8, time, width))]
+    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd, "steps": 3}
+    plan = plan_of(name, 2, 4)
+    all_kept = train(model, data, plan, **how)
+    run = train(model, data, replace(plan, recompute="selective"), **how)
+    check_equal(run, all_kept.losses, all_kept.state_dict(), rtol=1e-12, atol=1e-14)
+    scores = 2 * 2 * time**2 * 8  # of a micro-batch of 2, of 2 heads
+    held = zip(run.timeline().peak_memory, all_kept.timeline().peak_memory, strict=True)
+    for less, more in held:
+        assert more["activations"] - less["activations"] > 4 * scores
+        assert less["activations"] < 0.6 * more["activations"]
+
+
+def test_selective_recomputation_of_the_kits_gpt(train: Train) -> None:
+    torch.manual_seed(10)
+    model, data, loss = MODELS["gpt"](2)
+    how: dict[str, Any] = {"loss": loss, "optimizer": adamw, "steps": 5}
+    losses, weights = serial(model.double(), data, **how)
+    for plan in (plan_of("zb_h1", 3, 4, recompute="selective"), mk.Plan.ddp(2, recompute="selective")):
+        check_equal(train(model, data, plan, **how), losses, weights, **EXACT)

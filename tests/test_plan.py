@@ -63,7 +63,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 4, "schedule": "Naive"}, "nearest is .*schedule='naive'"),
     ({"pp": 4, "schedule": 7}, "'naive', 'gpipe', '1f1b'"),
     ({"pp": 4, "recompute": "ful"}, "Did you mean .*recompute='full'"),
-    ({"pp": 4, "recompute": True}, "'none', 'full'"),
+    ({"pp": 4, "recompute": True}, "'none', 'selective', 'full'"),
     ({"pp": 2, "dp": 2}, r"not combine them yet.*Plan\(dp=4\)"),
     ({"dp": 2, "zero": 4}, "stages 1 .*zero=1"),
     ({"dp": 2, "zero": True}, "stages 1 .*zero=1"),

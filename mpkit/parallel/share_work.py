@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from mpkit.parallel.deal import Dealt
 from mpkit.parallel.job import Boundary, LayerNumbers, TrainJob
 from mpkit.parallel.microbatch import Value, leaves, map_tensors
 from mpkit.parallel.randomness import Randomness
+from mpkit.parallel.selective import AttentionAgain
 from mpkit.parallel.stage import Stage, cast
 from mpkit.record.saved import Saved, saving
 from mpkit.schedule import Action
@@ -49,13 +51,18 @@ class ShareWork:
         self._record, self._device = context.record, context.device
         self._job, self._stage = job, stage
         self._recompute = job.plan.recompute == "full"
+        self._inside = AttentionAgain if job.plan.recompute == "selective" else nullcontext
         self._randomness = Randomness(job.seed, job.plan.mesh.place(context.rank).dp, context.device)
         self.step = -1
 
     def forward(self, m: int, key: Hashable, inputs: Value) -> Kept:
         """The outputs of this rank's share."""
         op = self._begin(Kind.FORWARD, Action("F", 0, m), self._numbers(key))
-        with torch.set_grad_enabled(not self._recompute), saving(self._record, 0, key) as saved:
+        with (
+            torch.set_grad_enabled(not self._recompute),
+            saving(self._record, 0, key) as saved,
+            self._inside(),
+        ):
             outputs = self._outputs(m, key, inputs)
         self._track(outputs)
         self._record.end(op)

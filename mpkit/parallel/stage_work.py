@@ -12,6 +12,7 @@ What a forward leaves for its backward is kept here, by micro-batch, and let go 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from mpkit.parallel.job import Boundary, TrainJob
 from mpkit.parallel.microbatch import Value, leaves, map_tensors
 from mpkit.parallel.randomness import Draws, Randomness
 from mpkit.parallel.replica import Replica
+from mpkit.parallel.selective import AttentionAgain
 from mpkit.parallel.split_backward import WeightGrads, input_grads
 from mpkit.parallel.stage import PRECISIONS, Stage, cast
 from mpkit.record.flops import Flops
@@ -74,6 +76,7 @@ class StageWork:
         self._split = frozenset(split)
         self._dtype = PRECISIONS.get(job.plan.precision)
         self._recompute = job.plan.recompute == "full"
+        self._inside = AttentionAgain if job.plan.recompute == "selective" else nullcontext
         self._randomness = Randomness(job.seed, job.plan.mesh.place(context.rank).dp, context.device)
         self._kept: dict[int, Kept] = {}  # by micro-batch
         self._flops: dict[Hashable, Flops] = {}  # by signature
@@ -104,7 +107,7 @@ class StageWork:
             with torch.no_grad():
                 outputs = self._compute(m, inputs)
         else:
-            with self._saving(m) as kept.saved:
+            with self._saving(m) as kept.saved, self._inside():
                 outputs = kept.outputs = self._compute(m, inputs)
         self._track(outputs)
         self._record.end(op)
