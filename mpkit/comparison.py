@@ -8,6 +8,7 @@ measured, of two schedules, or of one run on two machines.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,7 +147,11 @@ class Comparison:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         from mpkit.views.fallback import image
 
-        return {"text/html": image(self.to_svg(), str(self)), "text/plain": str(self)}
+        bundle: dict[str, Any] = {}
+        with suppress(ImportError):  # then the picture has to do
+            shown = self.show()._repr_mimebundle_()
+            bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
+        return {**bundle, "text/html": image(self.to_svg(), str(self)), "text/plain": str(self)}
 
 
 def compare(*timelines: Timeline | Run, **named: Timeline | Run) -> Comparison:

@@ -114,9 +114,12 @@ def test_pictures_share_an_axis(against_prediction: Comparison) -> None:
     svg = ET.fromstring(against_prediction.to_svg())
     pictures = [child for child in svg if child.get("class") == "mpkit"]
     assert len(pictures) == 2
-    views = against_prediction.show().children
+    *views, bars_image = against_prediction.show().children
+    assert "<img" in bars_image.value
     longest = max(row.timeline.step_time for row in against_prediction.rows)
     assert [view.room for view in views] == [longest] * 2
+    shown = against_prediction._repr_mimebundle_()
+    assert {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"} <= set(shown)
     bars = against_prediction.figure().data
     for i, row in enumerate(against_prediction.rows[::-1]):
         assert sum(bar.x[i] for bar in bars) == pytest.approx(row.timeline.makespan)

@@ -14,7 +14,7 @@ def test_the_code_runs(tmp_path: Path) -> None:
     first, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (tmp_path / "readme.py").write_text(first + second)
     done = subprocess.run(
-        [sys.executable, "readme.py"], cwd=tmp_path, text=True, capture_output=True, timeout=120
+        [sys.executable, "readme.py"], cwd=tmp_path, text=True, capture_output=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     assert "bubble" in done.stdout

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpkit.idleness import CAUSES
-from mpkit.views.comparison_svg import CAUSE_INKS
+from mpkit.views.comparison_svg import CAUSE_INKS, bars_svg
+from mpkit.views.fallback import image
 from mpkit.views.needs import needs_notebook
 from mpkit.views.timeline import TimelineView
 from mpkit.views.units import seconds
@@ -25,9 +26,10 @@ GREY, LINE = "#757d88", "rgba(128,128,128,0.25)"  # read on a light and on a dar
 
 
 def comparison_view(comparison: Comparison) -> Any:
-    """The timelines under each other, as wide as the longest is long."""
+    """The timelines under each other, on the axis of the longest; below them where the time goes."""
     room = max(row.timeline.step_time for row in comparison.rows)
-    return ipywidgets.VBox([TimelineView(row.timeline, title=row.name, room=room) for row in comparison.rows])
+    views = [TimelineView(row.timeline, title=row.name, room=room) for row in comparison.rows]
+    return ipywidgets.VBox([*views, ipywidgets.HTML(image(bars_svg(comparison), str(comparison)))])
 
 
 def comparison_figure(comparison: Comparison) -> Any:

@@ -19,7 +19,7 @@ from mpkit.views.units import seconds
 if TYPE_CHECKING:
     from mpkit.comparison import Compared, Comparison
 
-__all__ = ["CAUSE_INKS", "comparison_svg"]
+__all__ = ["CAUSE_INKS", "bars_svg", "comparison_svg"]
 
 CAUSE_INKS = {
     "work": INKS[Key.FORWARD].light,
@@ -56,8 +56,30 @@ def comparison_svg(comparison: Comparison, width: int = 960) -> str:
         y += tall
         parts.append(_bar(row, y, span / room if room else 0.0))
         y += SPACE
-    legend = _legend(comparison, y + 6)
-    height = y + 30
+    return _document(comparison, width, [*parts, _legend(comparison, y + 6)], y + 30)
+
+
+def bars_svg(comparison: Comparison, width: int = 960) -> str:
+    """Where the time of each goes, without the timelines: a bar each, on one axis.
+
+    Args:
+        comparison: what to draw.
+        width: in pixels.
+    """
+    room = max(row.timeline.makespan for row in comparison.rows)
+    scale = (width - GUTTER - 2 * MARGIN) / room if room else 0.0
+    parts = [
+        f'<text class="word" x="{MARGIN:g}" y="24" font-size="13" font-weight="600">'
+        "Where a step's time goes, averaged over ranks</text>"
+    ]
+    y = 38.0
+    for row in comparison.rows:
+        parts.append(_bar(row, y, scale, row.name))
+        y += BAR + 8
+    return _document(comparison, width, [*parts, _legend(comparison, y + 16)], y + 30)
+
+
+def _document(comparison: Comparison, width: int, parts: list[str], height: float) -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="mpkit-compare" role="img" width="{width}" '
@@ -67,17 +89,17 @@ def comparison_svg(comparison: Comparison, width: int = 960) -> str:
             _style(),
             f'<rect class="page" width="{width}" height="{height:.0f}" rx="8"/>',
             *parts,
-            legend,
             "</svg>",
         ]
     )
 
 
-def _bar(row: Compared, y: float, scale: float) -> str:
+def _bar(row: Compared, y: float, scale: float, label: str = "mean of ranks") -> str:
     """Work, and idle time by cause, as one bar that is as long as the makespan."""
     x = MARGIN + GUTTER
     parts = [
-        f'<text class="soft" x="{x - 10:g}" y="{y + 12:g}" text-anchor="end">mean of ranks</text>',
+        f'<text class="soft" x="{x - 10:g}" y="{y + 12:g}" text-anchor="end">'
+        f"{escape(label if len(label) <= 16 else label[:15] + '…')}<title>{escape(label)}</title></text>",
     ]
     for what, value in {"work": sum(row.work.values()), **row.idle}.items():
         long = value * scale

@@ -158,6 +158,15 @@ class Explorer(ipywidgets.VBox):
         )
         self._changed()
 
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """The widget, and beside it what is seen where no kernel runs."""
+        found = super()._repr_mimebundle_(**kwargs)
+        data, metadata = found if isinstance(found, tuple) else (found, {})
+        shown = {side.schedule.value: side.explored.timeline for side in self.sides if side.explored}
+        still = compare(**shown)
+        fallback = {"text/plain": str(still), "text/html": image(still.to_svg(), str(still))}
+        return {**(data or {}), **fallback}, metadata
+
     def _changed(self) -> None:
         setting = Setting(**{name: slider.value for name, slider in self.sliders.items()})
         for side in self.sides:

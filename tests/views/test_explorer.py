@@ -39,6 +39,13 @@ def test_sliders_move_both_sides_on_one_axis() -> None:
     assert gpipe.view.room == zero_bubble.view.room == pytest.approx(3 * 12 * 3)
 
 
+def test_without_a_kernel_it_is_a_picture() -> None:
+    data, _ = mk.explore("gpipe", "zb_h1", ranks=3, microbatches=4)._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in data
+    assert "<img" in data["text/html"]
+    assert "zb_h1" in data["text/plain"]
+
+
 def test_rows_can_be_edited() -> None:
     explorer = mk.explore("gpipe", ranks=2, microbatches=2)
     (side,) = explorer.sides
