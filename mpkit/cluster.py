@@ -213,6 +213,7 @@ class Cluster:
             checkpoint_dir=checkpoint_dir,
             checkpoint_keep=checkpoint_keep,
             resume_from=resume_from,
+            by_name=self.backend != "nccl",
         )
         return Run(self, job, timeout=timeout, show=show)
 

@@ -58,6 +58,7 @@ def prepare(
     checkpoint_dir: Any = None,
     checkpoint_keep: int = 2,
     resume_from: Any = None,
+    by_name: bool = True,
 ) -> TrainJob:
     """Check a training and make it ready for the ranks.
 
@@ -79,6 +80,7 @@ def prepare(
         checkpoint_dir: the folder that they are saved in.
         checkpoint_keep: how many of the newest stay.
         resume_from: a checkpoint, or a folder of checkpoints: its newest whole one.
+        by_name: messages between the ranks find each other by their names; else by their order (nccl).
 
     Raises:
         ValueError: what was given cannot work; with the reason and what would work.
@@ -102,8 +104,10 @@ def prepare(
         )  # fmt: skip
         opened = None
         if plan.dp == 1 and not is_chain(model):
-            open_it = open_model if opens else open_for_draws
-            opened = open_it(model, sizes, plan, loss)
+            if opens:
+                opened = open_model(model, sizes, plan, loss, relays=not by_name)
+            else:
+                opened = open_for_draws(model, sizes, plan, loss)
         if opened is None:
             stages = cut_stages([name for name, _ in layers], next(iter(numbers.values()))[:-1], plan)
             shared = shared_weights(layers, stages)

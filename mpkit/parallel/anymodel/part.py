@@ -163,5 +163,8 @@ class Part(Stage):
         leaves = [
             forward.tensor(leaf) if type(leaf) is Value and leaf.number in wanted else leaf for leaf in leaves
         ]
-        made = tuple(forward.made[number] for number in division.outputs[self.number])
+        made = tuple(
+            known[number] if number in known else forward.made[number]  # handed on, or made here
+            for number in division.outputs[self.number]
+        )
         return rebuild(shape, leaves), made

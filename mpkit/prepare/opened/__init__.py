@@ -34,8 +34,22 @@ __all__ = ["open_for_draws", "open_model"]
 Loss = Callable[[Any, Any], Any]
 
 
-def open_model(model: nn.Module, batches: Iterable[tuple[Value, Value]], plan: Plan, loss: Loss) -> Opened:
+def open_model(
+    model: nn.Module,
+    batches: Iterable[tuple[Value, Value]],
+    plan: Plan,
+    loss: Loss,
+    *,
+    relays: bool = False,
+) -> Opened:
     """Open a model and divide it among the plan's stages.
+
+    Args:
+        model: any module.
+        batches: of every shape that comes.
+        plan: its stages, cut points, micro-batches and precision.
+        loss: of the training.
+        relays: as in `divide`.
 
     Raises:
         ValueError: it cannot be cut, or not so; with where, why, and what would work.
@@ -49,7 +63,8 @@ def open_model(model: nn.Module, batches: Iterable[tuple[Value, Value]], plan: P
     opening, graphs = _walk_through(model, shapes, plan, loss, closed)
     first = starts(next(iter(graphs.values())), plan, closed)
     divisions = {
-        key: divide(graph, stages_of_blocks(graph, first), plan.stages) for key, graph in graphs.items()
+        key: divide(graph, stages_of_blocks(graph, first), plan.stages, relays=relays)
+        for key, graph in graphs.items()
     }
     return hold(whole, opening, divisions, plan.stages)
 

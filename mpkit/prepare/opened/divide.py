@@ -3,7 +3,8 @@
 blocks     as the model is cut
 between    an operation between blocks is done by the stage that made the last of what it needs, or by the first stage
            that needs what it makes, if less has to be sent then: a sum before the message, a torch.cat of a skip after
-routes     each value goes from the stage that makes it directly to each that needs it
+routes     each value goes from the stage that makes it directly to each that needs it; or, where messages find each
+           other by their order only (nccl), on from neighbour to neighbour, in the order of the schedule
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from mpkit.parallel.job import Route, Spec
 __all__ = ["divide"]
 
 
-def divide(graph: Graph, block_stages: list[int], stages: int) -> Division:
+def divide(graph: Graph, block_stages: list[int], stages: int, *, relays: bool = False) -> Division:
     """Divide a graph.
 
     Args:
         block_stages: of each of the graph's blocks, in order; they never fall.
         stages: how many.
+        relays: values that go further than to the next stage are handed on by those between.
     """
     stage_of = _place(graph, dict(zip(graph.blocks, block_stages, strict=True)), stages)
     maker = {number: s for node, s in zip(graph.nodes, stage_of, strict=True) for number in node.made}
@@ -29,8 +31,10 @@ def divide(graph: Graph, block_stages: list[int], stages: int) -> Division:
     users = [(node.arguments, s) for node, s in zip(graph.nodes, stage_of, strict=True)]
     for numbers, target in (*users, (graph.wanted, stages - 1)):
         for number in numbers:
-            if maker[number] != target:
-                needs.setdefault((maker[number], target), {})[number] = None
+            source = maker[number]
+            steps = [(s, s + 1) for s in range(source, target)] if relays else [(source, target)]
+            for step in steps if source != target else []:
+                needs.setdefault(step, {})[number] = None
     outputs = [
         tuple(
             dict.fromkeys(
