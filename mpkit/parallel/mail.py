@@ -49,7 +49,7 @@ class Mail:
         self._outgoing: dict[Place, tuple[Tensor, ...]] = {}
         self._arriving: dict[Place, list[Work]] = {}
         self._here: dict[Place, tuple[Tensor, ...]] = {}
-        self._sent: deque[Work] = deque()
+        self._sent: deque[list[Work]] = deque()  # by message
         # Sent too, but not in the schedule's order: who waited for these in between might wait in a ring.
         self._skips: list[Work] = []
 
@@ -72,9 +72,9 @@ class Mail:
         for route in routes:
             tensors = self._outgoing.pop((way, *_ends(way, route), m), None)
             if tensors is not None:
-                self._sent += self._start(way, route, m, tensors)
+                self._sent.append(self._start(way, route, m, tensors))
         while len(self._sent) > self._limit:
-            self._sent.popleft().wait()
+            _wait(self._sent.popleft())
 
     def _start(self, way: str, route: Route, m: int, tensors: tuple[Tensor, ...]) -> list[Work]:
         to = self._rank_of[_ends(way, route)[1]]
@@ -121,7 +121,7 @@ class Mail:
     def drain(self) -> None:
         """Wait until all that was sent has left."""
         while self._sent:
-            self._sent.popleft().wait()
+            _wait(self._sent.popleft())
         while self._skips:
             self._skips.pop().wait()
         assert not (self._outgoing or self._arriving or self._here), "a valid schedule leaves nothing behind"
@@ -142,6 +142,11 @@ class Mail:
         """Which of its rank's stages a stage is, and how many those are."""
         rank = self._rank_of[stage]
         return self._rank_of[:stage].count(rank), self._rank_of.count(rank)
+
+
+def _wait(works: Iterable[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _ends(way: str, route: Route) -> tuple[int, int]:

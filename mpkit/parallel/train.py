@@ -151,7 +151,7 @@ def _watch(context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
     numbers = next(iter(job.numbers.values()))
     for number, stage in stages.items():
         if job.opened is not None:
-            watch(context.record, stage.layers)
+            watch(context.record, stage.layers, layers=False)  # what blocks are called with may be stand-ins
             continue
         flops = {
             name: (numbers[i].flops.forward, numbers[i].flops.backward)

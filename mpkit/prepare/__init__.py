@@ -103,7 +103,7 @@ def prepare(
             replicas=plan.dp, precision=plan.precision, whole_statistics=plan.dp > 1 and plan.batchnorm == "sync",
         )  # fmt: skip
         opened = None
-        if plan.dp == 1 and not is_chain(model):
+        if plan.dp == 1 and not plan.zero and not is_chain(model):
             if opens:
                 opened = open_model(model, sizes, plan, loss, relays=not by_name)
             else:

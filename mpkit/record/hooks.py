@@ -60,6 +60,7 @@ def watch(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     flops: Mapping[str, tuple[float, float]] | None = None,
+    layers: bool = True,
 ) -> Watch:
     """Record the module's states as they come and go, and the optimizer's steps.
 
@@ -67,6 +68,7 @@ def watch(
         module: a rank's part of the model; call it once for each part.
         optimizer: of that part's parameters; its `step` becomes an OPTIMIZER op.
         flops: (forward, backward) FLOPs by layer, as in `Flops.layers`; used where `recorder.layers` is set.
+        layers: whether the module's layers may be watched too, if `recorder.layers` is set.
     """
     watched = Watch()
     ledger = recorder.ledger
@@ -77,7 +79,7 @@ def watch(
     watched._watch_gradients(recorder, module)
     if optimizer is not None:
         watched._handles += watch_optimizer(recorder, optimizer)
-    if recorder.layers:
+    if recorder.layers and layers:
         for name, layer in layers_of(module):
             watched._handles += _watch_layer(
                 watched, recorder, name, layer, (flops or {}).get(name, (0.0, 0.0))
