@@ -79,7 +79,7 @@ class Side:
                 self.schedule, self.figures, self.problem, self.view, self.rows,
                 ipywidgets.HBox([self.apply, self.train]), self.result,
             ],
-            layout={"flex": "1 1 420px", "min_width": "320px"},
+            layout={"flex": "1 1 380px", "min_width": "300px"},
         )  # fmt: skip
 
     def set(self, setting: Setting) -> None:
@@ -91,7 +91,11 @@ class Side:
             self.problem.value = _problem(str(error))
             return
         self.problem.value = ""
-        words = [f"<b>{escape(value)}</b> {escape(name)}" for name, value in self.explored.figures.items()]
+        words = [
+            f"<b>{escape(value)}</b> {escape(name)}"
+            for name, value in self.explored.figures.items()
+            if name not in ("bubble", "step")  # which the timeline says
+        ]
         self.figures.value = " &nbsp;·&nbsp; ".join(words)
         self.rows.value = self.explored.text
 

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 Screenshot = Callable[[Page, str], None]
+EXPLORE = "import mpkit as mk\n\nmk.explore('1f1b', 'zbv', ranks=4, microbatches=8)"
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +28,9 @@ def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a JupyterLab of our own, on copies of the notebooks, that asks nothing and nobody."""
     home = tmp_path_factory.mktemp("jupyter")
     shutil.copytree(NOTEBOOKS, home / "notebooks", ignore=shutil.ignore_patterns(".*"))
+    kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    explore = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(EXPLORE)], metadata=kernel)
+    nbformat.write(explore, home / "notebooks" / "explore.ipynb")
     news = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
     news.parent.mkdir(parents=True)
     quiet = {"checkForUpdates": False, "fetchNews": "false", "doNotDisturbMode": True}
@@ -267,3 +272,34 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     look_at(memory)
     expect(memory.locator(".main-svg").first).to_be_visible()
     screenshot(page, "notebook-memory-reloaded")
+
+
+@pytest.mark.timeout(200)
+def test_the_schedule_explorer_follows_its_sliders(
+    jupyterlab: str, lab_page: Page, screenshot: Screenshot
+) -> None:
+    page = lab_page
+    open_notebook(page, f"{jupyterlab}/tree/explore.ipynb")
+    page.evaluate(RUN_ALL)
+    output = page.locator(".jp-OutputArea-output")
+    left, right = output.locator(".mpkit-timeline").nth(0), output.locator(".mpkit-timeline").nth(1)
+    expect(right).to_be_visible(timeout=60_000)
+    expect(output.get_by_text("33.0 s").first).to_be_visible()
+    expect(output.get_by_text("25.5 s").first).to_be_visible()
+    # Both on one axis, that of the longer.
+    page.wait_for_function(f"(root) => ({TIMES})(root)[1] === 33", arg=left.element_handle())
+    page.wait_for_function(f"(root) => ({TIMES})(root)[1] === 33", arg=right.element_handle())
+    screenshot(page, "explorer")
+
+    microbatches = output.locator(".widget-slider", has_text="micro-batches").get_by_role("slider")
+    microbatches.focus()
+    page.keyboard.press("ArrowRight")
+    expect(output.get_by_text("36.0 s").first).to_be_visible()  # (m + p - 1)(F + B)
+
+    # A row edited so that it cannot run: the message, and the picture stays.
+    rows = output.locator("textarea").first
+    rows.fill("F0 B0\nB0 F0")
+    rows.blur()
+    output.get_by_role("button", name="use my edit").first.click()
+    expect(output.get_by_text("1B0 comes before 1F0").first).to_be_visible()
+    screenshot(page, "explorer-mistake")
