@@ -396,6 +396,31 @@ def test_loose_parameters_and_weights_tied_by_hand(train: Train, stages: int) ->
     assert max(held) < whole
 
 
+class Reaches(nn.Module):
+    """Calls what is within a module, and never the module, as OPTForCausalLM calls its model's decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed = nn.Linear(4, 4)
+        self.model.inner = Flow()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.model.inner(self.model.embed(x), torch.ones_like(x)))
+
+
+def test_a_module_that_is_entered_from_outside(train: Train) -> None:
+    torch.manual_seed(13)
+    data = [(normal(4, 4), normal(4, 4))]
+    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": adamw, "steps": 3}
+    run = check_equal(train, Reaches().double(), data, mk.Plan.naive_mp(2), **how)
+    assert run.trace.meta["stages"] == [
+        ["model.embed", "model.inner.blocks.0", "model.inner.blocks.1"],
+        ["model.inner.blocks.2", "model.inner.blocks.3", "head"],
+    ]
+
+
 def of_words(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), targets.flatten())
 

@@ -25,7 +25,7 @@ from torch.overrides import (
 
 from mpkit.parallel.anymodel.value import Value
 
-__all__ = ["Call", "Walk", "prepare_modules"]
+__all__ = ["Call", "Walk", "current_walk", "prepare_modules"]
 
 
 class Call:
@@ -110,7 +110,7 @@ def prepare_modules(model: nn.Module, opened: Iterable[str], blocks: Iterable[st
 
 def _as_written(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        walk = _current()
+        walk = current_walk()
         if walk is None:
             return forward(*args, **kwargs)
         with walk.within(name):
@@ -121,14 +121,14 @@ def _as_written(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _as_a_whole(call: Call) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _current() is None:  # within another block, or outside of any walk
+        if current_walk() is None:  # within another block, or outside of any walk
             return call(*args, **kwargs)
         return handle_torch_function(call, (), *args, **kwargs)
 
     return run
 
 
-def _current() -> Walk | None:
+def current_walk() -> Walk | None:
     """The walk that sees what happens now, if there is one and it is not inside a block."""
     return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, Walk)), None)
 

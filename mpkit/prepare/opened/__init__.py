@@ -27,7 +27,7 @@ from mpkit.prepare.opened.calls import stages_of_blocks, starts
 from mpkit.prepare.opened.divide import divide
 from mpkit.prepare.opened.hold import hold
 from mpkit.prepare.opened.opening import Opening, choose
-from mpkit.prepare.opened.record import CannotCut, record
+from mpkit.prepare.opened.record import CannotCut, Entered, record, tell_if_entered
 
 __all__ = ["open_for_draws", "open_model"]
 
@@ -94,11 +94,17 @@ def _walk_through(
     closed: dict[str, str],
 ) -> tuple[Opening, dict[Hashable, Graph]]:
     """The graph of each shape, and what was opened for it; `closed` tells what could not be."""
+    entered: set[str] = set()
     while True:
-        opening = choose(model, plan.stages, plan.cut or (), closed)
+        opening = choose(model, plan.stages, plan.cut or (), closed, entered)
         dry = _DryRuns(model, opening)
         try:
             return opening, {key: dry.record(x, y, loss) for key, (x, y) in shapes.items()}
+        except Entered as error:
+            if error.block in closed:
+                raise ValueError(_explain(model, CannotCut(error.block, closed[error.block]))) from None
+            assert error.block not in entered, "it would have been opened"
+            entered.add(error.block)
         except CannotCut as error:
             if error.scope == "" or error.scope in closed:
                 raise ValueError(_explain(model, error)) from None
@@ -132,7 +138,7 @@ class _DryRuns:
                     self._fake = self._copy(self._mode.from_tensor)
                 x, y = (map_tensors(self._mode.from_tensor, value) for value in (inputs, targets))
                 return record(self._fake, x, y, loss, cpu)
-        except CannotCut:
+        except (CannotCut, Entered):
             raise
         except Exception:  # control flow that looks at numbers within a block, or at the inputs'
             if self._true is None:
@@ -147,7 +153,8 @@ class _DryRuns:
         for buffer in self._model.buffers():
             memo[id(buffer)] = of(buffer.detach())
         made = copy.deepcopy(self._model, memo)
-        prepare_modules(made, *self._opening)
+        for name, block in prepare_modules(made, *self._opening).items():
+            tell_if_entered(name, block)
         return made
 
 

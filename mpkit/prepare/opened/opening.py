@@ -26,13 +26,18 @@ class Opening(NamedTuple):
 
 
 def choose(
-    model: nn.Module, stages: int, cut: Sequence[int | str] = (), closed: Collection[str] = ()
+    model: nn.Module,
+    stages: int,
+    cut: Sequence[int | str] = (),
+    closed: Collection[str] = (),
+    entered: Collection[str] = (),
 ) -> Opening:
     """What is opened so that the model can be cut into so many stages.
 
     Args:
         cut: the user's cut points; a module with one of them within is opened.
         closed: modules that cannot be opened.
+        entered: modules that have to be, since somebody calls what is within and not themselves.
 
     >>> model = nn.Module()
     >>> model.embedding, model.dropout = nn.Embedding(5, 3), nn.Dropout()
@@ -40,18 +45,26 @@ def choose(
     >>> choose(model, 2)
     Opening(modules=('', 'dropout'), blocks=('embedding', 'layers.0', 'layers.1'))
     """
-    chooser = _Chooser(model, stages, [point for point in cut if isinstance(point, str)], closed)
+    points = [point for point in cut if isinstance(point, str)]
+    chooser = _Chooser(model, stages, points, closed, entered)
     chooser.visit("", model)
     return Opening(tuple(dict.fromkeys(chooser.opened)), tuple(dict.fromkeys(chooser.blocks)))
 
 
 class _Chooser:
-    def __init__(self, model: nn.Module, stages: int, cut: list[str], closed: Collection[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: int,
+        cut: list[str],
+        closed: Collection[str],
+        entered: Collection[str],
+    ) -> None:
         self._names = {
             module: name for name, module in model.named_modules()
         }  # a shared one by its first name
         self._share = _weight(model) / stages
-        self._cut, self._closed = cut, closed
+        self._cut, self._closed, self._entered = cut, closed, entered
         self.opened: list[str] = []
         self.blocks: list[str] = []
 
@@ -65,13 +78,15 @@ class _Chooser:
                 self.blocks.append(inner)
 
     def _opens(self, name: str, module: nn.Module) -> bool:
-        if any(point.startswith(f"{name}.") for point in self._cut):
+        if name in self._entered or any(point.startswith(f"{name}.") for point in self._cut):
             return True
         if not _has_state(module):
             return True
         if is_chain(module) and not self._is_entry(name):
             return True
         inner = [child for child in _called(module) if _has_state(child)]
+        while len(inner) == 1:  # a wrapper
+            inner = [child for child in _called(inner[0]) if _has_state(child)]
         weight = _weight(module)
         return len(inner) > 1 and (weight > self._share or (2 * weight > self._share and _has_list(module)))
 
