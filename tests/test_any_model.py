@@ -202,6 +202,11 @@ def test_a_unet_whose_skips_go_directly_where_they_are_needed(train: Train) -> N
     how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": adamw, "steps": 5}
     run = check_equal(train, model, data, mk.Plan.gpipe(4, 3), **how)
     assert ways(run) == {"0>1", "0>2", "0>3", "1>2", "2>3"}
+    held = [memory["params"] for memory in run.timeline().peak_memory]
+    assert sum(held) == sum(
+        parameter.nbytes for parameter in model.parameters()
+    )  # each weight on one rank only
+    assert min(held) > 0
     check_equal(train, model, data, mk.Plan(pp=3, schedule="1f1b", microbatches=3, recompute="full"), **how)
     check_equal(train, model, data, mk.Plan(pp=3, schedule="zb_h2", microbatches=3), **how)
 
@@ -511,17 +516,20 @@ def test_random_models_and_cuts_equal_serial_training(train: Train, data: st.Dat
     model = Web(program).double()
     batch, m = data.draw(st.integers(2, 5), label="batch"), data.draw(st.integers(1, 2), label="m")
     ranks = data.draw(st.integers(2, 3), label="ranks")
-    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "zb_h1"]), label="schedule")
-    plan = mk.Plan(
-        pp=ranks,
-        schedule=schedule,
-        microbatches=m,
-        recompute=data.draw(st.sampled_from(["none", "full"]), label="recompute"),
-    )
     calls = groups_of(program)
     assume(len(calls) >= ranks)
+    several = len(calls) >= 2 * ranks and data.draw(st.booleans(), label="two stages a rank")
+    schedules = ["looped_bfs", "interleaved_1f1b", "zbv"] if several else ["gpipe", "1f1b", "zb_h1"]
+    plan = mk.Plan(
+        pp=ranks,
+        schedule=data.draw(st.sampled_from(schedules), label="schedule"),
+        microbatches=m,
+        virtual_stages=2 if several else 1,
+        recompute=data.draw(st.sampled_from(["none", "full"]), label="recompute"),
+    )
     if data.draw(st.booleans(), label="own cut"):
-        points = data.draw(st.sets(st.integers(1, len(calls) - 1), min_size=ranks - 1, max_size=ranks - 1))
+        stages = plan.stages
+        points = data.draw(st.sets(st.integers(1, len(calls) - 1), min_size=stages - 1, max_size=stages - 1))
         plan = replace(plan, cut=sorted(points))
     batches = [(normal(batch, 4), normal(batch, 4)) for _ in range(2)]
     check_equal(train, model, batches, plan, loss=F.mse_loss, optimizer=sgd, steps=3)

@@ -1,6 +1,6 @@
 """A model as a chain of layers, each of which takes what the one before it gives.
 
-Only a cut asks for a chain: where every rank computes the whole model, any module is one layer.
+Any other model is one layer here: where it is cut, it is opened (`mpkit.parallel.anymodel`).
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
             else f"{kind} has a forward that may do anything"
         )
         raise ValueError(
-            f"The model is cut between its layers, and so has to be a chain of them: {why}. What works: "
-            "nn.Sequential(layer, layer, ...), where each layer may be any module, and mpkit.models.GPT, MLP and "
-            "ConvNet. To make a chain of yours, give its parts, in order, to nn.Sequential: "
-            f"nn.Sequential({', '.join(f'model.{name}' for name, _ in model.named_children()) or '...'}). "
-            "Plans that do not cut it (Plan.serial(), Plan.ddp(2), Plan.zero(3, 2)) take it as it is."
+            f"This model is no chain of layers: {why}. Pipelines and all other plans take it as it is; what is a "
+            "chain: nn.Sequential(layer, layer, ...), where each layer may be any module, and mpkit.models.GPT, MLP "
+            "and ConvNet. To make one of yours, give its parts, in order, to nn.Sequential: "
+            f"nn.Sequential({', '.join(f'model.{name}' for name, _ in model.named_children()) or '...'})."
         )
     layers = list(_flatten(model, ""))
     if not layers:

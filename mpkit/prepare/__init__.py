@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpkit.models.chain import chain, is_chain, layers_of
+from mpkit.models.chain import is_chain, layers_of
 from mpkit.parallel.job import TrainJob
 from mpkit.parallel.stage import PRECISIONS
 from mpkit.plan import Plan
@@ -91,7 +91,7 @@ def prepare(
     check_loss(loss)
     check_update(max_grad_norm, lr_schedule, steps)
     model = _on_cpu(model)
-    layers = chain(model) if is_chain(model) and plan.stages > 1 else layers_of(model)
+    layers = layers_of(model)
     with quiet():
         batches = take_batches(data, steps)
         sizes = of_every_size(batches, steps)
