@@ -82,6 +82,11 @@ def cut(
         ValueError: more stages than layers, or a cut at a layer that there is not.
     """
     layers = len(names)
+    if not layers:
+        raise ValueError(
+            f"{stages} stages, but the model is one block, with nothing to cut between. Plan.serial() or "
+            f"Plan.ddp({stages}) takes it as it is; Plan.gpipe({stages}, 8) takes a deeper model."
+        )
     if stages > layers:
         raise ValueError(
             f"{stages} stages, but the model has {layers} layer{'s' * (layers != 1)} "
