@@ -27,7 +27,7 @@ from mpkit.prepare import prepare
 from mpkit.schedule import build
 
 RANKS, MICROBATCHES = 4, 8
-ROUNDS, WARM_UP = 11, 2
+ROUNDS, WARM_UP = 15, 2
 LENGTH, BATCH = 64, 16
 
 Step = Callable[[int], None]
