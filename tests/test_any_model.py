@@ -600,6 +600,22 @@ class Store(dict[str, Tensor]):
     """What a walk cannot look into."""
 
 
+class Kept(nn.Module):
+    """A hook within a block keeps a tensor, which the model then uses itself."""
+
+    def __init__(self, hands_on: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.hands_on = Odd.A(), nn.Linear(4, 4), hands_on
+        self.a.linear.register_forward_hook(self.keep)
+
+    def keep(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        self.kept = output
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.a(x[:, :3]).x, self.__dict__.pop("kept")
+        return self.b(y * z) if self.hands_on else self.b(y) + torch.sin(z)
+
+
 class TwiceNormed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -624,6 +640,16 @@ IMPOSSIBLE: dict[str, tuple[nn.Module, mk.Plan, str]] = {
         Remembers(),
         mk.Plan.gpipe(2, 2),
         "a tensor that leave made is read without having been handed over",
+    ),
+    "a tensor kept by a hook": (
+        Kept(False),
+        mk.Plan.gpipe(2, 2, cut=["b"]),
+        "sin is given a tensor that a made and did not return",
+    ),
+    "a tensor kept by a hook, handed on": (
+        Kept(True),
+        mk.Plan.gpipe(2, 2, cut=["b"]),
+        "mul is given a tensor that a made and did not return",
     ),
     "statistics in two stages": (
         TwiceNormed(),

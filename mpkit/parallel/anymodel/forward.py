@@ -65,7 +65,7 @@ class Forward(Walk):
         leaves, shape = flatten((args, kwargs))
         given = tuple(leaf.number for leaf in leaves if type(leaf) is Value and leaf.number >= 0)
         if given != node.arguments:
-            raise _another_way(f"{name} was given other tensors than in the dry run")
+            raise _another_way(f"{name} was given the values {given}, and {node.arguments} in the dry run")
         self._next += 1
         if node.random:
             self._draws.begin(f"{k} {name}")

@@ -60,6 +60,7 @@ class Walk(TorchFunctionMode):
             return self.node(func.name, func, args, kwargs)
         # ---- inputs only
         if not (self._has_value(args) or (kwargs and self._has_value(kwargs.values()))):
+            self.inputs_only(func, args, kwargs)
             return func(*args, **kwargs)
         # ---- node
         return self.node(_name_of(func), func, args, kwargs)
@@ -79,6 +80,9 @@ class Walk(TorchFunctionMode):
     def node(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What becomes of a block's call, or of an operation on values; the latter may be a question of shapes."""
         raise NotImplementedError
+
+    def inputs_only(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operation is about to be done on what follows from the inputs alone."""
 
     @contextmanager
     def within(self, scope: str) -> Iterator[None]:

@@ -106,6 +106,7 @@ class Recording(Walk):
             raise CannotCut(scope, f"{name} is called on a tensor that a block made")
         leaves, shape = flatten((args, kwargs))
         values = [leaf for leaf in leaves if type(leaf) is Value]
+        self._check_handed_over(name, leaves)
         for value in values:
             if value.stale:
                 raise CannotCut(scope, f"{name} is given a view of a tensor that was written into since")
@@ -136,6 +137,21 @@ class Recording(Walk):
         node.random, node.flops = watch.random, watch.flops
         graph.nodes.append(node)
         return rebuild(result_shape, back)
+
+    def inputs_only(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What a block made, and a hook or an attribute brought here, does not follow from the inputs alone."""
+        if self._made_in:
+            self._check_handed_over(getattr(func, "__name__", "an operation"), flatten((args, kwargs))[0])
+
+    def _check_handed_over(self, name: str, leaves: list[Any]) -> None:
+        for leaf in leaves:
+            maker = self.made_in(leaf) if isinstance(leaf, Tensor) and type(leaf) is not Value else None
+            if maker is not None:
+                raise CannotCut(
+                    self.scopes[-1],
+                    f"{name} is given a tensor that {self.graph.nodes[maker].name} made and did not return (a hook, a "
+                    "cache or an attribute kept it)",
+                )
 
     def _answer(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A question about shapes; asked again of the values, who can answer those only."""
