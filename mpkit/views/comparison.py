@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpkit.idleness import CAUSES
+from mpkit.views.chart_look import LINE, LOOK
 from mpkit.views.comparison_svg import CAUSE_INKS, bars_svg
 from mpkit.views.fallback import image
 from mpkit.views.needs import needs_notebook
@@ -21,8 +22,6 @@ except ImportError as error:
     raise needs_notebook("a comparison's view", error) from error
 
 __all__ = ["comparison_figure", "comparison_view"]
-
-GREY, LINE = "#757d88", "rgba(128,128,128,0.25)"  # read on a light and on a dark ground
 
 
 def comparison_view(comparison: Comparison) -> Any:
@@ -56,10 +55,7 @@ def comparison_figure(comparison: Comparison) -> Any:
         barmode="stack",
         height=160 + 44 * len(rows),
         margin={"l": 16, "r": 16, "t": 48, "b": 40},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"color": GREY, "size": 12},
-        hoverlabel={"font": {"color": "#1f2328"}, "bgcolor": "#ffffff"},
+        **LOOK,
         legend={"traceorder": "normal"},
     )
     figure.update_xaxes(gridcolor=LINE, zeroline=False, title="seconds")

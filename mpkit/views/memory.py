@@ -12,6 +12,7 @@ import numpy as np
 
 from mpkit.timeline import Timeline
 from mpkit.trace import CATEGORIES
+from mpkit.views.chart_look import GREY, LINE, LOOK
 from mpkit.views.held import CATEGORY_INKS, held_text, memory_of
 from mpkit.views.needs import needs_notebook
 from mpkit.views.picture import rank_label
@@ -25,7 +26,6 @@ except ImportError as error:
 __all__ = ["memory_figure"]
 
 PANELS = 16
-GREY, LINE = "#757d88", "rgba(128,128,128,0.25)"  # read on a light and on a dark ground
 
 
 def memory_figure(timeline: Timeline) -> Any:
@@ -103,9 +103,7 @@ def _dressed(figure: Any, height: int, timeline: Timeline) -> Any:
     figure.update_layout(
         height=height,
         margin={"l": 56, "r": 16, "t": 34, "b": 56},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"color": GREY, "size": 12},
+        **LOOK,
         legend={
             "orientation": "h",
             "yref": "container",
@@ -115,7 +113,6 @@ def _dressed(figure: Any, height: int, timeline: Timeline) -> Any:
             "traceorder": "normal",
         },
         hovermode="x unified",
-        hoverlabel={"font": {"color": "#1f2328"}, "bgcolor": "#ffffff"},
     )
     figure.update_xaxes(
         showgrid=False, linecolor=LINE, zeroline=False, tickformat="~s", ticksuffix="s", nticks=4, tickangle=0

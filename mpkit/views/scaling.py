@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpkit.scale import strategy
+from mpkit.views.chart_look import GREY, LINE, LOOK
 from mpkit.views.needs import needs_notebook
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ except ImportError as error:
 __all__ = ["scaling_figure"]
 
 INKS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito's
-GREY, LINE = "#757d88", "rgba(128,128,128,0.25)"  # read on a light and on a dark ground
 
 
 def scaling_figure(scaling: Scaling) -> Any:
@@ -65,10 +65,7 @@ def scaling_figure(scaling: Scaling) -> Any:
         title={"text": scaling.kind + (f", on {scaling.hardware}" if scaling.hardware else "")},
         height=360,
         margin={"l": 64, "r": 16, "t": 48, "b": 48},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"color": GREY, "size": 12},
-        hoverlabel={"font": {"color": "#1f2328"}, "bgcolor": "#ffffff"},
+        **LOOK,
         legend={"x": 0.02, "y": 0.98},
     )
     figure.update_xaxes(title="ranks", type="log", tickvals=numbers, gridcolor=LINE, zeroline=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpkit.trace import CATEGORIES
+from mpkit.views.chart_look import LINE, LOOK
 from mpkit.views.held import CATEGORY_INKS
 from mpkit.views.needs import needs_notebook
 from mpkit.views.strategies_svg import shown_of
@@ -18,8 +19,6 @@ except ImportError as error:
     raise needs_notebook("the chart of memory by strategy", error) from error
 
 __all__ = ["strategies_figure"]
-
-GREY, LINE = "#757d88", "rgba(128,128,128,0.25)"  # read on a light and on a dark ground
 
 
 def strategies_figure(memory: MemoryByStrategy) -> Any:
@@ -60,10 +59,7 @@ def strategies_figure(memory: MemoryByStrategy) -> Any:
         bargap=0.2,
         height=400,
         margin={"l": 64, "r": 16, "t": 48, "b": 64},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"color": GREY, "size": 12},
-        hoverlabel={"font": {"color": "#1f2328"}, "bgcolor": "#ffffff"},
+        **LOOK,
     )
     figure.update_yaxes(gridcolor=LINE, zeroline=False, tickformat="~s", ticksuffix="B", rangemode="tozero")
     return figure
