@@ -39,25 +39,15 @@ class GraphCut:
 
     def __init__(self, roots: list[GradientEdge], inputs: Sequence[Tensor]) -> None:
         below = _below(root.node for root in roots)
-        ids = {id(tensor) for tensor in inputs}
-        leads: dict[Node, int] = {}  # to which weights, a bit each
-        leaves: list[Node] = []
-        path: dict[Node, None] = {}
-        for node, edges in below.items():
-            leads[node] = 0
-            variable = None if edges else getattr(node, "variable", None)
-            if variable is not None and id(variable) in ids:
-                path[node] = None
-            elif variable is not None:
-                leads[node] = 1 << len(leaves)
-                leaves.append(node)
-            for inner, _ in edges:
-                leads[node] |= leads[inner]
-                if inner in path:
-                    path[node] = None
+        # ---- path
+        leads, leaves, path = _lead(below, inputs)
         self.path = path or {node: None for node in below if leads[node].bit_count() > 1}
+        # ---- edges, to be used or left by
         self.used: defaultdict[Node, set[int]] = defaultdict(set)
         above: defaultdict[Node, set[Node | None]] = defaultdict(set)
+        for root in roots:
+            above[root.node].add(None)
+            self.used[root.node].add(root.output_nr)
         leaving: dict[Node, list[GradientEdge]] = {}
         for node, edges in below.items():
             for inner, k in edges:
@@ -66,34 +56,59 @@ class GraphCut:
             if node in self.path:
                 out = dict.fromkeys(edge for edge in edges if edge[0] not in self.path and leads[edge[0]])
                 leaving[node] = [GradientEdge(*edge) for edge in out]
-        for root in roots:
-            above[root.node].add(None)
-            self.used[root.node].add(root.output_nr)
         beside = [(i, r) for i, r in enumerate(roots) if r.node not in self.path and leads[r.node]]
+        # ---- met
         crossing = [edge for edges in leaving.values() for edge in edges] + [edge for _, edge in beside]
         met = _meeting(crossing, leads, above)
         self.met = [leaves[i] for i in _bits(met)]
         self.beside = [(i, edge) for i, edge in beside if not leads[edge.node] & met]
+        # ---- frontier
         self.frontier: dict[Node, list[GradientEdge]] = {}
+        weights: dict[Node, int] = {}
         once = twice = _all(leads[edge.node] for _, edge in self.beside)
         for node in reversed(leaving):
             late = [edge for edge in leaving[node] if not leads[edge.node] & met]
             if late:
                 self.frontier[node] = late
-                weights = _all(leads[edge.node] for edge in late)
-                once, twice = once | weights, twice | once & weights
-        self.ends: set[Node] = set()
-        if not path:
-            wanted = {*self.frontier, *self.met}
-            above_wanted: set[Node] = set()
-            for node, edges in below.items():
-                if any(inner in wanted or inner in above_wanted for inner, _ in edges):
-                    above_wanted.add(node)
-            self.ends = self.frontier.keys() - above_wanted
-        self.own: dict[Node, list[Tensor]] = {}
-        for node, late in self.frontier.items():
-            weights = _all(leads[edge.node] for edge in late)
-            self.own[node] = [] if weights & twice else [_weight(leaves[i]) for i in _bits(weights)]
+                weights[node] = _all(leads[edge.node] for edge in late)
+                once, twice = once | weights[node], twice | once & weights[node]
+        self.own = {
+            node: [] if mine & twice else [_weight(leaves[i]) for i in _bits(mine)]
+            for node, mine in weights.items()
+        }
+        self.ends = set() if path else self.frontier.keys() - _over(below, {*self.frontier, *self.met})
+
+
+def _lead(
+    below: dict[Node, list[tuple[Node, int]]], inputs: Sequence[Tensor]
+) -> tuple[dict[Node, int], list[Node], dict[Node, None]]:
+    """To which weights each node leads; those weights' nodes, by number; and the nodes that lead to the inputs."""
+    ids = {id(tensor) for tensor in inputs}
+    leads: dict[Node, int] = {}
+    leaves: list[Node] = []
+    path: dict[Node, None] = {}
+    for node, edges in below.items():
+        leads[node] = 0
+        variable = None if edges else getattr(node, "variable", None)
+        if variable is not None and id(variable) in ids:
+            path[node] = None
+        elif variable is not None:
+            leads[node] = 1 << len(leaves)
+            leaves.append(node)
+        for inner, _ in edges:
+            leads[node] |= leads[inner]
+            if inner in path:
+                path[node] = None
+    return leads, leaves, path
+
+
+def _over(below: dict[Node, list[tuple[Node, int]]], wanted: set[Node]) -> set[Node]:
+    """The nodes that lead to one of these."""
+    found: set[Node] = set()
+    for node, edges in below.items():
+        if any(inner in wanted or inner in found for inner, _ in edges):
+            found.add(node)
+    return found
 
 
 def _weight(leaf: Node) -> Tensor:
