@@ -301,6 +301,21 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(train: Train, name: str)
         torch.testing.assert_close(value, want.state_dict()[key], rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["gpipe", "interleaved_1f1b", "zb_h1"])
+def test_sixteen_bits_equal_serial_training_in_sixteen_bits(train: Train, name: str, precision: str) -> None:
+    torch.manual_seed(8)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())))
+    data = [(torch.randn(6, 8), torch.randn(6, 8)) for _ in range(2)]
+    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd, "steps": 4, "max_grad_norm": 0.5}
+    run = train(model, data, plan_of(name, 3, 3, precision=precision), **how)
+    want = train(model, data, mk.Plan.serial(3, precision=precision), **how)
+    close = {"rtol": 2e-2, "atol": 2e-2} if precision == "bf16" else {"rtol": 2e-3, "atol": 2e-3}
+    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(want.losses), **close)
+    for key, value in run.state_dict().items():
+        torch.testing.assert_close(value, want.state_dict()[key], **close)
+
+
 def test_a_checkpoint_of_any_schedule_is_gone_on_from_under_any_other(train: Train, tmp_path: Any) -> None:
     torch.manual_seed(7)
     layers = [nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Dropout(0.2)) for _ in range(8)]
