@@ -51,7 +51,8 @@ class Mail:
         self._here: dict[Place, tuple[Tensor, ...]] = {}
         self._sent: deque[list[Work]] = deque()  # by message
         # Sent too, but not in the schedule's order: who waited for these in between might wait in a ring.
-        self._skips: list[Work] = []
+        self._skips: dict[Place, list[Work]] = {}
+        self._told: list[Work] = []  # likewise
 
     def put(self, way: str, route: Route, m: int, tensors: tuple[Tensor, ...]) -> None:
         """What one end of a route made for the other: for it to take, if it is here, else until it is sent.
@@ -63,7 +64,7 @@ class Mail:
         if self._rank_of[receiver] == self._rank_of[sender]:
             self._here[way, *place, m] = tensors
         elif _is_skip(route):
-            self._skips += self._start(way, route, m, tensors)
+            self._skips[way, *place, m] = self._start(way, route, m, tensors)
         else:
             self._outgoing[way, *place, m] = tensors
 
@@ -103,7 +104,11 @@ class Mail:
             return self._here.pop(place)
         if place not in self._arriving:  # a skip to a stage that gets nothing else from other ranks
             self.receive(way, [route], m)
-        return tuple(work.wait() for work in self._arriving.pop(place))
+        arrived = tuple(work.wait() for work in self._arriving.pop(place))
+        if way == "B" and arrived:
+            # Then what these are the gradients of has arrived, too, and need not be held any more.
+            _wait(self._skips.pop(("F", *_ends("F", route), m), ()))
+        return arrived
 
     # ---- the loss -----------------------------------------------------------------------------------------
 
@@ -111,7 +116,7 @@ class Mail:
         """Send the loss from the rank that has the last stage to those with the others."""
         value = loss.detach().to(torch.float64).reshape(1)
         others = sorted(set(self._rank_of) - {self._rank_of[-1]})
-        self._skips += [self._context.comm.isend(value, rank, "L0") for rank in others]
+        self._told += [self._context.comm.isend(value, rank, "L0") for rank in others]
 
     def hear(self) -> float:
         """The loss, from the rank that has the last stage; waits until it is there."""
@@ -123,7 +128,9 @@ class Mail:
         while self._sent:
             _wait(self._sent.popleft())
         while self._skips:
-            self._skips.pop().wait()
+            _wait(self._skips.popitem()[1])
+        while self._told:
+            self._told.pop().wait()
         assert not (self._outgoing or self._arriving or self._here), "a valid schedule leaves nothing behind"
 
     def _tag(self, way: str, route: Route, m: int, i: int) -> str:

@@ -95,13 +95,13 @@ class Tied(Replica):
     def updated(self) -> None:
         """Lend the new weights to the borrowers; the first time those that are not trained too."""
         leaving = [
-            self._comm.isend(parameter, rank, f"L{tag}")
+            self._comm.isend(parameter, rank, f"U{tag}")
             for tag, parameter, borrowers in self._owned
             if parameter.requires_grad or not self._lent
             for rank in borrowers
         ]
         arriving = [
-            (parameter, self._comm.irecv(self._empty(parameter), owner, f"L{tag}"))
+            (parameter, self._comm.irecv(self._empty(parameter), owner, f"U{tag}"))
             for tag, parameter, owner in self._borrowed
             if parameter.requires_grad or not self._lent
         ]
