@@ -757,3 +757,13 @@ def test_skips_handed_on_from_stage_to_stage(
     assert ways(run) == {"0>1", "1>2", "2>3"}
     torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(losses), rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(dict(run.state_dict()), dict(weights), rtol=1e-8, atol=1e-10)
+
+
+def test_in_16_bits_with_tied_weights(train: Train) -> None:
+    torch.manual_seed(14)
+    model, data = gpt2().float(), [(masked(8), words(5, 8))]
+    how: dict[str, Any] = {"loss": next_word, "optimizer": sgd, "steps": 3}
+    alone = train(model, data, mk.Plan.serial(3, precision="bf16"), **how)
+    run = train(model, data, mk.Plan(pp=3, microbatches=3, precision="bf16"), **how)
+    assert run.losses == pytest.approx(alone.losses, rel=1e-3)
+    torch.testing.assert_close(run.state_dict(), alone.state_dict(), rtol=1e-2, atol=1e-3)
