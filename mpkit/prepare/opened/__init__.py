@@ -27,7 +27,8 @@ from mpkit.prepare.opened.calls import stages_of_blocks, starts
 from mpkit.prepare.opened.divide import divide
 from mpkit.prepare.opened.hold import hold
 from mpkit.prepare.opened.opening import Opening, choose
-from mpkit.prepare.opened.record import CannotCut, Entered, record, tell_if_entered
+from mpkit.prepare.opened.record import record
+from mpkit.prepare.opened.refusals import CannotCut, Entered, tell_if_entered
 
 __all__ = ["open_for_draws", "open_model"]
 

@@ -18,54 +18,19 @@ from torch.utils._pytree import tree_leaves
 from mpkit.parallel.anymodel.graph import Constant, Given, Graph, Leaf, New, Node
 from mpkit.parallel.anymodel.structure import flatten, rebuild
 from mpkit.parallel.anymodel.value import Looked, Value, spec_of
-from mpkit.parallel.anymodel.walk import Call, Walk, current_walk
+from mpkit.parallel.anymodel.walk import Call, Walk
 from mpkit.parallel.microbatch import Value as Data
 from mpkit.parallel.stage import call
+from mpkit.prepare.opened.refusals import CannotCut
 from mpkit.record.flops import Flops, flops_of, moved_by
 
-__all__ = ["CannotCut", "Entered", "record", "tell_if_entered"]
+__all__ = ["record"]
 
 PLAIN = (bool, int, float, str, bytes, slice, range, torch.Size, torch.dtype, torch.device, type(None))
 """What is no tensor and may go from block to block: it is the same for all micro-batches of one shape."""
 
 HOOKS = ("backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 """What asks for gradients on their way through the forward, which only the rank that computes them sees."""
-
-
-class CannotCut(Exception):
-    """What an opened module does between its blocks cannot be divided among ranks.
-
-    Attributes:
-        scope: the module.
-    """
-
-    def __init__(self, scope: str, why: str) -> None:
-        super().__init__(why)
-        self.scope = scope
-
-
-class Entered(Exception):
-    """What is within a block is called from outside: the block has to be opened.
-
-    Attributes:
-        block: its name.
-    """
-
-    def __init__(self, block: str) -> None:
-        super().__init__(f"{block} is entered from outside")
-        self.block = block
-
-
-def tell_if_entered(name: str, block: nn.Module) -> None:
-    """Let the dry run notice it, as where OPTForCausalLM calls its model's decoder, and not its model."""
-
-    def check(*_: Any) -> None:
-        if current_walk() is not None:
-            raise Entered(name)
-
-    for inner in block.modules():
-        if inner is not block and not isinstance(inner, (nn.ModuleList, nn.ModuleDict)):
-            inner.register_forward_pre_hook(check)
 
 
 def record(
