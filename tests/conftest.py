@@ -4,11 +4,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from torch import nn
 
 import mpkit as mk
+from mpkit.run import Run
 
 # The same examples every time: what fails here fails there. No deadline: on two busy cores
 # an example's time says nothing.
@@ -50,6 +53,16 @@ def clusters() -> Iterator[Callable[[int], mk.Cluster]]:
 def cluster(clusters: Callable[[int], mk.Cluster]) -> mk.Cluster:
     """Four CPU processes."""
     return clusters(4)
+
+
+@pytest.fixture(scope="session")
+def train(clusters: Callable[[int], mk.Cluster]) -> Callable[..., Run]:
+    """`train(model, data, plan, ...)` on as many ranks as the plan takes, waited for."""
+
+    def run(model: nn.Module, data: Any, plan: mk.Plan, **how: Any) -> Run:
+        return clusters(plan.ranks).train(model, data, plan, **how).wait()
+
+    return run
 
 
 def _is_gone(pid: int) -> bool:

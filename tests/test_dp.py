@@ -23,16 +23,6 @@ Train = Callable[..., Run]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture(scope="module")
-def train(clusters: Callable[[int], mk.Cluster]) -> Train:
-    """`train(model, data, plan, ...)` on as many ranks as the plan takes, waited for."""
-
-    def run(model: nn.Module, data: Any, plan: mk.Plan, **how: Any) -> Run:
-        return clusters(plan.ranks).train(model, data, plan, **how).wait()
-
-    return run
-
-
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
 

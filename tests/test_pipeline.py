@@ -36,16 +36,6 @@ SEVERAL = ("1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 LOOPS = ("looped_bfs", "interleaved_1f1b", "interleaved_zb")
 
 
-@pytest.fixture(scope="module")
-def train(clusters: Callable[[int], mk.Cluster]) -> Train:
-    """`train(model, data, plan, ...)` on as many ranks as the plan takes, waited for."""
-
-    def run(model: nn.Module, data: Any, plan: mk.Plan, **how: Any) -> Run:
-        return clusters(plan.ranks).train(model, data, plan, **how).wait()
-
-    return run
-
-
 def serial(model: nn.Module, data: Any, *, loss: Any, optimizer: Any, steps: int) -> tuple[list[float], Any]:
     """The same training on one process, as anyone would write it."""
     model = copy.deepcopy(model)
