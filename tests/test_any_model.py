@@ -34,16 +34,6 @@ Train = Callable[..., Run]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture(scope="module")
-def train(clusters: Callable[[int], mk.Cluster]) -> Train:
-    """`train(model, data, plan, ...)` on as many ranks as the plan takes, waited for."""
-
-    def run(model: nn.Module, data: Any, plan: mk.Plan, **how: Any) -> Run:
-        return clusters(plan.ranks).train(model, data, plan, **how).wait()
-
-    return run
-
-
 def called(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
