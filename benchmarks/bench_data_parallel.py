@@ -13,10 +13,7 @@ as its profiler tells; each side for itself.
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mpkit as mk
+from benchmarks.pairing import Step, compared, pairs
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.parallel.train import Training
@@ -31,8 +29,6 @@ from mpkit.prepare import prepare
 
 ROUNDS, WARM_UP = 15, 3
 LENGTH, BATCH = 64, 8
-
-Step = Callable[[int], None]
 
 
 def model() -> nn.Module:
@@ -115,19 +111,9 @@ def _theirs(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 # ---------------------------------------------------------------- measuring
 
 
-def pairs(ctx: Any, name: str) -> list[tuple[float, float]]:
-    """Seconds of a step of ours and of theirs, a pair a round; a step begins when all ranks are there."""
-    sides = ours(ctx, name), theirs(ctx, name)
-    found = []
-    for number in range(WARM_UP + ROUNDS):
-        times = []
-        for side in sides if number % 2 else sides[::-1]:  # whoever comes second finds other caches
-            dist.barrier()
-            start = time.perf_counter()
-            side(number)
-            times.append(time.perf_counter() - start)
-        found.append((times[0], times[1]) if number % 2 else (times[1], times[0]))
-    return found[WARM_UP:]
+def both(ctx: Any, name: str) -> list[tuple[float, float]]:
+    """Seconds of a step of ours and of theirs, a pair a round."""
+    return pairs(ours(ctx, name), theirs(ctx, name), ROUNDS, WARM_UP)
 
 
 def peak_memory(ctx: Any, name: str, side: str) -> int:
@@ -153,20 +139,8 @@ def measure() -> list[dict[str, Any]]:
     for ranks in (2, 4):
         with mk.Cluster(ranks, device="cpu") as cluster:
             for name in chosen:
-                by_rank = cluster.run(pairs, name)
-                ours_s, theirs_s = (
-                    [max(rank[i][side] for rank in by_rank) for i in range(ROUNDS)] for side in (0, 1)
-                )
-                ratio = statistics.median(a / b for a, b in zip(ours_s, theirs_s, strict=True))
-                rows.append(
-                    {
-                        "name": f"data parallel: a step of {name} on {ranks} ranks",
-                        "value": statistics.median(ours_s),
-                        "unit": "s",
-                        "ratio": ratio,
-                        "against": f"of {THEIRS[name]}: {statistics.median(theirs_s):.3g} s",
-                    }
-                )
+                title = f"data parallel: a step of {name} on {ranks} ranks"
+                rows.append(compared(title, THEIRS[name], cluster.run(both, name)))
                 mine, other = (max(cluster.run(peak_memory, name, side)) for side in ("ours", "theirs"))
                 rows.append(
                     {

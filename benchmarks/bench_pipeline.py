@@ -12,14 +12,13 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import mpkit as mk
+from benchmarks.pairing import Step, compared, pairs
 from mpkit.data import text_batches
 from mpkit.models import GPT, chain, next_token_loss
 from mpkit.parallel.train import Training
@@ -30,7 +29,6 @@ RANKS, MICROBATCHES = 4, 8
 ROUNDS, WARM_UP = 15, 2
 LENGTH, BATCH = 64, 16
 
-Step = Callable[[int], None]
 
 THEIRS = {
     "gpipe": "ScheduleGPipe",
@@ -115,19 +113,9 @@ def theirs(ctx: Any, name: str) -> Step:
 # ---------------------------------------------------------------- measuring
 
 
-def pairs(ctx: Any, name: str) -> list[tuple[float, float]]:
-    """Seconds of a step of ours and of theirs, a pair a round; a step begins when all ranks are there."""
-    sides = ours(ctx, name), theirs(ctx, name)
-    found = []
-    for number in range(WARM_UP + ROUNDS):
-        times = []
-        for side in sides if number % 2 else sides[::-1]:  # whoever comes second finds other caches
-            dist.barrier()
-            start = time.perf_counter()
-            side(number)
-            times.append(time.perf_counter() - start)
-        found.append((times[0], times[1]) if number % 2 else (times[1], times[0]))
-    return found[WARM_UP:]
+def both(ctx: Any, name: str) -> list[tuple[float, float]]:
+    """Seconds of a step of ours and of theirs, a pair a round."""
+    return pairs(ours(ctx, name), theirs(ctx, name), ROUNDS, WARM_UP)
 
 
 def simulated(p: int, m: int) -> dict[str, Any]:
@@ -148,24 +136,31 @@ def simulated(p: int, m: int) -> dict[str, Any]:
     }
 
 
+def explored(p: int, m: int) -> dict[str, Any]:
+    """How long the schedule explorer takes to follow a slider, two schedules being shown."""
+    explorer = mk.explore("1f1b", "zb_h1", ranks=p, microbatches=m)
+    times = []
+    for number in range(21):
+        start = time.perf_counter()
+        explorer.sliders["hop"].value = 0.05 * (1 + number % 20)
+        times.append(time.perf_counter() - start)
+    return {
+        "name": f"explorer: a slider moves, two schedules of {p} stages and {m} micro-batches",
+        "value": statistics.median(times) * 1e3,
+        "unit": "ms",
+        "ratio": statistics.median(times) / 0.1,
+        "against": "of the 100 ms that it may take",
+    }
+
+
 def measure() -> list[dict[str, Any]]:
     """Rows of the table."""
     rows = []
     chosen = [name for name in THEIRS if name in sys.argv] or list(THEIRS)
     with mk.Cluster(RANKS, device="cpu") as cluster:
         for name in chosen:
-            by_rank = cluster.run(pairs, name)
-            ours_s, theirs_s = (
-                [max(rank[i][side] for rank in by_rank) for i in range(ROUNDS)] for side in (0, 1)
-            )
-            rows.append(
-                {
-                    "name": f"pipeline: a step of {name} on {RANKS} ranks",
-                    "value": statistics.median(ours_s),
-                    "unit": "s",
-                    "ratio": statistics.median(a / b for a, b in zip(ours_s, theirs_s, strict=True)),
-                    "against": f"of torch's {THEIRS[name]}: {statistics.median(theirs_s):.3g} s",
-                }
-            )
-    rows += [simulated(4, 8), simulated(16, 64)]
+            by_rank = cluster.run(both, name)
+            title = f"pipeline: a step of {name} on {RANKS} ranks"
+            rows.append(compared(title, f"torch's {THEIRS[name]}", by_rank))
+    rows += [simulated(4, 8), simulated(16, 64), explored(16, 64)]
     return rows

@@ -281,7 +281,7 @@ def test_the_schedule_explorer_follows_its_sliders(
     page = lab_page
     open_notebook(page, f"{jupyterlab}/tree/explore.ipynb")
     page.evaluate(RUN_ALL)
-    output = page.locator(".jp-OutputArea-output")
+    output = in_cell(page, "mk.explore").locator(".jp-OutputArea-output")
     left, right = output.locator(".mpkit-timeline").nth(0), output.locator(".mpkit-timeline").nth(1)
     expect(right).to_be_visible(timeout=60_000)
     expect(output.get_by_text("33.0 s").first).to_be_visible()
