@@ -279,7 +279,8 @@ def test_the_schedule_explorer_follows_its_sliders(
     jupyterlab: str, lab_page: Page, screenshot: Screenshot
 ) -> None:
     page = lab_page
-    open_notebook(page, f"{jupyterlab}/tree/explore.ipynb")
+    # In a workspace of its own: another test's notebook would be opened again beside it.
+    open_notebook(page, f"{jupyterlab}/workspaces/explorer/tree/explore.ipynb")
     page.evaluate(RUN_ALL)
     output = in_cell(page, "mk.explore").locator(".jp-OutputArea-output")
     left, right = output.locator(".mpkit-timeline").nth(0), output.locator(".mpkit-timeline").nth(1)
