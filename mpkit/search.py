@@ -24,7 +24,7 @@ from mpkit.schedule.greedy import Costs, Policy, greedy
 from mpkit.schedule.improve import improve, span
 from mpkit.schedule.live import live
 from mpkit.schedule.validate import each
-from mpkit.simulation import Times, by_stage, simulate, time_of
+from mpkit.simulation import Times, by_stage, simulate, time_of, whole_backward
 from mpkit.timeline import Timeline
 
 __all__ = ["Found", "search_schedule"]
@@ -88,6 +88,7 @@ def search_schedule(
     weight_grad: Times = 1.0,
     hop: float = 0.0,
     *,
+    backward: Times | None = None,
     max_live: float | Sequence[float] | None = None,
     activation: float | Sequence[float] = 1.0,
     seed: int = 0,
@@ -97,7 +98,7 @@ def search_schedule(
 
     Args:
         plan: its ranks, micro-batches, stages a rank, and its schedule as one more to beat.
-        forward, input_grad, weight_grad, hop: seconds, as of `simulate`; those of a run: **mk.stage_times(run).
+        forward, input_grad, weight_grad, hop, backward: seconds, as of `simulate`; of a run: **mk.stage_times(run).
         max_live: the most activations that a rank may hold at once, for all or one a rank; None: any number.
         activation: how much of that unit a stage holds of a micro-batch, one number or one a stage.
         seed: of what is tried; the same seed finds the same.
@@ -124,7 +125,7 @@ def search_schedule(
         "F": costs.f,
         "I": costs.i,
         "W": costs.w,
-        "B": [i + w for i, w in zip(costs.i, costs.w, strict=True)],
+        "B": whole_backward(backward, costs.i, costs.w),
     }
 
     def length(schedule: Schedule) -> float:
@@ -160,7 +161,7 @@ def search_schedule(
         best = replace(plan, schedule=name, virtual_stages=plan.stages // plan.pp)
     else:
         best = Plan.from_schedule(schedule, recompute=plan.recompute, cut=plan.cut)
-    timeline = simulate(best, forward, input_grad, weight_grad, hop)
+    timeline = simulate(best, forward, input_grad, weight_grad, hop, backward=backward)
     return Found(best, timeline, seconds, named_times, too_large, list(costs.max_live), at_least)
 
 

@@ -21,7 +21,7 @@ from mpkit.schedule.play import timed
 from mpkit.simulated import Done, held, spans
 from mpkit.timeline import Timeline
 
-__all__ = ["Times", "by_stage", "simulate", "time_of"]
+__all__ = ["Times", "by_stage", "simulate", "time_of", "whole_backward"]
 
 Times = float | Sequence[float]
 
@@ -33,6 +33,7 @@ def simulate(
     weight_grad: Times = 1.0,
     hop: float = 0.0,
     *,
+    backward: Times | None = None,
     steps: int = 1,
 ) -> Timeline:
     """When each action of a plan's schedule would happen.
@@ -44,6 +45,7 @@ def simulate(
             `input_grad + weight_grad`.
         weight_grad: seconds the gradients of the weights take, likewise.
         hop: seconds a message takes from stage to stage; nobody waits for it but its receiver.
+        backward: seconds a backward takes that is not split, likewise, where that is not the sum of its halves.
         steps: how many, one after the other: a rank begins a step when it is done with its part of the one before.
 
     Returns:
@@ -72,7 +74,7 @@ def simulate(
         for name, value in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
     )
     again = f if plan.recompute == "full" else [0.0] * schedule.stages
-    slots = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w, strict=True)]}
+    slots = {"F": f, "I": i, "W": w, "B": whole_backward(backward, i, w)}
     rows, stuck = timed(schedule, slots, time_of("hop", hop), again)
     assert not stuck, "a plan's schedule is valid"
     done = Done.of(rows)
@@ -93,6 +95,19 @@ def _after_each_other(schedule: Schedule, steps: int) -> Schedule:
     rows = [[action for step in range(steps) for action in of(step, row)] for row in schedule.rows]
     together = [action for step in range(steps) for action in of(step, schedule.together)]
     return Schedule(rows, schedule.name, schedule.stage_to_rank, together)
+
+
+def whole_backward(backward: Times | None, i: Sequence[float], w: Sequence[float]) -> list[float]:
+    """By stage, seconds of a backward that is not split: as given, or the sum of its halves.
+
+    Raises:
+        ValueError: as `by_stage`.
+    """
+    return (
+        [a + b for a, b in zip(i, w, strict=True)]
+        if backward is None
+        else by_stage("backward", backward, len(i))
+    )
 
 
 def by_stage(name: str, value: object, stages: int) -> list[float]:

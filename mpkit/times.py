@@ -28,7 +28,8 @@ def stage_times(run: Run | Timeline) -> dict[str, Any]:
         run: a finished pipeline, or the Timeline of one, such as of other hardware: run.timeline(hardware="h100").
 
     Returns:
-        "forward", "input_grad", "weight_grad": seconds by stage; "hop": seconds that a message takes.
+        "forward", "input_grad", "weight_grad": seconds by stage; "hop": seconds that a message takes; and "backward",
+        where a stage had both whole backwards and split ones.
 
     Raises:
         ValueError: no stages were seen.
@@ -59,12 +60,17 @@ def stage_times(run: Run | Timeline) -> dict[str, Any]:
             f"stage_times({run!r}): not every stage's forward was seen. Give a finished Run of a pipeline, such as "
             'cluster.train(..., mk.Plan.pipeline("1f1b", 4, 8), ...).wait()'
         )
-    return {
+    found = {
         "forward": forward.tolist(),
         "input_grad": np.where(np.isnan(i), b / 2, i).tolist(),
         "weight_grad": np.where(np.isnan(w), b / 2, w).tolist(),
         "hop": _hop(timeline, spans),
     }
+    if not np.isnan(
+        i + b
+    ).all():  # some backwards of a stage were split and some not: those take less than I + W
+        found["backward"] = np.where(np.isnan(b), i + w, b).tolist()
+    return found
 
 
 def _means(spans: Array, stages: int) -> Array:

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.schedule import NAMES
-from mpkit.trace import Kind
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -24,28 +23,6 @@ LOOPS = ("looped_bfs", "interleaved_1f1b", "interleaved_zb")
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-3)
-
-
-def mean_times(t: mk.Timeline, stages: int) -> dict[str, list[float]]:
-    """By stage, what `simulate` asks for: of F, I and W, or of a whole backward as if all of it were I."""
-    frame = t.to_dataframe()
-    frame = frame.assign(time=frame["end"] - frame["start"])
-    means = frame.groupby(["kind", "stage"])["time"].mean()
-    found = {
-        kind: [float(means.get((kind.word, stage), float("nan"))) for stage in range(stages)]
-        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
-    }
-    if any(i != i for i in found[Kind.INPUT_GRAD]):
-        return {
-            "forward": found[Kind.FORWARD],
-            "input_grad": found[Kind.BACKWARD],
-            "weight_grad": [0.0] * stages,
-        }
-    return {
-        "forward": found[Kind.FORWARD],
-        "input_grad": found[Kind.INPUT_GRAD],
-        "weight_grad": found[Kind.WEIGHT_GRAD],
-    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,7 +41,7 @@ def test_the_measured_bubble_is_that_of_the_simulation(
     cut = [2 * per_stage * s for s in range(1, plan.stages)]
     plan = mk.Plan(pp=4, schedule=name, microbatches=8, virtual_stages=v, cut=cut)
     torch.manual_seed(0)
-    data = [(torch.randn(8 * 80, 144), torch.randn(8 * 80, 144))]
+    data = [(torch.randn(8 * 200, 144), torch.randn(8 * 200, 144))]
     run = (
         clusters(4).train(nn.Sequential(*layers), data, plan, loss=F.mse_loss, optimizer=sgd, steps=6).wait()
     )
@@ -72,5 +49,5 @@ def test_the_measured_bubble_is_that_of_the_simulation(
     gaps = []
     for number in range(1, 6):  # the first one warms up
         step = t.step(number)
-        gaps.append(step.bubble - mk.simulate(plan, **mean_times(step, plan.stages)).bubble)
+        gaps.append(step.bubble - mk.simulate(plan, **mk.stage_times(step)).bubble)
     assert abs(median(gaps)) < 0.05, gaps

@@ -326,3 +326,17 @@ def trace_of(ops: list[Row], memory: list[tuple[int, int, int]], names: list[str
         changes["time"], changes["op"], changes["delta"] = zip(*memory, strict=True)
     changes["category"] = CATEGORIES.index("activations")
     return RankTrace(records, changes, names)
+
+
+def test_a_backward_that_is_not_split_may_take_less_than_its_halves() -> None:
+    """DualPipeV has both kinds; the times of a simulation are found again in it, and give it again."""
+    plan = mk.Plan.pipeline("dualpipev", 4, 8)
+    t = mk.simulate(plan, 1.0, 1.5, 1.0, backward=2.0, hop=0.1)
+    times = mk.stage_times(t)
+    assert times["backward"] == pytest.approx([2.0] * 8)
+    assert times["input_grad"] == pytest.approx([1.5] * 8)
+    assert mk.simulate(plan, **times).makespan == pytest.approx(t.makespan)
+    assert t.makespan < mk.simulate(plan, 1.0, 1.5, 1.0, hop=0.1).makespan
+    assert mk.simulate(mk.Plan.gpipe(2, 2), backward=5).makespan == (2 + 2 - 1) * (1 + 5)
+    with pytest.raises(ValueError, match=r"backward=\[1.0, 2.0\] names 2 times for 4 stages"):
+        mk.simulate(mk.Plan.gpipe(4, 8), backward=[1, 2])
