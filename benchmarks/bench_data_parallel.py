@@ -14,6 +14,7 @@ profiler does not see being freed.
 
 from __future__ import annotations
 
+import statistics
 import sys
 from typing import Any
 
