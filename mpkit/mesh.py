@@ -1,28 +1,30 @@
-"""Mesh: which rank has which place along the axes pp, dp and tp. Pure integers."""
+"""Mesh: which rank has which place along the axes pp, dp, cp and tp. Pure integers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 __all__ = ["AXES", "Mesh", "Place"]
 
-AXES = ("pp", "dp", "tp")
-"""Pipeline stages, replicas, shards of a layer; the last varies fastest."""
+AXES = ("pp", "dp", "cp", "tp")
+"""Pipeline stages, replicas, parts of a sequence, shards of a layer; the last varies fastest."""
 
 
 class Place(NamedTuple):
     """A rank's coordinates."""
 
-    pp: int
-    dp: int
-    tp: int
+    pp: int = 0
+    dp: int = 0
+    cp: int = 0
+    tp: int = 0
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks laid out as a box of pp x dp x tp.
+    """Ranks laid out as a box of pp x dp x cp x tp.
 
     Neighbouring ranks differ in tp first, since tensor parallelism talks most and neighbours share a node's fast
     links, and in pp last (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -30,41 +32,55 @@ class Mesh:
 
     >>> mesh = Mesh(pp=2, dp=1, tp=2)
     >>> [mesh.place(rank) for rank in range(mesh.size)][2]
-    Place(pp=1, dp=0, tp=0)
+    Place(pp=1, dp=0, cp=0, tp=0)
     >>> mesh.groups("pp")
     [(0, 2), (1, 3)]
+    >>> mesh.groups("pp", "tp")
+    [(0, 1, 2, 3)]
     """
 
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     tp: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The degrees, in the order of `AXES`."""
+        return tuple(getattr(self, axis) for axis in AXES)
 
     @property
     def size(self) -> int:
         """How many ranks the mesh has."""
-        return self.pp * self.dp * self.tp
+        return prod(self.shape)
 
     def place(self, rank: int) -> Place:
         """The coordinates of a rank."""
         assert 0 <= rank < self.size, f"rank {rank} is not in {self}"
-        rest, tp = divmod(rank, self.tp)
-        pp, dp = divmod(rest, self.dp)
-        return Place(pp, dp, tp)
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return Place(**found)
 
-    def rank(self, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
+    def rank(self, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """The rank at these coordinates."""
-        assert 0 <= pp < self.pp and 0 <= dp < self.dp and 0 <= tp < self.tp
-        return (pp * self.dp + dp) * self.tp + tp
+        place = Place(pp, dp, cp, tp)
+        assert all(0 <= i < n for i, n in zip(place, self.shape, strict=True)), f"{place} is not in {self}"
+        number = 0
+        for i, n in zip(place, self.shape, strict=True):
+            number = number * n + i
+        return number
 
-    def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks, this one among them, that differ from it along one axis only."""
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks, this one among them, that differ from it along these axes only; ascending."""
         place = self.place(rank)
-        size = getattr(self, axis)
-        return tuple(self.rank(**{**place._asdict(), axis: i}) for i in range(size))
+        ways = [range(n) if axis in axes else (place[i],) for i, (axis, n) in enumerate(self._degrees())]
+        return tuple(self.rank(*place) for place in product(*ways))
 
-    def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Every group along one axis. Each rank is in exactly one of them."""
-        others = [name for name in AXES if name != axis]
-        corners = product(*(range(getattr(self, name)) for name in others))
-        firsts = [self.rank(**dict(zip(others, corner, strict=True))) for corner in corners]
-        return [self.group(first, axis) for first in firsts]
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """Every group along these axes, by its first rank. Each rank is in exactly one of them."""
+        found = dict.fromkeys(self.group(rank, *axes) for rank in range(self.size))
+        return list(found)
+
+    def _degrees(self) -> list[tuple[str, int]]:
+        return list(zip(AXES, self.shape, strict=True))

@@ -65,9 +65,13 @@ class Collectives:
                 f"group({list(ranks)}) needs different ranks out of 0 to {self.world_size - 1}, at least one; "
                 f"for all of them leave group=None"
             )
-        if members not in self._groups:
-            self._groups[members] = Group(members, dist.new_group(list(members)))
-        return self._groups[members]
+        return self._groups.get(members) or self.adopt(members, dist.new_group(list(members)))
+
+    def adopt(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Group:
+        """The group of these ranks, ascending, whose torch group there is already (or need not be: of one rank)."""
+        if ranks not in self._groups:
+            self._groups[ranks] = Group(ranks, handle)
+        return self._groups[ranks]
 
     # ---- collectives where every rank gives and takes -----------------------------------------------------
 

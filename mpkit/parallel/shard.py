@@ -1,0 +1,76 @@
+"""Shard: which part of a whole parameter a rank of a tensor-parallel group holds.
+
+A column-parallel linear layer divides its output features, a row-parallel one its input features, an embedding its
+vocabulary: always one dimension of the parameter, of which a rank has one range, or several where layers were put
+together (the q, k and v of a fused projection). Widths that the ranks do not divide make uneven shards.
+
+    W, whole (6 x 3)              dim 0, t = 2: rank 0 has rows 0 to 2, rank 1 rows 3 to 5
+    q k v in one, (3h x h)        dim 0: rank 0 has the first half of the rows of q, of k and of v
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+__all__ = ["Shard", "evenly", "put_together"]
+
+
+def evenly(count: int, t: int) -> list[range]:
+    """`count` things in t ranges, the first ones longer by one where t does not divide it.
+
+    >>> evenly(5, 2)
+    [range(0, 3), range(3, 5)]
+    """
+    sizes = [count // t + (i < count % t) for i in range(t)]
+    return [range(a, b) for a, b in pairwise([0, *accumulate(sizes)])]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a whole parameter that is here.
+
+    Attributes:
+        whole: the shape of the whole one.
+        dim: that is divided.
+        ranges: what of that dimension is here, in order; one after the other they are the local parameter.
+
+    >>> shard = Shard((6, 2), 0, (range(0, 1), range(3, 4)))
+    >>> shard.take(torch.arange(12).view(6, 2))
+    tensor([[0, 1],
+            [6, 7]])
+    >>> shard.shape
+    (2, 2)
+    """
+
+    whole: tuple[int, ...]
+    dim: int
+    ranges: tuple[range, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the local parameter."""
+        return (*self.whole[: self.dim], sum(map(len, self.ranges)), *self.whole[self.dim + 1 :])
+
+    def take(self, whole: Tensor) -> Tensor:
+        """The local part of a whole tensor; a copy."""
+        parts = [whole.narrow(self.dim, part.start, len(part)) for part in self.ranges]
+        return torch.cat(parts, self.dim)
+
+    def put(self, local: Tensor, whole: Tensor) -> None:
+        """Write the local part to its place in a whole tensor."""
+        parts = local.split([len(part) for part in self.ranges], self.dim)
+        for part, values in zip(self.ranges, parts, strict=True):
+            whole.narrow(self.dim, part.start, len(part)).copy_(values)
+
+
+def put_together(shards: Sequence[Shard], parts: Sequence[Tensor]) -> Tensor:
+    """The whole tensor of the parts of all ranks."""
+    whole = parts[0].new_empty(shards[0].whole)
+    for shard, part in zip(shards, parts, strict=True):
+        shard.put(part, whole)
+    return whole
