@@ -7,11 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.mesh import AXES, Mesh
 from mpkit.plan import Plan
 from mpkit.schedule import NAMES, Schedule
 
@@ -122,19 +119,6 @@ def test_every_named_schedule_makes_a_plan() -> None:
         assert plan.stages == 3 * plan.virtual_stages
         assert plan.virtual_stages == (2 if name in ("zbv", "dualpipev") else 1)
         assert Plan.pipeline(name, 3, 6) == plan == Plan.from_json(plan.to_json())
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-def test_a_mesh_has_every_rank_at_one_place_and_in_one_group_an_axis(pp: int, dp: int, tp: int) -> None:
-    mesh = Mesh(pp, dp, tp)
-    for rank in range(mesh.size):
-        assert mesh.rank(*mesh.place(rank)) == rank
-        assert all(rank in mesh.group(rank, axis) for axis in AXES)
-    for axis in AXES:
-        groups = mesh.groups(axis)
-        assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
-        assert {len(group) for group in groups} == {getattr(mesh, axis)}
-    assert mesh.groups("tp")[0] == tuple(range(tp)), "neighbours share layers"
 
 
 @pytest.mark.parametrize(
