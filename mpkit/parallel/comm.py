@@ -5,8 +5,10 @@ and when it was seen to be complete) and, where the caller waits for it, a WAIT 
 these: whoever waits, waits in an open WAIT, and whoever never came has no op of that number.
 
     wire           what all communication shares
-    collectives    what a group of ranks does together
-    comm           Comm: that, and messages between two ranks
+    groups         which ranks communicate
+    collectives    what a group of ranks does together, all alike
+    rooted         the same with a root, which gives or gets
+    comm           Comm: all of that, and messages between two ranks
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from mpkit.parallel.collectives import Collectives
 from mpkit.parallel.message import tag_number
+from mpkit.parallel.rooted import RootedCollectives
 from mpkit.parallel.wire import Group, Work
 from mpkit.record.recorder import Recorder
 from mpkit.trace import Kind
@@ -24,7 +27,7 @@ from mpkit.trace import Kind
 __all__ = ["Comm", "Group", "Work"]
 
 
-class Comm(Collectives):
+class Comm(Collectives, RootedCollectives):
     """What `ctx.comm` is: collectives and messages among the ranks of a run.
 
     Tensors live on `ctx.device`. Where ranks share a GPU, whose backend (gloo) only knows host memory, they are

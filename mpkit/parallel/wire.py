@@ -150,4 +150,4 @@ class Wire:
         return place
 
 
-_OWN = (__name__, "mpkit.parallel.collectives", "mpkit.parallel.comm")
+_OWN = (__name__, *(f"mpkit.parallel.{name}" for name in ("groups", "collectives", "rooted", "comm")))

@@ -1,0 +1,108 @@
+"""Groups: which ranks communicate, and what all collectives of a group share.
+
+group     made once by every rank of the run, known by its ranks
+check     the caller belongs to it, and so does the root; parts are equal; an `out` can be filled
+number    a group's collectives are counted: ranks that call the same number are at the same one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpkit.parallel.wire import Group, Wire, Work
+from mpkit.record.recorder import Recorder
+from mpkit.trace import Kind
+
+__all__ = ["Groups"]
+
+
+class Groups:
+    """The groups that a rank belongs to, and one rank's end of what they do.
+
+    Attributes:
+        by_name: whether messages find each other by their tags; else by their order, which both ends then keep.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, record: Recorder, device: torch.device, backend: str
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.world = Group(tuple(range(world_size)), None)
+        self._wire = Wire(record, device, backend)
+        self._gloo = backend == "gloo"
+        self.by_name = backend != "nccl"
+        self._groups = {self.world.ranks: self.world}
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """The group of these global ranks. Every rank of the run calls this, members or not, in the same order.
+
+        Raises:
+            ValueError: ranks that do not exist, or none, or one twice.
+        """
+        members = tuple(sorted(ranks))
+        unique = len(set(members)) == len(members)
+        if not members or not unique or not 0 <= members[0] <= members[-1] < self.world_size:
+            raise ValueError(
+                f"group({list(ranks)}) needs different ranks out of 0 to {self.world_size - 1}, at least one; "
+                f"for all of them leave group=None"
+            )
+        return self._groups.get(members) or self.adopt(members, dist.new_group(list(members)))
+
+    def adopt(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Group:
+        """The group of these ranks, ascending, whose torch group there is already (or need not be: of one rank)."""
+        if ranks not in self._groups:
+            self._groups[ranks] = Group(ranks, handle)
+        return self._groups[ranks]
+
+    def _collective(
+        self,
+        kind: Kind,
+        group: Group,
+        nbytes: int,
+        start: Callable[[], Any],
+        result: Callable[[], Tensor],
+        root: int = -1,
+    ) -> Work:
+        """The group's next collective."""
+        number = group.issued
+        group.issued += 1
+        return self._wire.issue(kind, group.name, number, root, nbytes, start, result)
+
+    def _check(self, group: Group | None, what: str, root: int | None = None) -> Group:
+        group = group or self.world
+        if self.rank not in group.ranks:
+            raise ValueError(
+                f"rank {self.rank} called {what} in the group of ranks {list(group.ranks)}, to which it does not "
+                f"belong: only members call, as in `if ctx.rank in group.ranks: ctx.comm.{what}(...)`"
+            )
+        if root is not None and root not in group.ranks:
+            raise ValueError(
+                f"{what}: rank {root} is not one of the group's ranks {list(group.ranks)}; roots are global ranks"
+            )
+        return group
+
+    def _into(self, out: Tensor | None, shape: tuple[int, ...], like: Tensor, what: str) -> Tensor:
+        """What the backend fills: `out`, if it is given and the backend can."""
+        if out is None or self._wire.staged:
+            return self._wire.incoming(shape, like)
+        if tuple(out.shape) != shape or out.dtype != like.dtype or not out.is_contiguous():
+            raise ValueError(
+                f"{what}(out=...) fills a contiguous tensor of shape {shape} and {like.dtype}; this one has shape "
+                f"{tuple(out.shape)}, {out.dtype} and strides {out.stride()}: torch.empty({shape}, dtype={like.dtype})"
+            )
+        return out.detach()
+
+    def _part_shape(self, group: Group, tensor: Tensor, what: str) -> tuple[int, ...]:
+        """The shape of one of n equal parts."""
+        if tensor.dim() == 0 or tensor.shape[0] % group.size:
+            raise ValueError(
+                f"{what} cuts the first dimension into {group.size} equal parts, one a rank, which a tensor of "
+                f"shape {tuple(tensor.shape)} does not allow: pad it to a multiple of {group.size}"
+            )
+        return (tensor.shape[0] // group.size, *tensor.shape[1:])

@@ -1,0 +1,95 @@
+"""Collectives with a root: what one rank gives to all of a group, or gets from all.
+
+    broadcast    root to all: the same               reduce    all to root: the sum
+    scatter      root to all: to each its part       gather    all to root: the parts
+
+Roots are global ranks. Payload is counted as nccl-tests does: the tensor for broadcast and reduce, the whole (gathered
+or not yet scattered) tensor for the others.
+
+Source of the names and of what each does: the MPI standard, chapter 6, and torch.distributed.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mpkit.parallel.groups import Groups
+from mpkit.parallel.wire import Group
+from mpkit.trace import Kind
+
+__all__ = ["RootedCollectives"]
+
+
+class RootedCollectives(Groups):
+    """Collectives in which one rank, the root, gives or gets. Every method takes the whole world for `group=None`."""
+
+    def broadcast(self, tensor: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
+        """Every rank ends with rank `src`'s tensor, in place."""
+        group = self._check(group, "broadcast", src)
+        wire = self._wire.outgoing(tensor)
+        return self._collective(
+            Kind.BROADCAST, group, tensor.nbytes,
+            lambda: dist.broadcast(wire, src, group.handle, async_op=True),
+            lambda: self._wire.arrived(wire, tensor), src,
+        ).wait()  # fmt: skip
+
+    def reduce(
+        self, tensor: Tensor, dst: int = 0, group: Group | None = None, *, in_place: bool = False
+    ) -> Tensor:
+        """Rank `dst` gets the sum of all ranks' tensors; the others get back their own.
+
+        Args:
+            tensor: any shape, the same on every rank.
+            dst: the root.
+            group: None: all ranks.
+            in_place: the sum is written into `dst`'s tensor, and the others' may be left with anything.
+        """
+        group = self._check(group, "reduce", dst)
+        wire = self._wire.outgoing(tensor)
+        if not in_place:
+            wire = wire.clone()  # gloo leaves partial sums in everybody's
+        return self._collective(
+            Kind.REDUCE, group, tensor.nbytes,
+            lambda: dist.reduce(wire, dst, group=group.handle, async_op=True),
+            lambda: self._wire.arrived(wire, tensor if in_place else None) if self.rank == dst else tensor, dst,
+        ).wait()  # fmt: skip
+
+    def gather(self, tensor: Tensor, dst: int = 0, group: Group | None = None) -> Tensor:
+        """Rank `dst` ends with all ranks' tensors, one after the other in the first dimension.
+
+        Args:
+            tensor: (k, ...). Returns (n k, ...) on `dst`, an empty tensor on the others.
+            dst: the root.
+            group: None: all ranks.
+        """
+        group = self._check(group, "gather", dst)
+        wire = self._wire.outgoing(tensor if tensor.dim() else tensor[None])
+        rows = group.size * wire.shape[0] if self.rank == dst else 0
+        whole = self._wire.incoming((rows, *wire.shape[1:]), wire)
+        parts = list(whole.chunk(group.size)) if self.rank == dst else None
+        return self._collective(
+            Kind.GATHER, group, group.size * tensor.nbytes,
+            lambda: dist.gather(wire, parts, dst, group.handle, async_op=True),
+            lambda: self._wire.arrived(whole), dst,
+        ).wait()  # fmt: skip
+
+    def scatter(self, tensor: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
+        """Rank `src`'s tensor, of which each rank receives its own n-th part of the first dimension.
+
+        Args:
+            tensor: (n k, ...), of the same shape on every rank (only `src`'s values matter: the others may give one
+                without memory, `torch.empty(1).expand(n * k)`). Returns (k, ...).
+            src: the root.
+            group: None: all ranks.
+        """
+        group = self._check(group, "scatter", src)
+        part = self._part_shape(group, tensor, "scatter")
+        wire = self._wire.outgoing(tensor) if self.rank == src else tensor
+        mine = self._wire.incoming(part, wire)
+        parts = list(wire.chunk(group.size)) if self.rank == src else None
+        return self._collective(
+            Kind.SCATTER, group, tensor.nbytes,
+            lambda: dist.scatter(mine, parts, src, group.handle, async_op=True),
+            lambda: self._wire.arrived(mine), src,
+        ).wait()  # fmt: skip
