@@ -9,8 +9,9 @@ This one keeps in step with nobody: serial training, and a pipeline's stages. Th
 A step calls them in this order:
 
     begin_step           drop or zero the gradients
-    before_backward      before each backward; told when it is the step's last, after which gradients are complete
+    before_backward      before each backward; told when it is its stage's last, after which gradients are complete
     after_backward       after each
+    after_input_grads    after the first half of one that is done in two
     finish               wait until the gradients of `pieces` are those of the whole batch
     updated              the optimizer has changed `pieces`: bring the model's parameters up to date
 """
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mpkit.parallel.shard import Shard
 from mpkit.parallel.stage import Stage
 
 __all__ = ["Piece", "Replica", "named_parameters"]
@@ -35,11 +37,13 @@ class Piece:
 
     Attributes:
         name: the parameter's, as the model knows it.
-        parameter: the whole one, in the model; empty while it is sharded and not gathered.
+        parameter: the whole one, in the model; empty while it is sharded and not gathered. Under tensor parallelism
+            this rank's local one, here and below.
         shape: of the whole one.
         start, end: which elements are this rank's.
         held: those elements, as the optimizer is given them: (end - start,), or the parameter itself. After `finish`
             its `grad` is the gradient of the loss over the whole batch; None if it has none.
+        shard: which part of the model's parameter the local one is; None: all of it.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Piece:
     start: int
     end: int
     held: nn.Parameter
+    shard: Shard | None = None
 
 
 class Replica:
@@ -95,11 +100,14 @@ class Replica:
         for piece in self.pieces:
             piece.parameter.grad = None
 
-    def before_backward(self, last: bool) -> None:
-        """A backward begins; with `last`, gradients may be sent as soon as they are made."""
+    def before_backward(self, last: bool, stage: int = 0) -> None:
+        """A backward of a stage begins; with `last`, its gradients may be sent as soon as they are made."""
 
     def after_backward(self) -> None:
         """A backward is over: what only it needed may go."""
+
+    def after_input_grads(self) -> None:
+        """I is over: what only it needed may go."""
 
     def finish(self) -> None:
         """Wait until each piece's gradient is that of the whole batch."""
