@@ -13,6 +13,7 @@ from torch import Tensor
 from mpkit.parallel.deal import Dealt
 from mpkit.parallel.job import Boundary, LayerNumbers, TrainJob
 from mpkit.parallel.microbatch import Value, leaves, map_tensors
+from mpkit.parallel.onto import onto_device, track
 from mpkit.parallel.randomness import Randomness
 from mpkit.parallel.selective import AttentionAgain
 from mpkit.parallel.stage import Stage, cast
@@ -64,7 +65,7 @@ class ShareWork:
             self._inside(),
         ):
             outputs = self._outputs(m, key, inputs)
-        self._track(outputs)
+        track(outputs, self._record)
         self._record.end(op)
         return Kept(inputs, outputs, saved)
 
@@ -100,7 +101,7 @@ class ShareWork:
         torch.autograd.backward([loss], [torch.full_like(loss, scale)])
         saved.release()
         gradients = tuple(end.grad for end in ends)
-        self._track(tuple(gradient for gradient in gradients if gradient is not None))
+        track(tuple(gradient for gradient in gradients if gradient is not None), self._record)
         record.end(op)
         return loss.detach(), gradients
 
@@ -137,18 +138,7 @@ class ShareWork:
 
     def to_device(self, value: Value) -> Value:
         """A copy on the device."""
-        copies = self._device.type != "cpu"
-        nbytes = sum(tensor.nbytes for tensor in leaves(value))
-        op = self._record.begin(Kind.COPY_TO_DEVICE, nbytes=nbytes) if copies else -1
-        copied = map_tensors(lambda tensor: tensor.to(self._device, copy=True), value)
-        if copies:
-            self._record.end(op)
-        self._track(tuple(leaves(copied)))
-        return copied
-
-    def _track(self, tensors: tuple[Tensor, ...]) -> None:
-        for tensor in tensors:
-            self._record.ledger.track(tensor, "activations")
+        return onto_device(value, self._device, self._record)
 
 
 def _joined(values: list[Value]) -> Value:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from mpkit.parallel.feed import MicroBatch
 from mpkit.parallel.job import Boundary, TrainJob
-from mpkit.parallel.microbatch import Value, leaves, map_tensors
+from mpkit.parallel.microbatch import Value, leaves
+from mpkit.parallel.onto import onto_device, track
 from mpkit.parallel.randomness import Draws, Randomness
 from mpkit.parallel.replica import Replica
 from mpkit.parallel.selective import AttentionAgain
@@ -92,7 +93,7 @@ class StageWork:
 
     def data(self, m: int) -> Value:
         """The model's inputs, on the device."""
-        inputs = self._to_device(self._microbatches[m].inputs)
+        inputs = onto_device(self._microbatches[m].inputs, self._device, self._record)
         return inputs if self._dtype is None else cast(inputs, self._dtype)
 
     def forward(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
@@ -109,7 +110,7 @@ class StageWork:
         else:
             with self._saving(m) as kept.saved, self._inside():
                 outputs = kept.outputs = self._compute(m, inputs)
-        self._track(outputs)
+        track(outputs, self._record)
         self._record.end(op)
         return outputs
 
@@ -121,7 +122,7 @@ class StageWork:
         op = self._begin(Kind.RECOMPUTE, "F", m)
         with self._stage.spare_buffers(), self._saving(m) as kept.saved:
             kept.outputs = self._compute(m, kept.inputs)
-        self._track(kept.outputs)
+        track(kept.outputs, self._record)
         self._record.end(op)
 
     def _compute(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
@@ -146,7 +147,7 @@ class StageWork:
         if self._dtype is not None:
             output = cast(output, torch.float32)  # a loss sums much, which 16 bits are too few for
         draws.begin("the loss")
-        loss = self._job.loss(output, self._to_device(microbatch.targets))
+        loss = self._job.loss(output, onto_device(microbatch.targets, self._device, self._record))
         return loss * microbatch.weight
 
     # ---- B ------------------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ class StageWork:
         kept.inputs = kept.outputs = ()
         del outputs, gradients
         kept.saved.halve()
-        self._track(kept.weight_grads.held())
+        track(kept.weight_grads.held(), self._record)
         self._record.end(op)
         return of_inputs
 
@@ -209,7 +210,7 @@ class StageWork:
     def _of_inputs(self, kept: Kept, found: list[Tensor | None]) -> tuple[Tensor, ...]:
         pairs = zip(_wanting(kept.inputs), found, strict=True)
         gradients = tuple(torch.zeros_like(tensor) if grad is None else grad for tensor, grad in pairs)
-        self._track(gradients)
+        track(gradients, self._record)
         return gradients
 
     # ---- record and device --------------------------------------------------------------------------------
@@ -227,21 +228,6 @@ class StageWork:
         done, nbytes = flops.of(kind)
         name = str(Action(letter, self._s, m))
         return self._record.begin(kind, name, stage=self._s, microbatch=m, flops=done, nbytes=nbytes)
-
-    def _to_device(self, value: Value) -> Value:
-        """A copy on the device, which a layer may write into."""
-        copies = self._device.type != "cpu"
-        nbytes = sum(tensor.nbytes for tensor in leaves(value))
-        op = self._record.begin(Kind.COPY_TO_DEVICE, nbytes=nbytes) if copies else -1
-        copied = map_tensors(lambda tensor: tensor.to(self._device, copy=True), value)
-        if copies:
-            self._record.end(op)
-        self._track(leaves(copied))
-        return copied
-
-    def _track(self, tensors: Collection[Tensor]) -> None:
-        for tensor in tensors:
-            self._record.ledger.track(tensor, "activations")
 
 
 def _wanting(inputs: Value) -> list[Tensor]:
