@@ -87,3 +87,4 @@ def test_a_pretended_line_gives_the_right_shapes() -> None:
     assert line.start_all_gather(x).wait().shape == (18, 1)
     assert line.start_reduce_scatter(x).wait().tolist() == [[2.0], [3.0]]
     assert line.start_all_reduce(x).wait() is x
+    assert line.isend(x, 0, "K0").wait() is x and line.irecv(x, 2, "K0").wait() is x

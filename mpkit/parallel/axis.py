@@ -58,6 +58,12 @@ class Line(Protocol):
     def start_reduce_scatter(self, tensor: Tensor) -> Waiting:
         """The same, under way."""
 
+    def isend(self, tensor: Tensor, to: int, tag: int | str = 0) -> Waiting:
+        """Start sending to place `to`."""
+
+    def irecv(self, buffer: Tensor, source: int, tag: int | str = 0) -> Waiting:
+        """Start receiving from place `source` into a contiguous buffer."""
+
 
 class Axis:
     """A group of ranks as one of them sees it. Everything goes through `Comm`, and is recorded; alone, nothing is sent.
@@ -84,24 +90,30 @@ class Axis:
         """As `Comm.all_reduce`, on this line."""
         return tensor if self.size == 1 else self._comm.all_reduce(tensor, self.group, op=op)
 
-    def start_all_reduce(self, tensor: Tensor) -> Work:
+    def start_all_reduce(self, tensor: Tensor) -> Waiting:
         """The same, under way."""
+        if self.size == 1:
+            return Arrived(tensor)
         return self._comm.all_reduce(tensor, self.group, async_op=True)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """As `Comm.all_gather`, on this line."""
         return tensor if self.size == 1 else self._comm.all_gather(tensor, self.group)
 
-    def start_all_gather(self, tensor: Tensor, out: Tensor | None = None) -> Work:
+    def start_all_gather(self, tensor: Tensor, out: Tensor | None = None) -> Waiting:
         """The same, under way."""
+        if self.size == 1:
+            return Arrived(_into(out, tensor))
         return self._comm.all_gather(tensor, self.group, async_op=True, out=out)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """As `Comm.reduce_scatter`, on this line."""
         return tensor if self.size == 1 else self._comm.reduce_scatter(tensor, self.group)
 
-    def start_reduce_scatter(self, tensor: Tensor, out: Tensor | None = None) -> Work:
+    def start_reduce_scatter(self, tensor: Tensor, out: Tensor | None = None) -> Waiting:
         """The same, under way."""
+        if self.size == 1:
+            return Arrived(_into(out, tensor))
         return self._comm.reduce_scatter(tensor, self.group, async_op=True, out=out)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
@@ -156,15 +168,32 @@ class Pretended:
         """The same, at once."""
         return Arrived(self.reduce_scatter(tensor))
 
+    def isend(self, tensor: Tensor, to: int, tag: int | str = 0) -> Arrived:
+        """Nobody gets it."""
+        return Arrived(tensor)
+
+    def irecv(self, buffer: Tensor, source: int, tag: int | str = 0) -> Arrived:
+        """The buffer as it is."""
+        return Arrived(buffer)
+
 
 class Arrived(NamedTuple):
-    """A pretended communication: over as soon as it is asked for."""
+    """A communication with nobody: over as soon as it is asked for."""
 
     result: Tensor
 
     def wait(self) -> Tensor:
         """The result."""
         return self.result
+
+
+def _into(out: Tensor | None, tensor: Tensor) -> Tensor:
+    """Alone, what is gathered or scattered is what there is."""
+    if out is None:
+        return tensor
+    if out.data_ptr() != tensor.data_ptr():
+        out.copy_(tensor)
+    return out
 
 
 class MeshAxes:
