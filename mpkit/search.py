@@ -11,11 +11,12 @@ Nothing is run. With the times of a run (`mpkit.stage_times`) it is for the mode
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise, product
 from math import inf
 from random import Random
+from typing import NamedTuple
 
 from mpkit.plan import Plan
 from mpkit.schedule import NAMES, Schedule, build, named
@@ -120,55 +121,70 @@ def search_schedule(
     Too large: gpipe 5, 1f1b 3, zb_h1 3, zb_h2 5
     """
     costs = _costs(plan, forward, input_grad, weight_grad, hop, max_live, activation)
-    again = costs.f if plan.recompute == "full" else ()
-    slots = {
-        "F": costs.f,
-        "I": costs.i,
-        "W": costs.w,
-        "B": whole_backward(backward, costs.i, costs.w),
-    }
+    length = _length(plan, costs, backward)
 
-    def length(schedule: Schedule) -> float:
-        return span(schedule, slots, costs.hop, again)
+    def score(name: str, schedule: Schedule) -> _Scored:
+        return _Scored(length(schedule), max(schedule.peak_live), name, schedule)
 
     # known
     known, too_large = _known(plan, costs)
     placements = _placements(plan, known, costs)
-    at_least = min(_at_least(placement, plan.microbatches, costs, again) for placement in placements)
-    found = sorted(((length(schedule), max(schedule.peak_live), name, schedule) for name, schedule in known.items()),
-                   key=_order)  # fmt: skip
-    named_times = {name: seconds for seconds, _, name, _ in found}
-
+    at_least = min(_at_least(placement, plan, costs) for placement in placements)
+    found = sorted((score(name, schedule) for name, schedule in known.items()), key=_order)
+    named_times = {one.name: one.seconds for one in found}
     # greedy: half of the effort
     tries = max(1, effort // (6 * plan.stages * plan.microbatches))
     for placement, policy in islice(_policies(placements, costs, Random(seed)), tries):
-        if found and min(found, key=_order)[0] <= at_least:
+        if found and min(found, key=_order).seconds <= at_least:
             break
-        schedule = Schedule(greedy(placement, plan.microbatches, costs, policy), "searched", placement)
-        found.append((length(schedule), max(schedule.peak_live), "searched", schedule))
+        made = Schedule(greedy(placement, plan.microbatches, costs, policy), "searched", placement)
+        found.append(score("searched", made))
     found.sort(key=_order)
-
     # improve: the other half, shared among the best three
-    for _, _, _, schedule in found[:3]:
+    for one in found[:3]:
         better = improve(
-            schedule, length, costs.max_live, costs.activation, Random(seed), tries // 3, at_least
+            one.schedule, length, costs.max_live, costs.activation, Random(seed), tries // 3, at_least
         )
-        if better is not schedule:
-            better = Schedule(better.rows, "searched", better.stage_to_rank, better.together)
-            found.append((length(better), max(better.peak_live), "searched", better))
-    seconds, _, name, schedule = min(found, key=_order)
-    if name in NAMES:
-        best = replace(plan, schedule=name, virtual_stages=plan.stages // plan.pp)
-    else:
-        best = Plan.from_schedule(schedule, recompute=plan.recompute, cut=plan.cut)
+        if better is not one.schedule:
+            searched = Schedule(better.rows, "searched", better.stage_to_rank, better.together)
+            found.append(score("searched", searched))
+    shortest = min(found, key=_order)
+    best = _plan_of(shortest, plan)
     timeline = simulate(best, forward, input_grad, weight_grad, hop, backward=backward)
-    return Found(best, timeline, seconds, named_times, too_large, list(costs.max_live), at_least)
+    return Found(best, timeline, shortest.seconds, named_times, too_large, list(costs.max_live), at_least)
 
 
-def _order(found: tuple[float, float, str, Schedule]) -> tuple[float, float, bool]:
+class _Scored(NamedTuple):
+    """A schedule and what it is judged by: how long a step is, and what the rank that holds most holds."""
+
+    seconds: float
+    peak: float
+    name: str
+    schedule: Schedule
+
+
+def _length(plan: Plan, costs: Costs, backward: Times | None) -> Callable[[Schedule], float]:
+    """What says how many seconds a step of a schedule takes."""
+    slots = {"F": costs.f, "I": costs.i, "W": costs.w, "B": whole_backward(backward, costs.i, costs.w)}
+    again = _again(plan, costs)
+    return lambda schedule: span(schedule, slots, costs.hop, again)
+
+
+def _again(plan: Plan, costs: Costs) -> Sequence[float]:
+    """Seconds by stage of a forward done again before its backward; none, where none is."""
+    return costs.f if plan.recompute == "full" else ()
+
+
+def _order(one: _Scored) -> tuple[float, float, bool]:
     """The shortest first, of equals the one that holds least, and of these one that has a name."""
-    seconds, peak, name, _ = found
-    return seconds, peak, name == "searched"
+    return one.seconds, one.peak, one.name == "searched"
+
+
+def _plan_of(found: _Scored, plan: Plan) -> Plan:
+    """The plan, with the schedule found."""
+    if found.name in NAMES:
+        return replace(plan, schedule=found.name, virtual_stages=plan.stages // plan.pp)
+    return Plan.from_schedule(found.schedule, recompute=plan.recompute, cut=plan.cut)
 
 
 def _costs(
@@ -236,12 +252,12 @@ def _placements(plan: Plan, known: dict[str, Schedule], costs: Costs) -> list[tu
     return [holders for holders, why in found.items() if not why]
 
 
-def _at_least(holders: tuple[int, ...], m: int, costs: Costs, again: Sequence[float]) -> float:
+def _at_least(holders: tuple[int, ...], plan: Plan, costs: Costs) -> float:
     """No order is shorter: a rank works on all after what it has to wait for; a micro-batch goes down and up again."""
     hops = [costs.hop * (a != b) for a, b in pairwise(holders)]
     heads = list(accumulate((f + hop for f, hop in zip(costs.f, [*hops, 0.0], strict=True)), initial=0.0))
-    redone = again or [0.0] * len(holders)
-    work = [m * sum(each) for each in zip(costs.f, costs.i, costs.w, redone, strict=True)]
+    redone = _again(plan, costs) or [0.0] * len(holders)
+    work = [plan.microbatches * sum(each) for each in zip(costs.f, costs.i, costs.w, redone, strict=True)]
     ranks = range(max(holders) + 1)
     busy = max(
         min(head for head, holder in zip(heads, holders, strict=False) if holder == rank)

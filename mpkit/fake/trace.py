@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from mpkit.cluster import Cluster
 from mpkit.devices import Hardware
 from mpkit.plan import Plan
 from mpkit.trace import Trace
+
+if TYPE_CHECKING:
+    from mpkit.fake.play import Played
 
 __all__ = ["trace_fake"]
 
@@ -87,6 +90,11 @@ def trace_fake(
     if played.error:
         raise ValueError(played.error)
     # ---- mirror
+    return _mirrored(played, plan, rank, machine)
+
+
+def _mirrored(played: Played, plan: Plan, rank: int | None, machine: Hardware) -> Trace:
+    """Every rank has the records of the one that does the same; and what was played, for who reads the trace."""
     first = min(played.ranks)
     fake = {
         "rank": rank,
