@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from mpkit.devices import Hardware
     from mpkit.trace import Trace
+    from mpkit.traffic import CommMatrix
 
 __all__ = ["HELD", "SPAN", "Timeline"]
 
@@ -133,6 +134,23 @@ class Timeline(Figures):
         """The bubble of a step: GPipe's, or with `ideal` Megatron's."""
         one = self.step(step)
         return one.ideal_bubble if ideal else one.bubble
+
+    # ---- who sends what to whom --------------------------------------------------------------------------
+
+    def comm_matrix(self, axis: str | None = None) -> CommMatrix:
+        """Bytes from rank to rank in the last complete step, by axis of the mesh: heatmaps in a notebook.
+
+        Messages go from their sender to their receiver, what a ring sends goes to the next in it; see `mpkit.traffic`.
+
+        Args:
+            axis: "tp", say, or "dp x cp" of groups that span both; None: each axis that has communication.
+
+        Raises:
+            ValueError: no communication along that axis.
+        """
+        from mpkit.traffic import comm_matrix
+
+        return comm_matrix(self, axis)
 
     # ---- as something else ---------------------------------------------------------------------------------
 

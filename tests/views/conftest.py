@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 import mpkit as mk
-from mpkit.timeline import SPAN
+from mpkit.mesh import Mesh
+from mpkit.timeline import HELD, SPAN
 from mpkit.trace import CATEGORIES, Kind, Lane
 
 HOSTILE = "<script>alert('1')</script>&\"]]>"
@@ -113,7 +115,54 @@ def data_parallel() -> mk.Timeline:
             (3.0, "grads", 200), (4.0, "activations", 300), (5.0, "grads", 400), (6.0, "activations", 0),
         )
     ]  # fmt: skip
-    from mpkit.timeline import HELD
-
     names = ["", "embed", "head"]
     return mk.Timeline(spans, names, np.array(held, HELD), 2, "virtual", {"device": "cpu"})
+
+
+@pytest.fixture(scope="session")
+def meshed() -> Callable[..., mk.Timeline]:
+    """A step of GPipe on a mesh, by hand: `meshed(mesh, microbatches)`.
+
+    Each micro-batch's forward and backward have an all-reduce along tp of 1000 bytes, behind them; messages between
+    stages have 500 bytes; at the end the gradients are summed along dp, 4000 bytes, and the norm over all, 8 bytes.
+    """
+
+    def make(mesh: Mesh, microbatches: int = 4) -> mk.Timeline:
+        one = mk.simulate(mk.Plan.gpipe(mesh.pp, microbatches), hop=0.25)
+        end = float(one.spans["end"].max())
+        names, parts = [""], []
+
+        def number(name: str) -> int:
+            names.extend([name] * (name not in names))
+            return names.index(name)
+
+        for rank in range(mesh.size):
+            place = mesh.place(rank)
+            mine = one.spans[one.spans["rank"] == place.pp].copy()
+            mine["rank"], mine["cause"], mine["group"] = rank, -1, 0
+            for span in mine[mine["peer"] >= 0]:
+                peer = mesh.rank(**{**place._asdict(), "pp": int(span["peer"])})
+                ends = (rank, peer) if span["kind"] == Kind.SEND else (peer, rank)
+                at = (mine["start"] == span["start"]) & (mine["kind"] == span["kind"])
+                mine["peer"][at], mine["bytes"][at] = peer, 500
+                mine["group"][at] = number(f"{ends[0]}>{ends[1]}#x")
+            works = mine[(mine["kind"] == Kind.FORWARD) | (mine["kind"] == Kind.BACKWARD)]
+            calls = [(w["start"], 1000, mesh.group(rank, "tp"), w["microbatch"]) for w in works]
+            calls += [(end, 4000, mesh.group(rank, "dp"), -1), (end + 1, 8, tuple(range(mesh.size)), -1)]
+            extra = np.zeros(len(calls), SPAN)
+            for row, (start, amount, group, microbatch) in zip(extra, calls, strict=True):
+                row["rank"], row["lane"], row["kind"] = rank, Lane.COMM, Kind.ALL_REDUCE
+                row["bytes"], row["group"], row["peer"], row["cause"] = (
+                    amount,
+                    number(",".join(map(str, group))),
+                    -1,
+                    -1,
+                )
+                row["start"], row["end"], row["microbatch"], row["stage"] = start, start + 0.5, microbatch, -1
+            parts += [mine, extra[[len(call[2]) > 1 for call in calls]]]
+        spans = np.concatenate(parts)
+        meta = {"plan": json.dumps(asdict(mesh)), "device": "cpu"}
+        order = np.lexsort((spans["start"], spans["rank"]))
+        return mk.Timeline(spans[order], names, np.zeros(0, HELD), mesh.size, "virtual", meta)
+
+    return make

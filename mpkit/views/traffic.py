@@ -1,0 +1,91 @@
+"""A communication matrix as plotly heatmaps, one an axis, all of one scale."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpkit.views.axes import ink_of, tint
+from mpkit.views.chart_look import LOOK
+from mpkit.views.needs import needs_notebook
+from mpkit.views.traffic_text import SILENT, scaled
+from mpkit.views.units import bytes_text
+
+if TYPE_CHECKING:
+    from mpkit.traffic import CommMatrix
+
+try:
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+except ImportError as error:
+    raise needs_notebook("the chart of who sends to whom", error) from error
+
+__all__ = ["traffic_figure"]
+
+ACROSS = 3
+NUMBERED = 8
+"""Ranks up to which a cell has room for its number."""
+
+
+def traffic_figure(matrix: CommMatrix) -> Any:
+    """The heatmaps as a plotly Figure; the pointer tells who sends what to whom.
+
+    Colours go with the square root of the bytes, so that what is small beside tensor parallelism is seen too.
+    """
+    axes = matrix.axes
+    across = min(max(len(axes), 1), ACROSS)
+    down = max(-(-len(axes) // across), 1)
+    titles = [f"<b>{axis}</b>  {bytes_text(matrix.by_axis[axis].sum())}" for axis in axes]
+    figure = make_subplots(
+        rows=down, cols=across, subplot_titles=titles, horizontal_spacing=0.09, vertical_spacing=0.3 / down
+    )
+    highest = max((float(amounts.max()) for amounts in matrix.by_axis.values()), default=1.0)
+    for number, axis in enumerate(axes):
+        place = {"row": number // across + 1, "col": number % across + 1}
+        figure.add_trace(_heatmap(matrix, axis, highest), **place)
+        shape = {"scaleanchor": f"x{number + 1 if number else ''}", "constrain": "domain"}
+        figure.update_yaxes(autorange="reversed", title="from rank", **shape, **place)
+        figure.update_xaxes(title="to rank", constrain="domain", **place)
+    ticks = {"dtick": 1 if len(matrix.places) <= 16 else None, "showgrid": False, "zeroline": False}
+    figure.update_xaxes(**ticks)
+    figure.update_yaxes(**ticks)
+    figure.update_layout(
+        title={"text": matrix.title if axes else SILENT},
+        height=110 + 340 * down,
+        margin={"l": 56, "r": 16, "t": 84, "b": 48},
+        **{**LOOK, "plot_bgcolor": "rgba(128,128,128,0.1)"},
+    )
+    return figure
+
+
+def _heatmap(matrix: CommMatrix, axis: str, highest: float) -> Any:
+    amounts, ink = matrix.by_axis[axis], ink_of(axis)
+    factor, _ = scaled(amounts)
+    stops = np.linspace(0.0, 1.0, 11)
+    ranks = range(len(amounts))
+    names = [
+        f"rank {rank} ({place})" if place else f"rank {rank}" for rank, place in enumerate(matrix.places)
+    ]
+    hover = [
+        [
+            f"{names[row]} to {names[column]}<br><b>{bytes_text(amounts[row, column])}</b> along {axis}"
+            for column in ranks
+        ]
+        for row in ranks
+    ]
+    words = [[f"{value / factor:.3g}" if value else "" for value in row] for row in amounts.tolist()]
+    return go.Heatmap(
+        z=np.where(amounts > 0, amounts, np.nan),
+        zmin=0.0,
+        zmax=highest,
+        colorscale=[[float(stop), tint(ink, float(np.sqrt(stop)))] for stop in stops],
+        showscale=False,
+        xgap=2,
+        ygap=2,
+        text=words,
+        texttemplate="%{text}" if len(amounts) <= NUMBERED else None,
+        customdata=hover,
+        hovertemplate="%{customdata}<extra></extra>",
+        hoverongaps=False,
+    )

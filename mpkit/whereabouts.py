@@ -1,0 +1,57 @@
+"""Where in the mesh a run's ranks are, and along which axis a group of them lies; read from a trace's meta."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mpkit.mesh import AXES, Mesh
+
+__all__ = ["WORLD", "axis_of", "long_axes", "mesh_of", "place_text"]
+
+WORLD = "world"
+"""The only axis of ranks that no plan has laid out."""
+
+
+def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
+    """The mesh of the plan in a trace's meta; None without a plan, or with one for another number of ranks.
+
+    >>> mesh_of({"plan": '{"pp": 2, "tp": 2}'}, ranks=4)
+    Mesh(pp=2, dp=1, cp=1, tp=2)
+    """
+    try:
+        plan = json.loads(meta["plan"])
+        mesh = Mesh(**{axis: int(plan.get(axis, 1)) for axis in AXES})
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return None
+    return mesh if mesh.size == ranks else None
+
+
+def long_axes(mesh: Mesh) -> list[str]:
+    """The axes with more than one place, outermost first."""
+    return [axis for axis in AXES if getattr(mesh, axis) > 1]
+
+
+def axis_of(mesh: Mesh | None, ranks: Iterable[int]) -> str:
+    """The axis along which these ranks lie: those in which their places differ.
+
+    >>> mesh = Mesh(pp=2, dp=2, tp=2)
+    >>> axis_of(mesh, (0, 1)), axis_of(mesh, (0, 4)), axis_of(mesh, range(8))
+    ('tp', 'pp', 'pp x dp x tp')
+    """
+    if mesh is None:
+        return WORLD
+    places = [mesh.place(rank) for rank in ranks]
+    differ = [axis for i, axis in enumerate(AXES) if len({place[i] for place in places}) > 1]
+    return " x ".join(differ) or WORLD
+
+
+def place_text(mesh: Mesh, rank: int) -> str:
+    """A rank's place along the axes that have several.
+
+    >>> place_text(Mesh(pp=2, dp=2, tp=2), 5)
+    'pp1 dp0 tp1'
+    """
+    place = mesh.place(rank)
+    return " ".join(f"{axis}{getattr(place, axis)}" for axis in long_axes(mesh))

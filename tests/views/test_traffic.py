@@ -1,0 +1,140 @@
+"""Who sends how much to whom: matrices by axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpkit as mk
+from mpkit.devices import wire_factor
+from mpkit.mesh import Mesh
+from mpkit.trace import Kind
+from mpkit.traffic import sent_to
+from mpkit.views.traffic import traffic_figure
+from mpkit.whereabouts import axis_of, mesh_of
+
+Meshed = Callable[..., mk.Timeline]
+RINGS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+ROOTED = (Kind.BROADCAST, Kind.REDUCE, Kind.SCATTER, Kind.GATHER)
+
+
+def test_three_dimensions_have_a_matrix_each(meshed: Meshed) -> None:
+    mesh = Mesh(pp=2, dp=2, tp=2)
+    matrix = meshed(mesh).comm_matrix()
+    assert matrix.axes == ["pp", "dp", "tp", "pp x dp x tp"]
+    # 4 micro-batches, forward and backward, each an all-reduce of 1000 bytes between two: 2 (n-1)/n = 1.
+    tp = np.zeros((8, 8))
+    for rank in range(8):
+        tp[rank, rank ^ 1] = 8 * 1000
+    assert np.array_equal(matrix.by_axis["tp"], tp)
+    # Messages go there and come back.
+    pp = np.zeros((8, 8))
+    for rank in range(4):
+        pp[rank, rank + 4] = pp[rank + 4, rank] = 4 * 500
+    assert np.array_equal(matrix.by_axis["pp"], pp)
+    assert matrix.by_axis["dp"][0, 2] == matrix.by_axis["dp"][2, 0] == 4000
+    # The world's ring passes every rank.
+    assert [(int(row.argmax()), row.sum()) for row in matrix.by_axis["pp x dp x tp"]] == [
+        ((rank + 1) % 8, 2 * 7 / 8 * 8) for rank in range(8)
+    ]
+    assert np.array_equal(matrix.bytes, sum(matrix.by_axis.values()))
+
+
+def test_one_axis(meshed: Meshed) -> None:
+    timeline = meshed(Mesh(dp=2, tp=2))
+    assert timeline.comm_matrix("dp").axes == ["dp"]
+    with pytest.raises(ValueError, match=r"comm_matrix\(axis='pp'\).*'dp', 'tp', 'dp x tp'; None for all"):
+        timeline.comm_matrix("pp")
+
+
+@given(n=st.integers(2, 9), kind=st.sampled_from((*RINGS, *ROOTED, Kind.ALL_TO_ALL)), data=st.data())
+def test_what_ranks_send_is_what_the_wire_factors_say(n: int, kind: Kind, data: st.DataObject) -> None:
+    members = tuple(sorted(data.draw(st.sets(st.integers(0, 20), min_size=n, max_size=n))))
+    root = data.draw(st.sampled_from(members))
+    sent = {rank: list(sent_to(kind, members, rank, root)) for rank in members}
+    for rank, to in sent.items():
+        assert all(other in members and other != rank for other, _ in to)
+        if kind in (*RINGS, Kind.ALL_TO_ALL):
+            assert sum(share for _, share in to) == pytest.approx(wire_factor(kind, n))
+    # With a root: whatever has to reach everybody, or to come from everybody.
+    whole = sum(share for to in sent.values() for _, share in to)
+    if kind in ROOTED:
+        assert whole == pytest.approx(n - 1 if kind in (Kind.BROADCAST, Kind.REDUCE) else (n - 1) / n)
+    assert not list(sent_to(Kind.BARRIER, members, root))
+
+
+@given(pp=st.integers(1, 3), dp=st.integers(1, 3), cp=st.integers(1, 2), tp=st.integers(1, 3), data=st.data())
+def test_the_axis_of_a_group_is_the_one_it_was_made_along(pp: int, dp: int, cp: int, tp: int, data) -> None:
+    mesh = Mesh(pp, dp, cp, tp)
+    axes = data.draw(
+        st.lists(st.sampled_from([a for a in ("pp", "dp", "cp", "tp")]), unique=True, max_size=3)
+    )
+    rank = data.draw(st.integers(0, mesh.size - 1))
+    long = [axis for axis in ("pp", "dp", "cp", "tp") if axis in axes and getattr(mesh, axis) > 1]
+    assert axis_of(mesh, mesh.group(rank, *axes)) == (" x ".join(long) or "world")
+
+
+def test_without_a_plan_all_is_one_world(clusters) -> None:
+    def work(ctx) -> None:
+        import torch
+
+        ctx.comm.all_reduce(torch.zeros(100))
+        if ctx.rank < 2:
+            ctx.comm.send(torch.zeros(5), 1) if ctx.rank == 0 else ctx.comm.recv(torch.zeros(5), 0)
+
+    cluster = clusters(4)
+    cluster.run(work)
+    matrix = cluster.timeline().comm_matrix()
+    ring = np.roll(np.eye(4), 1, axis=1) * 400 * 1.5
+    ring[0, 1] += 20
+    assert matrix.axes == ["world"] and np.array_equal(matrix.bytes, ring)
+    assert mesh_of({}, 4) is mesh_of({"plan": "nonsense"}, 4) is mesh_of({"plan": '{"dp": 2}'}, 4) is None
+
+
+def test_a_real_run(train) -> None:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    data = [(torch.randn(8, 8), torch.randn(8, 8))]
+    run = train(
+        model, data, mk.Plan.gpipe(2, 4), loss=nn.functional.mse_loss, optimizer=torch.optim.SGD, steps=2
+    )
+    matrix = run.timeline().comm_matrix()
+    assert matrix.of == "step 1" and matrix.axes == ["pp"]
+    assert (
+        matrix.bytes[0, 1] == 4 * 2 * 8 * 4
+    )  # four micro-batches of two samples, eight numbers of four bytes
+    frame = matrix.to_dataframe()
+    assert list(frame.columns) == ["axis", "sender", "receiver", "bytes"] and len(frame) == 2
+
+
+def test_text_svg_and_chart_show_the_same(meshed: Meshed) -> None:
+    matrix = meshed(Mesh(pp=2, tp=2)).comm_matrix()
+    text = str(matrix)
+    assert "tp: 32.0 kB, 4 pairs" in text
+    assert "  kB |  0  1  2  3\n   0 |  ·  8  ·  ·\n   1 |  8  ·  ·  ·\n" in text
+    root = ElementTree.fromstring(matrix.to_svg())
+    cells = root.findall(".//{http://www.w3.org/2000/svg}rect/{http://www.w3.org/2000/svg}title")
+    assert "rank 0 to rank 1: 8.00 kB" in [cell.text for cell in cells]
+    figure = traffic_figure(matrix)
+    assert [trace.type for trace in figure.data] == ["heatmap"] * 3
+    assert figure.data[1].z[0][1] == 8000
+    assert "rank 0 (pp0 tp0) to rank 1 (pp0 tp1)" in figure.data[1].customdata[0][1]
+    assert matrix._repr_mimebundle_()["text/plain"] == text
+
+
+def test_many_ranks_and_none(meshed: Meshed) -> None:
+    many = meshed(Mesh(pp=4, dp=4, tp=4), 4).comm_matrix()
+    assert "tp: 768 kB, 64 pairs" in str(many) and "|" not in str(many)
+    assert len(many.to_svg()) < 200_000
+    silent = mk.simulate(mk.Plan.gpipe(2, 2)).comm_matrix()
+    assert str(silent) == "Nobody sends any bytes in step 0." and silent.axes == []
+    ElementTree.fromstring(silent.to_svg())
+    silent.figure()
