@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mpkit.devices import Hardware
     from mpkit.trace import Trace
     from mpkit.traffic import CommMatrix
+    from mpkit.volume import CommVolume
 
 __all__ = ["HELD", "SPAN", "Timeline"]
 
@@ -151,6 +152,21 @@ class Timeline(Figures):
         from mpkit.traffic import comm_matrix
 
         return comm_matrix(self, axis)
+
+    def comm_volume(self, rank: int | None = None) -> CommVolume:
+        """What a rank sends in the last complete step, by axis and kind, beside what the papers' formulas say.
+
+        A formula is shown where all that it needs is known: see `mpkit.formulas`.
+
+        Args:
+            rank: whose; None: the average over all.
+
+        Raises:
+            ValueError: no such rank.
+        """
+        from mpkit.volume import comm_volume
+
+        return comm_volume(self, rank)
 
     # ---- as something else ---------------------------------------------------------------------------------
 

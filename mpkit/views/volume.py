@@ -1,0 +1,92 @@
+"""The table of what a rank sends, as text and as HTML."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from mpkit.views.axes import ink_of
+from mpkit.views.units import bytes_text
+
+if TYPE_CHECKING:
+    from mpkit.volume import CommVolume
+
+__all__ = ["volume_html", "volume_text"]
+
+FAINT = "color:var(--jp-ui-font-color2,#656d76)"
+HEAD = ["axis", "kind", "calls", "payload", "sent", "by the formula", "", "ratio"]
+LEFT = (0, 1, 6)
+"""Columns of words."""
+
+
+def _cells(volume: CommVolume) -> list[list[str]]:
+    return [
+        [
+            row.axis,
+            row.kind.replace("_", "-"),
+            f"{row.calls:g}" if row.calls == round(row.calls) else f"{row.calls:.1f}",
+            bytes_text(row.payload),
+            bytes_text(row.wire),
+            bytes_text(row.expected) if row.expected is not None else "",
+            row.symbols,
+            f"{row.ratio:.3f}" if row.ratio is not None else "",
+        ]
+        for row in volume.rows
+    ]
+
+
+def volume_text(volume: CommVolume) -> str:
+    """The table in a terminal.
+
+    Args:
+        volume: what to show.
+    """
+    rows = [HEAD, *_cells(volume)]
+    if not volume.rows:
+        return f"{volume.of}: nothing."
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    lines = [
+        "  ".join(
+            word.ljust(width) if i in LEFT else word.rjust(width)
+            for i, (word, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([volume.of, "", *lines])
+
+
+def volume_html(volume: CommVolume) -> str:
+    """The table, a row an axis and kind; below each formula what it is about, in words.
+
+    Args:
+        volume: what to show.
+    """
+    rows = _cells(volume)
+    cell = "padding:4px 14px 4px 0;border:none;vertical-align:top;background:none"
+
+    def line(tag: str, values: list[str], look: str = "") -> str:
+        look = f"{cell};font-weight:400;{look}"
+        cells = [
+            f'<{tag} style="{look};text-align:{"left" if i in LEFT else "right"}">{value}</{tag}>'
+            for i, value in enumerate(values)
+        ]
+        return f"<tr>{''.join(cells)}</tr>"
+
+    body = []
+    for row, values in zip(volume.rows, rows, strict=True):
+        shown = [escape(value) for value in values]
+        shown[0] = (
+            f'<span style="display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:7px;'
+            f'background:{ink_of(row.axis)}"></span><b>{shown[0]}</b>'
+        )
+        if shown[6]:
+            shown[6] += f'<br><span style="{FAINT}">{escape(row.words)}</span>'
+        shown[7] = f"<b>{shown[7]}</b>"
+        body.append(line("td", shown))
+    empty = "" if rows else f'<p style="{FAINT}">Nothing is sent.</p>'
+    return (
+        f'<div style="font-variant-numeric:tabular-nums"><b>{escape(volume.of)}</b>'
+        f'<table style="border-collapse:collapse;margin:6px 0 2px">'
+        f"<thead>{line('th', HEAD, FAINT) if rows else ''}</thead>"
+        f"<tbody>{''.join(body)}</tbody></table>{empty}</div>"
+    )

@@ -1,0 +1,129 @@
+"""How much a rank sends, beside what the formulas of the papers say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpkit as mk
+from mpkit.formulas import Known, formula_of
+from mpkit.mesh import Mesh
+from mpkit.trace import Kind
+from mpkit.volume import VolumeRow
+
+Meshed = Callable[..., mk.Timeline]
+
+
+def by_kind(timeline: mk.Timeline, rank: int | None = None) -> dict[tuple[str, str], VolumeRow]:
+    return {(row.axis, row.kind): row for row in timeline.comm_volume(rank).rows}
+
+
+def told(timeline: mk.Timeline, plan: dict[str, Any], **mesh: Any) -> mk.Timeline:
+    """With more of the plan, and what the mesh's part of meta says."""
+    known = {**json.loads(timeline.meta["plan"]), **plan}
+    return replace(timeline, meta={**timeline.meta, "plan": json.dumps(known), "mesh": mesh})
+
+
+def test_three_dimensions_beside_their_formulas(meshed: Meshed) -> None:
+    # By hand: one all-reduce of 1000 bytes an action, so half a region; 4 micro-batches; 1000 parameters of 4 bytes.
+    made = meshed(Mesh(pp=2, dp=2, tp=2), 4)
+    timeline = told(
+        made,
+        {"microbatches": 4},
+        layers_tp=[1, 1],
+        stream_bytes=500,
+        local_params=[1000] * 8,
+        element_bytes=4,
+    )
+    found = by_kind(timeline)
+    assert list(found) == [
+        ("pp", "send"), ("dp", "all_reduce"), ("tp", "all_reduce"), ("pp x dp x tp", "all_reduce")
+    ]  # fmt: skip
+    tp = found["tp", "all_reduce"]
+    assert (tp.calls, tp.payload, tp.wire) == (8, 8000, 8000)
+    # 4 micro-batches, a region with f and g: 2 all-reduces of 500 bytes, 2 (t-1)/t = 1.
+    assert tp.expected == 4 * 2 * 500 and tp.ratio == 2.0
+    assert tp.symbols == "8 b s h (t-1)/t a layer a micro-batch"
+    dp, pp = found["dp", "all_reduce"], found["pp", "send"]
+    assert dp.wire == dp.expected == 4000 and dp.symbols == "2 psi (n-1)/n"
+    assert pp.wire == pp.expected == 4 * 500 and pp.calls == 4
+    world = found["pp x dp x tp", "all_reduce"]
+    assert world.expected is world.ratio is None and world.symbols == ""
+    # The table has as many bytes as the matrix.
+    matrix = timeline.comm_matrix()
+    for axis in matrix.axes:
+        sent = sum(row.wire for row in found.values() if row.axis == axis)
+        assert matrix.by_axis[axis].sum() == pytest.approx(8 * sent)
+    text = str(timeline.comm_volume())
+    assert "8 b s h (t-1)/t a layer a micro-batch" in text and "2.000" in text
+    html = timeline.comm_volume(3)._repr_html_()
+    assert "What rank 3 sends, in step 0" in html and "partial sums forward" in html
+
+
+def test_rows_without_their_inputs_have_no_formula(meshed: Meshed) -> None:
+    for row in meshed(Mesh(pp=2, tp=2)).comm_volume().rows:
+        assert row.expected is None and row.symbols == ""
+    silent = mk.simulate(mk.Plan.gpipe(2, 2)).comm_volume()
+    assert str(silent) == "What a rank sends, on average over 2, in step 0: nothing." and silent.rows == ()
+    assert "Nothing is sent." in silent._repr_html_()
+    with pytest.raises(ValueError, match=r"comm_volume\(rank=9\): this timeline has ranks 0 to 3; None"):
+        meshed(Mesh(pp=2, tp=2)).comm_volume(rank=9)
+
+
+KNOWN = {
+    "layers_tp": [4, 2], "stream_bytes": 1200, "local_params": [10, 10, 20, 20], "element_bytes": 4,
+    "kv_bytes": [100, 60],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("plan", "axis", "kind", "symbols", "of"),
+    [
+        # 4 regions of 2 all-reduces a micro-batch, each 2 (t-1)/t = 1 times the stream.
+        ({"tp": 2}, "tp", Kind.ALL_REDUCE, "8 b s h (t-1)/t a layer a micro-batch", 3 * 4 * 2 * 1200),
+        ({"tp": 2, "recompute": "full"}, "tp", Kind.ALL_REDUCE, "12 b s h (t-1)/t", 3 * 4 * 3 * 1200),
+        ({"tp": 2, "sequence_parallel": True}, "tp", Kind.ALL_GATHER, "6 b s h (t-1)/t", 3 * 4 * 3 * 600),
+        ({"tp": 2, "sequence_parallel": True}, "tp", Kind.REDUCE_SCATTER, "4 b s h (t-1)/t", 3 * 4 * 2 * 600),
+        ({"tp": 2, "sequence_parallel": True}, "pp", Kind.SEND, "b s h / t a boundary", 3 * 600),
+        ({"tp": 2}, "pp", Kind.SEND, "b s h a boundary", 3 * 1200),
+        ({"dp": 2}, "dp", Kind.ALL_REDUCE, "2 psi (n-1)/n", 40),
+        ({"dp": 2, "zero": 1}, "dp", Kind.ALL_GATHER, "psi (n-1)/n", 20),
+        ({"dp": 2, "zero": 2}, "dp", Kind.REDUCE_SCATTER, "3 x psi (n-1)/n", 60),
+        ({"dp": 2, "zero": 3}, "dp", Kind.ALL_GATHER, "3 x 2 psi (n-1)/n", 120),
+        ({"cp": 2}, "cp", Kind.ALL_REDUCE, "2 psi (n-1)/n", 40),
+        ({"cp": 2}, "cp", Kind.SEND, "3 |K, V| (c-1)/c", 3 * 3 * 100 / 2),
+        ({"cp": 2}, "pp", Kind.SEND, "b s h a boundary", 3 * 600),
+    ],
+)
+def test_formulas(plan: dict[str, Any], axis: str, kind: Kind, symbols: str, of: float) -> None:
+    known = Known.of({"plan": json.dumps({"pp": 2, "microbatches": 3, **plan}), "mesh": KNOWN}, 4)
+    found = formula_of(known, axis, kind)
+    assert found is not None and found.symbols.startswith(symbols)
+    assert found.of(0) == pytest.approx(of)
+
+
+def test_a_rank_with_two_stages_talks_over_each_boundary() -> None:
+    plan = mk.Plan.pipeline("interleaved_1f1b", 2, 4, virtual_stages=2)
+    known = Known.of({"plan": plan.to_json(), "mesh": {"stream_bytes": 10}}, 2)
+    found = formula_of(known, "pp", Kind.SEND)
+    assert found is not None and found.of(0) == found.of(1) == 3 * 4 * 10
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_real_runs_of_the_data_parallel_family_send_what_is_said(train, zero: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    data = [(torch.randn(8, 8), torch.randn(8, 8))]
+    plan = mk.Plan(dp=2, zero=zero, microbatches=2)
+    run = train(model, data, plan, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD, steps=2)
+    rows = run.timeline().comm_volume().rows
+    assert {row.axis for row in rows} == {"dp"}
+    assert [row.ratio for row in rows] == pytest.approx([1.0] * len(rows))
+    frame = run.timeline().comm_volume().to_dataframe()
+    assert list(frame["ratio"]) == pytest.approx([1.0] * len(rows))
