@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 import mpkit as mk
 from mpkit.parallel.checkpoint_files import Damaged, digest
-from mpkit.parallel.checkpoint_planner import read_index
+from mpkit.parallel.checkpoint_index import read_index
 from mpkit.prepare.resume import find_checkpoint
 from mpkit.run import Run
 
@@ -367,6 +367,9 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "is missing": lambda folder: next(folder.glob("__1_*")).unlink(),
     "it has no mpkit.json": lambda folder: (folder / "mpkit.json").unlink(),
     "cannot be read": lambda folder: (folder / "mpkit.json").write_text('{"format": 1'),
+    r"before tensor parallelism wrote it \(format 1": lambda folder: (folder / "mpkit.json").write_text(
+        '{"format": 1}'
+    ),
     "a later mpkit wrote it": lambda folder: (folder / "mpkit.json").write_text('{"format": 99}'),
 }
 
@@ -442,7 +445,9 @@ def test_loading_runs_no_code_from_the_index(saved: Path, tmp_path: Path) -> Non
 def test_loading_runs_no_code_from_the_tensors(clusters: Clusters, saved: Path, tmp_path: Path) -> None:
     folder = saved / "step-00000004"
     trap = tmp_path / "trap"
-    torch.save(Malice(trap), tmp_path / "bad")
+    torch.save(
+        (Malice(trap), torch.zeros(10_000)), tmp_path / "bad"
+    )  # as large as what it takes the place of
     bad = (tmp_path / "bad").read_bytes()
     index = pickle.loads((folder / ".metadata").read_bytes())
     for place in index.storage_data.values():

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import mpkit as mk
 from mpkit.parallel.checkpoint_files import read_head
-from mpkit.parallel.checkpoint_planner import read_index
+from mpkit.parallel.checkpoint_index import read_index
 from mpkit.prepare.resume import find_checkpoint
 
 Clusters = Callable[[int], mk.Cluster]

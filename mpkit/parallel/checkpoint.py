@@ -37,7 +37,8 @@ from mpkit.parallel.checkpoint_files import (
     partial_of,
     publish,
 )
-from mpkit.parallel.checkpoint_planner import LoadPlanner, Reader, SavePlanner, Slice, Writer, read_index
+from mpkit.parallel.checkpoint_index import read_index
+from mpkit.parallel.checkpoint_planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
 from mpkit.parallel.checkpoint_state import (
     held,
     put_back,
@@ -71,7 +72,8 @@ class Checkpoints:
     def __init__(self, context: Context, job: TrainJob, training: Training) -> None:
         self._context, self._job, self._training = context, job, training
         self._record = context.record
-        self._first = job.plan.mesh.place(context.rank).dp == 0
+        place = job.plan.mesh.place(context.rank)
+        self._first = place.dp == place.cp == place.tp == 0
         if job.saving is None and job.resume is None:
             return
         # Plans and digests are sent as objects, for which nccl would need the GPU.
@@ -105,7 +107,7 @@ class Checkpoints:
         # ---- collect
         state = held(self._training, first=self._first)
         drawn = random_states(context.device)
-        state[f"random/{context.rank}"] = Slice(drawn, 0, len(drawn))
+        state[f"random/{context.rank}"] = Slice(drawn, drawn.shape)
         # ---- write
         try:
             save(state, storage_writer=Writer(partial), planner=SavePlanner(), process_group=self._group)
@@ -116,13 +118,15 @@ class Checkpoints:
         # ---- seal
         mine = [path for path in partial.glob(f"__{context.rank}_*")]
         digests = {path.name: digest(path) for path in mine}
-        everybody: list[dict[str, tuple[int, str]]] = [{}] * context.world_size
-        dist.gather_object(digests, everybody if context.rank == 0 else None, group=self._group)
+        layout = self._training.replica.layout if self._first else []
+        everybody: list[tuple[dict[str, tuple[int, str]], list[str]]] = [({}, [])] * context.world_size
+        dist.gather_object((digests, layout), everybody if context.rank == 0 else None, group=self._group)
         # ---- publish
         if context.rank == 0:
             head = self._head(next_number(partial.parent), step)
-            for part in everybody:
-                head.files |= part
+            for files, _ in everybody:
+                head.files |= files
+            head.layout = list(dict.fromkeys(name for _, names in everybody for name in names))
             head.files[".metadata"] = digest(partial / ".metadata")
             publish(partial, head, saving.keep)
         return sum(nbytes for nbytes, _ in digests.values())
@@ -137,7 +141,7 @@ class Checkpoints:
             facts=self._job.facts,
             scaler={"scale": update.scaler.scale, "good": update.scaler.good},
             skipped=update.skipped,
-            layout=self._training.replica.layout,
+            layout=[],
         )
 
     # ---- resume ---------------------------------------------------------------------------------------------
@@ -151,8 +155,8 @@ class Checkpoints:
         same_ranks = head.world_size == context.world_size
         if same_ranks:
             name = f"random/{context.rank}"
-            (numel,) = tensor_in(index, name).size
-            state[name] = Slice(torch.empty(numel, dtype=torch.uint8), 0, numel)
+            numel, _ = tensor_in(index, name).size
+            state[name] = Slice(torch.empty(numel, dtype=torch.uint8), (numel,))
         # ---- read
         try:
             load(

@@ -35,7 +35,7 @@ __all__ = [
     "read_head",
 ]
 
-FORMAT = 1
+FORMAT = 2  # 1: of each parameter flattened, before tensor parallelism
 HEAD = "mpkit.json"
 PARTIAL, REPLACED = ".partial", ".replaced"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -68,7 +68,7 @@ class Head:
         facts: of model and optimizer: `mpkit.prepare.resume.facts_of`.
         scaler: of the loss: its scale, and steps since it changed.
         skipped: steps that an overflow made everybody skip.
-        layout: names of the parameters in the order in which their gradients were sent.
+        layout: names of the parameters in the order in which their gradients were sent, stage after stage.
         files: by name, bytes and SHA-256.
         format: of all this.
     """
@@ -115,6 +115,11 @@ def read_head(folder: Path) -> Head:
         if values["format"] > FORMAT:
             raise Damaged(
                 f"a later mpkit wrote it (format {values['format']}; this one reads up to {FORMAT})"
+            )
+        if values["format"] < FORMAT:
+            raise Damaged(
+                f"an mpkit from before tensor parallelism wrote it (format {values['format']}; this one reads format "
+                f"{FORMAT}). That one can go on from it, and its run.state_dict() takes the weights here"
             )
         head = Head(**values)
         files = {str(name): (int(nbytes), str(sha)) for name, (nbytes, sha) in head.files.items()}

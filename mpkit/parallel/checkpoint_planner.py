@@ -1,56 +1,97 @@
-"""How a piece of a flattened tensor is told to torch.distributed.checkpoint (DCP), and its index read safely.
+"""How a piece of a parameter is told to torch.distributed.checkpoint (DCP).
 
 DCP saves what each rank holds of a tensor as chunks with an offset, each distinct chunk once, and when it loads reads
-the parts of chunks that overlap with what a rank wants. So a tensor is known here by its name and its number of
-elements, and a rank by which elements it holds: whoever wrote them, in whatever pieces, any other division can read.
+the parts of chunks that overlap with what a rank wants. So a parameter is known here by its name, its rows and its
+columns, and a rank by the boxes of it that it holds (`checkpoint_boxes`): whoever wrote them, in whatever pieces, any
+other division can read.
 
-DCP's index, `.metadata`, is a pickle, and a pickle can run any code when it is read. `read_index` admits the few
-classes of which an index is made, and nothing else.
+Several ranks may hold the same elements. If they divide them alike (the replicas of DDP), they have the same boxes, and
+DCP lets one rank write each. If they don't (what tensor parallelism replicates, after ZeRO has divided it beside shards
+of different sizes), the boxes overlap; then the first rank's count, and of the others' what is left of them.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from mpkit.parallel.checkpoint_files import Damaged
+from mpkit.parallel.checkpoint_boxes import Box, boxes_of, disjoint, rows_and_columns, without
+from mpkit.parallel.checkpoint_index import read_index
+from mpkit.parallel.shard import Shard
 
-__all__ = ["LoadPlanner", "Reader", "SavePlanner", "Slice", "Writer", "read_index"]
+__all__ = ["LoadPlanner", "Reader", "SavePlanner", "Slice", "Writer"]
 
 
 class Slice:
-    """Elements `start` and following of a flattened tensor, as DCP's protocol of checkpointable objects wants them.
+    """Elements `start` and following of a flattened local parameter, as DCP's protocol of checkpointable objects wants.
 
     Args:
         held: those elements, one after the other.
+        whole: the shape of the whole parameter.
         start: the first one's place.
-        numel: how many elements the whole tensor has.
+        shard: what of the whole parameter is local; None: all of it.
     """
 
-    def __init__(self, held: Tensor, start: int, numel: int) -> None:
-        assert held.dim() == 1 and start >= 0 and start + len(held) <= numel
-        self.held, self.start, self.numel = held, start, numel
+    def __init__(
+        self, held: Tensor, whole: Sequence[int], start: int = 0, shard: Shard | None = None
+    ) -> None:
+        assert held.is_contiguous() and held.dim() == 1 and len(held) > 0 and start >= 0
+        assert shard is None or shard.whole == tuple(whole), f"{shard} of a parameter of {list(whole)}"
+        local = shard.shape if shard else whole
+        assert start + len(held) <= torch.Size(local).numel()
+        self.held, self.whole = held, torch.Size(rows_and_columns(whole))
+        _, self._width = rows_and_columns(local)
+        found = boxes_of(whole, shard, start, start + len(held))
+        self._at = {box: first - start for box, first in found}  # of each box its first element in `held`
+
+    def size(self) -> torch.Size:
+        """Of the whole parameter, as a matrix; DCP compares it with what was saved."""
+        return self.whole
+
+    def view(self, box: Box) -> Tensor:
+        """(rows, columns) of a box, or of a part of one: the elements themselves, no copy."""
+        first = self._at.get(box)
+        if first is None:
+            around, first = next((b, at) for b, at in self._at.items() if not without(box, b))
+            first += (box.top - around.top) * self._width + box.left - around.left
+        return self.held.as_strided(box.sizes, (self._width, 1), self.held.storage_offset() + first)
 
     def __create_chunk_list__(self) -> list[dcp.ChunkStorageMetadata]:
-        return [dcp.ChunkStorageMetadata(torch.Size([self.start]), self.held.shape)]
+        return [_chunk(box) for box in self._at]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        (chunk,) = self.__create_chunk_list__()
-        data = TensorWriteData(chunk, dcp.TensorProperties(dtype=self.held.dtype), torch.Size([self.numel]))
-        return [WriteItem(dcp.MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+        properties = dcp.TensorProperties(dtype=self.held.dtype)
+        return [
+            WriteItem(
+                dcp.MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.whole),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __get_tensor_shard__(self, index: dcp.MetadataIndex) -> Tensor:
-        assert index.offset == torch.Size([self.start])
-        return self.held
+        return self.view(next(box for box in self._at if box[:2] == index.offset))
+
+
+def _chunk(box: Box) -> dcp.ChunkStorageMetadata:
+    return dcp.ChunkStorageMetadata(torch.Size(box[:2]), torch.Size(box.sizes))
+
+
+def _box(item: WriteItem) -> Box:
+    assert item.tensor_data is not None
+    (top, left), (rows, columns) = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
+    return Box(top, left, top + rows, left + columns)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -59,10 +100,56 @@ class SavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def lookup_object(self, index: dcp.MetadataIndex) -> Tensor:
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
+        """Who writes what, each element once."""
+        rests = _rests(all_plans)
+        once = [
+            replace(plan, items=[part for item in plan.items for part in _parts(item, rests)])
+            for plan in all_plans
+        ]
+        return super().create_global_plan(once)  # which sees to boxes that are the same
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
         """What DCP is about to write."""
-        found: Slice = self.state_dict[index.fqn]
-        return found.__get_tensor_shard__(index)
+        found: Slice = self.state_dict[write_item.index.fqn]
+        return found.view(_box(write_item)).detach()
+
+
+Rests = Mapping[str, Mapping[Box, list[Box]]]
+
+
+def _rests(plans: Sequence[SavePlan]) -> Rests:
+    """Of the tensors whose boxes overlap: what of each box no box of an earlier rank has."""
+    boxes: dict[str, dict[Box, None]] = defaultdict(dict)
+    for plan in plans:
+        for item in plan.items:
+            boxes[item.index.fqn][_box(item)] = None
+    found: dict[str, dict[Box, list[Box]]] = {}
+    for name in [name for name, several in boxes.items() if not disjoint(several)]:
+        found[name] = {}
+        given: list[Box] = []
+        for box in boxes[name]:
+            rest = [box]
+            for earlier in given:
+                rest = [part for one in rest for part in without(one, earlier)]
+            found[name][box] = rest
+            given += rest
+    return found
+
+
+def _parts(item: WriteItem, rests: Rests) -> list[WriteItem]:
+    if item.index.fqn not in rests:
+        return [item]
+    assert item.tensor_data is not None
+    chunks = [_chunk(box) for box in rests[item.index.fqn][_box(item)]]
+    return [
+        replace(
+            item,
+            index=dcp.MetadataIndex(item.index.fqn, chunk.offsets),
+            tensor_data=replace(item.tensor_data, chunk=chunk),
+        )
+        for chunk in chunks
+    ]
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -98,86 +185,3 @@ class Reader(FileSystemReader):
         found = read_index(Path(self.path))
         found.storage_meta = dcp.StorageMeta(load_id=self.load_id)
         return found
-
-
-# ---- the index ---------------------------------------------------------------------------------------------------
-
-
-def read_index(folder: Path) -> dcp.Metadata:
-    """DCP's index of a checkpoint, read without running anything that is in it.
-
-    Raises:
-        Damaged: it holds something else than an index does, or not all of it.
-    """
-    data = (folder / ".metadata").read_bytes()
-    try:
-        index = _Unpickler(io.BytesIO(data)).load()
-    except Damaged:
-        raise
-    except Exception as error:
-        raise Damaged(f"its .metadata cannot be read ({type(error).__name__}: {str(error)[:100]})") from None
-    if not isinstance(index, dcp.Metadata) or not _is_sound(index, folder):
-        raise Damaged("its .metadata is not an index of tensors that mpkit wrote")
-    return index
-
-
-class _Unpickler(pickle.Unpickler):
-    ADMITTED: ClassVar[dict[tuple[str, str], type]] = {
-        (kind.__module__, kind.__qualname__): kind
-        for kind in (
-            dcp.Metadata,
-            dcp.TensorStorageMetadata,
-            dcp.TensorProperties,
-            dcp.ChunkStorageMetadata,
-            dcp.MetadataIndex,
-            dcp._MEM_FORMAT_ENCODING,
-            _StorageInfo,
-        )
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        """What the pickle may name; anything else is refused before it is looked up."""
-        if (module, name) in self.ADMITTED:
-            return self.ADMITTED[module, name]
-        if (module, name) == ("torch", "Size"):
-            return torch.Size
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
-        raise Damaged(
-            f"its .metadata asks for {module}.{name}, which an index has no use for: reading it could run code that "
-            "somebody put there. Nothing of it was run; throw the checkpoint away, unless you know who wrote it"
-        )
-
-
-def _layout(name: str) -> torch.layout:
-    if name != "torch.strided":
-        raise Damaged(f"its .metadata has a tensor of layout {name!r}")
-    return torch.strided
-
-
-def _is_sound(index: dcp.Metadata, folder: Path) -> bool:
-    """Whether the chunks of each tensor are all of it, each in a file of this folder."""
-    tensors: Any = index.state_dict_metadata  # whose types nobody has checked yet
-    places: Any = index.storage_data
-    if not isinstance(tensors, dict) or not isinstance(places, dict) or index.planner_data is not None:
-        return False
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, dcp.TensorStorageMetadata) or len(tensor.size) != 1:
-            return False
-        chunks = sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in tensor.chunks)
-        at = 0
-        for start, length in chunks:
-            if start != at or dcp.MetadataIndex(name, [start]) not in places:
-                return False
-            at += length
-        if at != tensor.size[0]:
-            return False
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
-    return all(
-        isinstance(place, _StorageInfo)
-        and not place.transform_descriptors
-        and 0 <= place.offset <= place.offset + place.length <= sizes.get(place.relative_path, -1)
-        for place in places.values()
-    )

@@ -7,7 +7,7 @@
     number/KEY/NAME       the same, if the optimizer keeps a plain number
     random/RANK           the random states of a rank
 
-Each is one flattened tensor, of which every rank gives the elements that it holds.
+Each is one tensor with the whole model's shape, of which every rank gives the elements that it holds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def held(training: Training, *, first: bool) -> State:
             found[f"model/{piece.name}"] = _slice(piece, piece.held)
     if first:
         for name, tensor in buffers(training):
-            found[f"model/{name}"] = Slice(_flat(tensor), 0, tensor.numel())
+            found[f"model/{name}"] = Slice(_flat(tensor), tensor.shape)
     return found
 
 
@@ -69,11 +69,11 @@ def _state(piece: Piece, master: nn.Parameter, key: str, value: Any) -> State:
         return {}
     if isinstance(value, (bool, int, float)):
         dtype = torch.float64 if isinstance(value, float) else None  # a bool's and an int's own
-        return {f"number/{key}/{piece.name}": Slice(torch.tensor([value], dtype=dtype), 0, 1)}
+        return {f"number/{key}/{piece.name}": Slice(torch.tensor([value], dtype=dtype), (1,))}
     if isinstance(value, Tensor) and value.shape == master.shape and key != "step":
         return {f"state/{key}/{piece.name}": _slice(piece, value)}
     if isinstance(value, Tensor) and value.numel() == 1:
-        return {f"single/{key}/{piece.name}": Slice(_flat(value), 0, 1)}
+        return {f"single/{key}/{piece.name}": Slice(_flat(value), (1,))}
     shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
     raise MpkitError(
         f"The optimizer keeps a {key} of {shape} for {piece.name}, of which this rank has {list(master.shape)}: such a "
@@ -83,7 +83,8 @@ def _state(piece: Piece, master: nn.Parameter, key: str, value: Any) -> State:
 
 
 def _slice(piece: Piece, tensor: Tensor) -> Slice:
-    return Slice(_flat(tensor), piece.start, piece.shape.numel())
+    whole = piece.shard.whole if piece.shard else piece.shape
+    return Slice(_flat(tensor), whole, piece.start, piece.shard)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -121,17 +122,17 @@ def room_for(training: Training, index: Metadata) -> State:
         for name in keys.get(piece.name, []):
             dtype = tensor_in(index, name).properties.dtype
             divided = name.startswith("state/")
-            found[name] = _room(piece, dtype) if divided else Slice(torch.empty(1, dtype=dtype), 0, 1)
+            found[name] = _room(piece, dtype) if divided else Slice(torch.empty(1, dtype=dtype), (1,))
     for piece in training.replica.frozen():
         if piece.start < piece.end:
             found[f"model/{piece.name}"] = _room(piece, piece.held.dtype)
     for name, tensor in buffers(training):
-        found[f"model/{name}"] = Slice(torch.empty(tensor.numel(), dtype=tensor.dtype), 0, tensor.numel())
+        found[f"model/{name}"] = Slice(torch.empty(tensor.numel(), dtype=tensor.dtype), tensor.shape)
     return found
 
 
 def _room(piece: Piece, dtype: torch.dtype) -> Slice:
-    return Slice(torch.empty(piece.end - piece.start, dtype=dtype), piece.start, piece.shape.numel())
+    return _slice(piece, torch.empty(piece.end - piece.start, dtype=dtype))
 
 
 def tensor_in(index: Metadata, name: str) -> TensorStorageMetadata:

@@ -20,7 +20,7 @@ from mpkit.parallel.checkpoint_files import (
     candidates,
     read_head,
 )
-from mpkit.parallel.checkpoint_planner import read_index
+from mpkit.parallel.checkpoint_index import read_index
 
 __all__ = ["check_saving", "facts_of", "find_checkpoint", "take_up"]
 

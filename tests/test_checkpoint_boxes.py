@@ -1,0 +1,351 @@
+"""Pieces of parameters as boxes: what any division of the ranks writes, any other reads, to the bit."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import mpkit as mk
+from mpkit.mesh import Mesh
+from mpkit.parallel.checkpoint_boxes import Box, boxes_of, disjoint, rows_and_columns, tile, without
+from mpkit.parallel.checkpoint_files import Damaged
+from mpkit.parallel.checkpoint_index import read_index
+from mpkit.parallel.checkpoint_planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
+from mpkit.parallel.shard import Shard
+from mpkit.parallel.zero.flat import Layout
+
+Clusters = Callable[[int], mk.Cluster]
+Shape = tuple[int, ...]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SHAPES = st.one_of(
+    st.just(()),
+    st.tuples(st.integers(1, 9)),
+    st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3)),
+)
+
+
+def cuts(draw: st.DrawFn, size: int, parts: int) -> list[range]:
+    """A size in so many ranges, any of which may be empty."""
+    between = sorted(draw(st.lists(st.integers(0, size), min_size=parts - 1, max_size=parts - 1)))
+    return [range(a, b) for a, b in pairwise([0, *between, size])]
+
+
+@st.composite
+def divided(draw: st.DrawFn, whole: Shape, t: int) -> list[Shard | None]:
+    """What each of t ranks has of a parameter: all of it, or ranges of one dimension, maybe those of another rank."""
+    if not whole or t == 1 or draw(st.integers(0, 3)) == 0:
+        return [None] * t
+    dim = draw(st.integers(0, min(len(whole), 2) - 1))
+    holders = draw(st.sampled_from([n for n in range(1, t + 1) if t % n == 0]))  # t / holders hold the same
+    fused = cuts(draw, whole[dim], draw(st.integers(1, 3)))
+    ranges: list[list[range]] = [[] for _ in range(holders)]
+    for group in fused:
+        for mine, part in zip(ranges, cuts(draw, len(group), holders), strict=True):
+            mine.append(range(group.start + part.start, group.start + part.stop))
+    return [Shard(whole, dim, tuple(ranges[i * holders // t])) for i in range(t)]
+
+
+class Division(NamedTuple):
+    """How the ranks of a mesh divide some parameters among them."""
+
+    mesh: Mesh
+    shards: dict[str, list[Shard | None]]  # by place on tp
+    zero: bool
+
+    def pieces(self, rank: int) -> list[tuple[str, Shard | None, int, int]]:
+        """What a rank has: of which parameter's shard which elements."""
+        place = self.mesh.place(rank)
+        names = [name for i, name in enumerate(self.shards) if i % self.mesh.pp == place.pp]
+        local = [(name, self.shards[name][place.tp]) for name in names]
+        sizes = [torch.Size(shard.shape if shard else shape_of(name)).numel() for name, shard in local]
+        n, index = (self.mesh.dp, place.dp) if self.zero else (1, 0)
+        layout = Layout([nn.Parameter(torch.empty(size)) for size in sizes], index, n)
+        found = [(name, shard, *layout.own(i)) for i, (name, shard) in enumerate(local)]
+        return [(name, shard, start, end) for name, shard, start, end in found if start < end]
+
+
+def shape_of(name: str) -> Shape:
+    """Parameters here are called after their shapes: "0/4x3"."""
+    return tuple(map(int, filter(None, name.split("/")[1].split("x"))))
+
+
+MESHES = [
+    Mesh(pp, dp, 1, tp) for pp in (1, 2) for dp in (1, 2, 3) for tp in (1, 2, 3, 4) if pp * dp * tp <= 4
+]
+
+
+@st.composite
+def two_divisions(draw: st.DrawFn) -> tuple[Division, Division]:
+    shapes = draw(st.lists(SHAPES, min_size=3, max_size=6))
+    names = [f"{i}/{'x'.join(map(str, shape))}" for i, shape in enumerate(shapes)]
+
+    def one() -> Division:
+        mesh = draw(st.sampled_from(MESHES))
+        shards = {name: draw(divided(shape_of(name), mesh.tp)) for name in names}
+        return Division(mesh, shards, draw(st.booleans()))
+
+    return one(), one()
+
+
+def whole_of(name: str) -> Tensor:
+    shape = torch.Size(shape_of(name))
+    return torch.arange(shape.numel(), dtype=torch.float64).view(shape) + 1000 * int(name.split("/")[0])
+
+
+def part_of(name: str, shard: Shard | None, start: int, end: int) -> Tensor:
+    whole = whole_of(name)
+    return (shard.take(whole) if shard else whole).reshape(-1)[start:end]
+
+
+def write(ctx: Any, division: Division, folder: str) -> None:
+    state = {
+        name: Slice(part_of(name, shard, start, end), shape_of(name), start, shard)
+        for name, shard, start, end in division.pieces(ctx.rank)
+    }
+    save(state, storage_writer=Writer(folder), planner=SavePlanner())
+
+
+def read(ctx: Any, division: Division, folder: str) -> None:
+    pieces = division.pieces(ctx.rank)
+    state = {
+        name: Slice(torch.full((end - start,), -1.0, dtype=torch.float64), shape_of(name), start, shard)
+        for name, shard, start, end in pieces
+    }
+    load(dict(state), storage_reader=Reader(folder), planner=LoadPlanner())
+    for name, shard, start, end in pieces:
+        torch.testing.assert_close(state[name].held, part_of(name, shard, start, end), rtol=0, atol=0)
+
+
+@given(divisions=two_divisions())
+@settings(max_examples=15)
+def test_what_one_mesh_wrote_any_other_reads(
+    clusters: Clusters, tmp_path_factory: pytest.TempPathFactory, divisions: tuple[Division, Division]
+) -> None:
+    before, after = divisions
+    folder = tmp_path_factory.mktemp("division")
+    clusters(before.mesh.size).run(write, before, str(folder))
+    index = read_index(folder)  # in which each element is once
+    assert set(index.state_dict_metadata) == set(before.shards)
+    clusters(after.mesh.size).run(read, after, str(folder))
+
+
+def test_what_is_replicated_is_written_once_however_it_is_divided(clusters: Clusters, tmp_path: Path) -> None:
+    # Flattened beside 5 rows of a weight on one rank of tp and 2 on the other, a bias is cut at other places.
+    rows = [Shard((7, 4), 0, (range(5),)), Shard((7, 4), 0, (range(5, 7),))]
+    division = Division(Mesh(dp=2, tp=2), {"0/7x4": [*rows], "1/12": [None, None]}, zero=True)
+    cuts = [piece[2:] for rank in range(4) for piece in division.pieces(rank) if piece[0] == "1/12"]
+    assert cuts == [(0, 2), (0, 12), (2, 12)]
+    clusters(4).run(write, division, str(tmp_path))
+    weight, bias = read_index(tmp_path).state_dict_metadata.values()
+    assert isinstance(weight, dcp.TensorStorageMetadata) and isinstance(bias, dcp.TensorStorageMetadata)
+    assert (weight.size, bias.size) == ((7, 4), (12, 1))
+    assert sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in bias.chunks) == [(0, 2), (2, 10)]
+
+
+def test_replicas_share_the_writing(clusters: Clusters, tmp_path: Path) -> None:
+    names = [f"{i}/8x8" for i in range(8)]
+    division = Division(Mesh(dp=2), {name: [None] for name in names}, zero=False)
+    clusters(2).run(write, division, str(tmp_path))
+    places: Any = read_index(tmp_path).storage_data
+    assert len(places) == 8
+    files = [place.relative_path for place in places.values()]
+    assert sorted(map(files.count, set(files))) == [4, 4]
+
+
+def test_another_shape_is_refused(clusters: Clusters, tmp_path: Path) -> None:
+    def wanted(ctx: Any, folder: str) -> str:
+        try:
+            load(
+                {"0/4x3": Slice(torch.empty(8), (4, 2))}, storage_reader=Reader(folder), planner=LoadPlanner()
+            )
+        except CheckpointException as error:
+            return str(error)
+        return ""
+
+    clusters(1).run(write, Division(Mesh(), {"0/4x3": [None]}, zero=False), str(tmp_path))
+    assert "Size mismatch" in clusters(1).run(wanted, str(tmp_path))[0]
+
+
+# ---------------------------------------------------------------- the boxes themselves
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> tuple[Shape, Shard | None, int, int]:
+    whole = draw(SHAPES)
+    shard = draw(divided(whole, draw(st.integers(1, 3))))[0]
+    numel = torch.Size(shard.shape if shard else whole).numel()
+    start, end = sorted((draw(st.integers(0, numel)), draw(st.integers(0, numel))))
+    return whole, shard, start, end
+
+
+@given(piece=pieces())
+@settings(max_examples=300)
+def test_a_piece_is_its_boxes(piece: tuple[Shape, Shard | None, int, int]) -> None:
+    whole, shard, start, end = piece
+    if start == end:
+        return
+    name = f"0/{'x'.join(map(str, whole))}"
+    held, matrix = part_of(name, shard, start, end), whole_of(name).view(rows_and_columns(whole))
+    found = boxes_of(whole, shard, start, end)
+    assert sum(box.numel for box, _ in found) == end - start
+    assert disjoint([box for box, _ in found])
+    ranges = len(shard.ranges) if shard else 1
+    assert len(found) <= 3 * ranges
+    piece_of = Slice(held, whole, start, shard)
+    for box, _ in found:
+        there = matrix[box.top : box.bottom, box.left : box.right]
+        assert torch.equal(piece_of.view(box), there)
+        inner = Box(box.bottom - 1, box.right - 1, box.bottom, box.right)  # of a part of a box too
+        assert torch.equal(piece_of.view(inner), there[-1:, -1:])
+
+
+BOX = st.tuples(*[st.integers(0, 5)] * 4).filter(lambda b: b[0] < b[2] and b[1] < b[3]).map(lambda b: Box(*b))
+
+
+@given(boxes=st.lists(BOX, min_size=1, max_size=5))
+@settings(max_examples=300)
+def test_overlaps_are_found_and_taken_away(boxes: list[Box]) -> None:
+    count = torch.zeros(5, 5)
+    for box in boxes:
+        count[box.top : box.bottom, box.left : box.right] += 1
+    assert disjoint(boxes) == bool(count.max() <= 1)
+    assert tile(boxes, 5, 5) == bool((count == 1).all())
+    rests = without(boxes[0], boxes[-1])
+    left = torch.zeros(5, 5)
+    for box in rests:
+        left[box.top : box.bottom, box.left : box.right] += 1
+    expected = torch.zeros(5, 5)
+    expected[boxes[0].top : boxes[0].bottom, boxes[0].left : boxes[0].right] = 1
+    expected[boxes[-1].top : boxes[-1].bottom, boxes[-1].left : boxes[-1].right] = 0
+    assert torch.equal(left, expected)
+
+
+@given(whole=st.tuples(st.integers(1, 9), st.integers(1, 9)), data=st.data())
+@settings(max_examples=100)
+def test_boxes_that_tile_are_known_and_any_that_is_missing_too(
+    whole: tuple[int, int], data: st.DataObject
+) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 20), max_size=6))
+    ends = [end for end in accumulate(lengths) if end < whole[0] * whole[1]]
+    flat = pairwise([0, *ends, whole[0] * whole[1]])
+    boxes = [box for start, end in flat for box, _ in boxes_of(whole, None, start, end)]
+    assert tile(boxes, *whole)
+    gone = data.draw(st.integers(0, len(boxes) - 1))
+    assert not tile(boxes[:gone] + boxes[gone + 1 :], *whole)
+    assert not tile([*boxes, boxes[gone]], *whole)
+
+
+# ---------------------------------------------------------------- an index that is no index
+
+
+def chunk(top: int, left: int, rows: int, columns: int) -> Any:
+    return dcp.ChunkStorageMetadata(torch.Size([top, left]), torch.Size([rows, columns]))
+
+
+def spoil(what: str, index: Any) -> None:
+    """Damage an index of a 6 x 4 weight, in two halves of rows."""
+    weight = index.state_dict_metadata["0/6x4"]
+    places = index.storage_data
+    place = places[dcp.MetadataIndex("0/6x4", [3, 0])]
+    first, second = chunk(0, 0, 3, 4), chunk(3, 0, 3, 4)
+    if what == "a hole":
+        weight.chunks = [first]
+    elif what == "an overlap":
+        weight.chunks = [first, second, second]
+    elif what == "an overlap and a hole of the same size":
+        weight.chunks = [first, chunk(2, 0, 3, 4)]
+        places[dcp.MetadataIndex("0/6x4", [2, 0])] = place
+    elif what == "out of bounds":
+        weight.chunks = [first, chunk(3, 0, 6, 2)]
+    elif what == "a negative offset":
+        weight.chunks = [first, second, chunk(-1, 0, 1, 4)]
+        places[dcp.MetadataIndex("0/6x4", [-1, 0])] = place
+    elif what == "a negative size":
+        weight.chunks = [first, second, chunk(6, 0, -1, -1)]
+    elif what == "a chunk without a place":
+        weight.chunks = [first, chunk(3, 0, 3, 2), chunk(3, 2, 3, 2)]
+    elif what == "a place too small for its chunk":
+        place.length = 3 * 4 * 8 - 1
+    elif what == "a place past the file's end":
+        place.offset += 10**6
+    elif what == "a place before the file":
+        place.offset, place.length = -5, 200
+    elif what == "one dimension":
+        weight.size, weight.chunks = (
+            torch.Size([24]),
+            [dcp.ChunkStorageMetadata(torch.Size([0]), torch.Size([24]))],
+        )
+        places[dcp.MetadataIndex("0/6x4", [0])] = place
+    elif what == "numbers that are none":
+        weight.chunks = [dcp.ChunkStorageMetadata("ab", torch.Size([3, 4])), second]  # type: ignore[arg-type]
+    elif what == "a chunk that is none":
+        weight.chunks = [place, second]
+    elif what == "chunks that are none":
+        weight.chunks = 7
+    elif what == "a chunk with nothing in it":
+        weight.chunks = [object.__new__(dcp.ChunkStorageMetadata), second]
+    elif what == "a type that is none":
+        weight.properties = place
+    else:
+        assert what == "a tensor with nothing in it"
+        index.state_dict_metadata["0/6x4"] = object.__new__(dcp.TensorStorageMetadata)
+
+
+SPOILT = [
+    "a hole",
+    "an overlap",
+    "an overlap and a hole of the same size",
+    "out of bounds",
+    "a negative offset",
+    "a negative size",
+    "a chunk without a place",
+    "a place too small for its chunk",
+    "a place past the file's end",
+    "a place before the file",
+    "one dimension",
+    "numbers that are none",
+    "a chunk that is none",
+    "chunks that are none",
+    "a chunk with nothing in it",
+    "a type that is none",
+    "a tensor with nothing in it",
+]
+
+
+@pytest.fixture(scope="module")
+def halves(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A 6 x 4 weight, of which each of two ranks wrote three rows."""
+    folder = tmp_path_factory.mktemp("halves")
+    rows: list[Shard | None] = [Shard((6, 4), 0, (range(3),)), Shard((6, 4), 0, (range(3, 6),))]
+    clusters(2).run(write, Division(Mesh(tp=2), {"0/6x4": rows}, zero=False), str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_spoilt_index_is_refused(halves: Path, tmp_path: Path, what: str) -> None:
+    index = pickle.loads((halves / ".metadata").read_bytes())
+    for path in halves.glob("*.distcp"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    assert set(read_index(tmp_path).state_dict_metadata) == {"0/6x4"}
+    spoil(what, index)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(Damaged, match="not an index of tensors"):
+        read_index(tmp_path)
