@@ -5,7 +5,6 @@ Transformers' models are built from small configs, nothing is downloaded. Serial
 
 from __future__ import annotations
 
-import copy
 import re
 import sys
 from collections.abc import Callable
@@ -28,47 +27,10 @@ from mpkit.models import ResNet, UNet
 from mpkit.prepare import prepare
 from mpkit.run import Run
 from mpkit.trace import Kind
+from tests.serial import Train, check_equal, serial
 
-Train = Callable[..., Run]
 # Ranks get this module's functions by value, and need not import the module and what tests need.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-def called(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-
-
-def serial(
-    model: nn.Module, data: Any, *, loss: Any, optimizer: Any, steps: int, max_grad_norm: float | None = None
-) -> tuple[list[float], dict[str, Tensor]]:
-    """The same training on one process, as anyone would write it."""
-    model = copy.deepcopy(model)
-    opt = optimizer(model.parameters())
-    losses = []
-    for step in range(steps):
-        inputs, targets = data[step % len(data)]
-        opt.zero_grad()
-        value = loss(called(model, inputs), targets)
-        value.backward()
-        if max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-        opt.step()
-        losses.append(value.item())
-    return losses, model.state_dict()
-
-
-def check_equal(train: Train, model: nn.Module, data: Any, plan: mk.Plan, **how: Any) -> Run:
-    """Losses and weights after training by `plan` are those of serial training."""
-    exact = {"rtol": 1e-8, "atol": 1e-10}
-    losses, weights = serial(model, data, **how)
-    run = train(model, data, plan, **how)
-    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(losses), **exact)
-    assert list(run.state_dict()) == list(weights)
-    for name, value in run.state_dict().items():
-        torch.testing.assert_close(value, weights[name], **exact, msg=lambda m, n=name: f"{n}: {m}")
-    return run
 
 
 def normal(*shape: int) -> Tensor:

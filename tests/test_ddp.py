@@ -16,57 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.parallel.microbatch import split
 from mpkit.parallel.train import Training
 from mpkit.prepare import prepare
 from mpkit.run import Run
+from tests.serial import Train, check_equal
 
-Train = Callable[..., Run]
 # Ranks get this module's functions by value, and need not import the module and what tests need.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-def serial(
-    model: nn.Module, data: Any, *, loss: Any, optimizer: Any, steps: int, microbatches: int = 1,
-    max_grad_norm: float | None = None, lr_schedule: Callable[[int], float] | None = None,
-) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
-    """The same training on one process, as anyone would write it."""
-    model = copy.deepcopy(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    opt = optimizer(trained)
-    rates = [group["lr"] for group in opt.param_groups]
-    losses = []
-    for step in range(steps):
-        inputs, targets = data[step % len(data)]
-        opt.zero_grad()
-        total = 0.0
-        for start, end in split(len(targets), microbatches):
-            named = inputs if isinstance(inputs, dict) else {}
-            given = inputs if isinstance(inputs, tuple) else () if named else (inputs,)
-            outputs = model(*(x[start:end] for x in given), **{k: x[start:end] for k, x in named.items()})
-            value = loss(outputs, targets[start:end]) * (end - start) / len(targets)
-            value.backward()
-            total += value.item()
-        if max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(trained, max_grad_norm)
-        for group, rate in zip(opt.param_groups, rates, strict=True):
-            group["lr"] = rate * (lr_schedule(step) if lr_schedule is not None else 1.0)
-        opt.step()
-        losses.append(total)
-    return losses, model.state_dict()
-
-
-def check_equal(train: Train, model: nn.Module, data: Any, plan: mk.Plan, **how: Any) -> Run:
-    """Losses and weights after training by `plan` are those of serial training."""
-    exact = next(model.parameters()).dtype == torch.float64
-    tolerance = {"rtol": 1e-8, "atol": 1e-10} if exact else {"rtol": 1e-4, "atol": 1e-6}
-    losses, weights = serial(model, data, microbatches=plan.microbatches, **how)
-    run = train(model, data, plan, **how)
-    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(losses), **tolerance)
-    assert list(run.state_dict()) == list(weights)
-    for name, value in run.state_dict().items():
-        torch.testing.assert_close(value, weights[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
-    return run
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -138,7 +94,7 @@ def test_a_model_that_is_no_chain(train: Train, plan: mk.Plan) -> None:
     images, brightness, classes = normal(7, 1, 6, 6), normal(7, 1, 1, 1), torch.randint(3, (7,))
     how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": sgd, "steps": 5}
     for inputs in ({"brightness": brightness, "images": images}, (images, brightness)):
-        check_equal(train, model, [(inputs, classes)], plan, **how)
+        check_equal(train, model, [(inputs, classes)], plan, microbatches=plan.microbatches, **how)
 
 
 # ---------------------------------------------------------------- random models
@@ -205,7 +161,7 @@ def test_random_models_equal_serial_training(train: Train, data: st.DataObject) 
     dtype = torch.float64 if double else torch.float32
     batches = [(torch.randn(batch, width, dtype=dtype), torch.randn(batch, 2, dtype=dtype)) for _ in range(2)]
     plan = mk.Plan(dp=n, **options)
-    check_equal(train, model.to(dtype), batches, plan, loss=F.mse_loss, steps=5, **how)
+    check_equal(train, model.to(dtype), batches, plan, microbatches=m, loss=F.mse_loss, **how)
 
 
 @pytest.mark.parametrize("make", [mk.Plan.ddp, mk.Plan.dp])
@@ -273,7 +229,9 @@ def test_unused_parameters_are_left_alone_if_allowed(train: Train, make: Any) ->
     for data in (forked(0, 0, 0), forked(0, 1, 0)):
         # Weight decay would change a parameter that has a gradient of zero.
         plan = make(3, unused="allow")
-        check_equal(train, Forks(), data, plan, loss=F.mse_loss, optimizer=adamw, steps=5)
+        check_equal(
+            train, Forks(), data, plan, microbatches=plan.microbatches, loss=F.mse_loss, optimizer=adamw
+        )
 
 
 # ---------------------------------------------------------------- what is sent, and when

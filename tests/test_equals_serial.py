@@ -23,42 +23,11 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.data import images, spirals, text_batches
 from mpkit.models import GPT, MLP, ConvNet, chain, next_token_loss
-from mpkit.run import Run
 from mpkit.schedule import Action, Schedule
+from tests.serial import Train, check_equal, serial
 
-Train = Callable[..., Run]
 # Ranks get this module's functions by value, and need not import the module and what tests need.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-def serial(
-    model: nn.Module, data: Any, *, loss: Any, optimizer: Any, steps: int
-) -> tuple[list[float], dict[str, Tensor]]:
-    """The same training on one process, as anyone would write it."""
-    model = copy.deepcopy(model)
-    opt = optimizer(model.parameters())
-    losses = []
-    for step in range(steps):
-        inputs, targets = data[step % len(data)]
-        opt.zero_grad()
-        value = loss(model(inputs), targets)
-        value.backward()
-        opt.step()
-        losses.append(value.item())
-    return losses, model.state_dict()
-
-
-def check_equal(train: Train, model: nn.Module, data: Any, plan: mk.Plan, **how: Any) -> Run:
-    """Losses and weights after training by `plan` are those of serial training."""
-    exact = next(model.parameters()).dtype == torch.float64
-    tolerance = {"rtol": 1e-8, "atol": 1e-10} if exact else {"rtol": 1e-4, "atol": 1e-6}
-    losses, weights = serial(model, data, **how)
-    run = train(model, data, plan, **how)
-    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(losses), **tolerance)
-    assert list(run.state_dict()) == list(weights)
-    for name, value in run.state_dict().items():
-        torch.testing.assert_close(value, weights[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
-    return run
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

@@ -25,40 +25,14 @@ from mpkit.models import GPT, MLP, ConvNet, next_token_loss
 from mpkit.parallel.job import TrainJob
 from mpkit.parallel.train import Training
 from mpkit.prepare import prepare
-from mpkit.run import Run
 from mpkit.schedule import NAMES, Action, Schedule, build
 from mpkit.trace import Kind
+from tests.serial import EXACT, SINGLE, Train, same, serial
 
-Train = Callable[..., Run]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SEVERAL = ("1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 LOOPS = ("looped_bfs", "interleaved_1f1b", "interleaved_zb")
-
-
-def serial(model: nn.Module, data: Any, *, loss: Any, optimizer: Any, steps: int) -> tuple[list[float], Any]:
-    """The same training on one process, as anyone would write it."""
-    model = copy.deepcopy(model)
-    opt = optimizer(model.parameters())
-    losses = []
-    for step in range(steps):
-        inputs, targets = data[step % len(data)]
-        opt.zero_grad()
-        value = loss(model(inputs), targets)
-        value.backward()
-        opt.step()
-        losses.append(value.item())
-    return losses, model.state_dict()
-
-
-def check_equal(run: Run, losses: list[float], weights: dict[str, Tensor], **tolerance: float) -> None:
-    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(losses), **tolerance)
-    for name, value in run.state_dict().items():
-        torch.testing.assert_close(value, weights[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
-
-
-EXACT = {"rtol": 1e-8, "atol": 1e-10}
-SINGLE = {"rtol": 1e-4, "atol": 1e-6}
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -105,7 +79,7 @@ def test_every_schedule_equals_serial_training(train: Train, name: str, p: int, 
     data = [(x.double() if x.is_floating_point() else x, y) for x, y in data]
     how: dict[str, Any] = {"loss": loss, "optimizer": adamw, "steps": 5}
     losses, weights = serial(model.double(), data, **how)
-    check_equal(train(model, data, plan, **how), losses, weights, **EXACT)
+    same(train(model, data, plan, **how), losses, weights, **EXACT)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,7 +89,7 @@ def test_in_single_precision_with_recomputation(train: Train, name: str) -> None
     how: dict[str, Any] = {"loss": loss, "optimizer": sgd, "steps": 5}
     losses, weights = serial(model, data, **how)
     plan = plan_of(name, 3, 6, recompute="full")
-    check_equal(train(model, data, plan, **how), losses, weights, **SINGLE)
+    same(train(model, data, plan, **how), losses, weights, **SINGLE)
 
 
 @settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
@@ -140,7 +114,7 @@ def test_any_size_of_any_schedule_equals_serial_training(train: Train, data: st.
     losses, weights = serial(model, batches, **how)
     cut = list(range(1, plan.stages))
     run = train(model, batches, replace(plan, cut=[f"{i}.0" for i in cut]), **how)
-    check_equal(run, losses, weights, **EXACT)
+    same(run, losses, weights, **EXACT)
 
 
 # ---------------------------------------------------------------- 200 random schedules, backwards whole and split
@@ -247,7 +221,7 @@ def test_clipping_is_by_the_norm_over_all_stages(train: Train, name: str) -> Non
     run = train(
         model, data, plan_of(name, 3, 3), optimizer=lambda params: torch.optim.SGD(params, lr=0.5), **how
     )
-    check_equal(run, *want, **EXACT)
+    same(run, *want, **EXACT)
 
 
 class Blow(torch.autograd.Function):
@@ -354,7 +328,7 @@ def test_dropout_drops_what_serial_training_drops(train: Train, data: st.DataObj
     how: dict[str, Any] = {"loss": noisy_loss, "optimizer": sgd, "steps": 3}
     seed = data.draw(st.integers(0, 5))
     want = train(model, batches, mk.Plan.serial(microbatches=m), **how, seed=seed)
-    check_equal(train(model, batches, plan, **how, seed=seed), want.losses, want.state_dict(), **EXACT)
+    same(train(model, batches, plan, **how, seed=seed), want.losses, want.state_dict(), **EXACT)
 
 
 def test_micro_batches_steps_and_replicas_draw_apart(
@@ -432,7 +406,7 @@ def test_selective_recomputation_keeps_no_scores_and_changes_nothing(train: Trai
     plan = plan_of(name, 2, 4)
     all_kept = train(model, data, plan, **how)
     run = train(model, data, replace(plan, recompute="selective"), **how)
-    check_equal(run, all_kept.losses, all_kept.state_dict(), rtol=1e-12, atol=1e-14)
+    same(run, all_kept.losses, all_kept.state_dict(), rtol=1e-12, atol=1e-14)
     scores = 2 * 2 * time**2 * 8  # of a micro-batch of 2, of 2 heads
     held = zip(run.timeline().peak_memory, all_kept.timeline().peak_memory, strict=True)
     for less, more in held:
@@ -446,4 +420,4 @@ def test_selective_recomputation_of_the_kits_gpt(train: Train) -> None:
     how: dict[str, Any] = {"loss": loss, "optimizer": adamw, "steps": 5}
     losses, weights = serial(model.double(), data, **how)
     for plan in (plan_of("zb_h1", 3, 4, recompute="selective"), mk.Plan.ddp(2, recompute="selective")):
-        check_equal(train(model, data, plan, **how), losses, weights, **EXACT)
+        same(train(model, data, plan, **how), losses, weights, **EXACT)

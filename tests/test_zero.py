@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,51 +18,12 @@ import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.devices import wire_factor
 from mpkit.models import GPT, next_token_loss
-from mpkit.parallel.microbatch import split
 from mpkit.parallel.zero import shard
-from mpkit.run import Run
 from mpkit.trace import Kind
+from tests.serial import Train, check_equal, serial
 
-Train = Callable[..., Run]
 # Ranks get this module's functions by value, and need not import the module and what tests need.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-def serial(
-    model: nn.Module, data: Any, plan: mk.Plan, *, loss: Any, optimizer: Any, steps: int = 5,
-    max_grad_norm: float | None = None,
-) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
-    """The same training on one process, as anyone would write it."""
-    model = copy.deepcopy(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    opt = optimizer(trained)
-    losses = []
-    for step in range(steps):
-        inputs, targets = data[step % len(data)]
-        opt.zero_grad()
-        total = 0.0
-        for start, end in split(len(targets), plan.microbatches):
-            value = loss(model(inputs[start:end]), targets[start:end]) * (end - start) / len(targets)
-            value.backward()
-            total += value.item()
-        if max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(trained, max_grad_norm)
-        opt.step()
-        losses.append(total)
-    return losses, model.state_dict()
-
-
-def check_equal(train: Train, model: nn.Module, data: Any, plan: mk.Plan, **how: Any) -> Run:
-    """Losses and weights after training by `plan` are those of serial training."""
-    exact = next(model.parameters()).dtype == torch.float64
-    tolerance = {"rtol": 1e-8, "atol": 1e-10} if exact else {"rtol": 1e-4, "atol": 1e-6}
-    losses, weights = serial(model, data, plan, **how)
-    run = train(model, data, plan, **({"steps": 5} | how))
-    assert run.losses == pytest.approx(losses, rel=tolerance["rtol"], abs=tolerance["atol"])
-    assert list(run.state_dict()) == list(weights)
-    for name, value in run.state_dict().items():
-        torch.testing.assert_close(value, weights[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
-    return run
 
 
 def plain(params: Any) -> torch.optim.Optimizer:
@@ -158,7 +118,16 @@ def test_random_models_and_options_equal_serial_training(train: Train, data: st.
     normed = any(isinstance(layer, nn.LayerNorm) for layer in model.modules())
     optimizer = data.draw(st.sampled_from([sgd] if normed else [sgd, adamw, adagrad]), label="optimizer")
     limit = data.draw(st.sampled_from([None, 0.5]), label="max_grad_norm")
-    check_equal(train, model, batches, plan, loss=F.mse_loss, optimizer=optimizer, max_grad_norm=limit)
+    check_equal(
+        train,
+        model,
+        batches,
+        plan,
+        microbatches=plan.microbatches,
+        loss=F.mse_loss,
+        optimizer=optimizer,
+        max_grad_norm=limit,
+    )
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -166,7 +135,9 @@ def test_in_single_precision_too(train: Train, zero: int) -> None:
     torch.manual_seed(2)
     model = GPT(layers=2, width=16, heads=2, length=12)
     plan = mk.Plan.zero(zero, 3, microbatches=2)
-    check_equal(train, model, text_batches(6, 12, 3), plan, loss=next_token_loss, optimizer=plain)
+    check_equal(
+        train, model, text_batches(6, 12, 3), plan, microbatches=2, loss=next_token_loss, optimizer=plain
+    )
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -217,7 +188,7 @@ def test_a_model_that_is_no_chain(train: Train, zero: int, recompute: str) -> No
     torch.manual_seed(4)
     data = [(torch.randint(11, (5, 7)), torch.randint(11, (5, 7))) for _ in range(2)]
     plan = mk.Plan.zero(zero, 3, microbatches=2, recompute=recompute)
-    check_equal(train, NoChain().double(), data, plan, loss=next_token_loss, optimizer=adamw)
+    check_equal(train, NoChain().double(), data, plan, microbatches=2, loss=next_token_loss, optimizer=adamw)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -233,9 +204,7 @@ def test_parameters_of_several_dtypes(train: Train, zero: int) -> None:
 
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(3, 5).double(), Widen(), nn.Linear(5, 2).double())
-    losses, _ = serial(
-        model, data := [(normal(4, 3), normal(4, 2))], mk.Plan.serial(), loss=F.mse_loss, optimizer=sgd
-    )
+    losses, _ = serial(model, data := [(normal(4, 3), normal(4, 2))], loss=F.mse_loss, optimizer=sgd)
     run = train(model, data, mk.Plan.zero(zero, 3), loss=F.mse_loss, optimizer=sgd, steps=5)
     assert run.losses == pytest.approx(losses, rel=1e-6)  # some of it is in float32
 
@@ -260,7 +229,9 @@ def test_unused_parameters(train: Train, zero: int) -> None:
     model = nn.Sequential(nn.Linear(3, 3), Spare(), nn.Linear(3, 2)).double()
     data = [(normal(5, 3), normal(5, 2))]
     plan = mk.Plan.zero(zero, 2, unused="allow", microbatches=2)
-    check_equal(train, model, data, plan, loss=F.mse_loss, optimizer=sgd)  # whose decay leaves them alone
+    check_equal(
+        train, model, data, plan, microbatches=2, loss=F.mse_loss, optimizer=sgd
+    )  # whose decay leaves them alone
     with pytest.raises(mk.RankFailed, match=r"No gradient came for 1\.spare\.weight, 1\.spare\.bias"):
         train(model, data, mk.Plan.zero(zero, 2), loss=F.mse_loss, optimizer=sgd)
 
