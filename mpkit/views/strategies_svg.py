@@ -6,9 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from mpkit.trace import CATEGORIES
-from mpkit.views.colours import THEMES
-from mpkit.views.held import CATEGORY_INKS
-from mpkit.views.svg import FONT
+from mpkit.views.sheet import MARGIN, category_classes, heading, keys, sheet
 from mpkit.views.units import bytes_text
 
 if TYPE_CHECKING:
@@ -19,7 +17,7 @@ __all__ = ["shown_of", "strategies_svg"]
 MOST = 8
 """Ranks of a strategy that are drawn; of more, which do alike, the first."""
 
-HEIGHT, MARGIN, TOP, GAP = 220.0, 16.0, 46.0, 26.0
+HEIGHT, TOP, GAP = 220.0, 46.0, 26.0
 FORMULA = "#d55e00"
 
 
@@ -56,20 +54,8 @@ def strategies_svg(memory: MemoryByStrategy, width: int = 960) -> str:
     more = f"; {left_out} more ranks not shown" if left_out else ""
     title = f"Memory by strategy, {memory.how}{more}"
     height = base + 66
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="mpkit-strategies" role="img" width="{width}" '
-            f'height="{height:.0f}" viewBox="0 0 {width} {height:.0f}" font-family="{FONT}" font-size="12">',
-            f"<title>{escape(title)}</title>",
-            f"<desc>{escape(str(memory))}</desc>",
-            _style(),
-            f'<rect class="ground" width="{width}" height="{height:.0f}" rx="8"/>',
-            f'<text class="words" x="{MARGIN:g}" y="26" font-size="15" font-weight="600">{escape(title)}</text>',
-            *parts,
-            _legend(base + 54),
-            "</svg>",
-        ]
-    )
+    body = [heading(title, 26), *parts, _legend(base + 54)]
+    return sheet("strategies", title, str(memory), body, width, height, classes=category_classes())
 
 
 def _bar(row: MemoryRow, x: float, width: float, base: float, highest: float) -> str:
@@ -96,27 +82,9 @@ def _bar(row: MemoryRow, x: float, width: float, base: float, highest: float) ->
 
 
 def _legend(y: float) -> str:
-    x, parts = MARGIN, []
-    for i, category in enumerate(CATEGORIES):
-        parts.append(f'<rect class="m{i}" x="{x:g}" y="{y - 10:g}" width="14" height="12" rx="2"/>')
-        parts.append(f'<text class="words" x="{x + 20:g}" y="{y:g}">{category}</text>')
-        x += 20 + 7 * len(category) + 14
+    parts, x = keys(((f'class="m{i}"', category) for i, category in enumerate(CATEGORIES)), y - 10)
     parts.append(
         f'<line stroke="{FORMULA}" stroke-width="2.5" x1="{x:g}" x2="{x + 18:g}" y1="{y - 4:g}" y2="{y - 4:g}"/>'
         f'<text class="words" x="{x + 24:g}" y="{y:g}">params + grads + optimizer by the formula</text>'
     )
     return "".join(parts)
-
-
-def _style() -> str:
-    def block(name: str) -> str:
-        ground = THEMES[name]
-        rules = [
-            f".ground{{fill:{ground.ground}}}",
-            f".words{{fill:{ground.text}}}",
-            f".faint{{fill:{ground.faint}}}",
-        ]
-        rules += [f".m{i}{{fill:{CATEGORY_INKS[word][name == 'dark']}}}" for i, word in enumerate(CATEGORIES)]
-        return "".join(f".mpkit-strategies {rule}" for rule in rules)
-
-    return f"<style>{block('light')}@media (prefers-color-scheme: dark){{{block('dark')}}}</style>"
