@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mpkit.schedule import Schedule
     from mpkit.search import search_schedule
     from mpkit.simulation import simulate
+    from mpkit.tensor_plan import Region, TensorPlan
     from mpkit.timeline import Timeline
     from mpkit.times import stage_times
     from mpkit.trace import Trace
@@ -43,7 +44,9 @@ _HOME = {
     "MpkitError": "mpkit.errors",
     "Plan": "mpkit.plan",
     "RankFailed": "mpkit.errors",
+    "Region": "mpkit.tensor_plan",
     "Schedule": "mpkit.schedule",
+    "TensorPlan": "mpkit.tensor_plan",
     "Timeline": "mpkit.timeline",
     "Trace": "mpkit.trace",
     "TraceError": "mpkit.errors",
@@ -74,7 +77,9 @@ __all__ = [
     "MpkitError",
     "Plan",
     "RankFailed",
+    "Region",
     "Schedule",
+    "TensorPlan",
     "Timeline",
     "Trace",
     "TraceError",

@@ -115,18 +115,18 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads, self.head_dim = config.heads, config.width // config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, time, width] -> the same."""
-        batch, time, width = x.shape
-        # 3 of [batch, heads, time, width/heads]
-        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        batch, time, _ = x.shape
+        # 3 of [batch, heads, time, width/heads]; a tensor-parallel rank has some of the heads
+        q, k, v = self.qkv(x).view(batch, time, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed: Tensor = self.dropout(self.out(y.transpose(1, 2).reshape(batch, time, width)))
+        mixed: Tensor = self.dropout(self.out(y.transpose(1, 2).reshape(batch, time, -1)))
         return mixed
 
 

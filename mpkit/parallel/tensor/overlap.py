@@ -1,0 +1,238 @@
+"""The gradient of a region's input travels while the gradients of its weights are computed.
+
+y = x W^T has two gradients: dx = dy W, which the ranks have to sum, and dW = dy^T x, which they have not. So the
+column layers of a region compute dx only, and their dW is put off until the sum is under way:
+
+    backward   column layers      dx, each
+               start              the sum of dx over the ranks begins: all-reduce, or reduce-scatter
+               weights            dW = dy^T x of each column layer, meanwhile
+               wait               for the sum, which goes on to whoever made x
+
+Autograd does the nodes that are ready in the reverse order of their making, so the forward makes them in the order
+wait, weights, start, when x enters. A weight's node gives a *handle*, a tensor of the shape of y without values, which
+the column layer takes besides x: the gradient that comes back through it is dy.
+
+Where x is divided by sequence, only this rank's part [b, s/t, h] is kept for the backward, and gathered once more for
+dW, while dx is computed. That is what makes a layer keep s b h (34/t + 5 a s/(h t)) bytes: Korthikanti et al. 2022,
+section 4.2.2 and equation 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpkit.parallel.axis import Line, Waiting
+from mpkit.parallel.tensor.operators import by_parts, from_parts, join_sequence
+
+__all__ = ["Entered", "Weights", "enter", "linear"]
+
+
+class Weights(NamedTuple):
+    """Of a linear layer.
+
+    Attributes:
+        weight: [outputs, inputs].
+        bias: [outputs], or None.
+        across: weight is [inputs, outputs] instead, as transformers' Conv1D has it.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    across: bool
+
+    @property
+    def outputs(self) -> int:
+        """Features of y."""
+        return self.weight.shape[1 if self.across else 0]
+
+
+@dataclass
+class Entered:
+    """x, inside of a region.
+
+    Attributes:
+        x: [b, s, h], to be given to the column layers.
+        handles: of the column layers that have not been computed yet, by layer.
+        part: what of x is kept for their backward.
+    """
+
+    x: Tensor
+    handles: dict[nn.Module, Tensor]
+    part: Tensor
+    flight: _Flight
+
+
+class _Flight:
+    """What is under way during the backward of one region: the sum of dx, and x once more."""
+
+    def __init__(self, line: Line, *, sequence: bool) -> None:
+        self.line, self.sequence = line, sequence
+        self.weights = 0  # that want a gradient, and so x
+        self._sum: Waiting | None = None
+        self._again: Waiting | None = None
+        self._x: Tensor | None = None
+        self._left = 0
+
+    # ---- the sum of dx
+
+    def start(self, dx: Tensor) -> None:
+        if self.sequence:
+            self._sum = self.line.start_reduce_scatter(by_parts(dx, self.line.size))
+        else:
+            self._sum = self.line.start_all_reduce(dx.contiguous())
+
+    def wait(self) -> Tensor:
+        assert self._sum is not None, "the backward starts the sum before it waits for it"
+        summed, self._sum = self._sum.wait(), None
+        return summed
+
+    # ---- x once more
+
+    def gather_again(self, part: Tensor) -> None:
+        """The first column layer of the backward asks for x."""
+        if self.sequence and self._again is None and self._x is None:
+            self._again, self._left = self.line.start_all_gather(part.contiguous()), self.weights
+
+    def x(self, part: Tensor) -> Tensor:
+        """Each weight takes x; the last one lets go of it."""
+        if not self.sequence:
+            return part
+        self.gather_again(part)
+        if self._again is not None:
+            self._x, self._again = from_parts(self._again.wait(), self.line.size), None
+        x = self._x
+        assert x is not None
+        self._left -= 1
+        if not self._left:
+            self._x = None
+        return x
+
+
+def enter(line: Line, x: Tensor, layers: Sequence[tuple[nn.Module, Weights]], *, sequence: bool) -> Entered:
+    """Let x into a region.
+
+    Args:
+        line: the ranks of the region.
+        x: [b, s, h], or [b, s/t, h] where the sequence is divided.
+        layers: the region's column layers.
+        sequence: whether it is.
+    """
+    flight = _Flight(line, sequence=sequence)
+    part = x.detach()
+    # ---- wait
+    entering = _Wait.apply(flight, x)  # type: ignore[no-untyped-call]
+    # ---- weights
+    handles = {layer: _Weight.apply(flight, part, *weights) for layer, weights in layers}  # type: ignore[no-untyped-call]
+    flight.weights = sum(handle.requires_grad for handle in handles.values())
+    # ---- start
+    inside = _Start.apply(flight, entering)  # type: ignore[no-untyped-call]
+    return Entered(inside, handles, part, flight)
+
+
+def linear(entered: Entered, layer: nn.Module, weights: Weights) -> Tensor:
+    """A column layer's y = x W^T + b."""
+    weight, bias, across = weights
+    return _Column.apply(  # type: ignore[no-any-return, no-untyped-call]
+        entered.flight,
+        entered.x,
+        entered.part,
+        entered.handles.pop(layer),
+        weight.detach(),
+        None if bias is None else bias.detach(),
+        across,
+    )
+
+
+class _Wait(torch.autograd.Function):
+    """x; backward: the sum of dx, when it has come."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, x: Tensor) -> Tensor:
+        ctx.flight = flight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.flight.wait()
+
+
+class _Start(torch.autograd.Function):
+    """f, or f_bar; backward: starts the sum of dx, and says nothing of it."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, x: Tensor) -> Tensor:
+        ctx.flight, ctx.shape = flight, x.shape
+        return join_sequence(flight.line, x) if flight.sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor]:
+        ctx.flight.start(dx)
+        return None, _nothing(dx, ctx.shape)
+
+
+class _Weight(torch.autograd.Function):
+    """W, b -> a handle, of the shape of y; backward: dy -> dW = dy^T x, db = dy summed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, flight: _Flight, part: Tensor, weight: Tensor, bias: Tensor | None, across: bool
+    ) -> Tensor:
+        ctx.flight, ctx.across = flight, across
+        ctx.save_for_backward(part)
+        b_s = (part.shape[0], part.shape[1] * flight.line.size, *part.shape[2:-1])
+        shape = b_s if flight.sequence else part.shape[:-1]
+        return _nothing(part, (*shape, weight.shape[1 if across else 0]))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (part,) = ctx.saved_tensors
+        x = ctx.flight.x(part)
+        dy = dy.flatten(0, -2)
+        dw = db = None
+        if ctx.needs_input_grad[2]:
+            x = x.flatten(0, -2)
+            dw = x.t() @ dy if ctx.across else dy.t() @ x
+        if ctx.needs_input_grad[3]:
+            db = dy.sum(0)
+        return None, None, dw, db, None
+
+
+class _Column(torch.autograd.Function):
+    """x, handle -> y; backward: dy -> dx = dy W, and dy itself for the handle."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        flight: _Flight,
+        x: Tensor,
+        part: Tensor,
+        handle: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        across: bool,
+    ) -> Tensor:
+        ctx.flight, ctx.across = flight, across
+        ctx.save_for_backward(part, weight)
+        return F.linear(x, weight.t() if across else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        part, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3]
+        if wanted:
+            ctx.flight.gather_again(part)
+        dx = None
+        if ctx.needs_input_grad[1]:
+            dx = dy @ (weight.t() if ctx.across else weight)
+        return None, dx, None, dy if wanted else None, None, None, None
+
+
+def _nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of that shape, without values worth reading, of one element's memory."""
+    return like.new_zeros(()).expand(tuple(shape))

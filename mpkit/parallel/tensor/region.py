@@ -1,0 +1,140 @@
+"""A region at work: f at its entry, its layers on local weights, g at its exit.
+
+    entry     a hook before the entry module: x goes through f (f_bar where the sequence is divided), and the rank's
+              own random numbers begin
+    column    y_i = x W_i^T + b_i, with this rank's outputs only
+    row       z = sum over ranks of y_i V_i^T, by g (or g_bar); the bias is added once, after it; the random numbers
+              that all share go on
+
+Y = GeLU(X A), Z = Y B with A = [A_1, A_2] divided by columns and B by rows gives Z = Y_1 B_1 + Y_2 B_2, where
+Y_i = GeLU(X A_i) needs nobody: one sum a region, forward, and one backward. Here weights are as torch has them,
+[outputs, inputs], so a layer is x W^T.
+
+Source: Shoeybi et al. 2019, section 3. The modules stay what they are: only `forward` of the linear layers is replaced,
+on the instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpkit.parallel.axis import Line
+from mpkit.parallel.tensor import overlap as overlapped
+from mpkit.parallel.tensor.draws import OwnDraws
+from mpkit.parallel.tensor.operators import f, f_bar, g, g_bar
+from mpkit.parallel.tensor.overlap import Entered, Weights
+
+__all__ = ["RegionAtWork", "is_across", "is_linear"]
+
+Finish = Callable[[Tensor], Tensor]
+"""What becomes of a column layer's output on this rank."""
+
+
+def is_across(layer: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D: a linear layer with its weight [inputs, outputs]."""
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether it computes x W^T + b."""
+    return isinstance(layer, nn.Linear) or is_across(layer)
+
+
+class RegionAtWork:
+    """One region on one rank. Its modules hold its local weights already.
+
+    Args:
+        line: the ranks.
+        name: of the entry.
+        entry: the module before which f is.
+        columns: the column layers, each with what becomes of its output.
+        row: the row layer, if there is one.
+        sequence: whether x is divided by sequence.
+        overlap: whether the backward sums dx while it computes dW; else layers are plain ones.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        name: str,
+        entry: nn.Module,
+        columns: dict[nn.Module, Finish],
+        row: nn.Module | None,
+        *,
+        sequence: bool,
+        overlap: bool,
+    ) -> None:
+        self._line, self._columns = line, columns
+        self._sequence = sequence
+        self._overlap = overlap and all(map(is_linear, columns))
+        self._draws = OwnDraws(name, line.index)
+        self._has_row = row is not None
+        self._entered: Entered | None = None
+        entry.register_forward_pre_hook(self._enter, with_kwargs=True)
+        for layer in columns:
+            layer.forward = partial(self._column, layer)
+        if row is not None:
+            row.forward = partial(self._row, row)
+
+    # ---- entry
+
+    def _enter(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """x, through f: the first argument, or the one of that name."""
+        if args and isinstance(args[0], Tensor):
+            return (self._inside(entry, args[0]), *args[1:]), kwargs
+        name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), None)
+        if name is None or not isinstance(kwargs[name], Tensor):
+            return None
+        return args, kwargs | {name: self._inside(entry, kwargs[name])}
+
+    def _inside(self, entry: nn.Module, x: Tensor) -> Tensor:
+        self._entered = None
+        if entry.training and self._has_row:
+            self._draws.begin(x.device)
+        weights = [(layer, _weights(layer)) for layer in self._columns] if self._overlap else []
+        wanted = x.requires_grad or any(w.weight.requires_grad for _, w in weights)
+        # Under autocast a layer computes in another precision than its weights have.
+        if weights and wanted and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
+            self._entered = overlapped.enter(self._line, x, weights, sequence=self._sequence)
+            return self._entered.x
+        return f_bar(self._line, x) if self._sequence else f(self._line, x)
+
+    # ---- column
+
+    def _column(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """[..., inputs] -> [..., this rank's outputs]."""
+        entered = self._entered
+        if entered is not None and x is entered.x and layer in entered.handles:
+            y = overlapped.linear(entered, layer, _weights(layer))
+            if not entered.handles:
+                self._entered = None
+        elif is_linear(layer):
+            y = _product(layer, x, layer.bias)
+        else:
+            y = layer._conv_forward(x, layer.weight, layer.bias)  # type: ignore[operator]
+        return self._columns[layer](y)
+
+    # ---- row
+
+    def _row(self, layer: nn.Module, y: Tensor) -> Tensor:
+        """[..., this rank's inputs] -> [..., outputs]."""
+        partial_sum = _product(layer, y, None)
+        z = g_bar(self._line, partial_sum) if self._sequence else g(self._line, partial_sum)
+        self._draws.end()
+        bias: Any = layer.bias
+        return z if bias is None else z + bias
+
+
+def _weights(layer: nn.Module) -> Weights:
+    return Weights(layer.weight, layer.bias, is_across(layer))  # type: ignore[arg-type]
+
+
+def _product(layer: nn.Module, x: Tensor, bias: Any) -> Tensor:
+    weight: Any = layer.weight
+    return F.linear(x, weight.t() if is_across(layer) else weight, bias)

@@ -1,0 +1,232 @@
+"""From a TensorPlan's patterns to a model's own layers, checked: what cannot be divided over t ranks says so.
+
+Nothing here needs a rank: the parent asks before any starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from mpkit.parallel.shard import evenly
+from mpkit.parallel.tensor.region import is_across, is_linear
+from mpkit.tensor_plan import Region, TensorPlan
+
+__all__ = ["check", "divide", "widths"]
+
+
+def check(model: nn.Module, t: int, plan: TensorPlan, *, sequence: bool = False) -> TensorPlan:
+    """The plan with the model's own names and numbers instead of patterns and attributes.
+
+    >>> from mpkit.models import GPT
+    >>> from mpkit.parallel.tensor import find_tensor_plan
+    >>> model = GPT(layers=2)
+    >>> found = check(model, 2, find_tensor_plan(model))
+    >>> found.regions[1].entry, found.regions[1].heads
+    ('block1.attention', 4)
+
+    Args:
+        model: whole.
+        t: how many ranks.
+        plan: of the model.
+        sequence: whether the sequence is divided too.
+
+    Raises:
+        ValueError: there is no such module, it is of a kind that cannot be divided, t is larger than what there is to
+            divide; or the plan does not say where the sequence is divided.
+    """
+    if sequence and plan.sequence is None:
+        raise ValueError(
+            "Sequence parallelism, and the model's TensorPlan does not say between which modules: "
+            "TensorPlan(..., sequence=('first module to work on a part of the sequence', 'last one'))"
+        )
+    names = dict(model.named_modules())
+    regions = tuple(
+        one for region in plan.regions for one in _expand(region, names) if _is_wide(one, names, t)
+    )
+    embeddings = tuple(name for pattern in plan.embeddings for name, _ in _matching(pattern, names))
+    named = [plan.head] if plan.head else []
+    for name in (*named, *(plan.sequence or ())):
+        _get(names, name)
+    # ---- can each be divided over t?
+    for region in regions:
+        _check_region(region, names, t)
+    for name in embeddings:
+        _check_embedding(name, names[name], t)
+    if plan.head is not None:
+        if not is_linear(names[plan.head]):
+            raise ValueError(f"head={plan.head!r} is a {_kind(names[plan.head])}: the head is a linear layer")
+        _enough(widths(names[plan.head])[1], t, f"{plan.head} has", "tokens in its vocabulary")
+    return TensorPlan(regions, embeddings, plan.head, plan.sequence)
+
+
+def divide(
+    width: int, t: int, heads: int | None, sections: tuple[int, ...] = (1,)
+) -> list[tuple[range, ...]]:
+    """What of a layer's features each rank has: in each section whole heads, or evenly.
+
+    >>> divide(12, 2, heads=3)
+    [(range(0, 8),), (range(8, 12),)]
+    >>> divide(12, 2, None, (1, 1, 1))[1]
+    (range(2, 4), range(6, 8), range(10, 12))
+    """
+    ratio = width // sum(sections)
+    found: list[list[range]] = [[] for _ in range(t)]
+    start = 0
+    for size in (ratio * share for share in sections):
+        unit = size // heads if heads else 1
+        for rank, part in enumerate(evenly(size // unit, t)):
+            found[rank].append(range(start + part.start * unit, start + part.stop * unit))
+        start += size
+    return [tuple(parts) for parts in found]
+
+
+def widths(layer: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a layer; of a convolution, channels."""
+    weight: Any = layer.weight
+    a, b = weight.shape[:2]
+    return (a, b) if is_across(layer) else (b, a)
+
+
+# ---- names --------------------------------------------------------------------------------------------------
+
+
+def _matching(pattern: str, names: dict[str, nn.Module]) -> list[tuple[str, tuple[str, ...]]]:
+    """The modules of a pattern, each with what its `*` stand for."""
+    if "*" not in pattern:
+        _get(names, pattern)
+        return [(pattern, ())]
+    shape = re.compile(re.escape(pattern).replace(r"\*", "([^.]*)"))
+    found = [(name, match.groups()) for name in names if (match := shape.fullmatch(name))]
+    if not found:
+        _get(names, pattern)
+    return found
+
+
+def _expand(region: Region, names: dict[str, nn.Module]) -> Iterator[Region]:
+    """One region for each module that its entry describes."""
+    for entry, stars in _matching(region.entry, names):
+        column = tuple(_fill(name, stars, region, names) for name in region.column)
+        if region.row is None:  # gathered, each layer by itself: any division will do
+            yield Region(entry, column)
+            continue
+        heads = region.heads
+        if isinstance(heads, str):
+            heads = _attribute(names[entry], entry, heads)
+        row = _fill(region.row, stars, region, names)
+        yield replace(region, entry=entry, column=column, row=row, heads=heads)
+
+
+def _fill(pattern: str, stars: tuple[str, ...], region: Region, names: dict[str, nn.Module]) -> str:
+    """A name, with what the entry's `*` stand for."""
+    parts = pattern.split("*")
+    if len(parts) > len(stars) + 1:
+        raise ValueError(
+            f"Region(entry={region.entry!r}): {pattern!r} has more * than the entry, which says what they stand for: "
+            "give one Region for each"
+        )
+    name = "".join(part + star for part, star in zip(parts, (*stars[: len(parts) - 1], ""), strict=True))
+    _get(names, name)
+    return name
+
+
+def _get(names: dict[str, nn.Module], name: str) -> nn.Module:
+    if name in names:
+        return names[name]
+    near = get_close_matches(name, names, 3, 0.5)
+    hint = f" It has {', '.join(map(repr, near))}." if near else ""
+    raise ValueError(
+        f"TensorPlan: the model has no module of the name {name!r}.{hint} All names: "
+        "[name for name, _ in model.named_modules()]"
+    )
+
+
+def _attribute(module: nn.Module, name: str, path: str) -> int:
+    value: object = module
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"Region(entry={name!r}, heads={path!r}): the number of heads is to be read there, and it is {value!r}. "
+            f"The number itself may be given too, heads=12"
+        )
+    return value
+
+
+# ---- numbers ------------------------------------------------------------------------------------------------
+
+
+def _is_wide(region: Region, names: dict[str, nn.Module], t: int) -> bool:
+    """Whether it is divided: what has fewer outputs than there are ranks, and would be gathered, stays whole."""
+    return region.row is not None or all(widths(names[name])[1] >= t for name in region.column)
+
+
+def _check_region(region: Region, names: dict[str, nn.Module], t: int) -> None:
+    where = f"Region(entry={region.entry!r})"
+    heads = region.heads
+    assert heads is None or isinstance(heads, int)
+    if heads is not None:
+        _enough(heads, t, f"{region.entry} has", "heads, or groups of heads that share a key,")
+    for name in region.column:
+        layer = names[name]
+        if not is_linear(layer) and not (region.row is None and _is_plain_convolution(layer)):
+            raise ValueError(
+                f"{where}: {name} is a {_kind(layer)}, and what is divided by columns is a linear layer, or, where "
+                "there is no row, an nn.Conv2d without groups"
+            )
+        outputs = widths(layer)[1]
+        share = sum(region.sections) * (heads or 1)
+        if outputs % share:
+            raise ValueError(
+                f"{where}: {name} has {outputs} outputs, which {heads or 'no'} heads and sections="
+                f"{region.sections} do not make: {outputs} is no multiple of {share}"
+            )
+        _enough(outputs // sum(region.sections) * min(region.sections), t, f"{name} has", "outputs")
+    for name in region.local:
+        count = getattr(names[region.entry], name, None)
+        if not isinstance(count, int) or count % (heads or 1):
+            raise ValueError(
+                f"{where}: local={region.local} are numbers that {heads or 'no'} heads divide, and {name} is {count!r}"
+            )
+    if region.row is not None:
+        layer = names[region.row]
+        if not is_linear(layer):
+            raise ValueError(
+                f"{where}: {region.row} is a {_kind(layer)}: what is divided by rows is a linear layer"
+            )
+        inputs = widths(layer)[0]
+        if heads and inputs % heads:
+            raise ValueError(f"{where}: {region.row} has {inputs} inputs, no multiple of {heads} heads")
+
+
+def _check_embedding(name: str, layer: nn.Module, t: int) -> None:
+    if not isinstance(layer, nn.Embedding):
+        raise ValueError(
+            f"embeddings={name!r} is a {_kind(layer)}: an nn.Embedding has a vocabulary to divide"
+        )
+    if layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq:
+        raise ValueError(
+            f"embeddings={name!r}: max_norm, sparse and scale_grad_by_freq look at the whole vocabulary; leave this "
+            "one out of the TensorPlan's embeddings, or make it without them"
+        )
+    _enough(layer.num_embeddings, t, f"{name} has", "tokens")
+
+
+def _enough(count: int, t: int, who: str, what: str) -> None:
+    if t > count:
+        raise ValueError(
+            f"tp={t}: {who} {count} {what}, and each rank takes at least one: tp={count} is the most that works"
+        )
+
+
+def _is_plain_convolution(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Conv2d) and layer.groups == 1
+
+
+def _kind(layer: nn.Module) -> str:
+    return type(layer).__name__

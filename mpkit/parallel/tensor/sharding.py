@@ -1,0 +1,134 @@
+"""Sharding a model in place, for one rank of a tensor-parallel group.
+
+    resolve     the plan's patterns against the model's names
+    shards      which part of which parameter is this rank's
+    replace     each divided parameter by its part; names and modules stay
+    work        hooks and forwards: regions, embeddings, head, sequence
+
+Nothing is sent: each rank has the whole model, and takes its part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from mpkit.parallel.axis import Line
+from mpkit.parallel.shard import Shard, evenly
+from mpkit.parallel.tensor.finding import find_tensor_plan
+from mpkit.parallel.tensor.logits import DividedLogits
+from mpkit.parallel.tensor.operators import gather_features
+from mpkit.parallel.tensor.region import Finish, RegionAtWork
+from mpkit.parallel.tensor.resolve import check
+from mpkit.parallel.tensor.sequence import divide_sequence, modules_between
+from mpkit.parallel.tensor.shards import Shards, localize, partial_sums, shards_of
+from mpkit.parallel.tensor.vocabulary import divide_embedding
+from mpkit.tensor_plan import Region, TensorPlan
+
+__all__ = ["Sharded", "shard_model"]
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What became of a model.
+
+    Attributes:
+        shards: the parts of divided parameters, by every name that a parameter has; nothing of the others.
+        partial: names of whole parameters whose gradients are partial sums, one a rank: to be summed over the line.
+        plan: what was done, by the model's own names.
+    """
+
+    shards: dict[str, Shard] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    plan: TensorPlan = field(default_factory=lambda: TensorPlan(()))
+
+
+def shard_model(
+    model: nn.Module,
+    line: Line,
+    plan: TensorPlan | None = None,
+    *,
+    sequence: bool = False,
+    overlap: bool = True,
+) -> Sharded:
+    """Leave of a model what the rank at `line.index` has, and let its forward work together with the others'.
+
+    >>> from mpkit.models import GPT
+    >>> from mpkit.parallel.axis import Pretended
+    >>> model = GPT(layers=1, width=8, heads=2)
+    >>> sharded = shard_model(model, Pretended(2))
+    >>> model.block0.attention.qkv.weight.shape, sharded.shards["block0.attention.qkv.weight"].ranges
+    (torch.Size([12, 8]), (range(0, 4), range(8, 12), range(16, 20)))
+
+    Args:
+        model: whole; changed in place.
+        line: the ranks, and this one's place among them.
+        plan: None: `find_tensor_plan(model)`.
+        sequence: divide what is between regions by sequence, as the plan's `sequence` says.
+        overlap: sum the gradients of a region's input while those of its weights are computed. False where a backward
+            is cut into halves, which takes layers that are plain; under `sequence` these keep their input whole for
+            the backward, and not this rank's part of it.
+
+    Raises:
+        ValueError: as `check`.
+    """
+    if line.size == 1:
+        return Sharded()
+    # ---- resolve
+    plan = check(model, line.size, find_tensor_plan(model) if plan is None else plan, sequence=sequence)
+    # ---- shards
+    shards = shards_of(model, line, plan)
+    sums = partial_sums(model, plan, shards, sequence=sequence)
+    # ---- replace
+    modules = dict(model.named_modules())
+    finishes = [_finishes(region, line, shards) for region in plan.regions]
+    shards.replace()
+    # ---- work
+    on_parts = modules_between(model, *plan.sequence) if sequence and plan.sequence else set()
+    for region, finish in zip(plan.regions, finishes, strict=True):
+        localize(modules[region.entry], region, line)
+        RegionAtWork(
+            line, region.entry, modules[region.entry],
+            {modules[name]: finish[name] for name in region.column},
+            None if region.row is None else modules[region.row],
+            sequence=region.entry in on_parts, overlap=overlap,
+        )  # fmt: skip
+    _divide_vocabulary(modules, line, plan, shards, overlap=overlap)
+    if sequence and plan.sequence is not None:
+        divide_sequence(model, line, *plan.sequence)
+    return Sharded(shards.found, sums, plan)
+
+
+def _finishes(region: Region, line: Line, shards: Shards) -> dict[str, Finish]:
+    """What becomes of each column layer's outputs: they stay divided, or are gathered if there is no row layer."""
+    if region.row is not None:
+        return dict.fromkeys(region.column, _stay)
+    found: dict[str, Finish] = {}
+    for name in region.column:
+        sizes = [len(part) for part in evenly(shards.widths(name)[1], line.size)]
+        convolution = len(shards.found[f"{name}.weight"].whole) > 2
+        found[name] = partial(gather_features, line, sizes=sizes, dim=1 if convolution else -1)
+    return found
+
+
+def _stay(y: Tensor) -> Tensor:
+    return y
+
+
+def _divide_vocabulary(
+    modules: dict[str, nn.Module], line: Line, plan: TensorPlan, shards: Shards, *, overlap: bool
+) -> None:
+    """Embeddings, and the head with its logits."""
+    for name in plan.embeddings:
+        embedding: Any = modules[name]
+        divide_embedding(line, embedding, shards.found[f"{name}.weight"].ranges[0])
+    if plan.head is None:
+        return
+    head = modules[plan.head]
+    shard = shards.found[f"{plan.head}.weight"]
+    vocabulary = tuple(evenly(shard.whole[shard.dim], line.size))
+    logits = partial(DividedLogits.make, line, vocabulary)
+    RegionAtWork(line, plan.head, head, {head: logits}, None, sequence=False, overlap=overlap)

@@ -1,0 +1,126 @@
+"""Which part of which parameter a rank has, from a plan's layers; and the parts in the place of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from mpkit.parallel.axis import Line
+from mpkit.parallel.shard import Shard
+from mpkit.parallel.tensor.region import is_across
+from mpkit.parallel.tensor.resolve import divide, widths
+from mpkit.parallel.tensor.sequence import modules_between
+from mpkit.tensor_plan import Region, TensorPlan
+
+__all__ = ["Shards", "localize", "partial_sums", "shards_of"]
+
+
+def shards_of(model: nn.Module, line: Line, plan: TensorPlan) -> Shards:
+    """The shards of everything that the plan divides.
+
+    Args:
+        plan: resolved by `check`.
+    """
+    shards, t = Shards(model, line), line.size
+    for region in plan.regions:
+        assert not isinstance(region.heads, str)
+        for name in region.column:
+            shards.add_outputs(name, divide(shards.widths(name)[1], t, region.heads, region.sections))
+        if region.row is not None:
+            shards.add_inputs(region.row, divide(shards.widths(region.row)[0], t, region.heads))
+    for name in plan.embeddings:
+        shards.add(name, "weight", 0, divide(shards.vocabulary(name), t, None))
+    if plan.head is not None:
+        shards.add_outputs(plan.head, divide(shards.widths(plan.head)[1], t, None))
+    return shards
+
+
+class Shards:
+    """The parts of a model's parameters that are one rank's.
+
+    Attributes:
+        found: by every name that a divided parameter has.
+    """
+
+    def __init__(self, model: nn.Module, line: Line) -> None:
+        self._index = line.index
+        self._modules = dict(model.named_modules())
+        self._names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), []).append(name)
+        self.found: dict[str, Shard] = {}
+
+    def add(self, module: str, parameter: str, dim: int, parts: list[tuple[range, ...]]) -> None:
+        """A parameter is divided; under all its names.
+
+        Raises:
+            ValueError: under another name it is divided in another way.
+        """
+        whole = getattr(self._modules[module], parameter)
+        if whole is None:
+            return
+        shard = Shard(tuple(whole.shape), dim, parts[self._index])
+        names = self._names[id(whole)]
+        for name in names:
+            if self.found.setdefault(name, shard) != shard:
+                raise ValueError(
+                    f"TensorPlan: {module}.{parameter} is divided in two ways, {self.found[name]} and {shard}. It is "
+                    f"named {' and '.join(names)}, and has to be divided alike everywhere"
+                )
+
+    def add_outputs(self, layer: str, parts: list[tuple[range, ...]]) -> None:
+        """A layer is divided by columns."""
+        self.add(layer, "weight", 1 if is_across(self._modules[layer]) else 0, parts)
+        self.add(layer, "bias", 0, parts)
+
+    def add_inputs(self, layer: str, parts: list[tuple[range, ...]]) -> None:
+        """A layer is divided by rows; its bias is whole."""
+        self.add(layer, "weight", 0 if is_across(self._modules[layer]) else 1, parts)
+
+    def widths(self, layer: str) -> tuple[int, int]:
+        """Inputs and outputs, whole."""
+        return widths(self._modules[layer])
+
+    def vocabulary(self, embedding: str) -> int:
+        """Tokens of an embedding."""
+        weight: Any = self._modules[embedding].weight
+        return int(weight.shape[0])
+
+    def replace(self) -> None:
+        """Put the parts where the whole parameters were; what was shared stays shared."""
+        parts: dict[int, nn.Parameter] = {}
+        for name, module in self._modules.items():
+            for key, parameter in module._parameters.items():
+                shard = self.found.get(f"{name}.{key}" if name else key)
+                if parameter is None or shard is None:
+                    continue
+                if id(parameter) not in parts:
+                    local = shard.take(parameter.detach())
+                    parts[id(parameter)] = nn.Parameter(local, parameter.requires_grad)
+                module._parameters[key] = parts[id(parameter)]
+
+
+def localize(entry: nn.Module, region: Region, line: Line) -> None:
+    """What counts heads at the entry, or features of heads, counts those of this rank."""
+    assert not isinstance(region.heads, str)
+    for name in region.local:
+        count = getattr(entry, name)
+        (mine,) = divide(count, line.size, region.heads)[line.index]
+        setattr(entry, name, len(mine))
+
+
+def partial_sums(model: nn.Module, plan: TensorPlan, shards: Shards, *, sequence: bool) -> frozenset[str]:
+    """The whole parameters that are used on a part: of the sequence, or, inside of a region, of the features."""
+    entries = tuple(region.entry for region in plan.regions if region.row is not None)
+    after_g = {f"{region.row}.bias" for region in plan.regions}
+    on_parts: set[str] = set()
+    if sequence and plan.sequence is not None:
+        on_parts = modules_between(model, *plan.sequence)
+    found = set()
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        module = name.rpartition(".")[0]
+        inside = any(module == entry or module.startswith(f"{entry}.") for entry in entries)
+        if name not in shards.found and (module in on_parts or (inside and name not in after_g)):
+            found.add(name)
+    return frozenset(found)

@@ -1,0 +1,91 @@
+"""The vocabulary divided over the ranks: embedding and cross-entropy.
+
+    embedding       forward: each rank looks up the tokens that it has, 0 for the others; all-reduce
+                    backward: nothing
+    cross-entropy   forward: three all-reduces of a number a token: the largest logit, the sum of exp, the logit of the
+                    target; so b s numbers travel, three times, instead of b s V
+                    backward: nothing
+
+Source: Shoeybi et al. 2019, section 3, the end.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpkit.parallel.axis import Line
+from mpkit.parallel.tensor.operators import g
+
+__all__ = ["cross_entropy", "divide_embedding"]
+
+
+def divide_embedding(line: Line, embedding: nn.Embedding, mine: range) -> None:
+    """Let an embedding look up this rank's part of the vocabulary, whose vectors it holds already."""
+    embedding.forward = partial(_look_up, line, embedding, mine)  # type: ignore[method-assign]
+
+
+def _look_up(line: Line, embedding: nn.Embedding, mine: range, tokens: Tensor) -> Tensor:
+    """[...] -> [..., width]."""
+    here = (tokens >= mine.start) & (tokens < mine.stop)
+    local = torch.where(here, tokens - mine.start, 0)
+    nowhere = embedding.padding_idx  # whose vector has no gradient
+    padding = nowhere - mine.start if nowhere is not None and nowhere in mine else None
+    vectors = F.embedding(local, embedding.weight, padding)
+    return g(line, torch.where(here[..., None], vectors, 0))
+
+
+def cross_entropy(
+    line: Line, logits: Tensor, targets: Tensor, mine: range, *, ignore_index: int, reduction: str
+) -> Tensor:
+    """What `torch.nn.functional.cross_entropy` gives for the whole logits.
+
+    Args:
+        line: the ranks.
+        logits: [n, V_i], this rank's.
+        targets: [n], tokens of the whole vocabulary.
+        mine: this rank's part of it.
+        ignore_index: targets that do not count.
+        reduction: "mean" (over those that count), "sum" or "none".
+    """
+    losses = _CrossEntropy.apply(line, logits, targets, mine)  # type: ignore[no-untyped-call]
+    counts = targets != ignore_index
+    losses = torch.where(counts, losses, 0)
+    if reduction == "none":
+        return losses
+    total: Tensor = losses.sum()
+    return total / counts.sum() if reduction == "mean" else total
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """z [n, V_i], t [n] -> log(sum of exp z) - z_t, of each [n]."""
+
+    @staticmethod
+    def forward(ctx: Any, line: Line, logits: Tensor, targets: Tensor, mine: range) -> Tensor:
+        wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        # ---- the largest logit, so that exp cannot overflow
+        largest = line.all_reduce(wide.amax(-1), op="max")
+        z = wide - largest[:, None]
+        # ---- the logit of the target, which one rank has
+        here = (targets >= mine.start) & (targets < mine.stop)
+        place = torch.where(here, targets - mine.start, 0)[:, None]
+        of_target = line.all_reduce(torch.where(here, z.gather(-1, place)[:, 0], 0))
+        # ---- the sum of exp
+        softmax = z.exp_()
+        total = line.all_reduce(softmax.sum(-1))
+        softmax.div_(total[:, None])
+        ctx.save_for_backward(softmax, place, here)
+        ctx.dtype = logits.dtype
+        return total.log() - of_target
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[None, Tensor, None, None]:
+        # softmax - 1 at the target, times the gradient of its loss
+        softmax, place, here = ctx.saved_tensors
+        dz = softmax * dloss[:, None]
+        dz.scatter_add_(-1, place, torch.where(here, -dloss, 0)[:, None])
+        return None, dz.to(ctx.dtype), None, None
