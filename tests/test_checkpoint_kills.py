@@ -1,4 +1,4 @@
-"""Thirty saves cut short: a rank, or the whole run, is killed at some moment, and the last whole one is there."""
+"""Saves cut short: a rank, or the whole run, is killed at some moment, and the last whole one is there."""
 
 from __future__ import annotations
 
@@ -78,16 +78,25 @@ def newest(folder: Path) -> int:
 def test_killed_while_saving(
     clusters: Clusters, whole: Callable[[mk.Plan], list[float]], tmp_path: Path, seed: int
 ) -> None:
-    chance = random.Random(seed)
     plan = PLANS[seed % len(PLANS)]
-    expected = whole(plan)
-    cluster = clusters(plan.ranks)
-    run = cluster.train(steps=100_000, checkpoint_every=1, checkpoint_dir=tmp_path, **how(plan))
+    kill_while_saving(clusters(plan.ranks), plan, whole(plan), tmp_path, seed, MOMENTS[seed // 5])
+
+
+def kill_while_saving(
+    cluster: mk.Cluster,
+    plan: mk.Plan,
+    expected: list[float],
+    folder: Path,
+    seed: int,
+    reached: Callable[[Path], bool],
+) -> None:
+    """Kill one rank, or the whole run, when a save has come that far; see what is there, and go on from it."""
+    chance = random.Random(seed)
+    run = cluster.train(steps=100_000, checkpoint_every=1, checkpoint_dir=folder, **how(plan))
     # ---- wait for the moment
     number = chance.randint(2, LAST)
-    partial = tmp_path / f"step-{number:08d}.partial"
-    reached = MOMENTS[seed // 5]
-    while not (reached(partial) or newest(tmp_path) >= number):
+    partial = folder / f"step-{number:08d}.partial"
+    while not (reached(partial) or newest(folder) >= number):
         assert not run.done, run.error
     until = time.monotonic() + chance.random() * 0.004
     while time.monotonic() < until:
@@ -100,21 +109,21 @@ def test_killed_while_saving(
     with pytest.raises(mk.MpkitError):
         run.wait()
     # ---- every checkpoint that has its name is whole, and the newest is not long past
-    named = [path for path in tmp_path.iterdir() if path.suffix != ".partial"]
+    named = [path for path in folder.iterdir() if path.suffix != ".partial"]
     assert named
     for path in named:
         read_head(path)
         read_index(path)
-    found = find_checkpoint(tmp_path, say=pytest.fail)
+    found = find_checkpoint(folder, say=pytest.fail)
     step = found.head.step
     assert step >= number - 1
     # ---- and goes on as if nothing had happened
     steps = step + 2
-    again = clusters(plan.ranks).train(
-        steps=steps, resume_from=tmp_path, checkpoint_every=steps, checkpoint_dir=tmp_path, **how(plan)
+    again = cluster.train(
+        steps=steps, resume_from=folder, checkpoint_every=steps, checkpoint_dir=folder, **how(plan)
     )
     again.wait()
     assert again.first_step == step
     known = expected[step:steps]  # fewer, if the run was that fast
     assert again.losses[: len(known)] == known
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(folder.glob("*.partial"))

@@ -88,7 +88,7 @@ def _slice(piece: Piece, tensor: Tensor) -> Slice:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)
+    return tensor.detach().reshape(-1).contiguous()  # a copy only if its elements lie apart
 
 
 def buffers(training: Training) -> Iterator[tuple[str, Tensor]]:
