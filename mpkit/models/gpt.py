@@ -75,20 +75,27 @@ class GPT(nn.Sequential):
 
 
 class Embedding(nn.Module):
-    """Tokens [batch, time] to vectors [batch, time, width]: what it is, plus where it stands."""
+    """Tokens [batch, time] to vectors [batch, time, width]: what it is, plus where it stands.
+
+    Attributes:
+        pieces: which pieces of the sequence the tokens are, in equal lengths; (0,): they begin it.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.length, config.width)
         self.dropout = nn.Dropout(config.dropout)
+        self.pieces: tuple[int, ...] = (0,)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[batch, time] -> [batch, time, width]."""
-        time, longest = tokens.shape[1], self.positions.num_embeddings
+        piece, longest = tokens.shape[1] // len(self.pieces), self.positions.num_embeddings
+        time = piece * (1 + max(self.pieces))
         if time > longest:
             raise ValueError(f"sequences of {time} tokens, and this GPT has length={longest}")
-        positions = torch.arange(time, device=tokens.device)
+        spans = [torch.arange(i * piece, (i + 1) * piece, device=tokens.device) for i in self.pieces]
+        positions = torch.cat(spans)
         vectors: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
         return vectors
 

@@ -1,0 +1,185 @@
+"""A model's own attention over a sequence that is shared out: it computes on its part, and attends to the whole.
+
+While the mode is on, each call of `torch.nn.functional.scaled_dot_product_attention` is ring attention over the axis.
+All else that a transformer does (embeddings, linear layers, norms, MLPs) is about one token at a time, and so is right
+on a part; what is known to look at several tokens otherwise is refused.
+
+Of an attention its inputs, its output and the log-sum-exp are kept for the backward and no scores: with it, selective
+recomputation (`mpkit.parallel.selective`) has nothing left to leave out.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from mpkit.parallel.axis import Line
+from mpkit.parallel.context.ring import ring_attention
+
+__all__ = ["ContextParallel"]
+
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "max_pool1d", "avg_pool1d")
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+ATTENTIONS = (
+    "multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
+)  # fmt: skip
+RECOMPUTES = {
+    "torch.utils.checkpoint": "torch.utils.checkpoint: leave that to mpkit.Plan(recompute='full'), and switch it off "
+    "in the model (of transformers: model.gradient_checkpointing_disable())",
+    "mpkit.parallel.selective": "AttentionAgain: enter it before ContextParallel, not within",
+}
+
+
+class ContextParallel(TorchFunctionMode):
+    """Inside, attention is over the sequences of all ranks of an axis. All of them run the same forward.
+
+    The backward needs no mode. Entered together with `AttentionAgain`, or a mode that sees the model's forward in
+    general, it is this one that decides what an attention is: `with AttentionAgain(), ContextParallel(line):`.
+
+    >>> from mpkit.parallel.axis import Pretended
+    >>> q, k, v = (torch.zeros(1, 1, 3, 2) for _ in range(3))
+    >>> with ContextParallel(Pretended(4)) as mode:
+    ...     y = scaled_dot_product_attention(q, k, v)
+    >>> y.shape, mode.calls
+    (torch.Size([1, 1, 3, 2]), 1)
+
+    A rank's loss is the mean over its own tokens; over n ranks with as many tokens each, each counts 1/n. Losses that
+    leave out tokens (ignore_index) are the mean over the rest: if parts have different numbers of those, the mean
+    of the ranks' means is not the mean over all.
+
+    Args:
+        line: the axis along which the sequence is cut.
+        order: which part of it each rank has (`mpkit.parallel.context.sequence`).
+
+    Attributes:
+        calls: how many attentions there were.
+
+    Raises:
+        ValueError: by what is called inside: attention with a mask or dropout, something else that looks at several
+            tokens (convolutions, recurrent layers, nn.MultiheadAttention), or an attention that the model itself
+            recomputes in the backward, where no mode is on.
+    """
+
+    def __init__(self, line: Line, order: str = "contiguous") -> None:
+        super().__init__()
+        self.line, self.order, self.calls = line, order, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Whatever the model calls."""
+        kwargs = kwargs or {}
+        if self.line.size == 1:
+            self.calls += func is scaled_dot_product_attention
+            return func(*args, **kwargs)
+        if func is scaled_dot_product_attention:
+            self.calls += 1
+            return self._attend(*args, **kwargs)
+        _refuse(getattr(func, "__name__", ""), args, kwargs)
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        n = self.line.size
+        if dropout_p:
+            raise ValueError(
+                f"Attention over cp={n} ranks knows no dropout of its scores, and was asked for dropout_p={dropout_p}: "
+                "each score is made on one rank, and again in the backward. Set it to 0 in the model (of "
+                "transformers: attention_dropout=0, attn_pdrop=0 or attention_probs_dropout_prob=0 in the config)."
+            )
+        if attn_mask is not None and not _hides_nothing(attn_mask):
+            raise ValueError(
+                f"Attention over cp={n} ranks takes no mask but is_causal, and was given one of shape "
+                f"{list(attn_mask.shape)}: it is about the tokens of one rank, and keys come from all. Sequences "
+                "without padding need none; sliding windows, relative positions and prefixes need cp=1."
+                f"{self._jumps()}"
+            )
+        if not is_causal and query.shape[-2] == 1:
+            raise ValueError(
+                f"Attention over cp={n} ranks: with one token a rank, transformers' models leave out the causal mask. "
+                "Longer sequences have two or more a rank, and smaller cp."
+            )
+        if query.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
+            raise ValueError(
+                f"{query.shape[1]} heads of queries and {key.shape[1]} of keys need enable_gqa=True."
+            )
+        _check_frames()
+        return ring_attention(
+            query, key, value, self.line, is_causal=is_causal, scale=scale, order=self.order
+        )
+
+    def _jumps(self) -> str:
+        if self.order == "contiguous":
+            return ""
+        return (
+            " In zigzag order positions jump, which transformers' decoders with use_cache=False take for the "
+            "beginning of another text, and mask: order='contiguous' has none."
+        )
+
+    def check_used(self) -> None:
+        """To be called after a forward.
+
+        Raises:
+            ValueError: it had no attention that this mode has seen.
+        """
+        if not self.calls:
+            raise ValueError(
+                f"cp={self.line.size}: the model's forward never calls "
+                "torch.nn.functional.scaled_dot_product_attention, which is where its tokens would meet those of the "
+                "other ranks. A transformers model does with attn_implementation='sdpa', as in "
+                "AutoModel.from_config(config, attn_implementation='sdpa'); a model of your own: "
+                "F.scaled_dot_product_attention(q, k, v, is_causal=True)."
+            )
+
+
+def _hides_nothing(mask: Tensor) -> bool:
+    """Whether a mask is as none; what cannot be known without numbers counts as no."""
+    if isinstance(mask, FakeTensor):
+        return False
+    return bool(mask.all() if mask.dtype == torch.bool else (mask == 0).all())
+
+
+def _refuse(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What looks at several tokens without being an attention."""
+    if name in CONVOLUTIONS:
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        if isinstance(weight, Tensor) and all(size == 1 for size in weight.shape[2:]):
+            return
+        found = "a convolution or pooling, whose windows reach over the ends of a rank's part"
+    elif name in RECURRENT:
+        found = "a recurrent layer, which needs the state at the end of the part before"
+    elif name in ATTENTIONS:
+        found = (
+            "nn.MultiheadAttention or nn.TransformerEncoderLayer, whose attention is out of sight; project q, k "
+            "and v with nn.Linear and call F.scaled_dot_product_attention"
+        )
+    else:
+        return
+    raise ValueError(f"Sequences cannot be shared out (cp > 1) in a model that calls {name}: {found}.")
+
+
+def _check_frames() -> None:
+    """Refuse an attention that is computed again in the backward: there, it would see this rank's tokens alone."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        remedy = RECOMPUTES.get(frame.f_globals.get("__name__", ""))
+        if remedy is not None:
+            raise ValueError(f"Attention over a shared-out sequence is recomputed by {remedy}.")
+        frame = frame.f_back

@@ -1,0 +1,226 @@
+"""Ring attention is attention: the op on real ranks, against PyTorch's of the whole sequence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import mpkit as mk
+from mpkit.parallel.axis import Axis, Pretended
+from mpkit.parallel.context.ring import ring_attention
+from mpkit.parallel.context.sequence import ORDERS, pieces
+from mpkit.trace import Kind
+
+# Ranks get this module's functions by value, and need not import the module and what tests need.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+Clusters = Callable[[int], mk.Cluster]
+
+
+def part(tensor: Tensor, index: int, n: int, order: str) -> Tensor:
+    """A rank's part of [..., s, d]."""
+    chosen = pieces(index, n, order)
+    cut = tensor.chunk(n * len(chosen), -2)
+    return torch.cat([cut[piece] for piece in chosen], -2)
+
+
+def attend(attention: Any, qkv: list[Tensor], weights: Tensor, **how: Any) -> list[Tensor]:
+    """Output and gradients of a weighted sum of it."""
+    q, k, v = (tensor.clone().requires_grad_() for tensor in qkv)
+    out = attention(q, k, v, **how)
+    (out * weights).sum().backward()
+    return [out.detach(), *(tensor.grad for tensor in (q, k, v))]
+
+
+def on_a_rank(ctx: Any, qkv: list[Tensor], weights: Tensor, how: dict[str, Any]) -> list[Tensor]:
+    axis, order = Axis(ctx.comm), how.get("order", "contiguous")
+    mine = [part(tensor, axis.index, axis.size, order) for tensor in (*qkv, weights)]
+    return attend(ring_attention, mine[:3], mine[3], line=axis, **how)
+
+
+def whole(qkv: list[Tensor], weights: Tensor, how: dict[str, Any]) -> list[Tensor]:
+    q, k = qkv[:2]
+    gqa = q.dim() == 4 and q.shape[1] != k.shape[1]
+    how = {name: value for name, value in how.items() if name != "order"}
+    return attend(scaled_dot_product_attention, qkv, weights, enable_gqa=gqa, **how)
+
+
+def random(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+Case = tuple[list[Tensor], dict[str, Any]]
+
+
+def check(cluster: mk.Cluster, several: list[Case]) -> None:
+    given = [(qkv, *random((*qkv[0].shape[:-1], qkv[2].shape[-1])), how) for qkv, how in several]
+    ranks = cluster.run(lambda ctx: [on_a_rank(ctx, *case) for case in given])
+    for rank, of_rank in enumerate(ranks):
+        for found, (qkv, weights, how) in zip(of_rank, given, strict=True):
+            expected = whole(qkv, weights, how)
+            mine = [part(tensor, rank, len(ranks), how.get("order", "contiguous")) for tensor in expected]
+            torch.testing.assert_close(found, mine, **EXACT)
+
+
+@st.composite
+def cases(draw: st.DrawFn, n: int) -> tuple[list[tuple[int, ...]], dict[str, Any]]:
+    order = draw(st.sampled_from(ORDERS))
+    batch, heads, shared = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    unit = n * (2 if order == "zigzag" else 1)
+    queries = unit * draw(st.integers(1, 3))
+    causal = draw(st.booleans())
+    keys = queries if causal else unit * draw(st.integers(1, 3))
+    d, e = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    shapes = [(batch, heads * shared, queries, d), (batch, heads, keys, d), (batch, heads, keys, e)]
+    if heads == shared == 1 and draw(st.booleans()):
+        shapes = [(shape[0], *shape[2:]) for shape in shapes]  # without heads
+    scale = draw(st.sampled_from([None, 0.3]))
+    return shapes, {"is_causal": causal, "scale": scale, "order": order}
+
+
+@settings(max_examples=12)
+@given(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.lists(cases(n), min_size=1, max_size=6))))
+def test_forward_and_backward_of_any_shape(clusters: Clusters, drawn: Any) -> None:
+    n, several = drawn
+    torch.manual_seed(n)
+    check(clusters(n), [(random(*shapes), how) for shapes, how in several])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"]
+)
+def test_fewer_bits(clusters: Clusters, dtype: torch.dtype, near: float, order: str) -> None:
+    torch.manual_seed(1)
+    qkv = random((2, 4, 24, 8), (2, 2, 24, 8), (2, 2, 24, 8), dtype=dtype)
+    n, how = 3, {"is_causal": True, "order": order}
+    (weights,) = random((2, 4, 24, 8))
+    exact = whole([tensor.double() for tensor in qkv], weights, how)
+    for rank, found in enumerate(clusters(n).run(on_a_rank, qkv, weights, how)):
+        assert {tensor.dtype for tensor in found} == {dtype}
+        mine = [part(tensor, rank, n, order) for tensor in exact]
+        torch.testing.assert_close([tensor.double() for tensor in found], mine, rtol=near, atol=near)
+
+
+# ---------------------------------------------------------------- what is communicated
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float64, 8), (torch.bfloat16, 2)], ids=["fp64", "bf16"])
+def test_volume(clusters: Clusters, dtype: torch.dtype, bits: int) -> None:
+    # Liu, Zaharia & Abbeel 2023, section 3: each rank passes on the n - 1 blocks that it is given.
+    n, cluster = 4, clusters(4)
+    torch.manual_seed(2)
+    qkv = random((2, 4, 16, 3), (2, 2, 16, 3), (2, 2, 16, 5), dtype=dtype)
+    (weights,) = random((2, 4, 16, 5))
+    cluster.run(on_a_rank, qkv, weights, {})
+    block = (qkv[1].numel() + qkv[2].numel()) // n
+    forward, backward = (n - 1) * block * bits, (n - 1) * block * (bits + max(bits, 4))
+    assert cluster.timeline().comm_bytes == [{"send": forward + backward, "recv": forward + backward}] * n
+
+
+class Spans(TorchDispatchMode):
+    """Every product of matrices as a span of the trace."""
+
+    def __init__(self, record: Any) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() != "aten::bmm":
+            return func(*args, **(kwargs or {}))
+        with self.record.span("product"):
+            return func(*args, **(kwargs or {}))
+
+
+def spanned(ctx: Any, qkv: list[Tensor], weights: Tensor, how: dict[str, Any]) -> None:
+    with Spans(ctx.record):
+        on_a_rank(ctx, qkv, weights, how)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_next_block_is_under_way_while_one_is_computed(clusters: Clusters, order: str) -> None:
+    n, cluster = 4, clusters(4)
+    torch.manual_seed(3)
+    *qkv, weights = random(*[(1, 2, 16, 4)] * 4)
+    cluster.run(spanned, qkv, weights, {"is_causal": order == "zigzag", "order": order})
+    messages: dict[tuple[Kind, str], list[str]] = {}
+    for rank, part in enumerate(cluster.trace.ranks):
+        starts = part.ops["start"]
+        products = part.ops[part.ops["kind"] == Kind.COMPUTE]
+        waited = {int(op["ref"]): int(op["start"]) for op in part.ops if op["kind"] == Kind.WAIT}
+        seen = 0
+        for i, op in enumerate(part.ops):
+            if op["kind"] in (Kind.SEND, Kind.RECV):
+                pair, tag = part.name(op["group"]).split("#")
+                messages.setdefault((Kind(op["kind"]), pair), []).append(tag)
+                within = (products["start"] > starts[i]) & (products["end"] < waited[i])
+                if tag[0] == "K":
+                    assert within.any(), (rank, tag)
+                seen += 1
+        assert seen == 2 * (n - 1 + 2 * (n - 1))
+    for (kind, pair), tags in messages.items():
+        # Also a backend that matches messages by their order gives each to whom it is meant for.
+        assert kind == Kind.RECV or messages[Kind.RECV, pair] == tags
+
+
+# ---------------------------------------------------------------- what is computed
+
+
+def flops(n: int, index: int, how: dict[str, Any]) -> list[int]:
+    """Of a rank's forward and backward, counted without ranks and numbers."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 1, 16 // n, 8, requires_grad=True) for _ in range(3))
+        found = []
+        with FlopCounterMode(display=False) as counter:
+            out = ring_attention(q, k, v, Pretended(n, index), **how)
+            found.append(counter.get_total_flops())
+            out.sum().backward()
+        assert out.shape == q.shape == q.grad.shape and k.grad is not None and v.grad is not None
+    return [found[0], counter.get_total_flops() - found[0]]
+
+
+def test_a_dry_run_counts_what_each_rank_computes() -> None:
+    s, d, n = 16, 8, 4
+    both = 2 * 2 * s * s * d  # q k^T and its product with v; in the backward five such products, not two
+    assert [flops(n, i, {}) for i in range(n)] == [[both // n, both // n * 5 // 2]] * n
+    # Contiguous and causal: rank i looks at i + 1 of the n blocks, so the last one has n times as much as the first.
+    block = both // n**2
+    causal = [flops(n, i, {"is_causal": True})[0] for i in range(n)]
+    assert causal == [(i + 1) * block for i in range(n)]
+    # In zigzag order everybody has the same: 2n + 1 of the (2n)^2 tiles.
+    zigzag = [flops(n, i, {"is_causal": True, "order": "zigzag"}) for i in range(n)]
+    assert zigzag == [[(2 * n + 1) * block // 4, (2 * n + 1) * block // 4 * 5 // 2]] * n
+
+
+# ---------------------------------------------------------------- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("shapes", "how", "said"),
+    [
+        ([(1, 2, 4, 3), (1, 2, 4, 5), (1, 2, 4, 5)], {}, "the same batch and width"),
+        ([(1, 3, 4, 3), (1, 2, 4, 3), (1, 2, 4, 3)], {}, "have to divide those of q"),
+        ([(1, 2, 4, 3), (1, 2, 6, 3), (1, 2, 6, 3)], {"is_causal": True}, "as many keys as queries"),
+        ([(1, 2, 3, 3), (1, 2, 3, 3), (1, 2, 3, 3)], {"order": "zigzag"}, "even number of tokens"),
+        ([(4, 3), (4, 3), (4, 3)], {}, r"\[batch, heads, time, width\], not q \[4, 3\]"),
+    ],
+)
+def test_what_does_not_fit(shapes: list[tuple[int, ...]], how: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ring_attention(*random(*shapes), Pretended(2), **how)
+    q, k, v = random(*[(1, 2, 4, 3)] * 3)
+    with pytest.raises(ValueError, match="of one dtype"):
+        ring_attention(q, k.float(), v, Pretended(2))
