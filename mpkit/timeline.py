@@ -205,11 +205,16 @@ class Timeline(Figures):
         columns |= {name: spans[name] for name in ("start", "end", "bytes", "flops", "step", "depth")}
         return pd.DataFrame(columns)
 
-    def to_svg(self, path: str | Path | None = None) -> str:
-        """The picture as SVG; written to `path` as well if that is given."""
+    def to_svg(self, path: str | Path | None = None, *, fold: bool = False) -> str:
+        """The picture as SVG; written to `path` as well if that is given.
+
+        Args:
+            path: of a file.
+            fold: of each group of ranks (a stage of a replica) draw the first only.
+        """
         from mpkit.views.svg import svg
 
-        return _written(svg(self), path)
+        return _written(svg(self, fold=fold), path)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The interactive timeline as one self-contained HTML page; written to `path` as well if given."""

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from mpkit.idleness import CAUSES
 from mpkit.views.colours import INKS, THEMES, Key
-from mpkit.views.svg import FONT, GUTTER, MARGIN, svg
+from mpkit.views.picture import picture
+from mpkit.views.svg import FONT, GUTTER, MARGIN, gutter_of, svg
 from mpkit.views.units import seconds
 
 if TYPE_CHECKING:
@@ -43,18 +44,19 @@ def comparison_svg(comparison: Comparison, width: int = 960) -> str:
         width: in pixels.
     """
     room = max(row.timeline.step_time for row in comparison.rows)
-    span = width - GUTTER - 2 * MARGIN
+    gutter = max(gutter_of(picture(row.timeline)) for row in comparison.rows)
+    span = width - gutter - 2 * MARGIN
     parts: list[str] = []
     y = 0.0
     for row in comparison.rows:
-        inner = svg(row.timeline, width, title=row.name, room=room)
+        inner = svg(row.timeline, width, title=row.name, room=room, gutter=gutter)
         tall = float(re.search(r'height="(\d+)"', inner)[1])  # type: ignore[index]
         inner = inner.replace("<svg ", f'<svg y="{y:g}" ', 1).replace(
             "mpkit-idle", f"mpkit-idle-{len(parts)}"
         )
         parts.append(inner)
         y += tall
-        parts.append(_bar(row, y, span / room if room else 0.0))
+        parts.append(_bar(row, MARGIN + gutter, y, span / room if room else 0.0))
         y += SPACE
     return _document(comparison, width, [*parts, _legend(comparison, y + 6)], y + 30)
 
@@ -74,7 +76,7 @@ def bars_svg(comparison: Comparison, width: int = 960) -> str:
     ]
     y = 38.0
     for row in comparison.rows:
-        parts.append(_bar(row, y, scale, row.name))
+        parts.append(_bar(row, MARGIN + GUTTER, y, scale, row.name))
         y += BAR + 8
     return _document(comparison, width, [*parts, _legend(comparison, y + 16)], y + 30)
 
@@ -94,9 +96,8 @@ def _document(comparison: Comparison, width: int, parts: list[str], height: floa
     )
 
 
-def _bar(row: Compared, y: float, scale: float, label: str = "mean of ranks") -> str:
+def _bar(row: Compared, x: float, y: float, scale: float, label: str = "mean of ranks") -> str:
     """Work, and idle time by cause, as one bar that is as long as the makespan."""
-    x = MARGIN + GUTTER
     parts = [
         f'<text class="soft" x="{x - 10:g}" y="{y + 12:g}" text-anchor="end">'
         f"{escape(label if len(label) <= 16 else label[:15] + '…')}<title>{escape(label)}</title></text>",

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from mpkit.timeline import Timeline
 from mpkit.views import dashboard_html as parts
+from mpkit.views.lanes import FOLDED, RankGroup, groups_of, rank_label
 from mpkit.views.memory_view import MemoryView
 from mpkit.views.needs import needs_notebook
 from mpkit.views.pace import Background, Pace
-from mpkit.views.picture import rank_label
 from mpkit.views.text import text
 from mpkit.views.timeline import TimelineView
 
@@ -48,6 +48,7 @@ class Dashboard:
         steps: how many the run is to have.
         on_stop: called, in a thread of its own, when the stop button is pressed.
         theory: the bubble by the formula, to show beside the measured one.
+        groups: of the ranks.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Dashboard:
         on_stop: Callable[[], object],
         *,
         theory: float | None = None,
+        groups: Sequence[RankGroup] = (),
     ) -> None:
         self.title, self.steps = title, steps
         self._lock = threading.RLock()
@@ -73,7 +75,7 @@ class Dashboard:
             description="Stop", icon="stop", layout={"width": "90px"}, tooltip=parts.STOP_HINT
         )
         self._stop.on_click(self._pressed)
-        self.timeline = TimelineView(labels=labels)
+        self.timeline = TimelineView(labels=labels, groups=groups)
         self.timeline.live = True
         self.timeline.note = self._note()
         self._trouble, self._output = ipywidgets.HTML(), ipywidgets.HTML()
@@ -132,7 +134,16 @@ class Dashboard:
             words = parts.progress(len(self._losses), self.steps, self._losses)
             self._static = (
                 parts.static(self.title, status, words, message, timeline, self._lines),
-                "\n".join(filter(None, [f"{self.title}: {status}", message, text(timeline, 100)])),
+                "\n".join(
+                    filter(
+                        None,
+                        [
+                            f"{self.title}: {status}",
+                            message,
+                            text(timeline, 100, fold=timeline.world_size > FOLDED),
+                        ],
+                    )
+                ),
             )
             if self._handle is not None:
                 self._handle.update(self.mimebundle(), raw=True)
@@ -183,6 +194,7 @@ class RunView:
             run.steps,
             run.stop,
             theory=float(theory) if theory else None,
+            groups=groups_of(so_far),
         )
 
     def tick(self, run: Run) -> None:

@@ -8,6 +8,7 @@ from html import escape
 
 from mpkit.timeline import Timeline
 from mpkit.views.fallback import image
+from mpkit.views.lanes import FOLDED
 from mpkit.views.memory_svg import memory_svg
 from mpkit.views.picture import picture
 from mpkit.views.svg import summary, svg
@@ -105,7 +106,8 @@ def static(
 ) -> str:
     """All of it without a kernel: pictures as images, for a saved notebook."""
     drawn = [head(title, status), words, trouble(message)]
-    drawn.append(image(svg(timeline), summary(picture(timeline))))
+    fold = timeline.world_size > FOLDED
+    drawn.append(image(svg(timeline, fold=fold), summary(picture(timeline, fold=fold))))
     if len(timeline.held):
         drawn.append(image(memory_svg(timeline), "Memory by GPU over time"))
     return "".join([*drawn, output(lines)])

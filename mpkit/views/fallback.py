@@ -8,6 +8,7 @@ from html import escape
 from typing import Any, Protocol
 
 from mpkit.timeline import Timeline
+from mpkit.views.lanes import FOLDED
 from mpkit.views.picture import picture
 from mpkit.views.svg import summary, svg
 from mpkit.views.text import text
@@ -30,9 +31,11 @@ def static_bundle(timeline: Timeline, title: str = "") -> dict[str, str]:
     >>> sorted(static_bundle(mk.simulate(mk.Plan.gpipe(2, 2))))
     ['text/html', 'text/plain']
     """
+    fold = timeline.world_size > FOLDED
+    drawn = svg(timeline, title=title, fold=fold)
     return {
-        "text/plain": text(timeline, 100),
-        "text/html": image(svg(timeline, title=title), summary(picture(timeline))),
+        "text/plain": text(timeline, 100, fold=fold),
+        "text/html": image(drawn, summary(picture(timeline, fold=fold))),
     }
 
 

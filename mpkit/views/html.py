@@ -24,8 +24,9 @@ from mpkit.views.browser import css, esm
 from mpkit.views.colours import THEMES
 from mpkit.views.counting import BubbleCounter
 from mpkit.views.held import held_text
+from mpkit.views.lanes import FOLDED, groups_of, groups_trait, rank_label
 from mpkit.views.memory_svg import highest_of, memory_svg
-from mpkit.views.picture import CLOCKS, rank_label
+from mpkit.views.picture import CLOCKS
 from mpkit.views.svg import svg
 from mpkit.views.table import rank_table
 from mpkit.views.units import bytes_text, percent, seconds
@@ -95,6 +96,7 @@ def _section(number: int, name: str, timeline: Timeline, highest: int) -> str:
     state = {
         "title": "",
         "labels": [rank_label(timeline, rank) for rank in range(timeline.world_size)],
+        "groups": groups_trait(groups_of(timeline), timeline.world_size),
         "bubble": timeline.bubble if works else None,
         "step_time": timeline.step_time if works else None,
         "of": f"step {steps[-1]}" if works and len(steps) > 1 else "",
@@ -103,6 +105,7 @@ def _section(number: int, name: str, timeline: Timeline, highest: int) -> str:
         "live": False,
         "table": rank_table(timeline),
     }
+    still = svg(timeline, fold=timeline.world_size > FOLDED)
     heading = f"<h2>{escape(name)}</h2>" if name else ""
     memory = ""
     if len(timeline.held):
@@ -111,7 +114,7 @@ def _section(number: int, name: str, timeline: Timeline, highest: int) -> str:
         memory = f"<details{many}><summary>Memory by GPU</summary><div class='scroll'>{drawn}</div></details>"
     return (
         f'<section class="card" id="timeline-{number}">{heading}'
-        f'<div class="host" data-number="{number}"><div class="static scroll">{svg(timeline)}</div></div>'
+        f'<div class="host" data-number="{number}"><div class="static scroll">{still}</div></div>'
         f'<script type="application/json" data-of="{number}">{_embedded({"head": head, "state": state})}</script>'
         f'<script type="text/plain" data-spans="{number}">{data}</script>'
         f"{memory}</section>"

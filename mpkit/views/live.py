@@ -20,6 +20,7 @@ from rich.text import Text
 
 from mpkit.timeline import Timeline
 from mpkit.views.colours import INKS, Key
+from mpkit.views.lanes import FOLDED
 from mpkit.views.picture import picture
 from mpkit.views.text import Cells, cells
 from mpkit.views.text import text as plain
@@ -78,7 +79,8 @@ class TerminalView:
         rows: list[RenderableType] = [_progress(self.title, run, done, timeline)]
         step = _newest(timeline)
         if step is not None and width >= 40:
-            rows += [_coloured(row) for row in cells(picture(timeline, step), width)]
+            pic = picture(timeline, step, fold=timeline.world_size > FOLDED)
+            rows += [_coloured(row) for row in cells(pic, width)]
             if run.done:
                 rows.append(_legend(timeline, step))
         return Group(*rows)
@@ -98,7 +100,9 @@ def watch(run: Run, title: str, console: Console | None = None, *, live: bool = 
     run.wait()
     view.console.print(f"{title}: loss {run.losses[-1]:.4f} after {run.steps} steps")
     view.console.print(
-        plain(run.timeline(), min(view.console.width, WIDEST)), highlight=False, soft_wrap=True
+        plain(run.timeline(), min(view.console.width, WIDEST), fold=run.plan.ranks > FOLDED),
+        highlight=False,
+        soft_wrap=True,
     )
     return run
 
@@ -123,7 +127,9 @@ def _progress(title: str, run: Run, losses: list[float], timeline: Timeline) -> 
 def _coloured(row: Cells) -> Text:
     """A row of cells; runs of equal keys share a style."""
     text = Text(no_wrap=True)
-    text.append(f"{row.label} ", style="dim")
+    text.append(f"{row.label} ", style="dim bold" if row.heads else "dim")
+    if row.heads:
+        return text
     keys = row.keys.tolist()
     for column, key in enumerate(keys):
         mark = row.digits.get(column, "·" if key == Key.IDLE else " ")

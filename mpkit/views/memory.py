@@ -14,8 +14,8 @@ from mpkit.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.chart_look import GREY, LINE, LOOK
 from mpkit.views.held import CATEGORY_INKS, held_text, memory_of
+from mpkit.views.lanes import short_label
 from mpkit.views.needs import needs_notebook
-from mpkit.views.picture import rank_label
 
 try:
     import plotly.graph_objects as go
@@ -49,7 +49,7 @@ def _panels(ranks: int, timeline: Timeline) -> Any:
         shared_yaxes="all",
         shared_xaxes="all",
         subplot_titles=[
-            f"{rank_label(timeline, rank)}: <b>peak {held_text(timeline, memory.total)}</b>"
+            f"{short_label(timeline, rank)}: <b>peak {held_text(timeline, memory.total)}</b>"
             for rank, memory in enumerate(memories)
         ],
         horizontal_spacing=0.045,  # room for the last number of one and the first of the next
@@ -88,7 +88,7 @@ def _panels(ranks: int, timeline: Timeline) -> Any:
 def _bars(ranks: int, timeline: Timeline) -> Any:
     """A bar a GPU, of what it held when it held most."""
     memories = [memory_of(timeline, rank, points=500) for rank in range(ranks)]
-    labels = [rank_label(timeline, rank) for rank in range(ranks)]
+    labels = [short_label(timeline, rank) for rank in range(ranks)]
     figure = go.Figure()
     for number, category in enumerate(CATEGORIES):
         held = np.array([memory.levels[memory.peak, number] for memory in memories], np.float32)

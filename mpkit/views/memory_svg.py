@@ -10,7 +10,7 @@ from mpkit.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.colours import THEMES
 from mpkit.views.held import CATEGORY_INKS, Memory, held_text, memory_of
-from mpkit.views.picture import rank_label
+from mpkit.views.lanes import short_label
 from mpkit.views.svg import FONT
 
 __all__ = ["highest_of", "memory_svg"]
@@ -48,12 +48,12 @@ def memory_svg(
     for rank, memory in enumerate(memories):
         x = MARGIN + rank % across * (panel + GAP)
         y = top + rank // across * (PANEL + HEAD + GAP)
-        body.append(_panel(memory, rank_label(timeline, rank), peaks[rank], x, y, panel, highest))
+        body.append(_panel(memory, short_label(timeline, rank), peaks[rank], x, y, panel, highest))
     bottom = top + -(-shown // across) * (PANEL + HEAD + GAP)
     used = [i for i in range(len(CATEGORIES)) if any(memory.levels[:, i].any() for memory in memories)]
     body.append(_legend(used, bottom + 4, timeline.world_size - shown))
     height = bottom + 30
-    words = "; ".join(f"{rank_label(timeline, rank)}: {peak}" for rank, peak in enumerate(peaks))
+    words = "; ".join(f"{short_label(timeline, rank)}: {peak}" for rank, peak in enumerate(peaks))
     heading = f'<text class="words" x="{MARGIN:g}" y="{MARGIN + 12:g}" font-size="15" font-weight="600">'
     return "\n".join(
         [

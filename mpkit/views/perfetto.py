@@ -19,7 +19,8 @@ import numpy.typing as npt
 from mpkit.timeline import SPAN, Timeline
 from mpkit.trace import CATEGORIES, Kind, Lane
 from mpkit.views.held import memory_of
-from mpkit.views.picture import CLOCKS, rank_label
+from mpkit.views.lanes import rank_label
+from mpkit.views.picture import CLOCKS
 
 __all__ = ["perfetto"]
 

@@ -2,7 +2,8 @@
 
 A Picture has
 
-    lanes      one a GPU for its compute, with thin ones below it for layers, communication and host copies
+    lanes      one a GPU for its compute, with thin ones below it for layers, communication and host copies;
+               on a mesh of several axes in groups, each with a header
     spans      boxes in lanes, each with a colour key; idle time is a box too, so that the bubble is seen
     marks      where each step starts
     figures    what the row under the picture says: the clock in words, bubble, step time
@@ -24,9 +25,10 @@ from mpkit.timeline import Timeline
 from mpkit.trace import Kind, Lane
 from mpkit.views.colours import Key, key_of
 from mpkit.views.idle import idle_gaps, outside
+from mpkit.views.lanes import groups_of, rank_label
 from mpkit.views.units import bytes_text, flops_text, percent, seconds
 
-__all__ = ["BOX", "CLOCKS", "Mark", "Picture", "Row", "describe", "figures", "picture", "rank_label"]
+__all__ = ["BOX", "CLOCKS", "Mark", "Picture", "Row", "describe", "figures", "picture"]
 
 BOX = np.dtype([("row", "<i4"), ("key", "u1"), ("start", "<f8"), ("end", "<f8"), ("span", "<i4")])
 """A box: the index of its row, its colour `Key`, seconds from the picture's start, and the span it shows
@@ -41,7 +43,7 @@ CLOCKS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One horizontal strip. `part` is "compute", "layers", "comm" or "host"."""
+    """One horizontal strip. `part` is "compute", "layers", "comm" or "host"; or "group": the header of those below."""
 
     rank: int
     part: str
@@ -101,12 +103,13 @@ class Picture:
         return idle / total if total else 0.0
 
 
-def picture(timeline: Timeline, step: int | None = None) -> Picture:
+def picture(timeline: Timeline, step: int | None = None, *, fold: bool = False) -> Picture:
     """The picture of a timeline, or of one of its steps.
 
     Args:
         timeline: what to draw.
         step: draw this step only, by its number in the run.
+        fold: of each group of ranks the first only, where there are groups.
     """
     chosen = np.ones(len(timeline.spans), bool) if step is None else timeline.spans["step"] == step
     # What takes no time (a message without a hop, in a simulation) is nothing to see.
@@ -115,20 +118,15 @@ def picture(timeline: Timeline, step: int | None = None) -> Picture:
     spans = timeline.spans[drawn]
     # A rank that waits for the first message while others end the step before is not in this picture yet.
     origin, end = metrics.extent(metrics.active(spans))
-    duration = end - origin
-    rows = _rows(timeline, spans)
+    duration, marks = end - origin, _marks(spans, origin)
+    rows = _rows(timeline, spans, fold)
+    shown = np.isin(spans["rank"], [row.rank for row in rows if row.part == "compute"])
+    spans, drawn = spans[shown], drawn[shown]
     boxes = np.concatenate([_idle_boxes(spans, drawn, rows), _span_boxes(spans, drawn, rows)])
     boxes["start"] -= origin
     boxes["end"] -= origin
     boxes = boxes[np.lexsort((boxes["start"], boxes["row"]))]
-    return Picture(timeline, rows, boxes, _marks(spans, origin), origin, duration, figures(timeline, step))
-
-
-def rank_label(timeline: Timeline, rank: int) -> str:
-    """What to call a rank's device: "GPU 2", or "rank 2 (CPU)" where the run's ranks have none on this clock."""
-    replayed = timeline.meta.get("hardware", "cpu") != "cpu"  # on a machine that is not the run's own
-    on_cpu = timeline.meta.get("device") == "cpu" and timeline.clock != "simulated" and not replayed
-    return f"rank {rank} (CPU)" if on_cpu else f"GPU {rank}"
+    return Picture(timeline, rows, boxes, marks, origin, duration, figures(timeline, step))
 
 
 def figures(timeline: Timeline, step: int | None = None) -> dict[str, str]:
@@ -190,20 +188,29 @@ def _part_of(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.asarray(np.where((part == 0) & (spans["depth"] > 0), 1, part))
 
 
-def _rows(timeline: Timeline, spans: npt.NDArray[Any]) -> list[Row]:
-    """Compute for every rank; the thin rows for every rank if any rank has something in them."""
+def _rows(timeline: Timeline, spans: npt.NDArray[Any], fold: bool) -> list[Row]:
+    """Compute for every rank; the thin rows for every rank if any rank has something in them; headers of groups."""
     parts = sorted({0, *np.unique(_part_of(spans[spans["kind"] != Kind.WAIT])).tolist()})
-    return [
-        Row(rank, _PARTS[part], rank_label(timeline, rank) if part == 0 else _PARTS[part])
-        for rank in range(timeline.world_size)
-        for part in parts
-    ]
+
+    def lanes(rank: int) -> list[Row]:
+        label = rank_label(timeline, rank)
+        return [Row(rank, _PARTS[part], label if part == 0 else _PARTS[part]) for part in parts]
+
+    groups = groups_of(timeline)
+    if not groups:
+        return [row for rank in range(timeline.world_size) for row in lanes(rank)]
+    rows = []
+    for group in groups:
+        rows.append(Row(group.ranks[0], "group", group.folded if fold else group.heading))
+        rows += [row for rank in group.ranks[: 1 if fold else None] for row in lanes(rank)]
+    return rows
 
 
 def _span_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Row]) -> npt.NDArray[Any]:
     index = np.full((max((row.rank for row in rows), default=0) + 1, len(_PARTS)), -1)
     for number, row in enumerate(rows):
-        index[row.rank, _PARTS.index(row.part)] = number
+        if row.part in _PARTS:
+            index[row.rank, _PARTS.index(row.part)] = number
     boxes = np.empty(len(spans), BOX)
     boxes["row"] = index[spans["rank"], _part_of(spans)]
     boxes["key"] = key_of(spans["kind"])

@@ -1,7 +1,7 @@
 """A timeline as one SVG file: for READMEs, saved notebooks and papers.
 
     title
-    rows          a GPU each, its thin rows below it; idle time hatched
+    rows          a GPU each, its thin rows below it; idle time hatched; over each group of ranks its header
     axis
     legend, and the row of figures: clock, bubble, step time
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from html import escape
 from textwrap import wrap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,25 @@ from mpkit.views.picture import Picture, Row, picture
 from mpkit.views.ticks import ticks
 from mpkit.views.units import percent, seconds
 
-__all__ = ["summary", "svg"]
+__all__ = ["gutter_of", "summary", "svg"]
 
-HEIGHTS = {"compute": 26.0, "layers": 8.0, "comm": 7.0, "host": 5.0}
+HEIGHTS = {"compute": 26.0, "layers": 8.0, "comm": 7.0, "host": 5.0, "group": 14.0}
 GAP, BETWEEN, MARGIN, GUTTER = 2.0, 7.0, 16.0, 96.0
 FULL_DETAIL = 1500
 """Boxes in the whole picture up to which each has its hover text."""
+
+
+class Plot(NamedTuple):
+    """Where times are: from `left` on, over `span` pixels."""
+
+    left: float
+    span: float
+
+
+def gutter_of(pic: Picture) -> float:
+    """Pixels that the labels take, left of the rows."""
+    longest = max((len(row.label) for row in pic.rows if row.part == "compute"), default=0)
+    return max(GUTTER, 6.6 * longest + 12)
 
 
 def svg(
@@ -41,6 +54,8 @@ def svg(
     step: int | None = None,
     theme: str = "auto",
     room: float = 0.0,
+    fold: bool = False,
+    gutter: float = 0.0,
 ) -> str:
     """The timeline as a standalone SVG document.
 
@@ -51,6 +66,8 @@ def svg(
         step: draw this step only.
         theme: "light", "dark", or "auto" for what the reader's system prefers.
         room: seconds that the axis has at least, so that several pictures share a scale.
+        fold: of each group of ranks draw the first only.
+        gutter: pixels for the labels at least, for the same end.
 
     Raises:
         ValueError: a width with no room for a picture, or a theme that there is none of.
@@ -59,14 +76,15 @@ def svg(
         raise ValueError(f"width={width} leaves no room for a picture: give 240 pixels or more")
     if theme not in ("auto", *THEMES):
         raise ValueError(f"theme={theme!r} is none of 'auto', 'light' and 'dark'")
-    pic = picture(timeline, step)
+    pic = picture(timeline, step, fold=fold)
     pic = replace(pic, duration=max(pic.duration, room))
     top = MARGIN + (30 if title else 4)
     tops, bottom = _tops(pic.rows, top)
-    span = width - GUTTER - 2 * MARGIN
+    gutter = max(gutter, gutter_of(pic))
+    plot = Plot(MARGIN + gutter, width - gutter - 2 * MARGIN)
     body = [_heading(title)] if title else []
-    body += [_row(pic, number, tops[number], span) for number in range(len(pic.rows))]
-    body += [_axis(pic, top, bottom, span)]
+    body += [_row(pic, number, tops[number], plot) for number in range(len(pic.rows))]
+    body += [_axis(pic, top, bottom, plot)]
     legend, height = _legend(pic, bottom + 38, width)
     caption, height = _caption(pic, height + 24, width)
     letters = int((width - 2 * MARGIN) / 6.2)  # about as many go on a line
@@ -133,32 +151,44 @@ def _tops(rows: list[Row], top: float) -> tuple[list[float], float]:
     tops = []
     for number, row in enumerate(rows):
         if number:
-            top += BETWEEN if row.part == "compute" else GAP
+            heads = row.part == "group" or (row.part == "compute" and rows[number - 1].part != "group")
+            top += BETWEEN if heads else GAP
         tops.append(top)
         top += HEIGHTS[row.part]
     return tops, top
 
 
-def _row(pic: Picture, number: int, y: float, span: float) -> str:
+def _row(pic: Picture, number: int, y: float, plot: Plot) -> str:
     row, boxes = pic.rows[number], pic.of_row(number)
     height = HEIGHTS[row.part]
+    if row.part == "group":
+        return _header(row.label, y + height - 3, plot)
     label = (
-        f'<text class="words" x="{MARGIN + GUTTER - 10:g}" y="{y + height / 2 + 4:g}" text-anchor="end">'
+        f'<text class="words" x="{plot.left - 10:g}" y="{y + height / 2 + 4:g}" text-anchor="end">'
         f"{escape(row.label)}</text>"
         if row.part == "compute"
         else ""
     )
-    few = len(boxes) <= span / 2
-    drawn = _each(pic, boxes, y, height, span) if few else _by_pixel(pic, boxes, y, height, span)
+    few = len(boxes) <= plot.span / 2
+    drawn = _each(pic, boxes, y, height, plot) if few else _by_pixel(pic, boxes, y, height, plot)
     return f'<g aria-label="{escape(row.label)}">{label}{drawn}</g>'
 
 
-def _each(pic: Picture, boxes: npt.NDArray[Any], y: float, height: float, span: float) -> str:
+def _header(words: str, y: float, plot: Plot) -> str:
+    """Over a group: its name, and a line from there to the end."""
+    after = MARGIN + 6.4 * len(words) + 8
+    return (
+        f'<text class="faint" x="{MARGIN:g}" y="{y:g}" font-size="11" font-weight="600">{escape(words)}</text>'
+        f'<line class="line" x1="{after:g}" x2="{plot.left + plot.span:g}" y1="{y - 3.5:g}" y2="{y - 3.5:g}"/>'
+    )
+
+
+def _each(pic: Picture, boxes: npt.NDArray[Any], y: float, height: float, plot: Plot) -> str:
     """Every box as itself, with its number and its hover text."""
-    scale = span / pic.duration if pic.duration else 0.0
+    scale = plot.span / pic.duration if pic.duration else 0.0
     parts = []
     for box in boxes:
-        x = MARGIN + GUTTER + float(box["start"]) * scale
+        x = plot.left + float(box["start"]) * scale
         width = float(box["end"] - box["start"]) * scale
         # Neighbours of one colour stay apart by a line of the ground's.
         shown = max(width - (0.8 if width > 3 and box["key"] else 0.0), 0.3 if height > 20 else 0.8)
@@ -176,28 +206,29 @@ def _each(pic: Picture, boxes: npt.NDArray[Any], y: float, height: float, span: 
     return "".join(parts)
 
 
-def _by_pixel(pic: Picture, boxes: npt.NDArray[Any], y: float, height: float, span: float) -> str:
+def _by_pixel(pic: Picture, boxes: npt.NDArray[Any], y: float, height: float, plot: Plot) -> str:
     """What is strongest in each pixel, runs of equal pixels joined: at most one box a pixel and a layer."""
-    keys, busy = strongest(coverage(boxes, int(span), pic.duration))
+    keys, busy = strongest(coverage(boxes, int(plot.span), pic.duration))
     shade = np.ceil(busy * 4).astype(int)  # in quarters: more would cut runs for no eye's benefit
     parts = []
     for first, after in runs(np.where(keys >= 0, 0, -1)):
         if keys[first] >= 0 and pic.rows[int(boxes["row"][0])].part == "compute":
-            parts.append(_rect(0, first, after, y, height, 4))
+            parts.append(_rect(0, plot.left + first, after - first, y, height, 4))
     for first, after in runs(keys * 8 + shade):
         if keys[first] > Key.IDLE:
-            parts.append(_rect(int(keys[first]), first, after, y, height, int(shade[first])))
+            shown = int(shade[first])
+            parts.append(_rect(int(keys[first]), plot.left + first, after - first, y, height, shown))
     return "".join(parts)
 
 
-def _rect(key: int, first: int, after: int, y: float, height: float, shade: int) -> str:
+def _rect(key: int, x: float, width: int, y: float, height: float, shade: int) -> str:
     opacity = f' opacity="{shade / 4:g}"' if shade < 4 else ""
-    x = MARGIN + GUTTER + first
-    return f'<rect class="k{key}" x="{x:g}" y="{y:g}" width="{after - first}" height="{height:g}"{opacity}/>'
+    return f'<rect class="k{key}" x="{x:g}" y="{y:g}" width="{width}" height="{height:g}"{opacity}/>'
 
 
-def _axis(pic: Picture, top: float, bottom: float, span: float) -> str:
-    left, scale = MARGIN + GUTTER, span / pic.duration if pic.duration else 0.0
+def _axis(pic: Picture, top: float, bottom: float, plot: Plot) -> str:
+    left, span = plot
+    scale = span / pic.duration if pic.duration else 0.0
     parts = [
         f'<line class="line" x1="{left:g}" x2="{left + span:g}" y1="{bottom + 6:g}" y2="{bottom + 6:g}"/>'
     ]

@@ -10,7 +10,7 @@ from mpkit import metrics
 from mpkit.timeline import Timeline
 from mpkit.views.colours import INKS, Key, key_of
 from mpkit.views.held import held_text
-from mpkit.views.picture import rank_label
+from mpkit.views.lanes import rank_label
 from mpkit.views.units import bytes_text, percent, seconds
 
 __all__ = ["rank_table"]

@@ -31,12 +31,13 @@ FILL_ASCII = dict(zip(Key, ".-=~+#rx_^", strict=True))
 
 @dataclass(frozen=True)
 class Cells:
-    """One row as characters: a key a column (-1: blank), and the digits written over them."""
+    """One row as characters: a key a column (-1: blank), and the digits written over them; or the header of a group."""
 
     label: str
     keys: npt.NDArray[Any]
     digits: dict[int, str]
     note: str
+    heads: bool = False
 
     def plain(self, fill: dict[Key, str]) -> str:
         """The row as a string, `fill` giving each key's character."""
@@ -53,6 +54,7 @@ def text(
     step: int | None = None,
     comm: bool = False,
     ascii: bool = False,
+    fold: bool = False,
 ) -> str:
     """The timeline as lines of text.
 
@@ -62,6 +64,7 @@ def text(
         step: draw this step.
         comm: give communication a line of its own under each rank.
         ascii: use no character beyond ASCII.
+        fold: of each group of ranks draw the first only.
 
     Raises:
         ValueError: a width too small for any picture.
@@ -72,13 +75,16 @@ def text(
     steps = timeline.steps
     if step is None and len(steps) > 1:
         step = steps[-1]
-    pic = picture(timeline, step)
+    pic = picture(timeline, step, fold=fold)
     if not len(pic.boxes):
         return f"(an empty timeline of {timeline.world_size} ranks)"
     fill, bar = (FILL_ASCII, "|") if ascii else (FILL, "│")
     drawn = cells(pic, width, comm=comm)
-    gutter = max(len(row.label) for row in drawn)
-    lines = [f"{row.label:>{gutter}} {bar}{row.plain(fill)}{bar} {row.note}".rstrip() for row in drawn]
+    gutter = max(len(row.label) for row in drawn if not row.heads)
+    lines = [
+        row.label if row.heads else f"{row.label:>{gutter}} {bar}{row.plain(fill)}{bar} {row.note}".rstrip()
+        for row in drawn
+    ]
     lines.append(" " * (gutter + 2) + _axis(pic, len(drawn[0].keys)))
     shown = {key for row in drawn for key in row.keys.tolist()}
     lines.append("  ".join(f"{fill[key]} {INKS[key].word}" for key in pic.keys if key in shown))
@@ -94,12 +100,19 @@ def cells(pic: Picture, width: int, *, comm: bool = False) -> list[Cells]:
     parts = {"compute"} if computes else {"comm", "host"}
     if comm:
         parts |= {"compute", "comm"}
-    shown = [(number, row) for number, row in enumerate(pic.rows) if row.part in parts]
-    labels = [row.label if row.part == "compute" else f"{row.label} {row.rank}" for _, row in shown]
-    gutter = max(map(len, labels), default=0)
+    shown = [(number, row) for number, row in enumerate(pic.rows) if row.part in {*parts, "group"}]
+    labels = [
+        row.label if row.part in ("compute", "group") else f"{row.label} {row.rank}" for _, row in shown
+    ]
+    gutter = max(
+        (len(label) for label, (_, row) in zip(labels, shown, strict=True) if row.part != "group"), default=0
+    )
     columns = columns_of(pic, width - gutter - len(" ││ idle 99.9 %"))
+    blank = np.full(columns, -1)
     return [
-        _row(pic, number, label, columns, row.part == "compute")
+        Cells(label, blank, {}, "", heads=True)
+        if row.part == "group"
+        else _row(pic, number, label, columns, row.part == "compute")
         for (number, row), label in zip(shown, labels, strict=True)
     ]
 

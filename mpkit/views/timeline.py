@@ -23,8 +23,9 @@ from mpkit.timeline import Timeline
 from mpkit.views.browser import css, esm
 from mpkit.views.counting import BubbleCounter
 from mpkit.views.fallback import static_bundle
+from mpkit.views.lanes import RankGroup, groups_of, groups_trait, rank_label
 from mpkit.views.needs import needs_notebook
-from mpkit.views.picture import CLOCKS, rank_label
+from mpkit.views.picture import CLOCKS
 from mpkit.views.table import rank_table
 from mpkit.views.units import percent
 from mpkit.views.wire import Batches, look
@@ -56,6 +57,7 @@ class TimelineView(anywidget.AnyWidget):
         title: a heading.
         clock: "measured", "virtual" or "simulated", where no timeline tells.
         room: as below.
+        groups: of the ranks, where no timeline tells.
 
     Attributes:
         bubble: the idle share of a step; None before there is any.
@@ -71,6 +73,7 @@ class TimelineView(anywidget.AnyWidget):
     _css = css()
     title = traitlets.Unicode().tag(sync=True)
     labels = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    groups = traitlets.List(traitlets.Dict()).tag(sync=True)
     bubble = traitlets.Float(None, allow_none=True).tag(sync=True)
     step_time = traitlets.Float(None, allow_none=True).tag(sync=True)
     of = traitlets.Unicode().tag(sync=True)
@@ -91,10 +94,12 @@ class TimelineView(anywidget.AnyWidget):
         title: str = "",
         clock: str = "virtual",
         room: float = 0.0,
+        groups: Sequence[RankGroup] = (),
     ) -> None:
         super().__init__(
-            look=look(), title=title, labels=list(labels), clock=CLOCKS.get(clock, clock), room=room
-        )
+            look=look(), title=title, labels=list(labels), clock=CLOCKS.get(clock, clock), room=room,
+            groups=groups_trait(groups, len(labels)),
+        )  # fmt: skip
         self._lock = threading.RLock()
         self._batches = Batches()
         self._counter = BubbleCounter(max(len(labels), 1))
@@ -145,6 +150,7 @@ class TimelineView(anywidget.AnyWidget):
             works = len(metrics.work(timeline.spans)) > 0
             with self.hold_sync():
                 self.labels = [rank_label(timeline, rank) for rank in range(timeline.world_size)]
+                self.groups = groups_trait(groups_of(timeline), timeline.world_size)
                 self.clock = CLOCKS.get(timeline.clock, timeline.clock)
                 if hardware := timeline.meta.get("hardware", "") if timeline.clock != "simulated" else "":
                     self.clock += f", on {hardware}"

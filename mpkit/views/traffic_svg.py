@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from html import escape
 from math import ceil, log2, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpkit.views.axes import ink_of, on, tint
 from mpkit.views.colours import THEMES
-from mpkit.views.svg import FONT
+from mpkit.views.sheet import MARGIN, heading, sheet
 from mpkit.views.traffic_text import SILENT, scaled
 from mpkit.views.units import bytes_text
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["traffic_svg"]
 
-MARGIN, LABEL, GAP, TOP, HEAD = 16.0, 30.0, 28.0, 46.0, 44.0
+LABEL, GAP, TOP, HEAD = 30.0, 28.0, 46.0, 44.0
 ACROSS, LARGEST = 3, 44.0
 
 
@@ -46,20 +46,9 @@ def traffic_svg(matrix: CommMatrix, width: int = 960) -> str:
     height = TOP + down * tall + 14
     title = matrix.title if axes else SILENT
     note = "row: who sends; column: who receives; the stronger, the more" if axes else ""
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="mpkit-traffic" role="img" width="{width}" '
-            f'height="{height:.0f}" viewBox="0 0 {width} {height:.0f}" font-family="{FONT}" font-size="12">',
-            f"<title>{escape(title)}</title>",
-            f"<desc>{escape(str(matrix))}</desc>",
-            _style(),
-            f'<rect class="ground" width="{width}" height="{height:.0f}" rx="8"/>',
-            f'<text class="words" x="{MARGIN:g}" y="28" font-size="15" font-weight="600">{escape(title)}</text>',
-            *panels,
-            f'<text class="faint" x="{MARGIN:g}" y="{height - 14:.0f}">{note}</text>',
-            "</svg>",
-        ]
-    )
+    faint = f'<text class="faint" x="{MARGIN:g}" y="{height - 14:.0f}">{note}</text>'
+    bare = {name: {"bare": f"fill:{theme.idle}"} for name, theme in THEMES.items()}
+    return sheet("traffic", title, str(matrix), [heading(title), *panels, faint], width, height, classes=bare)
 
 
 def _panel(
@@ -107,17 +96,3 @@ def _cell(place: tuple[float, float], cell: float, gap: float, fill: str, words:
             f'fill="{on(fill)}" pointer-events="none">{words}</text>'
         )
     return drawn
-
-
-def _style() -> str:
-    def block(name: str) -> str:
-        ground: Any = THEMES[name]
-        rules = [
-            f".ground{{fill:{ground.ground}}}",
-            f".words{{fill:{ground.text}}}",
-            f".faint{{fill:{ground.faint}}}",
-            f".bare{{fill:{ground.idle}}}",
-        ]
-        return "".join(f".mpkit-traffic {rule}" for rule in rules)
-
-    return f"<style>{block('light')}@media (prefers-color-scheme: dark){{{block('dark')}}}</style>"

@@ -14,9 +14,11 @@ import pytest
 from playwright.sync_api import Page, expect
 
 import mpkit as mk
+from mpkit.mesh import Mesh
 from mpkit.views.browser import css, esm
 from mpkit.views.colours import INKS, Key
 from mpkit.views.html import html
+from mpkit.views.lanes import groups_of
 from mpkit.views.timeline import TimelineView
 
 NewPage = Callable[..., Page]
@@ -219,6 +221,116 @@ def test_a_narrow_window(new_page: NewPage, tmp_path: Path, screenshot: Screensh
     screenshot(page, "narrow")
 
 
+# ---------------------------------------------------------------- ranks by group
+
+
+def on_mesh(mesh: Mesh, steps: int = 1) -> mk.Timeline:
+    """GPipe's staircase on a mesh: the ranks of a stage do the same, each a little later than the one before."""
+    one = repeated(mk.simulate(mk.Plan.gpipe(mesh.pp, 8), hop=0.25), steps)
+    parts = []
+    for rank in range(mesh.size):
+        part = one.spans[one.spans["rank"] == mesh.place(rank).pp].copy()
+        part["rank"], part["cause"], part["peer"] = rank, -1, -1
+        for bound in ("start", "end"):
+            part[bound] += 0.1 * (rank % (mesh.size // mesh.pp)) / mesh.size
+        parts.append(part)
+    meta = {"plan": json.dumps(vars(mesh)), "device": "cpu"}
+    return mk.Timeline(np.concatenate(parts), one.names, one.held[:0], mesh.size, "virtual", meta)
+
+
+def lanes(page: Page) -> list[int]:
+    """The ranks whose compute rows are drawn."""
+    return page.evaluate(
+        "document.querySelector('.mpkit-timeline').panel.chart.placed.rows"
+        ".filter((row) => row.part === 'compute').map((row) => row.rank)"
+    )
+
+
+def click_head(page: Page, group: int) -> None:
+    """On the header of a group, and wait for the frame that follows."""
+    x, y, frames = page.evaluate(
+        """(group) => {
+          const { chart } = document.querySelector('.mpkit-timeline').panel;
+          const head = chart.placed.heads[group];
+          const box = chart.canvas.getBoundingClientRect();
+          return [box.left + 60, box.top + head.y + head.height / 2, chart.frames];
+        }""",
+        group,
+    )
+    page.mouse.click(x, y)
+    page.wait_for_function(f"document.querySelector('.mpkit-timeline').panel.chart.frames > {frames}")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_groups_fold_and_unfold_on_a_click(
+    new_page: NewPage, tmp_path: Path, screenshot: Screenshot, scheme: str
+) -> None:
+    page = new_page(color_scheme=scheme)
+    open_html(page, tmp_path, on_mesh(Mesh(pp=2, dp=2, tp=2)))
+    words = page.get_by_role("img").first.get_attribute("aria-label")
+    assert words and "8 lanes in 4 groups" in words
+    assert lanes(page) == list(range(8))
+    screenshot(page, f"groups-{scheme}")
+    click_head(page, 1)
+    assert lanes(page) == [0, 1, 2, 4, 5, 6, 7]
+    assert colour(page, 0.8, rank=2) == getattr(INKS[Key.FORWARD], scheme)
+    click_head(page, 3)
+    assert lanes(page) == [0, 1, 2, 4, 5, 6]
+    screenshot(page, f"groups-folded-{scheme}")
+    # Another click unfolds it; the button does it with all, and neither zooms.
+    whole = window(page)
+    click_head(page, 1)
+    assert lanes(page) == [0, 1, 2, 3, 4, 5, 6] and window(page) == whole
+    button = page.get_by_role("button", name="Fold")
+    button.click()
+    page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.asked === 0")
+    assert lanes(page) == [0, 2, 4, 6]
+    expect(button).to_have_attribute("aria-pressed", "true")
+    button.click()
+    page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.asked === 0")
+    assert lanes(page) == list(range(8))
+    # The pointer finds what lies below a header.
+    page.mouse.move(*place(page, 1.0, rank=5))
+    expect(page.locator(".mpkit-tip")).to_contain_text("rank 5 pp1 dp0 tp1")
+
+
+def test_many_ranks_are_folded_at_first(new_page: NewPage, tmp_path: Path, screenshot: Screenshot) -> None:
+    page = new_page()
+    open_html(page, tmp_path, on_mesh(Mesh(pp=4, dp=2, tp=8)))
+    assert lanes(page) == list(range(0, 64, 8))
+    screenshot(page, "groups-many")
+    page.get_by_role("button", name="Fold").click()
+    page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.asked === 0")
+    assert lanes(page) == list(range(64))
+    screenshot(page, "groups-many-unfolded")
+
+
+def test_without_groups_there_is_nothing_to_fold(new_page: NewPage, tmp_path: Path) -> None:
+    page = new_page()
+    open_html(page, tmp_path, mk.simulate(mk.Plan.gpipe(4, 8)))
+    expect(page.get_by_role("button", name="Fold")).to_have_count(0)
+
+
+def test_what_is_folded_stays_so_while_a_run_goes_on(new_page: NewPage) -> None:
+    timeline = on_mesh(Mesh(pp=2, dp=1, tp=2), steps=3)
+    page = new_page()
+    live = Live(page, labels=[f"rank {rank}" for rank in range(4)], groups=groups_of(timeline))
+    live.load()
+    live.listen()
+    for number, batch in enumerate(in_batches(timeline, 4)):
+        live.view.append(batch, timeline.names)
+        live.view.flush()
+        live.deliver()
+        page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.asked === 0")
+        if number == 0:
+            click_head(page, 0)
+        assert lanes(page) == [0, 2, 3]
+    live.view.replace(timeline)  # the run is over
+    live.deliver()
+    page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.asked === 0")
+    assert lanes(page) == [0, 2, 3]
+
+
 # ---------------------------------------------------------------- the live widget
 
 MODEL = """
@@ -253,6 +365,7 @@ class Live:
     TRAITS = (
         "title",
         "labels",
+        "groups",
         "bubble",
         "step_time",
         "of",

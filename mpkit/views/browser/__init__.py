@@ -3,7 +3,8 @@
     words.js     numbers as people read them
     store.js     spans in typed arrays, batches decoded
     raster.js    a row of boxes on the canvas
-    chart.js     which rows, which times; one frame
+    lanes.js     which ranks have lanes, and where; groups of them, folded or not
+    chart.js     which times; one frame
     tip.js       what is under the pointer, in words
     pointer.js   wheel, drag, hover, keys
     panel.js     the chart with figures, legend and table
@@ -20,7 +21,7 @@ from importlib.resources import files
 
 __all__ = ["FILES", "css", "esm", "memory_esm"]
 
-FILES = ("words", "store", "raster", "chart", "tip", "pointer", "panel", "widget")
+FILES = ("words", "store", "raster", "lanes", "chart", "tip", "pointer", "panel", "widget")
 
 
 def esm() -> str:

@@ -1,12 +1,10 @@
-// The canvas: which rows are where, which times are seen, and how one frame is drawn.
-
-const HEIGHTS = { compute: 28, layers: 8, comm: 8, host: 6 };
-const SPACE = { between: 8, within: 2, top: 6, marks: 18, axis: 24, most: 720 };
+// The canvas: which times are seen, what lies under a point, and how one frame is drawn.
 
 class Chart {
   constructor(canvas, store, look) {
     Object.assign(this, { canvas, store, look, labels: [], hidden: new Set(), dark: false });
     this.raster = new Raster();
+    this.lanes = new Lanes();
     this.window = null; // [t0, t1], or null for all there is
     this.room = 0; // seconds to show at least, where several charts share a scale
     this.follow = false; // keep the window's end at the newest span
@@ -66,25 +64,11 @@ class Chart {
     return t0 + ((x - this.left) / this.width) * (t1 - t0);
   }
 
-  // ------------------------------------------------------------ which rows are where
+  // ------------------------------------------------------------ what lies under a point
 
-  /** Rows with y and height in CSS pixels; many ranks get thinner rows, so that all are seen. */
-  layout() {
-    const parts = PARTS.filter((part) => this.store.parts.has(part));
-    const each = parts.reduce((sum, part) => sum + HEIGHTS[part] + SPACE.within, SPACE.between);
-    const ranks = Math.max(this.labels.length, 1);
-    const thin = Math.min(1, Math.max(SPACE.most / (ranks * each), 0.12));
-    const rows = [];
-    let y = SPACE.top + (this.store.steps.size > 1 ? SPACE.marks : 0);
-    const top = y;
-    for (let rank = 0; rank < ranks; rank++) {
-      for (const part of parts) {
-        rows.push({ rank, part, y, height: HEIGHTS[part] * thin });
-        y += (HEIGHTS[part] + SPACE.within) * thin;
-      }
-      y += SPACE.between * thin;
-    }
-    return { rows, top, bottom: y, height: y + SPACE.axis, thin };
+  /** The number of the group whose header is there, or -1. */
+  head(y) {
+    return this.placed?.heads.find((head) => y >= head.y && y < head.y + head.height)?.group ?? -1;
   }
 
   /** What lies under a point: {row, index} of a box, {rank, idle: true}, or null. */
@@ -122,7 +106,8 @@ class Chart {
       const fill = this.dark ? ink.dark : ink.light;
       return { fill, on: this.dark ? ink.on_dark : ink.on_light, rgb: rgb(fill) };
     });
-    const placed = (this.placed = this.layout());
+    const parts = PARTS.filter((part) => this.store.parts.has(part));
+    const placed = (this.placed = this.lanes.layout(this.labels.length, parts, this.store.steps.size > 1));
     const context = this.canvas.getContext("2d");
     this.resize(css, placed.height, ratio);
     context.setTransform(1, 0, 0, 1, 0, 0);
@@ -135,9 +120,10 @@ class Chart {
     const width = Math.round(this.width * ratio);
     const frame = {
       context, t0, t1, ratio, width, left: Math.round(this.left * ratio), scale: width / (t1 - t0),
-      inks: this.inks, hidden: this.hidden, ground: this.theme.ground,
+      inks: this.inks, hidden: this.hidden, ground: this.theme.ground, theme: this.theme, labels: this.labels,
     };
-    this.drawLabels(frame, placed);
+    this.lanes.drawLabels(frame, placed);
+    this.lanes.drawHeads(frame, placed);
     this.drawIdle(frame, placed);
     this.drawMarks(frame, placed);
     this.drawRows(frame, placed);
@@ -151,18 +137,6 @@ class Chart {
     if (this.canvas.width === w && this.canvas.height === h) return;
     Object.assign(this.canvas, { width: w, height: h });
     Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
-  }
-
-  drawLabels({ context, ratio }, { rows, thin }) {
-    context.font = `${12 * ratio}px ${FONT}`;
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    context.fillStyle = this.theme.text;
-    const every = Math.ceil(0.5 / thin); // of thin rows, label some
-    for (const { rank, part, y, height } of rows) {
-      if (part !== "compute" || rank % every) continue;
-      context.fillText(this.labels[rank] ?? "", (this.left - 8) * ratio, (y + height / 2) * ratio);
-    }
   }
 
   /** The ground of the compute rows is idle time, hatched, from each step's first start to its last end. */

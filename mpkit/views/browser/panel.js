@@ -1,6 +1,6 @@
 // The chart with what surrounds it: figures above, legend and table below, pointer and keys.
 //
-// The state it shows: {title, labels, bubble, step_time, of, clock, note, live, table: {head, rows}}
+// The state it shows: {title, labels, groups, bubble, step_time, of, clock, note, live, table: {head, rows}}
 
 /** Dark as JupyterLab, VS Code, Colab or the page says; as the system prefers, where none does. */
 function isDark() {
@@ -46,6 +46,7 @@ class Panel {
     this.time = figure(head, "step time", "from a step's first operation to its last one's end");
     const tools = head.appendChild(node("span", "mpkit-tools"));
     this.followed = button(tools, "Follow", "keep the newest operations in view", () => this.toggleFollow());
+    this.folds = button(tools, "Fold", "show one rank of each group, or all", () => this.fold());
     button(tools, "−", "zoom out (-)", () => this.chart.zoom(1.6));
     button(tools, "+", "zoom in (+)", () => this.chart.zoom(1 / 1.6));
     button(tools, "Fit", "show all (double-click, or 0)", () => this.fit());
@@ -66,13 +67,14 @@ class Panel {
   update(state) {
     const before = this.state;
     this.state = { ...before, ...state };
-    const { title, labels, bubble, step_time, of, clock, note, live, table, room } = this.state;
+    const { title, labels, groups, bubble, step_time, of, clock, note, live, table, room } = this.state;
     this.title.textContent = title ?? "";
     this.bubble.set(bubble == null ? "" : percent(bubble), of);
     this.time.set(step_time == null ? "" : seconds(step_time), of);
     this.clock.textContent = clock ?? "";
     this.note.textContent = note ?? "";
     this.chart.labels = labels ?? [];
+    this.chart.lanes.take(groups ?? []);
     if (room !== before.room) this.chart.room = room ?? 0;
     if (live !== before.live) this.chart.follow = Boolean(live);
     this.followed.hidden = !live;
@@ -88,11 +90,14 @@ class Panel {
     if (store.keys.size !== this.legend.dataset.keys * 1) this.fillLegend();
     this.chart.ask();
     this.followed.setAttribute("aria-pressed", String(this.chart.follow));
+    const { lanes } = this.chart;
+    this.folds.hidden = !lanes.foldable.length;
+    this.folds.setAttribute("aria-pressed", String(lanes.allFolded));
   }
 
   inWords() {
-    const { title, labels = [], bubble, step_time, clock } = this.state;
-    const words = [title || "Timeline", `${labels.length} lanes`];
+    const { title, labels = [], groups = [], bubble, step_time, clock } = this.state;
+    const words = [title || "Timeline", `${labels.length} lanes${groups.length ? ` in ${groups.length} groups` : ""}`];
     if (bubble != null) words.push(`bubble ${percent(bubble)}`);
     if (step_time != null) words.push(`step time ${seconds(step_time)}`);
     return `${words.join(", ")}. ${clock ?? ""}. The table below has the figures.`;
@@ -133,6 +138,15 @@ class Panel {
   fit() {
     this.chart.window = null;
     this.chart.follow = Boolean(this.state.live);
+    this.changed();
+  }
+
+  /** Fold or unfold the group of that number; without one, all of them. */
+  fold(group = -1) {
+    const { chart } = this;
+    if (group < 0) chart.lanes.toggleAll();
+    else chart.lanes.toggle(group);
+    chart.pointed = null;
     this.changed();
   }
 

@@ -12,7 +12,9 @@ function listen(panel) {
   let dragged = null;
 
   on("wheel", (event) => wheel(event, panel, place(event)[0]), { passive: false });
-  on("dblclick", () => panel.fit());
+  on("dblclick", (event) => {
+    if (chart.head(place(event)[1]) < 0) panel.fit();
+  });
   on("pointerdown", (event) => {
     if (event.button) return;
     dragged = { x: event.clientX, moved: false };
@@ -35,7 +37,11 @@ function listen(panel) {
     dragged = null;
     stage.classList.remove("mpkit-dragged");
   };
-  on("pointerup", drop);
+  on("pointerup", (event) => {
+    const group = dragged && !dragged.moved ? chart.head(place(event)[1]) : -1;
+    drop();
+    if (group >= 0) panel.fold(group);
+  });
   on("pointercancel", drop);
   on("pointerleave", () => point(panel, null));
   on("blur", () => tip.hide());
@@ -65,6 +71,7 @@ function point(panel, x, y) {
   const hit = x === null || !chart.placed ? null : chart.hit(x, y);
   const before = chart.pointed;
   chart.pointed = hit;
+  panel.stage.classList.toggle("mpkit-on-head", x !== null && chart.head(y) >= 0);
   if (hit) tip.show(chart, hit, x, y);
   else tip.hide();
   if (hit?.row !== before?.row || hit?.index !== before?.index) chart.ask();

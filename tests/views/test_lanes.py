@@ -1,0 +1,100 @@
+"""Ranks of a mesh: what they are called, and how their lanes are grouped in every picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpkit as mk
+from mpkit.mesh import Mesh
+from mpkit.views.fallback import static_bundle
+from mpkit.views.lanes import groups_of, rank_label, short_label
+from mpkit.views.picture import picture
+from mpkit.views.svg import svg
+from mpkit.views.text import text
+from mpkit.views.timeline import TimelineView
+from mpkit.whereabouts import long_axes
+
+Meshed = Callable[..., mk.Timeline]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "label", "groups"),
+    [
+        (Mesh(pp=2, dp=2, tp=2), "rank 1  pp0 dp0 tp1", ["pp0 dp0", "pp0 dp1", "pp1 dp0", "pp1 dp1"]),
+        (Mesh(pp=2, dp=2), "rank 1  pp0 dp1", ["pp0", "pp1"]),
+        (Mesh(dp=2, tp=2), "rank 1  dp0 tp1", ["dp0", "dp1"]),
+        (Mesh(pp=2, cp=2, tp=2), "rank 1  pp0 cp0 tp1", ["pp0", "pp1"]),
+        (Mesh(cp=2, tp=2), "rank 1  cp0 tp1", ["cp0", "cp1"]),
+        (Mesh(tp=4), "rank 1 (CPU)", []),
+    ],
+)
+def test_names_and_groups(meshed: Meshed, mesh: Mesh, label: str, groups: list[str]) -> None:
+    timeline = meshed(mesh)
+    assert rank_label(timeline, 1) == label
+    assert short_label(timeline, 1) == label.split("  ")[0]
+    assert [group.place for group in groups_of(timeline)] == groups
+
+
+@given(pp=st.integers(1, 3), dp=st.integers(1, 3), cp=st.integers(1, 3), tp=st.integers(1, 3))
+def test_every_rank_is_in_one_group_of_neighbours(meshed: Meshed, pp: int, dp: int, cp: int, tp: int) -> None:
+    mesh = Mesh(pp, dp, cp, tp)
+    timeline = replace(meshed(Mesh()), world_size=mesh.size, meta={"plan": json.dumps(vars(mesh))})
+    groups = groups_of(timeline)
+    if len(long_axes(mesh)) < 2:
+        assert groups == []
+        return
+    assert [rank for group in groups for rank in group.ranks] == list(range(mesh.size))
+    for group in groups:
+        places = [mesh.place(rank) for rank in group.ranks]
+        assert len({(place.pp, place.dp if pp * dp > 1 and cp * tp > 1 else 0) for place in places}) == 1
+
+
+def test_lanes_are_below_their_groups_header_and_fold(meshed: Meshed) -> None:
+    timeline = meshed(Mesh(pp=2, dp=1, tp=2))
+    rows = [(row.part, row.label) for row in picture(timeline).rows if row.part in ("group", "compute")]
+    assert rows == [
+        ("group", "pp0 · ranks 0, 1"), ("compute", "rank 0  pp0 tp0"), ("compute", "rank 1  pp0 tp1"),
+        ("group", "pp1 · ranks 2, 3"), ("compute", "rank 2  pp1 tp0"), ("compute", "rank 3  pp1 tp1"),
+    ]  # fmt: skip
+    whole, folded = picture(timeline), picture(timeline, fold=True)
+    assert [row.rank for row in folded.rows if row.part == "compute"] == [0, 2]
+    assert folded.rows[0].label == "pp0 · the first of ranks 0, 1"
+    # What is left of it is drawn as it was, on the same axis, and the figures are of all ranks.
+    assert (folded.duration, folded.figures) == (whole.duration, whole.figures)
+    assert folded.idle_share(2) == whole.idle_share(2)
+    assert {timeline.spans["rank"][box["span"]] for box in folded.boxes if box["span"] >= 0} == {0, 2}
+
+
+def test_svg_and_terminal_show_groups(meshed: Meshed) -> None:
+    timeline = meshed(Mesh(pp=2, dp=2, tp=2))
+    root = ElementTree.fromstring(timeline.to_svg())
+    words = [found.text for found in root.iter(f"{SVG}text")]
+    assert "pp1 dp0 · ranks 4, 5" in words and "rank 7  pp1 dp1 tp1" in words
+    folded = ElementTree.fromstring(svg(timeline, fold=True))
+    assert float(folded.get("height", 0)) < 0.8 * float(root.get("height", 0))
+    lines = text(timeline, 100).splitlines()
+    assert lines[0] == "pp0 dp0 · ranks 0, 1" and lines[1].startswith("rank 0  pp0 dp0 tp0 │0")
+    assert max(map(len, lines[:12])) <= 100
+    assert len(text(timeline, 100, fold=True).splitlines()) == len(lines) - 4
+
+
+def test_many_ranks_are_folded_where_they_would_be_a_wallpaper(meshed: Meshed) -> None:
+    many, few = meshed(Mesh(pp=2, dp=3, tp=3), 2), meshed(Mesh(pp=2, dp=2, tp=2), 2)
+    assert "the first of ranks 0 to 2" in static_bundle(many)["text/plain"]
+    assert "the first" not in static_bundle(few)["text/plain"]
+    view = TimelineView(many)
+    assert [group["folded"] for group in view.groups] == [True] * 6
+    assert view.groups[1] == {
+        "heading": "pp0 dp1 · ranks 3 to 5", "folded_heading": "pp0 dp1 · the first of ranks 3 to 5",
+        "first": 3, "count": 3, "folded": True,
+    }  # fmt: skip
+    assert not any(group["folded"] for group in TimelineView(few).groups)
+    assert TimelineView(mk.simulate(mk.Plan.gpipe(32, 2))).groups == []
