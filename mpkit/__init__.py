@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpkit.learning_rate import linear_scaling, sqrt_scaling
     from mpkit.memory import memory_by_strategy
     from mpkit.parallel.digest import data_digest, sample_digests
+    from mpkit.parallel.tensor import find_tensor_plan, tensor_parallel
     from mpkit.plan import Plan
     from mpkit.scale import scaling
     from mpkit.schedule import Schedule
@@ -54,6 +55,7 @@ _HOME = {
     "data_digest": "mpkit.parallel.digest",
     "explore": "mpkit.explorer",
     "find_cut": "mpkit.cutting",
+    "find_tensor_plan": "mpkit.parallel.tensor",
     "hardware": "mpkit.catalogue",
     "hf_experiment": "mpkit.experiments.hugging_face",
     "linear_scaling": "mpkit.learning_rate",
@@ -64,6 +66,7 @@ _HOME = {
     "simulate": "mpkit.simulation",
     "sqrt_scaling": "mpkit.learning_rate",
     "stage_times": "mpkit.times",
+    "tensor_parallel": "mpkit.parallel.tensor",
     "trace_fake": "mpkit.fake",
 }
 
@@ -87,6 +90,7 @@ __all__ = [
     "data_digest",
     "explore",
     "find_cut",
+    "find_tensor_plan",
     "hardware",
     "hf_experiment",
     "linear_scaling",
@@ -97,6 +101,7 @@ __all__ = [
     "simulate",
     "sqrt_scaling",
     "stage_times",
+    "tensor_parallel",
     "trace_fake",
 ]
 

@@ -160,7 +160,7 @@ def _with_stars(regions: list[Region], names: list[str]) -> list[Region]:
     for starred, ones in alike.items():
         shape = re.compile(re.escape(starred.entry).replace(r"\*", "[^.]*"))
         described = {name for name in names if shape.fullmatch(name)}
-        found += [starred] if described == {one.entry for one in ones} else ones
+        found += [starred] if len(ones) > 1 and described == {one.entry for one in ones} else ones
     return found
 
 

@@ -1,0 +1,70 @@
+"""Tensor parallelism in a function of one's own, on the ranks of `cluster.run`: inference, or a training loop by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import Tensor, nn
+
+from mpkit.parallel.axis import Axis, Line
+from mpkit.parallel.tensor.sharding import shard_model
+from mpkit.tensor_plan import TensorPlan
+
+if TYPE_CHECKING:
+    from mpkit.launch.context import Context
+
+__all__ = ["tensor_parallel"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def tensor_parallel(
+    ctx: Context,
+    model: Model,
+    plan: TensorPlan | None = None,
+    *,
+    line: Line | None = None,
+    sequence: bool = False,
+    overlap: bool = True,
+) -> Model:
+    """Shard a model over the ranks, which then compute together what it computed alone.
+
+    All ranks call it with the same model, and later the model with the same inputs. Its parameters are this rank's
+    parts, to be given to an optimizer.
+
+    >>> import mpkit as mk, torch
+    >>> from mpkit.models import MLP
+    >>> def scores(ctx, model, x):
+    ...     return mk.tensor_parallel(ctx, model)(x)
+    >>> model, x = MLP(2, 3), torch.ones(1, 2)
+    >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+    ...     found = cluster.run(scores, model, x)
+    >>> torch.allclose(found[0], model(x), atol=1e-6)
+    True
+
+    Args:
+        ctx: of this rank.
+        model: whole, the same on every rank; changed in place, and moved to the rank's device.
+        plan: what is divided; None: `find_tensor_plan(model)`.
+        line: the ranks that share the model; None: all.
+        sequence: divide what is between regions by sequence.
+        overlap: sum gradients of inputs while those of weights are computed.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the model cannot be divided so.
+    """
+    line = Axis(ctx.comm) if line is None else line
+    sharded = shard_model(model, line, plan, sequence=sequence, overlap=overlap)
+    model.to(ctx.device)
+    for name, parameter in model.named_parameters():
+        if name in sharded.partial and parameter.requires_grad:
+            parameter.register_hook(partial(_sum, line))
+    return model
+
+
+def _sum(line: Line, gradient: Tensor) -> Tensor:
+    return line.all_reduce(gradient.clone())
