@@ -1,16 +1,20 @@
 """The few exceptions that mpkit raises besides `ValueError`.
 
 A `ValueError` is a mistake in what was asked, found before anything started. The classes here are what
-can go wrong while ranks run, or with a file that they left.
+can go wrong while ranks run, or with a file that they left; and one warning.
 """
 
 from __future__ import annotations
 
-__all__ = ["Deadlock", "MpkitError", "RankFailed", "TraceError"]
+__all__ = ["Deadlock", "MpkitError", "RankFailed", "TraceError", "UnwisePlan"]
 
 
 class MpkitError(Exception):
     """Base of the kit's own exceptions."""
+
+
+class UnwisePlan(UserWarning):
+    """A plan that works, and costs more than another that does the same; the message says how much, and which."""
 
 
 class TraceError(MpkitError):

@@ -46,6 +46,7 @@ class Plan:
         unused: what a parameter without a gradient is: an "error", or "allow"ed.
         batchnorm: statistics over the whole batch ("sync"), as in serial training, or each rank's own ("local").
         prefetch: how many layers ahead ZeRO-3 gathers parameters.
+        cp: ranks that share each sequence; 1 in this version.
 
     >>> plan = Plan(pp=4, schedule="gpipe", microbatches=8)
     >>> plan
@@ -75,10 +76,11 @@ class Plan:
     unused: str = "error"
     batchnorm: str = "sync"
     prefetch: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
         # Each check relies on those before it.
-        for name in ("pp", "dp", "tp", "microbatches", "virtual_stages"):
+        for name in ("pp", "dp", "tp", "cp", "microbatches", "virtual_stages"):
             object.__setattr__(self, name, checked_degree(self, name))
         object.__setattr__(self, "schedule", checked_schedule(self))
         object.__setattr__(self, "virtual_stages", checked_virtual_stages(self))
@@ -172,13 +174,13 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it takes: pp x dp x tp."""
+        """How many ranks it takes: pp x dp x cp x tp."""
         return self.mesh.size
 
     @property
     def mesh(self) -> Mesh:
         """Which rank has which place."""
-        return Mesh(self.pp, self.dp, self.tp)
+        return Mesh(self.pp, self.dp, self.cp, self.tp)
 
     @property
     def stages(self) -> int:
@@ -195,8 +197,6 @@ class Plan:
         """
         if isinstance(self.schedule, Schedule):
             return None
-        if self.dp > 1:
-            return Fraction(0)
         again = self.recompute == "full"
         return bubble_in_theory(
             self.schedule, self.pp, self.microbatches, self.virtual_stages, recompute=again
@@ -227,12 +227,12 @@ class Plan:
         gpipe on 4 ranks: the model in 4 stages, each batch in 8 micro-batches. Bubble in theory 3/11 = 0.273.
         """
         name = self.schedule.name if isinstance(self.schedule, Schedule) else self.schedule
-        if self.dp > 1 or self.zero:
+        if self.pp == 1 and (self.dp > 1 or self.zero):
             return describe_replicas(self)
         if self.ranks == 1:
             title, stages = "Serial on 1 rank", "the whole model"
         else:
-            title, stages = f"{name} on {self.ranks} ranks", f"the model in {self.stages} stages"
+            title, stages = f"{name} on {self.pp} ranks", f"the model in {self.stages} stages"
         parts = "whole" if self.microbatches == 1 else f"in {self.microbatches} micro-batches"
         again = {
             "none": "",
@@ -241,7 +241,8 @@ class Plan:
         }[self.recompute]
         bubble = self.bubble_in_theory
         theory = "" if bubble is None else f" Bubble in theory {bubble} = {float(bubble):.3f}."
-        return f"{title}: {stages}, each batch {parts}{again}.{theory if self.ranks > 1 else ''}"
+        pipeline = f"{title}: {stages}, each batch {parts}{again}.{theory if self.pp > 1 else ''}"
+        return f"{pipeline} {describe_replicas(self)}" if self.dp > 1 or self.zero else pipeline
 
     def __repr__(self) -> str:
         return call_of(self)

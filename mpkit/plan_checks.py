@@ -16,7 +16,7 @@ __all__ = ["call_of", "checked_cut", "checked_degree", "checked_recompute", "who
 
 RECOMPUTE = ("none", "selective", "full")
 
-LATER = {"tp": "layers shared among ranks"}
+LATER = {"tp": "layers shared among ranks", "cp": "sequences shared among ranks"}
 """Degrees that this version has no strategies for."""
 
 

@@ -79,11 +79,10 @@ def _check_choice(plan: Plan, name: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_together(plan: Plan) -> None:
-    if plan.pp > 1 and (plan.dp > 1 or plan.zero or plan.offload != "none"):
+    if plan.data_parallel == "dp" and plan.ranks > plan.dp:
         raise ValueError(
-            f"{call_of(plan)}: this version has pipelines (pp) and the data-parallel family (dp, zero, offload), and "
-            f"does not combine them yet. Either {call_of(plan, {'pp': 1, 'dp': plan.ranks})} or "
-            f"{call_of(plan, {'dp': 1, 'pp': plan.ranks, 'zero': 0, 'offload': 'none'})}"
+            f"{call_of(plan)}: DP lends the whole model to its ranks, and so knows no other axis. What works "
+            f"together with them is {call_of(plan, {'data_parallel': 'ddp'})}"
         )
     if plan.data_parallel == "dp" and (plan.zero or plan.offload != "none"):
         raise ValueError(

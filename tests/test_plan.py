@@ -61,7 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 4, "schedule": 7}, "'naive', 'gpipe', '1f1b'"),
     ({"pp": 4, "recompute": "ful"}, "Did you mean .*recompute='full'"),
     ({"pp": 4, "recompute": True}, "'none', 'selective', 'full'"),
-    ({"pp": 2, "dp": 2}, r"not combine them yet.*Plan\(dp=4\)"),
+    ({"pp": 2, "dp": 2, "data_parallel": "dp"}, r"lends the whole model.*Plan\(pp=2, dp=2, schedule='gpipe'\)"),
     ({"dp": 2, "zero": 4}, "stages 1 .*zero=1"),
     ({"dp": 2, "zero": True}, "stages 1 .*zero=1"),
     ({"dp": 2, "data_parallel": "DDP"}, "Did you mean Plan.dp=2.$"),

@@ -93,9 +93,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a name for a plan": ({"plan": "gpipe"}, r"it is an mk.Plan, such as mk.Plan\(pp=2, schedule='gpipe'\)"),
     "no plan": ({"plan": 4}, r"such as mk.Plan.gpipe\(2, 8\)"),
-    "a split backward with ZeRO": (
-        {"plan": mk.Plan(zero=3, schedule=Schedule(["0F0 0I0 0W0"])), "ranks": 1},
-        "splits its backward .0I0., and ZeRO gathers parameters for a whole one.* 0B0",
+    "a split backward with DP": (
+        {"plan": mk.Plan(dp=2, data_parallel="dp", schedule=Schedule(["0F0 0I0 0W0"])), "ranks": 2},
+        "splits its backward .0I0., and DP lends parameters for a whole one.* 0B0",
     ),
     "more micro-batches than samples": (
         {"plan": mk.Plan.gpipe(2, 12)},

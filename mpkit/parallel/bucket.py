@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from mpkit.parallel.wire import Work
+    from mpkit.parallel.axis import Waiting
 
 __all__ = ["Bucket", "fill_buckets"]
 
@@ -37,7 +37,7 @@ class Bucket:
         parts = self.flat.split(sizes)
         self.views = {p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
         self.missing: set[nn.Parameter] = set()
-        self.work: Work | None = None
+        self.work: Waiting | None = None
 
     def begin(self) -> None:
         """A new step: all gradients zero, none there."""

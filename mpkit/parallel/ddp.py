@@ -2,7 +2,7 @@
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.
 
-    broadcast   at the start everybody takes rank 0's parameters and buffers
+    broadcast   at the start everybody takes the first one's parameters and buffers
     buckets     gradients lie in buckets of `bucket_mb`, in reverse order of use: the last layer's come first
     reduce      as soon as a bucket is full, its sum over ranks starts, and backward goes on
     wait        the step waits for what is still under way: the communication that backward could not hide
@@ -15,12 +15,14 @@ is sent.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mpkit.errors import MpkitError
+from mpkit.parallel.axis import Axis
 from mpkit.parallel.bucket import Bucket, fill_buckets
 from mpkit.parallel.replica import Replica
 from mpkit.parallel.stage import Stage
@@ -42,13 +44,22 @@ class DDP(Replica):
     Args:
         context: of this rank.
         plan: bucket_mb, unused, batchnorm.
-        stages: the model, on this rank's device.
+        stages: what it holds of the model, on this rank's device.
+        replicas: the ranks that hold the same.
+        late: parameters that several stages use, whose gradients are complete only after all backwards.
     """
 
-    def __init__(self, context: Context, plan: Plan, stages: dict[int, Stage]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        plan: Plan,
+        stages: dict[int, Stage],
+        replicas: Axis,
+        late: Collection[nn.Parameter] = (),
+    ) -> None:
         super().__init__(stages)
-        self._comm, self._ledger = context.comm, context.record.ledger
-        self._rank = context.rank
+        self._replicas, self._ledger = replicas, context.record.ledger
+        self._late = set(late)
         self._bucket_bytes = int(plan.bucket_mb * 2**20)
         self._allows_unused = plan.unused == "allow"
         self._names = {piece.parameter: piece.name for piece in self.pieces}
@@ -58,8 +69,8 @@ class DDP(Replica):
         self._rebuilt = False
         # ---- broadcast
         module = nn.ModuleList(stage.layers for stage in stages.values())
-        broadcast_all(context, module)
-        self._stateful = StatefulBuffers(context, plan, module)
+        broadcast_all(replicas, module)
+        self._stateful = StatefulBuffers(replicas, plan, module)
         # ---- buckets
         self._build([piece.parameter for piece in reversed(self.pieces)])
         for parameter in self._names:
@@ -71,7 +82,9 @@ class DDP(Replica):
             parameter.grad = None  # the old buckets go before the new ones come
         self._buckets: list[Bucket] = []
         self._order = order
-        self._buckets = fill_buckets(order, self._bucket_bytes)
+        early = [parameter for parameter in order if parameter not in self._late]
+        late = [parameter for parameter in order if parameter in self._late]
+        self._buckets = fill_buckets(early, self._bucket_bytes) + fill_buckets(late, self._bucket_bytes)
         self._of = {parameter: bucket for bucket in self._buckets for parameter in bucket.views}
         for bucket in self._buckets:
             self._ledger.track(bucket.flat, "grads")
@@ -84,29 +97,30 @@ class DDP(Replica):
     def lay_out(self, names: list[str]) -> None:
         """Take the buckets' order from an earlier training, which has seen a step."""
         place = {name: parameter for parameter, name in self._names.items()}
-        if sorted(names) == sorted(place):
+        mine = [name for name in names if name in place]  # the others are other stages'
+        if len(mine) == len(place):
             self._rebuilt = True
-            self._build([place[name] for name in names])
+            self._build([place[name] for name in mine])
 
     # ---- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Take rank 0's buffers where they changed; zero the buckets."""
+        """Take the first replica's buffers where they changed; zero the buckets."""
         self._stateful.synchronize()
         self._came.clear()
         self._next = 0  # the bucket whose turn it is
         for bucket in self._buckets:
             bucket.begin()
 
-    def before_backward(self, last: bool) -> None:
-        """Only the last backward's gradients are sent."""
+    def before_backward(self, last: bool, stage: int = 0) -> None:
+        """Only the gradients of a stage's last backward are sent."""
         self._sends = last
 
     def _arrived(self, parameter: Tensor) -> None:
         """Autograd has added a gradient into its bucket."""
         assert isinstance(parameter, nn.Parameter)
         self._came[parameter] = None
-        if self._sends:
+        if self._sends and parameter not in self._late:
             self._of[parameter].missing.discard(parameter)
             # ---- reduce, in the buckets' order, which is the same on every rank
             while self._next < len(self._buckets) and not self._buckets[self._next].missing:
@@ -114,7 +128,7 @@ class DDP(Replica):
 
     def _reduce(self) -> None:
         bucket = self._buckets[self._next]
-        bucket.work = self._comm.all_reduce(bucket.flat, async_op=True)
+        bucket.work = self._replicas.start_all_reduce(bucket.flat)
         self._next += 1
 
     def finish(self) -> None:
@@ -142,20 +156,20 @@ class DDP(Replica):
     def _drop_unused(self) -> None:
         """What no rank used has no gradient, as in serial training: an optimizer then leaves it alone."""
         used = torch.tensor([parameter in self._came for parameter in self._order], dtype=torch.int32)
-        used = self._comm.all_reduce(used.to(self._buckets[0].flat.device)) if self._buckets else used
+        used = self._replicas.all_reduce(used.to(self._buckets[0].flat.device)) if self._buckets else used
         for parameter, count in zip(self._order, used.tolist(), strict=True):
             if count == 0:
                 parameter.grad = None
 
     def _rebuild(self) -> None:
-        """Buckets in the order in which rank 0's gradients came. This step's gradients move with them."""
+        """Buckets in the order in which the first replica's gradients came. This step's gradients move with them."""
         place = {parameter: i for i, parameter in enumerate(self._order)}
         came = [place[p] for p in self._came]
         rest = [i for i in range(len(self._order)) if self._order[i] not in self._came]
         order = torch.tensor(came + rest, device=self._buckets[0].flat.device) if self._buckets else None
         if order is None:
             return
-        indices = self._comm.broadcast(order).tolist()
+        indices = self._replicas.broadcast(order).tolist()
         if indices == list(range(len(indices))):
             return
         old = {parameter: parameter.grad for parameter in self._order}
@@ -166,13 +180,13 @@ class DDP(Replica):
     # ---- the end ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole state on rank 0, nothing on the others, which have the same."""
+        """The state on the first replica, nothing on the others, which have the same."""
         self._stateful.synchronize()
-        return super().state_dict() if self._rank == 0 else {}
+        return super().state_dict() if self._replicas.index == 0 else {}
 
 
-def broadcast_all(context: Context, module: nn.Module) -> None:
-    """Give everybody rank 0's parameters and buffers, in few broadcasts, none of which holds much memory."""
+def broadcast_all(replicas: Axis, module: nn.Module) -> None:
+    """Give everybody the first one's parameters and buffers, in few broadcasts, none of which holds much memory."""
     groups: list[list[Tensor]] = []
     open_groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in (*module.parameters(), *module.buffers()):
@@ -183,7 +197,7 @@ def broadcast_all(context: Context, module: nn.Module) -> None:
         group.append(tensor.detach())
     for group in groups:
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        context.comm.broadcast(flat)
+        replicas.broadcast(flat)
         for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
             tensor.copy_(part.view_as(tensor))
 

@@ -62,12 +62,12 @@ class Masters:
         """What the optimizer updates in place of the piece."""
         return self._of[piece] if self.copies else piece.held
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self) -> dict[Piece, Tensor]:
         """Give each master its gradient; returns those there are."""
         if self.copies:
             self._bring_gradients()
-        found = [self.of(piece).grad for piece in self._pieces]
-        return [gradient for gradient in found if gradient is not None]
+        found = ((piece, self.of(piece).grad) for piece in self._pieces)
+        return {piece: gradient for piece, gradient in found if gradient is not None}
 
     def _bring_gradients(self) -> None:
         nbytes = sum(piece.held.grad.nbytes for piece in self._pieces if piece.held.grad is not None)

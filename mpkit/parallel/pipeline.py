@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from mpkit.parallel.anymodel.work import PartWork
+from mpkit.parallel.axis import MeshAxes
 from mpkit.parallel.feed import MicroBatch
 from mpkit.parallel.job import Route, TrainJob
 from mpkit.parallel.mail import Mail
@@ -59,6 +60,7 @@ class Pipeline:
     Args:
         context: of this rank.
         job: what to train, and how.
+        axes: of the mesh; the ranks of a pipeline are a line along pp.
         replica: what this rank holds; told when gradients are about to come.
 
     Attributes:
@@ -66,11 +68,11 @@ class Pipeline:
         tells: whether this rank computes the loss, which the others are told.
     """
 
-    def __init__(self, context: Context, job: TrainJob, replica: Replica) -> None:
+    def __init__(self, context: Context, job: TrainJob, axes: MeshAxes, replica: Replica) -> None:
         self._job, self._replica = job, replica
         schedule = lower(build(job.plan))
-        self._row = schedule.rows[job.plan.mesh.place(context.rank).pp]
-        self._last_backward = max((i for i, a in enumerate(self._row) if a.kind in LAST_HALF), default=-1)
+        self._row = schedule.rows[axes.place.pp]
+        self._last_backwards = {a.stage: i for i, a in enumerate(self._row) if a.kind in LAST_HALF}
         split = {
             s: [a.microbatch for a in self._row if a.kind == "I" and a.stage == s] for s in replica.stages
         }
@@ -79,7 +81,8 @@ class Pipeline:
         self._last = schedule.stages - 1
         self.tells = self._last in replica.stages
         self.loss_scale = 1.0
-        self._mail = Mail(context, schedule.stage_to_rank, schedule.microbatches)
+        rank_of = tuple(axes.of("pp").ranks[place] for place in schedule.stage_to_rank)
+        self._mail = Mail(context, rank_of, schedule.microbatches)
         self._microbatches: list[MicroBatch] = []
         self._loss: list[Tensor] = []  # the micro-batches' shares
         self._tells_early = context.comm.by_name
@@ -106,7 +109,10 @@ class Pipeline:
         # ---- execute
         for i, action in enumerate(self._row):
             if action.kind in LAST_HALF:
-                self._replica.before_backward(last=i == self._last_backward)
+                last = i == self._last_backwards[action.stage]
+                self._replica.before_backward(last, action.stage)
+                if action.kind == "W":
+                    self._replica.before_weight_grads(action.stage)
             self._execute(action)
         # ---- tell
         if self.tells and not self._tells_early:

@@ -2,7 +2,7 @@
 
 This one keeps in step with nobody: serial training, and a pipeline's stages. The others have the same methods:
 
-    ddp      every rank holds everything; gradients are summed
+    ddp      every replica holds everything; gradients are summed
     dp       rank 0 holds everything, and lends it to the others for each batch
     zero     what they would all hold alike is sharded (`mpkit.parallel.zero`)
 
@@ -11,7 +11,8 @@ A step calls them in this order:
     begin_step           drop or zero the gradients
     before_backward      before each backward; told when it is its stage's last, after which gradients are complete
     after_backward       after each
-    after_input_grads    after the first half of one that is done in two
+    after_input_grads    of a backward in two halves, after the first; its second half is between before_backward (and
+    before_weight_grads) and after_backward
     finish               wait until the gradients of `pieces` are those of the whole batch
     updated              the optimizer has changed `pieces`: bring the model's parameters up to date
 """
@@ -63,10 +64,10 @@ class Replica:
 
     Attributes:
         pieces: what this rank updates.
-        shares_alone: whether a sum over this rank's pieces is the sum over the model (and not a part of it).
+        divided: whether replicas update different pieces (and not the same ones, each for itself).
     """
 
-    shares_alone = True
+    divided = False
 
     def __init__(self, stages: dict[int, Stage]) -> None:
         self.stages = stages
@@ -108,6 +109,9 @@ class Replica:
 
     def after_input_grads(self) -> None:
         """I is over: what only it needed may go."""
+
+    def before_weight_grads(self, stage: int) -> None:
+        """W begins."""
 
     def finish(self) -> None:
         """Wait until each piece's gradient is that of the whole batch."""

@@ -185,6 +185,7 @@ class StageWork:
         del outputs, gradients
         kept.saved.halve()
         track(kept.weight_grads.held(), self._record)
+        self._replica.after_input_grads()
         self._record.end(op)
         return of_inputs
 

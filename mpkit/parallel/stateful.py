@@ -1,20 +1,16 @@
 """Buffers that a forward writes into, such as BatchNorm's running means, kept the same on all ranks.
 
-Which buffers those are shows when they have been written into. As torch's DDP does, everybody takes rank 0's before
-the next step. Those of a BatchNorm whose statistics are over the whole batch are equal without being sent.
+Which buffers those are shows when they have been written into. As torch's DDP does, everybody takes the first one's
+before the next step. Those of a BatchNorm whose statistics are over the whole batch are equal without being sent.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mpkit.parallel.axis import Axis
 from mpkit.plan import Plan
-
-if TYPE_CHECKING:
-    from mpkit.launch.context import Context
 
 __all__ = ["StatefulBuffers", "unequal_buffers"]
 
@@ -31,16 +27,22 @@ def unequal_buffers(plan: Plan, module: nn.Module) -> list[Tensor]:
 
 
 class StatefulBuffers:
-    """The buffers of a module, and which of them change."""
+    """The buffers of a module, and which of them change.
 
-    def __init__(self, context: Context, plan: Plan, module: nn.Module) -> None:
-        self._comm = context.comm
+    Args:
+        replicas: who has the same module.
+        plan: batchnorm.
+        module: on this rank.
+    """
+
+    def __init__(self, replicas: Axis, plan: Plan, module: nn.Module) -> None:
+        self._replicas = replicas
         self._buffers = unequal_buffers(plan, module)
         self._versions = [buffer._version for buffer in self._buffers]
 
     def synchronize(self) -> None:
-        """Take rank 0's values of those that changed since the last time; every rank calls it."""
+        """Take the first replica's values of those that changed since the last time; every rank calls it."""
         for i, buffer in enumerate(self._buffers):
             if buffer._version != self._versions[i]:
-                self._comm.broadcast(buffer)
+                self._replicas.broadcast(buffer)
                 self._versions[i] = buffer._version

@@ -7,6 +7,9 @@ of the gradients, and gives it to checkpoints. The others *borrow* it.
     update    the owner alone
     lend      the owner sends the new weight to each borrower
 
+That is about the ranks of one pipeline. Each of them may have replicas, which sum their gradients before, and under
+ZeRO hold shards: then these are what is sent, summed and lent, and replicas gather them after.
+
 So a step sends twice a weight for each borrower, as an all-reduce of the gradients would (Narayanan et al., "Efficient
 Large-Scale Language Model Training on GPU Clusters", SC 2021, do that for embeddings), and the optimizer's states
 exist once.
@@ -14,6 +17,8 @@ exist once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
     from mpkit.launch.context import Context
     from mpkit.parallel.job import Shared
 
-__all__ = ["Tied"]
+__all__ = ["Tied", "late_parameters"]
 
 
 class Tied(Replica):
@@ -35,59 +40,56 @@ class Tied(Replica):
     Args:
         context: of this rank.
         shared: the tied weights of the model, the same on every rank.
-        rank_of: the rank that holds each stage.
-        stages: this rank's.
+        rank_of: the rank that holds each stage, of those that this one is in a pipeline with.
+        inner: how this rank's stages are kept in step with their replicas. Where these divide a tied weight, owner and
+            borrowers divide it alike (`late`), so that what is exchanged are shards.
     """
 
-    shares_alone = False
-
     def __init__(
-        self, context: Context, shared: list[Shared], rank_of: tuple[int, ...], stages: dict[int, Stage]
+        self, context: Context, shared: list[Shared], rank_of: Sequence[int], inner: Replica
     ) -> None:
-        super().__init__(stages)
-        self._comm, self._ledger = context.comm, context.record.ledger
-        mine = named_parameters(stages)
-        self._owned: list[tuple[str, nn.Parameter, list[int]]] = []  # tag, weight, borrowers
-        self._borrowed: list[tuple[str, nn.Parameter, int]] = []  # tag, weight, owner
+        super().__init__(inner.stages)
+        self._comm, self._device, self._ledger = context.comm, context.device, context.record.ledger
+        self._inner, self.divided = inner, inner.divided
+        mine = {piece.name: piece for piece in (*inner.pieces, *inner.frozen())}
+        self._owned: list[tuple[str, Piece, list[int]]] = []  # tag, weight, borrowers
+        self._borrowed: list[tuple[str, Piece, int]] = []  # tag, weight, owner
         for number, weight in enumerate(shared):
             owner, *borrowers = dict.fromkeys(rank_of[stage] for stage in weight.names)
-            name = next((name for stage, name in weight.names.items() if stage in stages), None)
+            name = next((name for stage, name in weight.names.items() if stage in inner.stages), None)
             if name is None or not borrowers:
                 continue
             if owner == context.rank:
                 self._owned.append((str(number), mine[name], borrowers))
             else:
                 self._borrowed.append((str(number), mine[name], owner))
-        elsewhere = {parameter for _, parameter, _ in self._borrowed}
-        self.pieces = [piece for piece in self.pieces if piece.parameter not in elsewhere]
+        elsewhere = {piece for _, piece, _ in self._borrowed}
+        self.pieces = [piece for piece in inner.pieces if piece not in elsewhere]
         self._elsewhere, self._lent = elsewhere, False
 
     def frozen(self) -> list[Piece]:
         """What this rank owns of the parameters that are not trained."""
-        return [piece for piece in super().frozen() if piece.parameter not in self._elsewhere]
+        return [piece for piece in self._inner.frozen() if piece not in self._elsewhere]
 
-    def begin_step(self) -> None:
-        """Drop the gradients of the step before."""
-        super().begin_step()
-        for parameter in self._elsewhere:
-            parameter.grad = None
+    # ---- sum and lend -------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Sum the gradients of each tied weight on its owner."""
+        self._inner.finish()
         arriving = [
-            (parameter, self._comm.irecv(self._empty(parameter), rank, f"G{tag}"))
-            for tag, parameter, borrowers in self._owned
-            if parameter.requires_grad
+            (piece.held, self._comm.irecv(self._empty(piece), rank, f"G{tag}"))
+            for tag, piece, borrowers in self._owned
+            if piece.parameter.requires_grad
             for rank in borrowers
         ]
         leaving = [
-            self._comm.isend(_gradient(parameter), owner, f"G{tag}")
-            for tag, parameter, owner in self._borrowed
-            if parameter.requires_grad
+            self._comm.isend(_gradient(piece.held).to(self._device), owner, f"G{tag}")
+            for tag, piece, owner in self._borrowed
+            if piece.parameter.requires_grad
         ]
-        for parameter, work in arriving:
-            gradient = work.wait()
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        for held, work in arriving:
+            gradient = work.wait().to(held.device)
+            held.grad = gradient if held.grad is None else held.grad.add_(gradient)
         for work in leaving:
             work.wait()
 
@@ -95,29 +97,83 @@ class Tied(Replica):
     def updated(self) -> None:
         """Lend the new weights to the borrowers; the first time those that are not trained too."""
         leaving = [
-            self._comm.isend(parameter, rank, f"U{tag}")
-            for tag, parameter, borrowers in self._owned
-            if parameter.requires_grad or not self._lent
+            self._comm.isend(piece.held.to(self._device), rank, f"U{tag}")
+            for tag, piece, borrowers in self._owned
+            if piece.parameter.requires_grad or not self._lent
             for rank in borrowers
         ]
         arriving = [
-            (parameter, self._comm.irecv(self._empty(parameter), owner, f"U{tag}"))
-            for tag, parameter, owner in self._borrowed
-            if parameter.requires_grad or not self._lent
+            (piece.held, self._comm.irecv(self._empty(piece), owner, f"U{tag}"))
+            for tag, piece, owner in self._borrowed
+            if piece.parameter.requires_grad or not self._lent
         ]
         self._lent = True
-        for parameter, work in arriving:
-            parameter.copy_(work.wait())
+        for held, work in arriving:
+            held.copy_(work.wait())
         for work in leaving:
             work.wait()
+        self._inner.updated()
 
-    def _empty(self, parameter: nn.Parameter) -> Tensor:
+    def _empty(self, piece: Piece) -> Tensor:
         """Room for what comes, for a moment."""
-        buffer = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+        buffer = torch.empty(piece.held.shape, dtype=piece.held.dtype, device=self._device)
         self._ledger.track(buffer, "buffers")
         return buffer
 
+    # ---- the rest is as if nothing were tied ----------------------------------------------------------------
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+    @property
+    def layout(self) -> list[str]:
+        """As it is without ties."""
+        return self._inner.layout
+
+    def lay_out(self, names: list[str]) -> None:
+        """As without ties."""
+        self._inner.lay_out(names)
+
+    def begin_step(self) -> None:
+        """As without ties."""
+        self._inner.begin_step()
+
+    def before_backward(self, last: bool, stage: int = 0) -> None:
+        """As without ties."""
+        self._inner.before_backward(last, stage)
+
+    def after_backward(self) -> None:
+        """As without ties."""
+        self._inner.after_backward()
+
+    def after_input_grads(self) -> None:
+        """As without ties."""
+        self._inner.after_input_grads()
+
+    def before_weight_grads(self, stage: int) -> None:
+        """As without ties."""
+        self._inner.before_weight_grads(stage)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """As without ties."""
+        with self._inner.gathered():
+            yield
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As without ties: borrowers know the weight by names of their own."""
+        return self._inner.state_dict()
+
+
+def late_parameters(stages: dict[int, Stage], shared: list[Shared]) -> list[nn.Parameter]:
+    """The parameters whose gradients come from several stages, here or elsewhere.
+
+    Args:
+        stages: this rank's.
+        shared: the tied weights of the model.
+    """
+    mine = named_parameters(stages)
+    names = {name for weight in shared for stage, name in weight.names.items() if stage in stages}
+    return [parameter for name, parameter in mine.items() if name in names]
+
+
+def _gradient(held: nn.Parameter) -> Tensor:
     """A stage that did not use the weight in this step has no gradient to add."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return torch.zeros_like(held) if held.grad is None else held.grad

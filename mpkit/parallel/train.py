@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mpkit.models.chain import layers_of, prefix_of
 from mpkit.parallel.anymodel.part import place_parts
+from mpkit.parallel.axis import MeshAxes
 from mpkit.parallel.checkpoint import Checkpoints
 from mpkit.parallel.ddp import DDP
 from mpkit.parallel.deal import Deal
@@ -26,7 +27,7 @@ from mpkit.parallel.pipeline import Pipeline
 from mpkit.parallel.replica import Replica
 from mpkit.parallel.stage import PRECISIONS, Stage
 from mpkit.parallel.sync_batchnorm import over_whole_batch
-from mpkit.parallel.tied import Tied
+from mpkit.parallel.tied import Tied, late_parameters
 from mpkit.parallel.update import Update
 from mpkit.parallel.zero import Zero
 from mpkit.record.hooks import watch
@@ -62,17 +63,18 @@ class Training:
         torch.manual_seed(job.seed + context.rank)
         self._record, self._job = context.record, job
         # ---- place
-        stages, self.rest = _place(context, job)
+        axes = MeshAxes(context.comm, context.device, job.plan.mesh)
+        stages, self.rest = _place(context, job, axes)
         wide = _narrow(job, stages)
-        self.replica = make_replica(context, job, stages)
-        self.update = Update(context, job, self.replica, wide)
+        self.replica = make_replica(context, job, axes, stages)
+        self.update = Update(context, job, axes, self.replica, wide)
         _watch(context, job, stages)
         self.pipeline: Pipeline | DP
         self.feed: Feed
         if isinstance(self.replica, DP):  # which lays out the whole step, not only what becomes of gradients
             self.pipeline, self.feed = self.replica, Deal(context, job)
         else:
-            self.pipeline = Pipeline(context, job, self.replica)
+            self.pipeline = Pipeline(context, job, axes, self.replica)
             self.feed = Feed(context, job, needed=self.pipeline.takes_data)
         self._told = False
         self._checkpoints = Checkpoints(context, job, self)
@@ -96,18 +98,20 @@ class Training:
         return self.rest | self.replica.state_dict()
 
 
-def make_replica(context: Context, job: TrainJob, stages: dict[int, Stage]) -> Replica:
+def make_replica(context: Context, job: TrainJob, axes: MeshAxes, stages: dict[int, Stage]) -> Replica:
     """How this rank keeps in step with those that hold the same."""
-    if job.plan.zero:
-        return Zero(context, job.plan, stages)
-    if job.plan.dp > 1 and job.plan.data_parallel == "dp":
+    plan, replicas = job.plan, axes.of("dp", "cp")
+    if replicas.size > 1 and plan.data_parallel == "dp":
         return DP(context, job, stages)
-    if job.plan.dp > 1:
-        return DDP(context, job.plan, stages)
-    if job.shared:
-        return Tied(context, job.shared, build(job.plan).stage_to_rank, stages)
+    late = late_parameters(stages, job.shared)
     replica = Replica(stages)
-    replica.shares_alone = job.plan.pp == 1
+    if plan.zero:
+        replica = Zero(context, plan, stages, replicas, late)
+    elif replicas.size > 1:
+        replica = DDP(context, plan, stages, replicas, late)
+    if job.shared:
+        rank_of = [axes.of("pp").ranks[place] for place in build(plan).stage_to_rank]
+        replica = Tied(context, job.shared, rank_of, replica)
     return replica
 
 
@@ -124,13 +128,13 @@ def _narrow(job: TrainJob, stages: dict[int, Stage]) -> dict[nn.Parameter, Tenso
     return wide
 
 
-def _place(context: Context, job: TrainJob) -> tuple[dict[int, Stage], dict[str, Tensor]]:
+def _place(context: Context, job: TrainJob, axes: MeshAxes) -> tuple[dict[int, Stage], dict[str, Tensor]]:
     """This rank's stages by number; and what of the model's state is in no layer, which stays as it is."""
     model, job.model = job.model, None  # the other ranks' layers are let go
     assert model is not None
     if job.plan.dp > 1 and job.plan.batchnorm == "sync":
-        over_whole_batch(model, context.comm)
-    numbers = build(job.plan).stages_of(job.plan.mesh.place(context.rank).pp)
+        over_whole_batch(model, axes.of("dp"))
+    numbers = build(job.plan).stages_of(axes.place.pp)
     if job.opened is not None:
         return place_parts(model, job.opened, numbers, context.device, PRECISIONS.get(job.plan.precision))
     layers = layers_of(model)
@@ -143,7 +147,7 @@ def _place(context: Context, job: TrainJob) -> tuple[dict[int, Stage], dict[str,
         stages[number] = Stage(
             number, [layers[i] for i in held], context.device, in_place=any(in_place[i] for i in held)
         )
-    return stages, rest if 0 in stages and context.rank == 0 else {}
+    return stages, rest if context.rank == 0 else {}
 
 
 def _watch(context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:

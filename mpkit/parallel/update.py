@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mpkit.parallel.axis import MeshAxes
 from mpkit.parallel.job import TrainJob
 from mpkit.parallel.masters import Masters
 from mpkit.parallel.replica import Piece, Replica
@@ -36,6 +37,7 @@ class Update:
     Args:
         context: of this rank.
         job: its optimizer, plan, max_grad_norm and lr_schedule.
+        axes: of the mesh.
         replica: whose pieces are updated.
         wide: parameters as they were before they were cast to 16 bits, whole.
 
@@ -47,10 +49,18 @@ class Update:
     """
 
     def __init__(
-        self, context: Context, job: TrainJob, replica: Replica, wide: Mapping[nn.Parameter, Tensor]
+        self,
+        context: Context,
+        job: TrainJob,
+        axes: MeshAxes,
+        replica: Replica,
+        wide: Mapping[nn.Parameter, Tensor],
     ) -> None:
         self._comm, self._device = context.comm, context.device
         self._replica = replica
+        # Who together updates each element of the model once: the ranks of one model, of all if replicas divide it.
+        self._together = axes.of("pp", "tp", *(("dp", "cp") if replica.divided else ()))
+        self._first_of_tp = axes.place.tp == 0
         self._limit, self._schedule = job.max_grad_norm, job.lr_schedule
         self.masters = Masters(context, job.plan, replica.pieces, wide)
         self.scaler = LossScaler(enabled=job.plan.precision == "fp16")
@@ -103,7 +113,7 @@ class Update:
                 self.skipped += 1
                 self.masters.drop_gradients()
                 return
-            for gradient in gradients:
+            for gradient in gradients.values():
                 gradient.div_(scale)
         # ---- clip
         if self._limit is not None:
@@ -115,25 +125,26 @@ class Update:
         self.masters.renew()
         self._replica.updated()
 
-    def _finite_everywhere(self, gradients: list[Tensor]) -> bool:
-        mine = all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+    def _finite_everywhere(self, gradients: Mapping[Piece, Tensor]) -> bool:
+        mine = all(bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
         flag = torch.tensor([0.0 if mine else 1.0], device=self._device)
         return self._comm.all_reduce(flag, op="max").item() == 0.0
 
-    def _clip(self, gradients: list[Tensor], limit: float) -> None:
+    def _clip(self, gradients: Mapping[Piece, Tensor], limit: float) -> None:
         """Global norm clipping (Pascanu et al. 2013): all gradients times min(1, limit / their norm together).
 
-        With the 1e-6 that torch.nn.utils.clip_grad_norm_ adds to the norm.
+        With the 1e-6 that torch.nn.utils.clip_grad_norm_ adds to the norm. What all tensor-parallel ranks hold alike
+        counts on the first of them.
         """
         square = torch.zeros(1, dtype=torch.float64, device=self._device)
-        for gradient in gradients:
-            square += gradient.to(torch.float64).square().sum().to(self._device)
-        if not self._replica.shares_alone:
-            self._comm.all_reduce(square)
+        for piece, gradient in gradients.items():
+            if piece.shard is not None or self._first_of_tp:
+                square += gradient.to(torch.float64).square().sum().to(self._device)
+        self._together.all_reduce(square)
         self.norm = square.sqrt().item()
         factor = limit / (self.norm + 1e-6)
         if isfinite(self.norm) and factor < 1.0:
-            for gradient in gradients:
+            for gradient in gradients.values():
                 gradient.mul_(factor)
 
 

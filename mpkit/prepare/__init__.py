@@ -6,6 +6,7 @@
     count       FLOPs and bytes, layer by layer
     stages      where a chain is cut
     opened      where any other model is
+    unwise      what works, and costs more than it need
     resume      checkpoints: where they go, and whether one can be gone on from
 
 All of this happens in the caller's process, and leaves the caller's model and random state as they are.
@@ -38,6 +39,7 @@ from mpkit.prepare.elementwise import check_elementwise
 from mpkit.prepare.opened import open_for_draws, open_model
 from mpkit.prepare.resume import check_saving, facts_of, find_checkpoint, take_up
 from mpkit.prepare.stages import check_gathered, cut_stages, shared_weights
+from mpkit.prepare.unwise import warn_if_unwise
 
 __all__ = ["TrainJob", "prepare"]
 
@@ -90,6 +92,7 @@ def prepare(
     steps, seed = check_integers(steps, seed)
     check_loss(loss)
     check_update(max_grad_norm, lr_schedule, steps)
+    warn_if_unwise(plan)
     model = _on_cpu(model)
     layers = layers_of(model)
     with quiet():
@@ -103,11 +106,10 @@ def prepare(
             replicas=plan.dp, precision=plan.precision, whole_statistics=plan.dp > 1 and plan.batchnorm == "sync",
         )  # fmt: skip
         opened = None
-        if plan.dp == 1 and not plan.zero and not is_chain(model):
-            if opens:
-                opened = open_model(model, sizes, plan, loss, relays=not by_name)
-            else:
-                opened = open_for_draws(model, sizes, plan, loss)
+        if opens:
+            opened = open_model(model, sizes, plan, loss, relays=not by_name)
+        elif plan.dp == 1 and not plan.zero and not is_chain(model):
+            opened = open_for_draws(model, sizes, plan, loss)
         if opened is None:
             stages = cut_stages([name for name, _ in layers], next(iter(numbers.values()))[:-1], plan)
             shared = shared_weights(layers, stages)
@@ -128,7 +130,7 @@ def prepare(
         "batch_size": batches.size(0),
         "parameters": sum(parameter.numel() for parameter in parameters),
         "dtype": str(_dtype(parameters, plan)).removeprefix("torch."),
-        "replicas": plan.dp if plan.data_parallel == "ddp" else 1,  # who each know a share of the loss
+        "replicas": _who_share_losses(plan),
         "steps": steps,
         "first_step": 0 if resume is None else resume.head.step,
         "seed": seed,
@@ -153,6 +155,13 @@ def prepare(
         shared=shared,
         opened=opened,
     )
+
+
+def _who_share_losses(plan: Plan) -> list[tuple[int, ...]]:
+    """The ranks of each replica, which all know its share of the loss; under DP rank 0 knows all of it."""
+    if plan.data_parallel == "dp":
+        return [tuple(range(plan.ranks))]
+    return plan.mesh.groups("pp", "tp")
 
 
 def _dtype(parameters: list[nn.Parameter], plan: Plan) -> torch.dtype:

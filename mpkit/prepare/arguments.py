@@ -84,10 +84,10 @@ def check_plan(plan: Any, ranks: int) -> None:
             f"{plan} is for {takes}, and the cluster has {ranks}: mk.Cluster(ranks={plan.ranks}) fits it{instead}"
         )
     split = next((a for row in build(plan).rows for a in row if a.kind in ("I", "W")), None)
-    if split is not None and (plan.zero or plan.data_parallel == "dp"):
+    if split is not None and plan.data_parallel == "dp":
         raise ValueError(
-            f"{plan}: the schedule splits its backward ({split}), and {'ZeRO' if plan.zero else 'DP'} gathers "
-            f"parameters for a whole one: write B for I and W, as in {Action('B', split.stage, split.microbatch)}"
+            f"{plan}: the schedule splits its backward ({split}), and DP lends parameters for a whole one: write B for "
+            f"I and W, as in {Action('B', split.stage, split.microbatch)}"
         )
 
 

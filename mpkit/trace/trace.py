@@ -41,23 +41,24 @@ class Trace:
     def losses(self) -> list[float]:
         """The loss of every step, the first one being meta["first_step"]; nan for a step of unknown loss.
 
-        The first rank's that knows it; where replicas share a batch, each knows its share, and all are summed. A
-        step under way counts once its loss is known.
+        The first rank's that knows it. Where replicas share a batch (meta["replicas"], the ranks of each), each knows
+        its share, and all are summed. A step under way counts once its loss is known.
         """
-        shares = int(self.meta.get("replicas", 1))
-        found: dict[int, list[float]] = {}
+        replicas = self.meta.get("replicas", [range(len(self.ranks))])
+        replica_of = {rank: i for i, ranks in enumerate(replicas) for rank in ranks}
+        found: dict[int, dict[int, float]] = {}  # by step, by replica
         first = int(self.meta.get("first_step", 0))
-        for rank in self.ranks:
+        for number, rank in enumerate(self.ranks):
             steps = rank.ops[rank.ops["kind"] == Kind.STEP]
             for step in steps[(steps["end"] > 0) | ~np.isnan(steps["value"])]:
-                known = found.setdefault(int(step["step"]), [])
-                if not np.isnan(step["value"]) and len(known) < shares:
-                    known.append(float(step["value"]))
+                known = found.setdefault(int(step["step"]), {})
+                if not np.isnan(step["value"]):
+                    known.setdefault(replica_of[number], float(step["value"]))
         losses = [
-            sum(known) if len(known) == shares else np.nan
-            for known in (found.get(step, []) for step in range(first, 1 + max(found, default=-1)))
+            sum(known[i] for i in sorted(known)) if len(known) == len(replicas) else np.nan
+            for known in (found.get(step, {}) for step in range(first, 1 + max(found, default=-1)))
         ]
-        while shares > 1 and losses and np.isnan(losses[-1]):  # some replicas are ahead of others
+        while len(replicas) > 1 and losses and np.isnan(losses[-1]):  # some replicas are ahead of others
             losses.pop()
         return losses
 

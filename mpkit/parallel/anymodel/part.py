@@ -9,7 +9,7 @@ Since the forward runs as it is written, control flow on the model's inputs work
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from mpkit.parallel.microbatch import Value as Data
 from mpkit.parallel.randomness import Draws
 from mpkit.parallel.stage import Stage, call
 
-__all__ = ["Part", "place_parts"]
+__all__ = ["Loose", "Part", "place_parts"]
 
 
 def place_parts(
@@ -102,11 +102,18 @@ class Skeleton:
 
 
 class Loose(nn.Module):
-    """The parameters of a stage that belong to opened modules: a position embedding that the model adds itself."""
+    """The parameters of a stage that belong to opened modules: a position embedding that the model adds itself.
+
+    What is done while it is called may use them.
+    """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
         self.all = nn.ParameterList(parameters)
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        """Do it."""
+        return run()
 
 
 class Part(Stage):
@@ -120,8 +127,8 @@ class Part(Stage):
         blocks = [(name, skeleton.blocks[name]) for name in opened.placed[number]]
         self._parameters = {name: skeleton.parameters[name] for name in opened.held[number]}
         inside = {id(parameter) for _, block in blocks for parameter in block.parameters()}
-        loose = Loose([p for p in self._parameters.values() if id(p) not in inside])
-        super().__init__(number, [*blocks, ("loose parameters", loose)], skeleton.device)
+        self._loose = Loose([p for p in self._parameters.values() if id(p) not in inside])
+        super().__init__(number, [*blocks, ("loose parameters", self._loose)], skeleton.device)
         self._skeleton = skeleton
         self._state = [name for name, stage in opened.state.items() if stage == number]
 
@@ -149,6 +156,14 @@ class Part(Stage):
             received: what other stages made, in the order of the routes that end here.
             draws: the random numbers.
         """
+        found: tuple[Any, tuple[Tensor, ...]] = self._loose(
+            lambda: self._run(division, data, received, draws)
+        )
+        return found
+
+    def _run(
+        self, division: Division, data: Data, received: tuple[Tensor, ...], draws: Draws
+    ) -> tuple[Any, tuple[Tensor, ...]]:
         arriving = (route for route in division.routes if route.target == self.number)
         numbers = [division.outputs[route.source][i] for route in arriving for i in route.which]
         known = dict(zip(numbers, received, strict=True))

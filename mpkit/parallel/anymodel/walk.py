@@ -108,7 +108,7 @@ def prepare_modules(model: nn.Module, opened: Iterable[str], blocks: Iterable[st
     for name in opened:
         modules[name].forward = _as_written(name, modules[name].forward)
     for name in blocks:
-        modules[name].forward = _as_a_whole(Call(name, modules[name], modules[name].forward))
+        modules[name].forward = AsAWhole(Call(name, modules[name], modules[name].forward))
     return {name: modules[name] for name in blocks}
 
 
@@ -123,13 +123,43 @@ def _as_written(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _as_a_whole(call: Call) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if current_walk() is None:  # within another block, or outside of any walk
-            return call(*args, **kwargs)
-        return handle_torch_function(call, (), *args, **kwargs)
+class AsAWhole:
+    """What a block's forward is: it asks the walk, which does the call or passes it over."""
 
-    return run
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the block."""
+        if current_walk() is None:  # within another block, or outside of any walk
+            return self.call(*args, **kwargs)
+        return handle_torch_function(self.call, (), *args, **kwargs)
+
+
+def around_forward(
+    module: nn.Module, before: Callable[..., Any], after: Callable[[nn.Module, Any, Any], Any]
+) -> None:
+    """Do something before and after a module computes, as forward hooks do; of a block only where it really does.
+
+    Hooks of a block are called, with stand-ins, also where its call is passed over.
+
+    Args:
+        before, after: called with what hooks are: (module, inputs) and (module, inputs, output).
+    """
+    if not isinstance(module.forward, AsAWhole):
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+        return
+    call = module.forward.call
+    inner = call.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before(module, args)
+        output = inner(*args, **kwargs)
+        after(module, args, output)
+        return output
+
+    call.forward = forward
 
 
 def current_walk() -> Walk | None:

@@ -8,6 +8,8 @@ So each parameter is sent twice a step, and its gradient once: 3 psi instead of 
 7.2.2). No layer is asked what it does: hooks on modules and on their outputs do it. Autograd keeps, for the backward,
 views of the gathered memory; that is given back and taken again beneath them (`Flat`), so they see the same
 numbers.
+
+Where a backward is done in two halves, I is as a whole one, and for W the stage's parameters are gathered together.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.parallel.comm import Comm
-from mpkit.parallel.wire import Work
+from mpkit.parallel.anymodel.walk import around_forward
+from mpkit.parallel.axis import Axis, Waiting
 from mpkit.parallel.zero.flat import Flat
 from mpkit.parallel.zero.sharded import veil
 from mpkit.parallel.zero.units import Site
@@ -35,7 +37,8 @@ class Gathering:
     """Which parameters are whole at the moment.
 
     Args:
-        comm, record: of this rank.
+        replicas: who holds the other shards.
+        record: of this rank.
         sites: of the model, in order of use.
         flats: of all their parameters, with the shards filled.
         prefetch: how many sites ahead.
@@ -44,7 +47,7 @@ class Gathering:
 
     def __init__(
         self,
-        comm: Comm,
+        replicas: Axis,
         record: Recorder,
         sites: list[Site],
         flats: list[Flat],
@@ -52,22 +55,23 @@ class Gathering:
         prefetch: int,
         on_host: bool,
     ) -> None:
-        self._comm, self._record, self._on_host = comm, record, on_host
+        self._replicas, self._record, self._on_host = replicas, record, on_host
         self._prefetch = prefetch
         self._flats = flats
         of = {parameter: flat for flat in flats for parameter in flat.layout.parameters}
         # By site, in order of use; a flat once.
         self._needs = [list(dict.fromkeys(of[parameter] for parameter in site.uses)) for site in sites]
+        self._stage = [site.stage for site in sites]
         self._has_backward = [False] * len(sites)
         self._around: set[Flat] = set()  # of sites that others are within, while they are under way
-        self._whole: dict[Flat, Work | None] = {}  # gathered, or with what is under way
+        self._whole: dict[Flat, Waiting | None] = {}  # gathered, or with what is under way
         self._all = False  # inside `gathered`
         for flat in flats:
             flat.free()
             veil(flat.layout.parameters, sharded=True)
         for i, site in enumerate(sites):
-            site.module.register_forward_pre_hook(partial(self._before_forward, i, site.around))
-            site.module.register_forward_hook(partial(self._after_forward, i, site.around))
+            before = partial(self._before_forward, i, site.around)
+            around_forward(site.module, before, partial(self._after_forward, i, site.around))
 
     # ---- forward ------------------------------------------------------------------------------------------
 
@@ -88,19 +92,32 @@ class Gathering:
                 tensor.register_hook(partial(self._before_backward, i, around))
 
     def _next(self, i: int) -> list[int]:
-        return list(range(i + 1, min(i + 1 + self._prefetch, len(self._needs))))
+        ahead = range(i + 1, min(i + 1 + self._prefetch, len(self._needs)))
+        return [j for j in ahead if self._stage[j] == self._stage[i]]
 
     # ---- backward -----------------------------------------------------------------------------------------
 
     def _before_backward(self, i: int, around: bool, _gradient: Tensor) -> None:
         if not self._all:
             before = range(i - 1, max(i - 1 - self._prefetch, -1), -1)
-            self._gather(i, [j for j in before if self._has_backward[j]], around)
+            soon = [j for j in before if self._has_backward[j] and self._stage[j] == self._stage[i]]
+            self._gather(i, soon, around)
 
     def after_backward(self) -> None:
         """Free what the backward used last."""
         self._around.clear()
         self._keep(())
+
+    def gather_stage(self, stage: int) -> None:
+        """Have all that a stage of the model uses whole, until `after_backward`."""
+        needed = {flat for i, s in enumerate(self._stage) if s == stage for flat in self._needs[i]}
+        with torch.no_grad():
+            self._keep(needed)
+            for flat in self._flats:
+                if flat in needed:
+                    self._start(flat)
+            for flat in needed:
+                self._wait(flat)
 
     # ---- gather and free ----------------------------------------------------------------------------------
 
@@ -138,7 +155,7 @@ class Gathering:
             op = self._record.begin(Kind.COPY_TO_DEVICE, nbytes=shard.nbytes)
             shard = flat.mine.copy_(shard, non_blocking=True)
             self._record.end(op)
-        self._whole[flat] = self._comm.all_gather(shard, async_op=True, out=flat.whole)
+        self._whole[flat] = self._replicas.start_all_gather(shard, out=flat.whole)
 
     def _wait(self, flat: Flat) -> None:
         work = self._whole[flat]

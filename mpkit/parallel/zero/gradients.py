@@ -5,7 +5,9 @@
     free      when that is complete, the flat tensor goes; at most one is under way while the next one fills
 
 That is P_g. In stage 1 the flat tensors stay, and gradients accumulate in them until the last micro-batch; stages 2
-and 3 have nowhere to accumulate but in the shard, and so reduce in each micro-batch, as DeepSpeed does.
+and 3 have nowhere to accumulate but in the shard, and so reduce in each micro-batch, as DeepSpeed does. A rank of a
+pipeline may have several of the model's stages; a backward brings the gradients of one. A weight that several of them
+use accumulates in any case, and is reduced when all are done.
 
 Source: Rajbhandari et al. 2020, section 5.2: "as each gradient ... becomes available, we only reduce them on the data
 parallel process responsible for updating the corresponding parameters. After the reduction we no longer need the
@@ -20,9 +22,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from mpkit.parallel.comm import Comm
+from mpkit.parallel.axis import Axis, Waiting
 from mpkit.parallel.ddp import unused_error
-from mpkit.parallel.wire import Work
 from mpkit.parallel.zero.flat import Flat
 
 __all__ = ["Gradients"]
@@ -33,6 +34,8 @@ class _Unit:
     """A flat tensor of gradients.
 
     Attributes:
+        stage: of the model, whose backwards bring them; None: several stages'.
+        keeps_whole: gradients accumulate in it.
         missing: parameters whose gradient has not come in this backward.
         has_sum: the shard holds the sum of an earlier micro-batch.
         work: the reduction under way.
@@ -40,9 +43,11 @@ class _Unit:
     """
 
     flat: Flat
+    stage: int | None
+    keeps_whole: bool
     missing: set[nn.Parameter] = field(default_factory=set)
     has_sum: bool = False
-    work: Work | None = None
+    work: Waiting | None = None
     more: Tensor | None = None
 
 
@@ -50,8 +55,8 @@ class Gradients:
     """The gradients of parameters that require them.
 
     Args:
-        comm: of this rank.
-        flats: of gradients, in the order in which they come.
+        replicas: who shares the work.
+        flats: of gradients, in the order in which they come; each with the stage of the model that brings them.
         names: of the parameters, for errors.
         keeps_whole: stage 1.
         allows_unused: a parameter may be without a gradient.
@@ -59,23 +64,24 @@ class Gradients:
 
     def __init__(
         self,
-        comm: Comm,
-        flats: list[Flat],
+        replicas: Axis,
+        flats: list[tuple[Flat, int | None]],
         names: Mapping[nn.Parameter, str],
         *,
         keeps_whole: bool,
         allows_unused: bool,
     ) -> None:
-        self._comm, self._names = comm, names
+        self._replicas, self._names = replicas, names
         self._keeps_whole, self._allows_unused = keeps_whole, allows_unused
-        self._units = [_Unit(flat) for flat in flats]
+        self._units = [_Unit(flat, stage, keeps_whole or stage is None) for flat, stage in flats]
         self._place = {
             parameter: (unit, view)
             for unit in self._units
             for parameter, view in zip(unit.flat.layout.parameters, unit.flat.views, strict=True)
         }
         self._came: set[nn.Parameter] = set()
-        self._next = len(self._units)  # the unit whose turn it is; all are done
+        self._queue: list[_Unit] = []  # to be reduced, in this order
+        self._next = 0  # the unit of the queue whose turn it is
         self._sends = False
         for parameter in self._place:
             parameter.register_post_accumulate_grad_hook(self._arrived)
@@ -86,18 +92,24 @@ class Gradients:
         for unit in self._units:
             unit.has_sum = False
             unit.flat.drop()
-        if self._keeps_whole:
-            for parameter in self._place:
+        for parameter, (unit, _) in self._place.items():
+            if unit.keeps_whole:
                 parameter.grad = None
+        if self._keeps_whole:
+            self._await([unit for unit in self._units if unit.stage is not None])
 
-    def before_backward(self, last: bool) -> None:
+    def _await(self, units: list[_Unit]) -> None:
+        """These are to come next."""
+        self._queue, self._next = units, 0
+        for unit in units:
+            unit.missing = set(unit.flat.layout.parameters)
+
+    def before_backward(self, last: bool, stage: int) -> None:
         """A backward begins; its gradients are sent if they are complete, or if there is nowhere to keep them."""
         self.after_backward()
         self._sends = last or not self._keeps_whole
-        if self._sends:
-            self._next = 0
-            for unit in self._units:
-                unit.missing = set(unit.flat.layout.parameters)
+        if not self._keeps_whole:
+            self._await([unit for unit in self._units if unit.stage == stage])
 
     @torch.no_grad()
     def _arrived(self, parameter: Tensor) -> None:
@@ -109,29 +121,29 @@ class Gradients:
             assert parameter.grad is not None
             unit.flat.allocate()
             view.copy_(parameter.grad)
-            parameter.grad = view if self._keeps_whole else None
+            parameter.grad = view if unit.keeps_whole else None
         self._came.add(parameter)
-        if self._sends:
+        if self._sends and unit.stage is not None:
             unit.missing.discard(parameter)
             # ---- reduce, in an order that is the same on every rank
-            while self._next < len(self._units) and not self._units[self._next].missing:
+            while self._next < len(self._queue) and not self._queue[self._next].missing:
                 self._reduce()
 
     def _reduce(self) -> None:
-        unit = self._units[self._next]
+        unit = self._queue[self._next]
         unit.flat.allocate()
         for parameter in unit.missing:
-            if not (self._keeps_whole and parameter in self._came):  # if not of an earlier micro-batch
+            if not (unit.keeps_whole and parameter in self._came):  # if not of an earlier micro-batch
                 self._place[parameter][1].zero_()
         if not unit.has_sum:
             unit.flat.allocate_shard()
         unit.more = torch.empty_like(unit.flat.shard) if unit.has_sum else None
         out = unit.flat.shard if unit.more is None else unit.more
-        unit.work = self._comm.reduce_scatter(unit.flat.whole, async_op=True, out=out)
+        unit.work = self._replicas.start_reduce_scatter(unit.flat.whole, out=out)
         self._next += 1
         # ---- free the one before
         if self._next > 1:
-            self._complete(self._units[self._next - 2])
+            self._complete(self._queue[self._next - 2])
 
     def _complete(self, unit: _Unit) -> None:
         if unit.work is not None:
@@ -146,12 +158,15 @@ class Gradients:
     @torch.no_grad()
     def after_backward(self) -> None:
         """Send what is left: units with parameters that this backward had no gradient for."""
-        if self._sends:
-            while self._next < len(self._units):
-                self._reduce()
-            if not self._keeps_whole and self._units:
-                self._complete(self._units[-1])
-            self._sends = False
+        if self._sends and not self._keeps_whole:
+            self._reduce_rest()
+        self._sends = False
+
+    def _reduce_rest(self) -> None:
+        while self._next < len(self._queue):
+            self._reduce()
+        if self._queue:
+            self._complete(self._queue[-1])
 
     @torch.no_grad()
     def finish(self) -> set[nn.Parameter]:
@@ -163,12 +178,12 @@ class Gradients:
         missing = [name for parameter, name in self._names.items() if parameter not in self._came]
         if missing and not self._allows_unused:
             raise unused_error(missing)
-        self.after_backward()
-        if self._units:
-            self._complete(self._units[-1])
+        self._reduce_rest()
+        self._await([unit for unit in self._units if unit.stage is None])
+        self._reduce_rest()
         if not (self._allows_unused and self._units):
             return set()
         # What no rank used has no gradient, as in serial training.
         used = torch.tensor([parameter in self._came for parameter in self._place], dtype=torch.int32)
-        used = self._comm.all_reduce(used.to(self._units[0].flat.whole.device))
+        used = self._replicas.all_reduce(used.to(self._units[0].flat.whole.device))
         return {parameter for parameter, count in zip(self._place, used.tolist(), strict=True) if count == 0}

@@ -19,7 +19,7 @@ and a step goes through these phases:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.models.chain import layers_of
+from mpkit.parallel.axis import Axis
 from mpkit.parallel.replica import Piece, Replica, named_parameters
 from mpkit.parallel.stage import Stage
 from mpkit.parallel.stateful import StatefulBuffers
@@ -49,35 +50,46 @@ class Zero(Replica):
     Args:
         context: of this rank.
         plan: zero, offload, bucket_mb, prefetch, unused, batchnorm.
-        stages: the model, on this rank's device.
+        stages: what they hold of the model, on this rank's device.
+        replicas: the ranks that would hold the same.
+        late: parameters that several stages of the model use.
 
     Attributes:
         pieces: of every parameter that is trained this rank's part, maybe of no elements.
     """
 
-    shares_alone = False
+    divided = True
 
-    def __init__(self, context: Context, plan: Plan, stages: dict[int, Stage]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        plan: Plan,
+        stages: dict[int, Stage],
+        replicas: Axis,
+        late: Collection[nn.Parameter] = (),
+    ) -> None:
         super().__init__(stages)
-        self._comm, self._record, self._rank = context.comm, context.record, context.rank
+        self._replicas, self._record = replicas, context.record
         self._stage, self._on_host = plan.zero, plan.offload == "params"
         module = nn.ModuleList(stage.layers for stage in stages.values())
         sites = sites_of(stages)
-        # ---- flat tensors of parameters, as rank 0 has them
-        groups = group(sites, plan.zero, int(plan.bucket_mb * 2**20))
-        self._params = [self._flatten(parameters) for parameters in groups]
-        self._broadcast_rest(module, groups)
-        self._stateful = StatefulBuffers(context, plan, module)
+        # ---- flat tensors of parameters, as the first replica has them
+        units = group(sites, plan.zero, int(plan.bucket_mb * 2**20), set(late))
+        self._params = [self._flatten(unit.parameters) for unit in units]
+        self._broadcast_rest(module)
+        self._stateful = StatefulBuffers(replicas, plan, module)
         # ---- of their gradients
         ledger, keeps_whole = context.record.ledger, plan.zero == 1
-        trained = [flat for flat in self._params if flat.layout.parameters[0].requires_grad]
-        self._grads = []
-        for flat in trained:
-            self._grads.append(Flat(flat.layout, ledger, "grads", keeps_whole=keeps_whole))
-            self._grads[-1].drop()
+        self._grads: list[tuple[Flat, int | None]] = []
+        for unit, flat in zip(units, self._params, strict=True):
+            if unit.parameters[0].requires_grad:
+                accumulates = keeps_whole or unit.stage is None
+                gradients = Flat(flat.layout, ledger, "grads", keeps_whole=accumulates)
+                gradients.drop()
+                self._grads.append((gradients, unit.stage))
         self._divide()
         self._gradients = Gradients(
-            self._comm,
+            replicas,
             self._grads,
             {piece.parameter: piece.name for piece in self.pieces},
             keeps_whole=keeps_whole,
@@ -87,32 +99,32 @@ class Zero(Replica):
         self._gathering = None
         if plan.zero == 3:
             self._gathering = Gathering(
-                self._comm, self._record, sites, self._params, prefetch=plan.prefetch, on_host=self._on_host
+                replicas, self._record, sites, self._params, prefetch=plan.prefetch, on_host=self._on_host
             )
 
     def _flatten(self, parameters: list[nn.Parameter]) -> Flat:
         """Move parameters into a flat tensor, of which they become views."""
-        layout = Layout(parameters, self._rank, self._comm.world_size)
+        layout = Layout(parameters, self._replicas.index, self._replicas.size)
         flat = Flat(layout, self._record.ledger, "params", keeps_whole=self._stage < 3, on_host=self._on_host)
         for parameter, view in zip(parameters, flat.views, strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
         flat.whole[layout.numel :] = 0
-        self._comm.broadcast(flat.whole)
+        self._replicas.broadcast(flat.whole)
         flat.shard.copy_(flat.mine)
         flat.free()
         return flat
 
-    def _broadcast_rest(self, module: nn.Module, groups: list[list[nn.Parameter]]) -> None:
-        """Everybody takes rank 0's buffers, and parameters that are not sharded."""
-        sharded = {parameter for parameters in groups for parameter in parameters}
+    def _broadcast_rest(self, module: nn.Module) -> None:
+        """Everybody takes the first replica's buffers, and parameters that are not sharded."""
+        sharded = {parameter for flat in self._params for parameter in flat.layout.parameters}
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor not in sharded:
-                self._comm.broadcast(tensor.detach())
+                self._replicas.broadcast(tensor.detach())
 
     def _divide(self) -> None:
         """Put this rank's parts in the place of whole parameters."""
-        gradients_of = {id(grads.layout): grads for grads in self._grads}
+        gradients_of = {id(grads.layout): grads for grads, _ in self._grads}
         self._gradient_of: list[tuple[Piece, Tensor]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []  # of gradient shards on the host
         found: dict[nn.Parameter, Piece] = {}
@@ -141,21 +153,31 @@ class Zero(Replica):
     # ---- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Take rank 0's buffers where they changed; no gradient has come."""
+        """Take the first replica's buffers where they changed; no gradient has come."""
         self._stateful.synchronize()
         for piece in self.pieces:
             piece.held.grad = None
         self._gradients.begin_step()
 
-    def before_backward(self, last: bool) -> None:
-        """Stages 2 and 3 reduce the gradients of every backward, stage 1 of the last."""
-        self._gradients.before_backward(last)
+    def before_backward(self, last: bool, stage: int = 0) -> None:
+        """Stages 2 and 3 of ZeRO reduce the gradients of every backward, stage 1 of the last."""
+        self._gradients.before_backward(last, stage)
 
     def after_backward(self) -> None:
         """Nothing of a layer stays."""
         self._gradients.after_backward()
         if self._gathering is not None:
             self._gathering.after_backward()
+
+    def after_input_grads(self) -> None:
+        """Nothing of a layer stays."""
+        if self._gathering is not None:
+            self._gathering.after_backward()
+
+    def before_weight_grads(self, stage: int) -> None:
+        """W goes from node to node, and no hook tells which layer is next: have the stage's parameters whole."""
+        if self._gathering is not None:
+            self._gathering.gather_stage(stage)
 
     def finish(self) -> None:
         """Wait for the gradients of this rank's pieces.
@@ -177,9 +199,7 @@ class Zero(Replica):
         if self._gathering is not None:
             self._gathering.after_backward()  # what is whole still is out of date
         else:
-            works = [
-                self._comm.all_gather(flat.shard, async_op=True, out=flat.whole) for flat in self._params
-            ]
+            works = [self._replicas.start_all_gather(flat.shard, out=flat.whole) for flat in self._params]
             for work in works:
                 work.wait()
 
@@ -195,10 +215,10 @@ class Zero(Replica):
                 yield
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole state on rank 0, nothing on the others; every rank calls it."""
+        """The state on the first replica, nothing on the others; every rank calls it."""
         self._stateful.synchronize()
         with self._record.span("gather the weights"), self.gathered():
-            if self._rank != 0:
+            if self._replicas.index != 0:
                 return {}
             # Copies: what is gathered is gone when this block is over.
             return {name: value.clone() for name, value in super().state_dict().items()}
@@ -233,4 +253,4 @@ def shard(context: Context, model: nn.Module, stage: int = 3, **options: Any) ->
     ([(20,), (0,), (9,), (0,)], torch.Size([8, 4]))
     """
     plan = Plan(dp=context.world_size, zero=stage, **options)
-    return Zero(context, plan, {0: Stage(0, layers_of(model), context.device)})
+    return Zero(context, plan, {0: Stage(0, layers_of(model), context.device)}, Axis(context.comm))

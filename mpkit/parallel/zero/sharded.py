@@ -15,7 +15,7 @@ __all__ = ["ShardedParameter", "veil"]
 # What may be asked of a parameter without its numbers.
 METHODS = {
     "untyped_storage", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "numel", "nelement",
-    "dim", "ndimension", "size", "stride", "element_size", "is_floating_point", "is_complex", "__len__",
+    "dim", "ndimension", "size", "stride", "element_size", "is_floating_point", "is_complex", "__len__", "backward",
 }  # fmt: skip
 NUMBERS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 

@@ -9,17 +9,19 @@ A parameter that several layers share belongs to the first of them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
 
 import torch
 from torch import nn
 
+from mpkit.parallel.anymodel.part import Loose
 from mpkit.parallel.bucket import FIRST_BYTES
 from mpkit.parallel.stage import Stage
 from mpkit.record.hooks import layers_of
 
-__all__ = ["Site", "group", "sites_of"]
+__all__ = ["Site", "Unit", "group", "sites_of"]
 
 
 @dataclass(eq=False)
@@ -27,12 +29,14 @@ class Site:
     """A module before whose forward and backward its parameters have to be there.
 
     Attributes:
+        stage: whose layer it is.
         module: a layer; or, where the model is no chain, the model itself, around its layers.
         own: parameters that are in no site before.
         uses: all that its own computation may use.
         around: whether other sites are within it.
     """
 
+    stage: int
     module: nn.Module
     own: list[nn.Parameter]
     uses: list[nn.Parameter]
@@ -47,53 +51,71 @@ def sites_of(stages: dict[int, Stage]) -> list[Site]:
     """
     found: list[Site] = []
     seen: set[nn.Parameter] = set()
-    for stage in stages.values():
+    for number, stage in stages.items():
         names = list(stage.names)
         for name, layer in zip(names, stage.layers, strict=True):
             inner = [] if name else [child for _, child in layers_of(layer)]
             within = {parameter for child in inner for parameter in child.parameters()}
             direct = [parameter for parameter in layer.parameters() if parameter not in within]
             modules = [
-                (layer, direct, bool(inner)),
+                (layer, direct, bool(inner) or isinstance(layer, Loose)),
                 *((child, list(child.parameters()), False) for child in inner),
             ]
             for module, uses, around in modules:
                 own = [parameter for parameter in uses if parameter not in seen]
                 seen.update(own)
                 if uses:
-                    found.append(Site(module, own, uses, around))
+                    found.append(Site(number, module, own, uses, around))
     return found
 
 
-def group(sites: list[Site], zero: int, bucket_bytes: int) -> list[list[nn.Parameter]]:
+@dataclass(eq=False)
+class Unit:
+    """Parameters that lie in one flat tensor.
+
+    Attributes:
+        parameters: of one dtype, all trained or all frozen.
+        stage: of the model, whose backwards make their gradients; None if several do.
+    """
+
+    parameters: list[nn.Parameter]
+    stage: int | None
+
+
+def group(sites: list[Site], zero: int, bucket_bytes: int, late: Collection[nn.Parameter] = ()) -> list[Unit]:
     """The parameters that lie in one flat tensor, the last used first.
 
-    Stages 1 and 2 leave frozen parameters out: they are in no optimizer and have no gradient. Stage 3 shards them too,
-    apart from the others.
+    Stages 1 and 2 of ZeRO leave frozen parameters out: they are in no optimizer and have no gradient. Stage 3 shards
+    them too, apart from the others. A parameter that several stages of the model use is alone: its gradient is complete
+    only when they all are done, and ranks that have other layers beside it still divide it alike.
 
     >>> from mpkit.models import chain
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     >>> sites = sites_of({0: Stage(0, chain(model), torch.device("cpu"))})
-    >>> [len(parameters) for parameters in group(sites, 1, 10**6)], [len(p) for p in group(sites, 3, 10**6)]
+    >>> [len(unit.parameters) for unit in group(sites, 1, 10**6)], [len(u.parameters) for u in group(sites, 3, 10**6)]
     ([4], [2, 2])
     """
-    found: list[list[nn.Parameter]] = []
-    filling: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    found: list[Unit] = []
+    alone: list[Unit] = []
+    filling: dict[tuple[torch.dtype, bool, int], list[nn.Parameter]] = {}
     most = inf if zero == 3 else bucket_bytes
     for site in reversed(sites):
         for parameter in site.own:
             if not (parameter.requires_grad or zero == 3):
                 continue
-            key = parameter.dtype, parameter.requires_grad
+            if parameter in late:
+                alone.append(Unit([parameter], None))
+                continue
+            key = parameter.dtype, parameter.requires_grad, site.stage
             now = filling.setdefault(key, [])
             if now and _nbytes(now) + parameter.nbytes > most:
-                found.append(now)
+                found.append(Unit(now, site.stage))
                 now = filling[key] = []
             now.append(parameter)
         for key, now in list(filling.items()):  # the layer is over
-            if zero == 3 or _nbytes(now) >= FIRST_BYTES:
-                found.append(filling.pop(key))
-    return found + list(filling.values())
+            if now and (zero == 3 or _nbytes(now) >= FIRST_BYTES):
+                found.append(Unit(filling.pop(key), key[-1]))
+    return found + [Unit(now, key[-1]) for key, now in filling.items() if now] + alone
 
 
 def _nbytes(parameters: list[nn.Parameter]) -> int:

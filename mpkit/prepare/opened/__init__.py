@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpkit.parallel.anymodel.graph import Graph, Opened
 from mpkit.parallel.anymodel.walk import prepare_modules
-from mpkit.parallel.microbatch import Value, batch_size, map_tensors, part, signature, split
+from mpkit.parallel.microbatch import Value, batch_size, map_tensors, part, share, signature, split
 from mpkit.parallel.randomness import may_draw
 from mpkit.parallel.stage import PRECISIONS, cast
 from mpkit.plan import Plan
@@ -55,7 +55,7 @@ def open_model(
     Raises:
         ValueError: it cannot be cut, or not so; with where, why, and what would work.
     """
-    shapes = _by_signature(batches, plan.microbatches)
+    shapes = _by_signature(batches, plan)
     whole, dtype = model, PRECISIONS.get(plan.precision)
     if dtype is not None:
         model, loss = narrow_copy(model, dtype), of_wide_outputs(loss)
@@ -112,13 +112,14 @@ def _walk_through(
             closed[error.scope] = str(error)
 
 
-def _by_signature(batches: Iterable[tuple[Value, Value]], m: int) -> dict[Hashable, tuple[Value, Value]]:
-    """A micro-batch of every shape that will come."""
+def _by_signature(batches: Iterable[tuple[Value, Value]], plan: Plan) -> dict[Hashable, tuple[Value, Value]]:
+    """A micro-batch, or a replica's share of one, of every shape that will come."""
     found: dict[Hashable, tuple[Value, Value]] = {}
     for inputs, targets in batches:
-        for start, end in split(batch_size(inputs), m):
-            x, y = part(inputs, slice(start, end)), part(targets, slice(start, end))
-            found.setdefault(signature(x, y), (x, y))
+        for start, end in split(batch_size(inputs), plan.microbatches):
+            for which in (share(start, end, replica, plan.dp) for replica in range(plan.dp)):
+                x, y = part(inputs, which), part(targets, which)
+                found.setdefault(signature(x, y), (x, y))
     return found
 
 
