@@ -115,6 +115,14 @@ def test_fewer_bits(clusters: Clusters, dtype: torch.dtype, near: float, order: 
         torch.testing.assert_close([tensor.double() for tensor in found], mine, rtol=near, atol=near)
 
 
+def test_autocast_does_not_reach_into_it() -> None:
+    torch.manual_seed(4)
+    q, k, v = random(*[(1, 2, 6, 4)] * 3, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ring_attention(q, k, v, Pretended(1), is_causal=True)
+    torch.testing.assert_close(found, scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
 # ---------------------------------------------------------------- what is communicated
 
 

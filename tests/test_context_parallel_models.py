@@ -26,8 +26,10 @@ from mpkit.parallel.context.positions import positions_of, shift_positions
 from mpkit.parallel.context.sequence import ORDERS, check_sequences, pieces, sequence_part
 from mpkit.parallel.microbatch import Value
 from mpkit.parallel.selective import AttentionAgain
+from mpkit.parallel.split_backward import input_grads
 from mpkit.parallel.stage import call
 from mpkit.prepare.dry_run import quiet
+from mpkit.trace import Kind
 
 # Ranks get this module's functions by value, and need not import the module and what tests need.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -160,6 +162,31 @@ def test_gradients_are_those_of_the_whole_sequence(clusters: Clusters, n: int, n
         model = MODELS[name]().double()
         cases.append((model, given if name == "roberta" else inputs, targets, order, recompute))
     check(clusters, n, cases)
+
+
+def in_halves(ctx: Any, block: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    axis = Axis(ctx.comm)
+    x, dy = (sequence_part(tensor, axis.index, axis.size) for tensor in (x, dy))
+    x.requires_grad_()
+    with ContextParallel(axis):
+        y = block(x)
+    (dx,), weight_grads = input_grads([y], (dy,), [x])
+    weight_grads.run()
+    return dx, {name: p.grad for name, p in block.named_parameters()}
+
+
+def test_a_backward_in_halves_goes_round_in_its_first(clusters: Clusters) -> None:
+    torch.manual_seed(5)
+    n, cluster, block = 3, clusters(3), MODELS["gpt"]().double().block0
+    x, dy = (torch.randn(2, 12, 12, dtype=torch.float64) for _ in range(2))
+    ranks = cluster.run(in_halves, copy.deepcopy(block), x, dy)
+    # K forward; K and G backward, once
+    assert [(part.ops["kind"] == Kind.SEND).sum() for part in cluster.trace.ranks] == [3 * (n - 1)] * n
+    x.requires_grad_()
+    block(x).backward(dy)
+    torch.testing.assert_close(torch.cat([dx for dx, _ in ranks], 1), x.grad, **EXACT)
+    for name, parameter in block.named_parameters():
+        torch.testing.assert_close(sum(found[name] for _, found in ranks), parameter.grad, **EXACT)
 
 
 # ---------------------------------------------------------------- parts of sequences

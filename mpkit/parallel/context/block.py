@@ -3,7 +3,7 @@
 Each query's softmax runs over all keys. Of a block of them it gives an output, normalized within the block, and the
 logarithm of the sum of the exponentials (log-sum-exp); these two are enough to put blocks together in any order.
 
-    attend      S = scale q k^T,  lse = log sum exp S,  o = exp(S - lse) v
+    attend      S = q k^T (of scaled q),  lse = log sum exp S,  o = exp(S - lse) v
     merge       lse = log(exp lse_a + exp lse_b),  o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b
     gradients   P = exp(S - lse) again, from the lse of the whole sequence; then as for one softmax
 
@@ -27,49 +27,50 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, diagonal: bool) -> Tensor:
+def _scores(q: Tensor, k: Tensor, diagonal: bool) -> Tensor:
     """S [b, h, g, q, k]; with `diagonal`, query and key i are the same token, which looks at itself and before."""
-    scores = torch.einsum("bhgqd,bhkd->bhgqk", q, k) * scale
+    scores = torch.einsum("bhgqd,bhkd->bhgqk", q, k)
     if diagonal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(later, -torch.inf)
     return scores
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp of one block."""
-    scores = _scores(q, k, scale, diagonal)
+def attend(q: Tensor, k: Tensor, v: Tensor, diagonal: bool) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp of one block; the queries are scaled already."""
+    scores = _scores(q, k, diagonal)
     lse = scores.logsumexp(-1)
-    return torch.einsum("bhgqk,bhke->bhgqe", (scores - lse[..., None]).exp(), v), lse
+    p = scores.sub_(lse[..., None]).exp_()
+    return torch.einsum("bhgqk,bhke->bhgqe", p, v), lse
 
 
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of two blocks of keys together.
 
     >>> q, k, v = torch.randn(1, 1, 1, 2, 3), torch.randn(1, 1, 5, 3), torch.randn(1, 1, 5, 4)
-    >>> blocks = [attend(q, k[:, :, part], v[:, :, part], 1.0, False) for part in (slice(0, 2), slice(2, 5))]
-    >>> torch.allclose(merge(*blocks)[0], attend(q, k, v, 1.0, False)[0], atol=1e-6)
+    >>> blocks = [attend(q, k[:, :, part], v[:, :, part], False) for part in (slice(0, 2), slice(2, 5))]
+    >>> torch.allclose(merge(*blocks)[0], attend(q, k, v, False)[0], atol=1e-6)
     True
     """
     lse = torch.logaddexp(a[1], b[1])
-    weigh_a, weigh_b = ((part[1] - lse).exp()[..., None] for part in (a, b))
+    weigh_a, weigh_b = ((part[1] - lse).exp_()[..., None] for part in (a, b))
     return weigh_a * a[0] + weigh_b * b[0], lse
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool, lse: Tensor, do: Tensor, delta: Tensor
+    q: Tensor, k: Tensor, v: Tensor, diagonal: bool, lse: Tensor, do: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one block of keys adds to dq, and its dk and dv from these queries.
+    """What one block of keys adds to dq, of the scaled queries, and its dk and dv from these queries.
 
     Args:
         lse: of the queries over the whole sequence.
         do: gradient of the output.
         delta: D = rowsum(do * o), [b, h, g, q].
     """
-    p = (_scores(q, k, scale, diagonal) - lse[..., None]).exp()
+    p = _scores(q, k, diagonal).sub_(lse[..., None]).exp_()
     dv = torch.einsum("bhgqk,bhgqe->bhke", p, do)
     dp = torch.einsum("bhgqe,bhke->bhgqk", do, v)
-    ds = p * (dp - delta[..., None]) * scale
+    ds = dp.sub_(delta[..., None]).mul_(p)
     dq = torch.einsum("bhgqk,bhkd->bhgqd", ds, k)
     dk = torch.einsum("bhgqk,bhgqd->bhkd", ds, q)
     return dq, dk, dv

@@ -75,7 +75,8 @@ def ring_attention(
     if flat:
         q, k, v = (tensor[:, None] for tensor in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _Ring.apply(q, k, v, line, is_causal, scale, order)  # type: ignore[no-untyped-call]
+    with torch.autocast(q.device.type, enabled=False):  # what is summed here is summed in what `wide` says
+        out: Tensor = _Ring.apply(q, k, v, line, is_causal, scale, order)  # type: ignore[no-untyped-call]
     return out[:, 0] if flat else out
 
 
@@ -106,7 +107,7 @@ class _Ring(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, line: Line, is_causal: bool, scale: float, order: str
     ) -> Tensor:
         tiles = _Tiles(line, is_causal, order)
-        queries = tiles.cut(wide(_grouped(q, k)))
+        queries = tiles.cut(wide(_grouped(q, k)) * scale)
         found: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
         block = _pack(k, v)
         for r in range(line.size):
@@ -115,7 +116,7 @@ class _Ring(torch.autograd.Function):
             # ---- attend and merge meanwhile
             keys, values = (tiles.cut(wide(tensor)) for tensor in _unpack(block, k, v))
             for a, b, diagonal in tiles.of(r):
-                new = attend(queries[a], keys[b], values[b], scale, diagonal)
+                new = attend(queries[a], keys[b], values[b], diagonal)
                 before = found[a]
                 found[a] = new if before is None else merge(before, new)
             block = moving.arrived() if moving else block
@@ -131,7 +132,7 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         line, tiles = ctx.line, ctx.tiles
         do, out = wide(_grouped(do, k)), wide(_grouped(out, k))
-        rows = wide(_grouped(q, k)), lse, do, (do * out).sum(-1)
+        rows = wide(_grouped(q, k)) * ctx.scale, lse, do, (do * out).sum(-1)
         queries, lses, dos, deltas = (tiles.cut(tensor, 3) for tensor in rows)
         dq = torch.zeros_like(rows[0])
         dqs = tiles.cut(dq, 3)
@@ -145,7 +146,7 @@ class _Ring(torch.autograd.Function):
             keys, values = (tiles.cut(wide(tensor)) for tensor in _unpack(block, k, v))
             for a, b, diagonal in tiles.of(r):
                 of_rows = lses[a], dos[a], deltas[a]
-                found = gradients(queries[a], keys[b], values[b], ctx.scale, diagonal, *of_rows)
+                found = gradients(queries[a], keys[b], values[b], diagonal, *of_rows)
                 for total, new in zip((dqs[a], dks[b], dvs[b]), found, strict=True):
                     total += new
             # ---- dk, dv of j follow
@@ -159,7 +160,8 @@ class _Ring(torch.autograd.Function):
         # ---- and end with j
         own = own if following is None else following.arrived().add_(own)
         dk, dv = _unpack(own, k, v)
-        return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        dq = dq.mul_(ctx.scale).flatten(1, 2)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
 class _Tiles:
