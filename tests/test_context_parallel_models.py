@@ -157,10 +157,12 @@ def test_gradients_are_those_of_the_whole_sequence(clusters: Clusters, n: int, n
     cases = []
     for name, order, recompute in named:
         inputs, targets = tokens(2, 24)
-        # RoBERTa counts positions from 2; who knows that gives them
-        given = {"input_ids": inputs, "position_ids": torch.arange(2, 26).expand(2, 24)}
-        model = MODELS[name]().double()
-        cases.append((model, given if name == "roberta" else inputs, targets, order, recompute))
+        given: dict[str, Value] = {
+            # RoBERTa counts positions from 2; who knows that gives them
+            "roberta": {"input_ids": inputs, "position_ids": torch.arange(2, 26).expand(2, 24)},
+            "llama": {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)},
+        }
+        cases.append((MODELS[name]().double(), given.get(name, inputs), targets, order, recompute))
     check(clusters, n, cases)
 
 
@@ -287,6 +289,10 @@ def again(x: Tensor) -> Tensor:
     return checkpoint(plain, x, use_reentrant=False)
 
 
+def of_24_tokens(x: Tensor) -> Tensor:
+    return plain(x + torch.ones(24, 8))
+
+
 def multi(x: Tensor) -> Tensor:
     return plain(nn.MultiheadAttention(8, 2, batch_first=True)(x, x, x, need_weights=False)[0])
 
@@ -315,6 +321,7 @@ def heads(x: Tensor) -> Tensor:
         (lambda: Unplaced(plain), "no way to be told"),
         (lambda: llama(attn_implementation="eager"), "attn_implementation='sdpa'"),
         (lambda: gpt2(attn_pdrop=0.1), "attn_pdrop=0"),
+        (lambda: Attending(of_24_tokens), r"shape \[1, 12\] at the end of sequences of 24 tokens: The size of"),
         (roberta, r"torch.arange\(s\).expand\(batch, s\) \+ padding_idx \+ 1"),
         (lambda: GPT(vocab=19, length=23, width=8, heads=1), "sequences of 24 tokens, and this GPT has length=23"),
     ],

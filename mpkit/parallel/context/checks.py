@@ -64,6 +64,7 @@ def _check_forward(model: nn.Module, sample: Value, n: int, order: str) -> None:
     """One rank's forward, the one's that has the end of the sequence."""
     line = Pretended(n, n - 1 if order == "contiguous" else 0)
     mine = sequence_part(sample, line.index, n, order)
+    length = leaves(mine)[0].shape[1]
     # ---- positions
     told = shift_positions(model, line, order)
     given = isinstance(mine, dict) and mine.get("position_ids") is not None
@@ -76,11 +77,21 @@ def _check_forward(model: nn.Module, sample: Value, n: int, order: str) -> None:
     # ---- attention
     value: Any = mine
     with ContextParallel(line, order) as attention:
-        for i, (_, layer) in enumerate(layers_of(model)):
-            value = call(layer, value, first=i == 0)
+        try:
+            for i, (_, layer) in enumerate(layers_of(model)):
+                value = call(layer, value, first=i == 0)
+        except ValueError:
+            raise
+        except Exception as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            shapes = [list(tensor.shape) for tensor in leaves(mine)]
+            raise ValueError(
+                f"cp={n}: the model refuses a rank's part of the sequences, tensors of shape "
+                f"{', '.join(map(str, shapes))} at the end of sequences of {length * n} tokens: {said}. Does it take "
+                "shorter sequences than its longest?"
+            ) from None
     attention.check_used()
     # ---- outputs
-    length = next(tensor.shape[1] for tensor in leaves(mine) if tensor.dim() > 1)
     shapes = [list(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     if not any(len(shape) > 1 and shape[1] == length for shape in shapes):
         raise ValueError(
