@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mpkit.devices import Device, Hardware, Link
     from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError
     from mpkit.experiments.hugging_face import hf_experiment
+    from mpkit.experiments.soap import soap
     from mpkit.explorer import explore
     from mpkit.fake import trace_fake
     from mpkit.learning_rate import linear_scaling, sqrt_scaling
@@ -64,6 +65,7 @@ _HOME = {
     "scaling": "mpkit.scale",
     "search_schedule": "mpkit.search",
     "simulate": "mpkit.simulation",
+    "soap": "mpkit.experiments.soap",
     "sqrt_scaling": "mpkit.learning_rate",
     "stage_times": "mpkit.times",
     "tensor_parallel": "mpkit.parallel.tensor",
@@ -99,6 +101,7 @@ __all__ = [
     "scaling",
     "search_schedule",
     "simulate",
+    "soap",
     "sqrt_scaling",
     "stage_times",
     "tensor_parallel",

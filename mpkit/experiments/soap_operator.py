@@ -1,0 +1,98 @@
+"""One layer as algebra has it, and parts of its tensors.
+
+linear        Y = X A + b                       X (B, L, in)   A (in, out)   b (out)   Y (B, L, out)
+layer norm    Y = γ (X - μ) / √(σ² + ε) + β     X (B, L, n)    γ, β (n)                Y (B, L, n)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mpkit.parallel.axis import Axis
+
+__all__ = ["Box", "Operator", "Pieces", "cut", "mine", "normalized", "pieces", "shifted", "whole"]
+
+Box = tuple[tuple[int, int], ...]
+"""Which part of a tensor: from where to where, by dimension."""
+
+
+@dataclass
+class Operator:
+    """A layer as algebra has it.
+
+    Attributes:
+        kind: "linear" or "layer_norm".
+        parameters: A (in, out) and perhaps b (out); or γ (n) and perhaps β (n).
+        eps: ε of a layer norm.
+    """
+
+    kind: str
+    parameters: dict[str, Tensor]
+    eps: float = 0.0
+
+    def __call__(self, x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+        """(..., in) -> (..., out)."""
+        if self.kind == "linear":
+            return shifted(x @ parameters["A"], parameters, "b")
+        return shifted(
+            parameters["γ"] * normalized(x, x.mean(-1), x.var(-1, correction=0), self.eps), parameters, "β"
+        )
+
+    @property
+    def names(self) -> str:
+        """The gradients of the parameters, in words."""
+        return ", ".join(f"∂{name}" for name in self.parameters)
+
+
+def shifted(y: Tensor, parameters: dict[str, Tensor], name: str) -> Tensor:
+    """y, and the bias of that name if there is one."""
+    return y + parameters[name] if name in parameters else y
+
+
+def normalized(x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """(x - μ) / √(σ² + ε), with μ and σ² of each row."""
+    return (x - mean[..., None]) * torch.rsqrt(variance + eps)[..., None]
+
+
+@dataclass
+class Pieces:
+    """What a rank has, and which part of the whole that is.
+
+    Attributes:
+        boxes: by tensor: X, the parameters, Y.
+        values: of these.
+        gradients: of X and the parameters, of the same parts.
+    """
+
+    boxes: dict[str, Box]
+    values: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def whole(tensor: Tensor) -> Box:
+    """All of it."""
+    return tuple((0, size) for size in tensor.shape)
+
+
+def mine(tensor: Tensor, dim: int, axis: Axis) -> Box:
+    """This rank's part, with `dim` divided."""
+    n, size = axis.size, tensor.shape[dim]
+    box = list(whole(tensor))
+    box[dim] = (axis.index * size // n, (axis.index + 1) * size // n)
+    return tuple(box)
+
+
+def cut(tensor: Tensor, box: Box) -> Tensor:
+    """A leaf of autograd with that part of the values."""
+    return tensor[tuple(slice(*edge) for edge in box)].detach().clone().requires_grad_()
+
+
+def pieces(boxes: dict[str, Box], values: dict[str, Tensor]) -> Pieces:
+    """Of tensors whose gradients autograd has left in them."""
+    gradients = {
+        name: value.grad for name, value in values.items() if value.is_leaf and value.grad is not None
+    }
+    return Pieces(boxes, {name: value.detach() for name, value in values.items()}, gradients)

@@ -1,0 +1,216 @@
+"""What a rank does to have a part of one layer: split by operators, samples, attribute or parameters.
+
+The layer is an `Operator`; the one after it, for the split by operators, is Z = Y C. Every way takes X and what comes
+back, the gradient ∂Y (or ∂Z), and has two phases:
+
+    forward     the rank's part of Y
+    backward    its part of ∂X, and of the gradients of the parameters that it has
+
+What is sent goes through an `Axis`, within a span that says of which phase it is and what it is.
+
+Source: Jia, Zaharia, Aiken, "Beyond Data and Model Parallelism for Deep Neural Networks", MLSys 2019, section 4; the
+two ways to split a matrix are those of Shoeybi et al., "Megatron-LM", 2019, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpkit.experiments.soap_operator import Operator, Pieces, cut, mine, normalized, pieces, shifted, whole
+from mpkit.parallel.axis import Axis
+
+if TYPE_CHECKING:
+    from mpkit.launch.context import Context
+
+__all__ = ["PHASES", "WAYS", "on_a_rank"]
+
+PHASES = ("forward", "backward")
+
+
+Phase = Callable[[str, str], AbstractContextManager[Any]]
+"""A span of a phase, with what is sent in it."""
+
+Way = Callable[[Axis, Operator, dict[str, Tensor], Phase], Pieces]
+"""Axis, operator, and the whole X, ∂Y, C and ∂Z -> what this rank has in the end."""
+
+
+# ---- O: operators --------------------------------------------------------------------------------------------
+
+
+def by_operators(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+    """This operator on rank 0, the next one on rank 1; while that has one micro-batch, this has another."""
+    x, c = given["X"], given["C"]
+    if axis.index == 0:
+        boxes = {name: whole(tensor) for name, tensor in operator.parameters.items()}
+        held = {name: cut(tensor, boxes[name]) for name, tensor in operator.parameters.items()}
+        inputs = [part.clone().requires_grad_() for part in x.tensor_split(2)]
+        with phase("forward", "Y"):
+            outputs = [operator(part, held) for part in inputs]
+            sends = [axis.isend(y.detach(), 1, f"F{m}") for m, y in enumerate(outputs)]
+            for send in sends:
+                send.wait()
+        with phase("backward", "∂Y"):
+            for m, y in enumerate(outputs):
+                y.backward(axis.irecv(torch.empty_like(y), 1, f"B{m}").wait())
+        held_y = torch.cat([y.detach() for y in outputs])
+        done = pieces({**boxes, "X": whole(x), "Y": whole(held_y)}, {**held, "Y": held_y, "X": x.detach()})
+        done.gradients["X"] = torch.cat([part.grad for part in inputs if part.grad is not None])
+        return done
+    weight = cut(c, whole(c))
+    shapes = [(*part.shape[:-1], c.shape[0]) for part in x.tensor_split(2)]
+    with phase("forward", "Y"):
+        arrived = [axis.irecv(x.new_empty(shape), 0, f"F{m}").wait() for m, shape in enumerate(shapes)]
+        between = [y.requires_grad_() for y in arrived]
+        outputs = [y @ weight for y in between]
+    with phase("backward", "∂Y"):
+        for m, (z, dz) in enumerate(zip(outputs, given["∂Z"].tensor_split(2), strict=True)):
+            z.backward(dz)
+            back = between[m].grad
+            assert back is not None
+            axis.isend(back, 0, f"B{m}").wait()
+    y, z = torch.cat([y.detach() for y in between]), torch.cat([z.detach() for z in outputs])
+    return pieces({"C": whole(c), "Y": whole(y), "Z": whole(z)}, {"C": weight, "Y": y, "Z": z})
+
+
+# ---- S and A: rows of X --------------------------------------------------------------------------------------
+
+
+def by_samples(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+    """Each rank has all parameters and a part of the samples: the gradients of the parameters are summed."""
+    return _rows(axis, operator, given, phase, dim=0)
+
+
+def by_attribute(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+    """Each rank has all parameters and some positions of every sample; neither layer looks from one to another."""
+    return _rows(axis, operator, given, phase, dim=1)
+
+
+def _rows(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase, dim: int) -> Pieces:
+    x, dy = given["X"], given["∂Y"]
+    boxes = {name: whole(tensor) for name, tensor in operator.parameters.items()}
+    held = {name: cut(tensor, boxes[name]) for name, tensor in operator.parameters.items()}
+    x_r = cut(x, mine(x, dim, axis))
+    with phase("forward", ""):
+        y_r = operator(x_r, held)
+    with phase("backward", operator.names):
+        y_r.backward(cut(dy, mine(dy, dim, axis)))
+        gradients = [tensor.grad for tensor in held.values() if tensor.grad is not None]
+        bucket = axis.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+        for gradient, summed in zip(gradients, bucket.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+    return pieces({**boxes, "X": mine(x, dim, axis), "Y": mine(dy, dim, axis)}, {**held, "X": x_r, "Y": y_r})
+
+
+# ---- P: parameters -------------------------------------------------------------------------------------------
+
+
+def by_columns(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+    """A = [A0 A1]: each rank has some columns of A, and so of Y, which stay where they are."""
+    return _columns(axis, operator, given, phase, gather=False)
+
+
+def by_columns_gathered(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+    """A = [A0 A1], and then every rank gets all columns of Y."""
+    return _columns(axis, operator, given, phase, gather=True)
+
+
+def _columns(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase, gather: bool) -> Pieces:
+    x, dy = given["X"], given["∂Y"]
+    boxes = {name: mine(tensor, -1, axis) for name, tensor in operator.parameters.items()}
+    held = {name: cut(tensor, boxes[name]) for name, tensor in operator.parameters.items()}
+    x_r = cut(x, whole(x))
+    with phase("forward", "Y"):
+        y_r = operator(x_r, held)
+        y = y_r.detach()
+        if gather:  # ranks' parts come one after the other in the first dimension
+            y = axis.all_gather(y.movedim(-1, 0).contiguous()).movedim(0, -1)
+    with phase("backward", "∂X"):
+        y_r.backward(cut(dy, mine(dy, -1, axis)))
+        assert x_r.grad is not None
+        axis.all_reduce(x_r.grad)
+    box = whole(dy) if gather else mine(dy, -1, axis)
+    return pieces({**boxes, "X": whole(x), "Y": box}, {**held, "X": x_r, "Y": y})
+
+
+def by_rows(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+    """X = [X0 X1], A = [A0; A1], Y = X0 A0 + X1 A1: each rank has some columns of X and those rows of A."""
+    x, dy = given["X"], given["∂Y"]
+    parameters = operator.parameters
+    boxes = {name: mine(p, 0, axis) if name == "A" else whole(p) for name, p in parameters.items()}
+    held = {name: cut(tensor, boxes[name]) for name, tensor in parameters.items()}
+    x_r = cut(x, mine(x, -1, axis))
+    with phase("forward", "Y"):
+        part = x_r @ held["A"]
+        summed = axis.all_reduce(part.detach().clone())
+        y = shifted(summed, held, "b")  # once: after the sum
+    with phase("backward", ""):
+        part.backward(dy)
+        if "b" in held:
+            held["b"].grad = dy.sum((0, 1))
+    return pieces({**boxes, "X": mine(x, -1, axis), "Y": whole(dy)}, {**held, "X": x_r, "Y": y})
+
+
+def by_statistics(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+    """Each rank has some columns of X, γ and β: μ and σ² are over all columns, so that ranks have to exchange sums.
+
+    With x̂ = (x - μ) / √(σ² + ε) and g = γ ∂y, the backward needs two sums as well:
+    ∂x = (g - mean(g) - x̂ mean(g x̂)) / √(σ² + ε).
+    """
+    x, dy = given["X"], given["∂Y"]
+    n = x.shape[-1]
+    boxes = {name: mine(tensor, -1, axis) for name, tensor in operator.parameters.items()}
+    held = {name: cut(tensor, boxes[name]).detach() for name, tensor in operator.parameters.items()}
+    x_r, dy_r = cut(x, mine(x, -1, axis)).detach(), cut(dy, mine(dy, -1, axis)).detach()
+    with phase("forward", "Σx, Σx²"):
+        sums = axis.all_reduce(torch.stack([x_r.sum(-1), x_r.square().sum(-1)]))  # two numbers a row
+        mean = sums[0] / n
+        variance = sums[1] / n - mean.square()
+        hat = normalized(x_r, mean, variance, operator.eps)
+        y_r = shifted(held["γ"] * hat, held, "β")
+    with phase("backward", "Σg, Σg·x̂"):
+        g = held["γ"] * dy_r
+        sums = axis.all_reduce(torch.stack([g.sum(-1), (g * hat).sum(-1)]))  # again two
+        of_mean, of_spread = (sums / n)[..., None]
+        dx_r = (g - of_mean - hat * of_spread) * torch.rsqrt(variance + operator.eps)[..., None]
+    gradients = {"X": dx_r, "γ": (dy_r * hat).sum((0, 1)), "β": dy_r.sum((0, 1))}
+    boxes |= {"X": mine(x, -1, axis), "Y": mine(dy, -1, axis)}
+    return Pieces(boxes, {**held, "X": x_r, "Y": y_r}, {name: gradients[name] for name in ("X", *held)})
+
+
+WAYS: dict[str, dict[str, Way]] = {
+    "linear": {
+        "O": by_operators,
+        "S": by_samples,
+        "A": by_attribute,
+        "P columns": by_columns,
+        "P columns, gathered": by_columns_gathered,
+        "P rows": by_rows,
+    },
+    "layer_norm": {"O": by_operators, "S": by_samples, "A": by_attribute, "P": by_statistics},
+}
+
+
+def on_a_rank(context: Context, operator: Operator, given: dict[str, Tensor]) -> dict[str, Pieces]:
+    """Every way in which the operator can be split, one after the other; what this rank has of each in the end."""
+    axis = Axis(context.comm)
+    here = {name: tensor.to(context.device) for name, tensor in given.items()}
+    parameters = {name: tensor.to(context.device) for name, tensor in operator.parameters.items()}
+    local = Operator(operator.kind, parameters, operator.eps)
+    found = {}
+    for name, way in WAYS[operator.kind].items():
+
+        def phase(of: str, what: str, name: str = name) -> AbstractContextManager[Any]:
+            return context.record.span("|".join((name, of, what)))
+
+        done = way(axis, local, here, phase)
+        found[name] = Pieces(
+            done.boxes,
+            {tensor: value.cpu() for tensor, value in done.values.items()},
+            {tensor: value.cpu() for tensor, value in done.gradients.items()},
+        )
+    return found
