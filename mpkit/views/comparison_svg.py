@@ -12,9 +12,10 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from mpkit.idleness import CAUSES
-from mpkit.views.colours import INKS, THEMES, Key
+from mpkit.views.colours import INKS, Key
 from mpkit.views.picture import picture
-from mpkit.views.svg import FONT, GUTTER, MARGIN, gutter_of, svg
+from mpkit.views.sheet import keys, sheet
+from mpkit.views.svg import GUTTER, MARGIN, gutter_of, svg
 from mpkit.views.units import seconds
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def bars_svg(comparison: Comparison, width: int = 960) -> str:
     room = max(row.timeline.makespan for row in comparison.rows)
     scale = (width - GUTTER - 2 * MARGIN) / room if room else 0.0
     parts = [
-        f'<text class="word" x="{MARGIN:g}" y="24" font-size="13" font-weight="600">'
+        f'<text class="words" x="{MARGIN:g}" y="24" font-size="13" font-weight="600">'
         "Where a step's time goes, averaged over ranks</text>"
     ]
     y = 38.0
@@ -82,24 +83,14 @@ def bars_svg(comparison: Comparison, width: int = 960) -> str:
 
 
 def _document(comparison: Comparison, width: int, parts: list[str], height: float) -> str:
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="mpkit-compare" role="img" width="{width}" '
-            f'height="{height:.0f}" viewBox="0 0 {width} {height:.0f}" font-family="{FONT}" font-size="12">',
-            f"<title>{escape(' and '.join(row.name for row in comparison.rows))}</title>",
-            f"<desc>{escape(str(comparison))}</desc>",
-            _style(),
-            f'<rect class="page" width="{width}" height="{height:.0f}" rx="8"/>',
-            *parts,
-            "</svg>",
-        ]
-    )
+    title = " and ".join(row.name for row in comparison.rows)
+    return sheet("compare", title, str(comparison), parts, width, height)
 
 
 def _bar(row: Compared, x: float, y: float, scale: float, label: str = "mean of ranks") -> str:
     """Work, and idle time by cause, as one bar that is as long as the makespan."""
     parts = [
-        f'<text class="soft" x="{x - 10:g}" y="{y + 12:g}" text-anchor="end">'
+        f'<text class="faint" x="{x - 10:g}" y="{y + 12:g}" text-anchor="end">'
         f"{escape(label if len(label) <= 16 else label[:15] + '…')}<title>{escape(label)}</title></text>",
     ]
     for what, value in {"work": sum(row.work.values()), **row.idle}.items():
@@ -115,27 +106,6 @@ def _bar(row: Compared, x: float, y: float, scale: float, label: str = "mean of 
 
 
 def _legend(comparison: Comparison, y: float) -> str:
-    parts: list[str] = []
-    x = MARGIN
-    for what in ("work", *CAUSES):
-        if what == "work" or any(row.idle[what] > 0 for row in comparison.rows):
-            word = what if what == "work" else f"idle: {what}"
-            parts.append(
-                f'<rect fill="{CAUSE_INKS[what]}" x="{x:g}" y="{y - 10:g}" width="14" height="12" rx="2"/>'
-            )
-            parts.append(f'<text class="word" x="{x + 20:g}" y="{y:g}">{escape(word)}</text>')
-            x += 20 + 7 * len(word) + 14
-    return "".join(parts)
-
-
-def _style() -> str:
-    def block(name: str) -> str:
-        ground = THEMES[name]
-        rules = [
-            f".page{{fill:{ground.ground}}}",
-            f".word{{fill:{ground.text}}}",
-            f".soft{{fill:{ground.faint}}}",
-        ]
-        return "".join(f".mpkit-compare {rule}" for rule in rules)
-
-    return f"<style>{block('light')}@media (prefers-color-scheme: dark){{{block('dark')}}}</style>"
+    seen = [what for what in CAUSES if any(row.idle[what] > 0 for row in comparison.rows)]
+    words = {"work": "work", **{what: f"idle: {what}" for what in seen}}
+    return "".join(keys(((f'fill="{CAUSE_INKS[what]}"', word) for what, word in words.items()), y - 10)[0])

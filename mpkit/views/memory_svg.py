@@ -9,13 +9,13 @@ import numpy as np
 from mpkit.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.colours import THEMES
-from mpkit.views.held import CATEGORY_INKS, Memory, held_text, memory_of
+from mpkit.views.held import Memory, held_text, memory_of
 from mpkit.views.lanes import short_label
-from mpkit.views.svg import FONT
+from mpkit.views.sheet import MARGIN, category_classes, heading, keys, sheet
 
 __all__ = ["highest_of", "memory_svg"]
 
-PANEL, GAP, MARGIN, HEAD = 92.0, 18.0, 16.0, 18.0
+PANEL, GAP, HEAD = 92.0, 18.0, 18.0
 MOST = 64
 """Panels at most; of more GPUs the first are shown, and it is said."""
 
@@ -54,37 +54,12 @@ def memory_svg(
     body.append(_legend(used, bottom + 4, timeline.world_size - shown))
     height = bottom + 30
     words = "; ".join(f"{short_label(timeline, rank)}: {peak}" for rank, peak in enumerate(peaks))
-    heading = f'<text class="words" x="{MARGIN:g}" y="{MARGIN + 12:g}" font-size="15" font-weight="600">'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="mpkit-memory" role="img" width="{width}" '
-            f'height="{height:.0f}" viewBox="0 0 {width} {height:.0f}" font-family="{FONT}" font-size="12">',
-            f"<title>{escape(title or 'Memory by GPU')}</title>",
-            f"<desc>{escape(words)}</desc>",
-            _style(theme),
-            f'<rect class="ground" width="{width}" height="{height:.0f}" rx="8"/>',
-            *([f"{heading}{escape(title)}</text>"] if title else []),
-            *body,
-            "</svg>",
-        ]
-    )
-
-
-def _style(theme: str) -> str:
-    def block(name: str) -> str:
-        ground = THEMES[name]
-        rules = [
-            f".ground{{fill:{ground.ground}}}",
-            f".words{{fill:{ground.text}}}",
-            f".faint{{fill:{ground.faint}}}",
-            f".line{{stroke:{ground.line}}}",
-            f".peak{{stroke:{ground.text}}}",
-        ]
-        rules += [f".m{i}{{fill:{CATEGORY_INKS[word][name == 'dark']}}}" for i, word in enumerate(CATEGORIES)]
-        return "".join(f".mpkit-memory {rule}" for rule in rules)
-
-    dark = f"@media (prefers-color-scheme: dark){{{block('dark')}}}" if theme == "auto" else ""
-    return f"<style>{block('light' if theme == 'auto' else theme)}{dark}</style>"
+    if title:
+        body.insert(0, heading(title))
+    classes = category_classes()
+    for name, ground in THEMES.items():
+        classes[name]["peak"] = f"stroke:{ground.text}"
+    return sheet("memory", title or "Memory by GPU", words, body, width, height, theme=theme, classes=classes)
 
 
 def _panel(memory: Memory, label: str, peak: str, x: float, y: float, width: float, highest: int) -> str:
@@ -122,11 +97,7 @@ def _steps(x: np.ndarray, y: np.ndarray, *, back: bool = False) -> str:
 
 
 def _legend(used: list[int], y: float, missing: int) -> str:
-    x, parts = MARGIN, []
-    for category in used:
-        parts.append(f'<rect class="m{category}" x="{x:g}" y="{y:g}" width="14" height="12" rx="2"/>')
-        parts.append(f'<text class="words" x="{x + 20:g}" y="{y + 10.5:g}">{CATEGORIES[category]}</text>')
-        x += 20 + 7 * len(CATEGORIES[category]) + 14
+    parts, x = keys(((f'class="m{category}"', CATEGORIES[category]) for category in used), y)
     if missing > 0:
         parts.append(f'<text class="faint" x="{x:g}" y="{y + 10.5:g}">and {missing} GPUs more</text>')
     return "".join(parts)
