@@ -1,4 +1,4 @@
-"""Tensor parallelism in a function of one's own, on the ranks of `cluster.run`: inference, or a training loop by hand."""
+"""Tensor parallelism in a function of your own, on the ranks of `cluster.run`: for inference, or a loop by hand."""
 
 from __future__ import annotations
 

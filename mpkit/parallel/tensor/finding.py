@@ -166,12 +166,12 @@ def _with_stars(regions: list[Region], names: list[str]) -> list[Region]:
 
 def _starred(region: Region) -> Region:
     """With `*` for the number of the layer, if all names have it."""
-    layer = re.match(r"(?:[^.]*?\.)*?[^.]*?(\d+)(?=\.)", region.entry)
+    layer = re.match(r"(?:[^.]*?\.)*?[^.]*?(\d+)(?=\.|$)", region.entry)
     if layer is None:
         return region
-    prefix, star = f"{layer[0]}.", f"{layer[0].removesuffix(layer[1])}*."
+    prefix, star = layer[0], f"{layer[0].removesuffix(layer[1])}*"
     names = [region.entry, *region.column, *([region.row] if region.row is not None else [])]
-    if not all(name.startswith(prefix) for name in names):
+    if not all(f"{name}.".startswith(f"{prefix}.") for name in names):
         return region
     entry, *column = (star + name.removeprefix(prefix) for name in names)
     row = column.pop() if region.row is not None else None

@@ -163,7 +163,8 @@ def _attribute(module: nn.Module, name: str, path: str) -> int:
 
 def _is_wide(region: Region, names: dict[str, nn.Module], t: int) -> bool:
     """Whether it is divided: what has fewer outputs than there are ranks, and would be gathered, stays whole."""
-    return region.row is not None or all(widths(names[name])[1] >= t for name in region.column)
+    layers = [names[name] for name in region.column]
+    return region.row is not None or not any(_has_outputs(layer) and widths(layer)[1] < t for layer in layers)
 
 
 def _check_region(region: Region, names: dict[str, nn.Module], t: int) -> None:
@@ -174,7 +175,7 @@ def _check_region(region: Region, names: dict[str, nn.Module], t: int) -> None:
         _enough(heads, t, f"{region.entry} has", "heads, or groups of heads that share a key,")
     for name in region.column:
         layer = names[name]
-        if not is_linear(layer) and not (region.row is None and _is_plain_convolution(layer)):
+        if not is_linear(layer) and not (region.row is None and _has_outputs(layer)):
             raise ValueError(
                 f"{where}: {name} is a {_kind(layer)}, and what is divided by columns is a linear layer, or, where "
                 "there is no row, an nn.Conv2d without groups"
@@ -224,8 +225,8 @@ def _enough(count: int, t: int, who: str, what: str) -> None:
         )
 
 
-def _is_plain_convolution(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Conv2d) and layer.groups == 1
+def _has_outputs(layer: nn.Module) -> bool:
+    return is_linear(layer) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
 
 
 def _kind(layer: nn.Module) -> str:

@@ -10,14 +10,13 @@ Nothing is sent: each rank has the whole model, and takes its part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from mpkit.parallel.axis import Line
-from mpkit.parallel.shard import Shard, evenly
+from mpkit.parallel.shard import Sharded, evenly
 from mpkit.parallel.tensor.finding import find_tensor_plan
 from mpkit.parallel.tensor.logits import DividedLogits
 from mpkit.parallel.tensor.operators import gather_features
@@ -29,21 +28,6 @@ from mpkit.parallel.tensor.vocabulary import divide_embedding
 from mpkit.tensor_plan import Region, TensorPlan
 
 __all__ = ["Sharded", "shard_model"]
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """What became of a model.
-
-    Attributes:
-        shards: the parts of divided parameters, by every name that a parameter has; nothing of the others.
-        partial: names of whole parameters whose gradients are partial sums, one a rank: to be summed over the line.
-        plan: what was done, by the model's own names.
-    """
-
-    shards: dict[str, Shard] = field(default_factory=dict)
-    partial: frozenset[str] = frozenset()
-    plan: TensorPlan = field(default_factory=lambda: TensorPlan(()))
 
 
 def shard_model(

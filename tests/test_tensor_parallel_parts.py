@@ -1,0 +1,476 @@
+"""What tensor parallelism is made of: operators, logits, overlap, random numbers; loops by hand, dry runs."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.models import GPT, next_token_loss
+from mpkit.parallel.axis import Axis, Pretended
+from mpkit.parallel.shard import evenly
+from mpkit.parallel.tensor import shard_model
+from mpkit.parallel.tensor.logits import DividedLogits
+from mpkit.parallel.tensor.operators import f, f_bar, g, g_bar, gather, gather_features, scatter
+from mpkit.trace import Kind
+
+# Ranks get this module's functions by value, and need not import the module and what tests need.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+Clusters = Callable[[int], mk.Cluster]
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+# ---------------------------------------------------------------- operators
+
+
+def conjugates(ctx: Any, whole: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of each operator: what it gives for this rank's x, and the gradient of x for a dy like what it gives."""
+    line, found = Axis(ctx.comm), {}
+    x = whole[ctx.rank]
+    part = x[:, : x.shape[1] // line.size]
+    for operator, taken in [(f, x), (g, x), (f_bar, part), (g_bar, x), (scatter, x), (gather, part)]:
+        leaf = taken.clone().requires_grad_()
+        y = operator(line, leaf * 1)  # g writes into what it is given
+        y.backward(y.detach() * (ctx.rank + 1))
+        found[operator.__name__] = (y.detach(), leaf.grad)
+    return found
+
+
+def test_operators_and_their_conjugates(clusters: Clusters) -> None:
+    torch.manual_seed(0)
+    t = 3
+    whole = [normal(2, 6, 4) for _ in range(t)]
+    ranks = clusters(t).run(conjugates, whole)
+    total = sum(whole)
+    joined = torch.cat([x[:, :2] for x in whole], 1)
+
+    def of(i: int, x: Tensor) -> Tensor:
+        return x[:, 2 * i : 2 * i + 2]
+
+    def weigh(values: list[Tensor]) -> Tensor:
+        return sum(value * (i + 1) for i, value in enumerate(values))
+
+    for i, found in enumerate(ranks):
+        expected = {
+            "f": (whole[i], weigh(whole)),
+            "g": (total, total * (i + 1)),
+            "f_bar": (joined, of(i, weigh([joined] * t))),
+            "g_bar": (of(i, total), torch.cat([of(j, total) * (j + 1) for j in range(t)], 1)),
+            "scatter": (of(i, whole[i]), torch.cat([of(j, whole[j]) * (j + 1) for j in range(t)], 1)),
+            "gather": (joined, of(i, joined) * (i + 1)),
+        }
+        for name, (y, dx) in expected.items():
+            torch.testing.assert_close(found[name], (y, dx), **EXACT, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def features(ctx: Any, whole: Tensor, dims: list[int]) -> list[tuple[Tensor, Tensor]]:
+    line, found = Axis(ctx.comm), []
+    for dim in dims:
+        parts = evenly(whole.shape[dim], line.size)
+        mine = parts[line.index]
+        leaf = whole.narrow(dim, mine.start, len(mine)).clone().requires_grad_()
+        y = gather_features(line, leaf, [len(part) for part in parts], dim)
+        y.square().sum().backward()
+        found.append((y.detach(), leaf.grad / 2 - leaf.detach()))
+    return found
+
+
+def test_features_of_uneven_widths_are_gathered(clusters: Clusters) -> None:
+    whole = normal(4, 5, 7)
+    for found in clusters(3).run(features, whole, [0, 1, -1]):
+        for y, off in found:
+            torch.testing.assert_close(y, whole, **EXACT)
+            assert not off.any()
+
+
+# ---------------------------------------------------------------- logits and cross-entropy
+
+
+def divided(line: Any, whole: Tensor) -> tuple[DividedLogits, Tensor]:
+    parts = tuple(evenly(whole.shape[-1], line.size))
+    mine = parts[line.index]
+    leaf = whole[..., mine.start : mine.stop].clone().requires_grad_()
+    return DividedLogits.make(line, parts, leaf * 1), leaf
+
+
+def losses_on_a_rank(ctx: Any, whole: Tensor, losses: list[Any]) -> Any:
+    found = []
+    for loss in losses:
+        logits, leaf = divided(Axis(ctx.comm), whole)
+        value = loss(logits)
+        assert type(value) is Tensor
+        value.backward()
+        found.append((value.detach(), leaf.grad))
+    return found
+
+
+def check_losses(clusters: Clusters, t: int, whole: Tensor, *losses: Any) -> None:
+    ranks = clusters(t).run(losses_on_a_rank, whole, list(losses))
+    for i, loss in enumerate(losses):
+        leaf = whole.clone().requires_grad_()
+        value = loss(leaf)
+        value.backward()
+        for rank in ranks:
+            torch.testing.assert_close(rank[i][0], value.detach(), **EXACT, equal_nan=True)
+        gradient = torch.cat([rank[i][1] for rank in ranks], -1)
+        torch.testing.assert_close(gradient, leaf.grad, **EXACT, equal_nan=True)
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_cross_entropy_of_parts(clusters: Clusters, data: st.DataObject) -> None:
+    t = data.draw(st.integers(2, 3))
+    vocab, rows = data.draw(st.integers(t, 9)), data.draw(st.integers(1, 5))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    whole = normal(rows, vocab) * 10 ** data.draw(st.integers(0, 3))
+    targets = torch.randint(vocab, (rows,))
+    ignored = data.draw(st.sampled_from([-100, 0, vocab - 1]))
+    if ignored < 0:
+        targets[: data.draw(st.integers(0, rows))] = ignored
+    check_losses(
+        clusters,
+        t,
+        whole,
+        lambda z: F.cross_entropy(z, targets, ignore_index=ignored),
+        lambda z: F.cross_entropy(z, targets, ignore_index=ignored, reduction="sum"),
+        lambda z: (
+            nn.CrossEntropyLoss(reduction="none", ignore_index=ignored)(z).exp().sum()
+            if False
+            else F.cross_entropy(z, targets, ignore_index=ignored, reduction="none").sin().sum()
+        ),
+    )
+
+
+def test_any_other_loss_sees_the_whole_logits(clusters: Clusters) -> None:
+    torch.manual_seed(1)
+    whole, targets = normal(2, 3, 7), torch.randint(7, (2, 3))
+    weight = torch.rand(7, dtype=torch.float64)
+    check_losses(
+        clusters,
+        3,
+        whole,
+        lambda z: F.cross_entropy(z.transpose(1, 2), targets),
+        lambda z: F.cross_entropy(z.flatten(0, 1), targets.flatten(), label_smoothing=0.1),
+        lambda z: F.cross_entropy(input=z.flatten(0, 1), target=targets.flatten(), weight=weight),
+        lambda z: F.cross_entropy(z.view(6, 7), whole.softmax(-1).view(6, 7)),  # probabilities as targets
+        lambda z: F.nll_loss(F.log_softmax(z, -1).view(-1, 7), targets.view(-1)),
+        lambda z: (z / 2 + 1)[..., 2:].logsumexp(-1).sum(),
+        lambda z: (z[0] * z[1]).sum() + torch.stack([z, z]).max(),
+        lambda z: z.view(-1).square().sum() + z[:, :, 0].sum(),
+        lambda z: (z - z.mean(-1, keepdim=True)).pow(2).mean(),
+        lambda z: -z.log_softmax(-1).gather(-1, targets[..., None]).sum(),
+    )
+
+
+def shapes_on_a_rank(ctx: Any, whole: Tensor) -> Any:
+    z, _ = divided(Axis(ctx.comm), whole)
+    still = [
+        z.view(-1, 7), z.reshape(2, 3, 1, 7), z.flatten(0, 1), z[:, :-1], z[:, -1], z[0], z[:, -1, :],
+        z.float().double(), z.to(torch.float32), z.contiguous(), z.clone().detach(),
+        z[:, 1:].contiguous().view(-1, z.size(-1)), z.flatten(end_dim=1), torch.flatten(z, 0, 1),
+    ]  # fmt: skip
+    kinds = [type(one) for one in still]
+    found = [(tuple(one.shape), one.dtype, one.whole().detach()) for one in still]
+    apart = [z.view(7, 6), z.flatten(), z[..., 0], z[z > 0], z.argmax(-1), z[:, :, 1:]]
+    assert not any(isinstance(one, DividedLogits) for one in apart)
+    assert z.shape == whole.shape and len(z) == 2 and z.requires_grad and not z.detach().requires_grad
+    assert z.dim() == 3 and z.numel() == whole.numel() and z.dtype == torch.float64
+    return kinds, found, [one.detach() for one in apart], repr(z)
+
+
+def test_what_keeps_logits_divided(clusters: Clusters) -> None:
+    torch.manual_seed(2)
+    z = normal(2, 3, 7)
+    expected = [
+        z.view(-1, 7), z.reshape(2, 3, 1, 7), z.flatten(0, 1), z[:, :-1], z[:, -1], z[0], z[:, -1, :],
+        z.float().double(), z.to(torch.float32), z, z, z[:, 1:].reshape(-1, 7), z.flatten(0, 1), z.flatten(0, 1),
+    ]  # fmt: skip
+    apart = [z.view(7, 6), z.flatten(), z[..., 0], z[z > 0], z.argmax(-1), z[:, :, 1:]]
+    for i, (kinds, found, others, said) in enumerate(clusters(2).run(shapes_on_a_rank, z)):
+        assert {kind.__name__ for kind in kinds} == {"DividedLogits"}
+        for (shape, dtype, whole), one in zip(found, expected, strict=True):
+            assert shape == one.shape and dtype == one.dtype
+            torch.testing.assert_close(whole, one, **EXACT)
+        torch.testing.assert_close(others, apart, **EXACT)
+        assert f"tokens {4 * i} to {6 if i else 3}" in said
+
+
+def test_logits_are_not_written_into() -> None:
+    z, _ = divided(Pretended(2), normal(2, 6))
+    with pytest.raises(ValueError, match=r"masked_fill_ writes into the logits.*lost.*logits.masked_fill"):
+        z.masked_fill_(torch.ones(2, 6, dtype=torch.bool), 0.0)
+    with pytest.raises(ValueError, match="__setitem__ writes into the logits"):
+        z[0] = 1.0
+
+
+# ---------------------------------------------------------------- what is sent, and when
+
+SIZES: dict[str, int] = {"layers": 2, "width": 12, "heads": 3, "vocab": 20, "length": 6}
+BATCH = 2
+
+
+def forward_and_backward(ctx: Any, model: nn.Module, tokens: Tensor, how: Any) -> None:
+    """Recorded, with a span where each weight's gradient is made."""
+    shard_model(model, Axis(ctx.comm), **how)
+
+    def made(name: str) -> Callable[[Tensor], None]:
+        def mark(_: Tensor) -> None:
+            with ctx.record.span(f"dW {name}"):
+                pass
+
+        return mark
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(made(name))
+    with ctx.record.span("forward"):
+        loss = next_token_loss(model(tokens), tokens)
+    with ctx.record.span("backward"):
+        loss.backward()
+
+
+def story(cluster: mk.Cluster) -> list[tuple[str, int, str]]:
+    """Kind, bytes and name of each op of rank 0, in order; a wait's bytes are the number of what it waits for."""
+    part = cluster.trace.ranks[0]
+    return [
+        (
+            Kind(op["kind"]).word,
+            int(op["ref"] if op["kind"] == Kind.WAIT else op["bytes"]),
+            part.names[op["name"]],
+        )
+        for op in part.ops
+    ]
+
+
+def sent(ops: list[tuple[str, int, str]]) -> Counter[tuple[str, int]]:
+    return Counter((kind, nbytes) for kind, nbytes, _ in ops if kind not in ("wait", "compute"))
+
+
+def halves(ops: list[tuple[str, int, str]]) -> tuple[list[Any], list[Any]]:
+    middle = next(i for i, op in enumerate(ops) if op[2] == "backward")
+    return ops[:middle], ops[middle:]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_layer_makes_two_all_reduces_forward_and_two_backward(clusters: Clusters, overlap: bool) -> None:
+    torch.manual_seed(3)
+    t, layers = 3, SIZES["layers"]
+    model = GPT(**SIZES).double()
+    tokens = torch.randint(SIZES["vocab"], (BATCH, SIZES["length"]))
+    numbers = BATCH * SIZES["length"]
+    bsh = numbers * SIZES["width"] * 8  # bytes of b s h elements
+    # ---- plain
+    clusters(t).run(forward_and_backward, model, tokens, {"overlap": overlap})
+    forward, backward = map(sent, halves(story(clusters(t))))
+    # besides the layers: the embedding's g; three numbers a token in the loss; the head's f
+    assert forward == {("all_reduce", bsh): 2 * layers + 1, ("all_reduce", numbers * 8): 3}
+    assert backward == {("all_reduce", bsh): 2 * layers + 1}
+    # ---- by sequence: an all-reduce is a reduce-scatter and an all-gather
+    clusters(t).run(forward_and_backward, model, tokens, {"overlap": overlap, "sequence": True})
+    forward, backward = map(sent, halves(story(clusters(t))))
+    assert forward == {
+        ("all_gather", bsh): 2 * layers + 1,  # and the end of the sequence's part
+        ("reduce_scatter", bsh): 2 * layers,
+        ("all_reduce", bsh): 1,
+        ("all_reduce", numbers * 8): 3,
+    }
+    again = 2 * layers if overlap else 0  # x is gathered once more, for dW
+    assert backward == {
+        ("all_gather", bsh): 2 * layers + 1 + again,  # and the beginning of the sequence's part
+        ("reduce_scatter", bsh): 2 * layers,
+        ("all_reduce", bsh): 1,
+    }
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_sum_of_dx_travels_while_dw_is_computed(clusters: Clusters, sequence: bool) -> None:
+    torch.manual_seed(4)
+    model = GPT(**SIZES).double()
+    tokens = torch.randint(SIZES["vocab"], (BATCH, SIZES["length"]))
+    clusters(2).run(forward_and_backward, model, tokens, {"sequence": sequence})
+    ops = story(clusters(2))
+    kind = "reduce_scatter" if sequence else "all_reduce"
+    for layer in range(SIZES["layers"]):
+        for column in ("attention.qkv", "mlp.up"):
+            names = [f"dW block{layer}.{column}.{name}" for name in ("weight", "bias")]
+            made = [i for i, op in enumerate(ops) if op[2] in names]
+            started = max(i for i in range(made[0]) if ops[i][0] == kind)
+            waited = next(i for i, op in enumerate(ops) if op[:2] == ("wait", started))
+            assert len(made) == 2 and started < made[0] and made[-1] < waited
+            if sequence:  # x comes while dx is computed, and so before the sum of dx starts
+                assert any(op[0] == "all_gather" for op in ops[started - 3 : started])
+
+
+def test_what_is_kept_for_the_backward() -> None:
+    # Korthikanti et al. 2022: of the 34 s b h bytes a layer, 10 are not in a region: the inputs of two layer norms and
+    # of two regions (8), and two masks (none here, without dropout). Tensor parallelism divides the others by t, and
+    # sequence parallelism all.
+    b, s, h, t = 2, 16, 64, 2
+    model = GPT(layers=1, width=h, heads=2, vocab=8, length=s).to(torch.bfloat16)
+
+    def kept(model: nn.Module, *, parts: int = 1) -> int:
+        """Bytes that a block's forward saves; weights, and what is a number a token, apart."""
+        known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        storages: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            place = tensor.untyped_storage().data_ptr()
+            if place not in known and tensor.nbytes > b * s * h // parts // 4:
+                storages[place] = tensor
+            return tensor
+
+        x = torch.randn(b, s // parts, h, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model.block0.mlp(model.block0.norm2(model.block0.attention(model.block0.norm1(x))))
+        return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+    whole, outside = kept(model), 8 * b * s * h
+    shares = copy.deepcopy(model)
+    shard_model(shares, Pretended(t))
+    assert kept(shares) == outside + (whole - outside) / t
+    shares = copy.deepcopy(model)
+    sharded = shard_model(shares, Pretended(t), sequence=True)
+    assert sharded.plan.sequence == ("block0", "head.norm")
+    assert kept(shares, parts=t) == whole / t
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+class Dropping(nn.Module):
+    """A block with dropout inside of a region, and outside; it remembers what was dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.within = nn.LayerNorm(6), nn.Linear(6, 64), nn.Dropout(0.5)
+        self.down, self.after = nn.Linear(64, 6), nn.Dropout(0.5)
+        self.dropped: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.within(self.up(self.norm(x)) * 0 + 1)
+        z = self.after(self.down(y) * 0 + 1)
+        self.dropped = [y == 0, z == 0]
+        return x + z
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Dropping()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+DROPPING = mk.TensorPlan((mk.Region("block.up", ("block.up",), "block.down"),), sequence=("block", "block"))
+
+
+def drop_on_a_rank(ctx: Any, x: Tensor, sequence: bool) -> Any:
+    model = Around()
+    mk.tensor_parallel(ctx, model, DROPPING, sequence=sequence)
+    torch.manual_seed(5)
+    state, found = torch.get_rng_state(), []
+    for again in (False, False, True):
+        if again:  # as a forward is done again for its backward
+            torch.set_rng_state(state)
+        model(x)
+        found.append(model.block.dropped)
+    return found, torch.rand(3)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_ranks_draw_their_own_inside_of_a_region(clusters: Clusters, sequence: bool) -> None:
+    ranks = clusters(2).run(drop_on_a_rank, torch.randn(3, 8, 6), sequence)
+    (first, second), after = zip(*ranks, strict=True)
+    assert torch.equal(after[0], after[1])
+    for found in (first, second):  # each time other numbers, and the same for the same time
+        for k in range(2):
+            assert torch.equal(found[0][k], found[2][k]) and not torch.equal(found[0][k], found[1][k])
+    for once, other in zip(first, second, strict=True):
+        assert once[0].shape == (3, 8, 32) and not torch.equal(once[0], other[0])  # other features
+        assert torch.equal(once[1], other[1]) == (not sequence)  # the same tokens, or others
+
+
+def dropout_on_a_rank(ctx: Any, model: nn.Module, tokens: Tensor) -> Tensor:
+    mk.tensor_parallel(ctx, model)
+    torch.manual_seed(6)
+    return next_token_loss(model(tokens), tokens)
+
+
+def test_what_draws_outside_of_regions_only_draws_what_the_whole_model_does(clusters: Clusters) -> None:
+    model = GPT(**SIZES, dropout=0.4).double()
+    tokens = torch.randint(SIZES["vocab"], (BATCH, SIZES["length"]))
+    torch.manual_seed(6)
+    whole = next_token_loss(model(tokens), tokens).item()
+    for found in clusters(2).run(dropout_on_a_rank, model, tokens):
+        assert found.item() == pytest.approx(whole, rel=1e-10)
+
+
+# ---------------------------------------------------------------- a loop by hand
+
+
+def loop(model: nn.Module, tokens: Tensor) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        for half in tokens.chunk(2):  # gradients accumulate
+            loss = next_token_loss(model(half), half) / 2
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def loop_on_a_rank(ctx: Any, model: nn.Module, tokens: Tensor, how: Any) -> list[float]:
+    return loop(mk.tensor_parallel(ctx, model, **how), tokens)
+
+
+@pytest.mark.parametrize("how", [{}, {"sequence": True}], ids=str)
+def test_a_training_loop_by_hand(clusters: Clusters, how: Any) -> None:
+    torch.manual_seed(7)
+    model = GPT(**SIZES).double()
+    tokens = torch.randint(SIZES["vocab"], (2 * BATCH, SIZES["length"]))
+    whole = loop(copy.deepcopy(model), tokens)
+    for found in clusters(3).run(loop_on_a_rank, model, tokens, how):
+        assert found == pytest.approx(whole, rel=1e-9)
+
+
+def test_alone_nothing_changes() -> None:
+    model = GPT(**SIZES)
+    before = list(model.parameters())
+    sharded = shard_model(model, Pretended(1))
+    assert not sharded.shards and not sharded.partial
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_dry_run_with_fake_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # private: tests/test_trace_fake.py guards it
+
+    with FakeTensorMode():
+        for index in range(2):
+            for sequence in (False, True):
+                model = GPT(**SIZES, dropout=0.1)
+                shard_model(model, Pretended(2, index), sequence=sequence)
+                tokens = torch.zeros(BATCH, SIZES["length"], dtype=torch.long)
+                logits = model(tokens)
+                next_token_loss(logits, tokens).backward()
+                assert logits.shape == (BATCH, SIZES["length"], SIZES["vocab"])
+                assert (logits * 2).shape == logits.shape
+                weight = model.get_submodule("block0.attention.qkv").weight
+                assert weight.grad.shape == weight.shape == (3 * 4 * (2 - index), 12)
