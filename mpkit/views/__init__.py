@@ -6,7 +6,10 @@
     timeline.py     ... as a live widget, with timeline.js
     html.py         ... as one page, with the same timeline.js
     perfetto.py     ... as a trace for ui.perfetto.dev
+    lanes.py        what ranks are called, and how they are grouped by their places in the mesh
     memory.py       memory by category and GPU, as a chart or as SVG
+    traffic.py      bytes from rank to rank; volume.py: what a rank sends beside the formulas
+    placement_*.py  which rank holds what, on which node
     dashboard.py    what a Run shows in a notebook: all of it together
 
 Nothing here is imported by what runs in a rank. What only notebooks need (ipywidgets, anywidget, plotly) is

@@ -1,0 +1,277 @@
+"""Placement: which rank holds which part of which layer, on which node it is, and who talks to whom over which link.
+
+    pp   a rank holds the layers of its stages
+    dp   replicas hold the same, or under ZeRO a shard of it
+    cp   and so do those that share a sequence
+    tp   of a divided layer a rank holds some rows or columns
+
+Neighbouring ranks differ in tp first, so that what talks most stays within a node (Narayanan et al. 2021, section 5.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpkit.mesh import Mesh
+from mpkit.whereabouts import long_axes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mpkit.devices import Hardware, Link
+    from mpkit.parallel.shard import Shard
+    from mpkit.plan import Plan
+
+__all__ = ["Placement", "Talk", "place", "placement", "shard_words"]
+
+Parts = Mapping[str, str | Sequence[str]]
+"""By layer or parameter, what of it a tp rank holds: one text for all ("1/2 of its rows"), or one a place along tp."""
+
+
+@dataclass(frozen=True)
+class Talk:
+    """Groups of an axis that talk over the same link.
+
+    Attributes:
+        axis: "tp", say.
+        groups: of ranks; along pp, pairs of neighbours.
+        link: over which; None where no hardware was given.
+        crosses: whether it leads from node to node.
+    """
+
+    axis: str
+    groups: tuple[tuple[int, ...], ...]
+    link: Link | None
+    crosses: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Ranks in their places: prints as text, shows itself as a picture in a notebook.
+
+    Attributes:
+        mesh: of the ranks.
+        stages: the names of the layers, by stage; none where no model is known.
+        holders: by stage, the place along pp that holds it.
+        shards: what tp divides; see `Parts`.
+        hardware: with its nodes and links; None: not said.
+        notes: what a reader should know.
+    """
+
+    mesh: Mesh
+    stages: tuple[tuple[str, ...], ...] = ()
+    holders: tuple[int, ...] = ()
+    shards: Parts = field(default_factory=dict)
+    hardware: Hardware | None = None
+    notes: tuple[str, ...] = ()
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The numbers of the stages that a rank holds."""
+        place = self.mesh.place(rank).pp
+        return [stage for stage, holder in enumerate(self.holders) if holder == place]
+
+    def layers_of(self, rank: int) -> list[str]:
+        """The names of the layers that a rank holds, or of which it holds a part."""
+        return [name for stage in self.stages_of(rank) for name in self.stages[stage]] if self.stages else []
+
+    def part(self, name: str, rank: int) -> str:
+        """What of a divided layer a rank holds, in words; "" of one that is whole."""
+        words = self.shards.get(name, "")
+        return words if isinstance(words, str) else words[self.mesh.place(rank).tp]
+
+    def node_of(self, rank: int) -> int:
+        """The number of its node; 0 where no hardware was given."""
+        return rank // self.hardware.per_node if self.hardware else 0
+
+    @property
+    def nodes(self) -> list[tuple[int, ...]]:
+        """The ranks by node."""
+        numbers = [self.node_of(rank) for rank in range(self.mesh.size)]
+        return [tuple(r for r, n in enumerate(numbers) if n == node) for node in sorted(set(numbers))]
+
+    @property
+    def talks(self) -> list[Talk]:
+        """Who talks to whom over what, by axis, innermost first."""
+        found = []
+        for axis in reversed(long_axes(self.mesh)):
+            groups = self.mesh.groups(axis)
+            if axis == "pp":  # a stage talks to its neighbours only
+                groups = [pair for group in groups for pair in pairwise(group)]
+            for crosses in (False, True):
+                some = tuple(g for g in groups if (len({self.node_of(rank) for rank in g}) > 1) == crosses)
+                if some:
+                    link = self.hardware.link_of(some[0]) if self.hardware else None
+                    found.append(Talk(axis, some, link, crosses))
+        return found
+
+    def to_svg(self, path: str | Path | None = None) -> str:
+        """The picture as SVG; written to `path` as well if that is given."""
+        from mpkit.views.placement_svg import placement_svg
+
+        text = placement_svg(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def __str__(self) -> str:
+        from mpkit.views.placement_text import placement_text
+
+        return placement_text(self)
+
+    def __repr__(self) -> str:
+        return f"<Placement of {self.mesh.size} ranks on {len(self.nodes)} node{'s' * (len(self.nodes) > 1)}>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from mpkit.views.fallback import image
+
+        return {"text/html": image(self.to_svg(), str(self)), "text/plain": str(self)}
+
+
+def place(
+    mesh: Mesh,
+    stages: Sequence[Sequence[str]] = (),
+    shards: Parts | None = None,
+    hardware: Hardware | str | None = None,
+    *,
+    holders: Sequence[int] | None = None,
+    notes: Sequence[str] = (),
+) -> Placement:
+    """The placement of what is known already.
+
+    >>> from mpkit.devices import Device, Hardware, Link
+    >>> wires = Link("bus", 1e-6, 80e9), Link("network", 5e-6, 25e9)
+    >>> toy = Hardware("toy", Device("d", {"float32": 1e12}, 1e11), *wires, per_node=2, nodes=2)
+    >>> [(talk.axis, talk.groups, talk.link.name) for talk in place(Mesh(pp=2, tp=2), hardware=toy).talks]
+    [('tp', ((0, 1), (2, 3)), 'bus'), ('pp', ((0, 2), (1, 3)), 'network')]
+
+    Args:
+        mesh: of the ranks.
+        stages: the names of the layers, by stage.
+        shards: what tp divides; see `Parts`.
+        hardware: a catalogued machine's name, or a `Hardware`.
+        holders: by stage, the place along pp that holds it; None: one after the other, over and over.
+        notes: what a reader should know.
+
+    Raises:
+        ValueError: a machine with fewer devices than ranks.
+    """
+    from mpkit.catalogue import hardware as find
+
+    machine = None if hardware is None else find(hardware)
+    if machine is not None and mesh.size > machine.devices and machine.name != "cpu":
+        nodes = -(-mesh.size // machine.per_node)
+        raise ValueError(
+            f"placement(hardware={machine.name!r}): it has {machine.devices} devices, and the plan takes {mesh.size} "
+            f"ranks. A larger one: dataclasses.replace(mk.hardware({machine.name!r}), nodes={nodes}, between=mk.Link("
+            "'Ethernet', latency=20e-6, bandwidth=12.5e9))"
+        )
+    held = tuple(i % mesh.pp for i in range(len(stages))) if holders is None else tuple(holders)
+    return Placement(mesh, tuple(map(tuple, stages)), held, shards or {}, machine, tuple(notes))
+
+
+def placement(
+    plan: Plan,
+    model: nn.Module | None = None,
+    *,
+    shards: Parts | None = None,
+    hardware: Hardware | str | None = None,
+) -> Placement:
+    """Where a plan puts a model: on which rank which layers, on which node, and who talks to whom over which link.
+
+    A run balances its stages by FLOPs, which takes a batch: what it really did, `mpkit.places.place` shows from the
+    names in its trace's meta.
+
+    Args:
+        plan: whose ranks.
+        model: whose layers; None: the mesh and its links only.
+        shards: what tp divides, in words by the layer's name; None: as the plan divides the model.
+        hardware: a catalogued machine's name (`mpkit.hardware()` lists them), or a `Hardware`; None: no nodes.
+
+    Raises:
+        ValueError: a machine with fewer devices than ranks, more stages than layers, or a model of which mpkit does not
+            know how to divide it.
+    """
+    holders = plan.build().stage_to_rank if plan.pp > 1 else [0]
+    if model is None:
+        return place(plan.mesh, (), shards, hardware, holders=holders)
+    stages, notes = _stages(plan, model)
+    if shards is None and plan.tp > 1:
+        shards = _shards(plan, model)
+    return place(plan.mesh, stages, shards, hardware, holders=holders, notes=notes)
+
+
+def _shards(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
+    """What of a model's parameters each place along tp would hold."""
+    from mpkit.parallel.axis import Pretended
+    from mpkit.parallel.tensor.finding import find_tensor_plan
+    from mpkit.parallel.tensor.resolve import check
+    from mpkit.parallel.tensor.shards import shards_of
+
+    tensor = check(model, plan.tp, getattr(plan, "tensor", None) or find_tensor_plan(model))
+    of = [shards_of(model, Pretended(plan.tp, index), tensor).found for index in range(plan.tp)]
+    return shard_words({name: [found[name] for found in of] for name in of[0]})
+
+
+def _stages(plan: Plan, model: nn.Module) -> tuple[list[list[str]], list[str]]:
+    """The names of a model's layers by stage, and what to say of them."""
+    from mpkit.models.cut import cut
+
+    layers = [
+        (f"{name}.{inner}" if inner else name, module)
+        for name, child in model.named_children()
+        for inner, module in (child.named_children() if _is_list(child) else [("", child)])
+    ]
+    names = [name for name, _ in layers]
+    if plan.stages == 1:
+        return [names], []
+    sizes = [float(sum(p.numel() for p in layer.parameters()) or 1) for _, layer in layers]
+    parts = cut(names, sizes, plan.stages, plan.cut)
+    told = [] if plan.cut else ["Stages balanced by their parameters; a run balances them by FLOPs."]
+    return [[names[i] for i in part] for part in parts], told
+
+
+def _is_list(module: nn.Module) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def shard_words(shards: Mapping[str, Sequence[Shard]]) -> dict[str, list[str]]:
+    """What each tp rank holds of divided parameters, in words.
+
+    >>> from mpkit.parallel.shard import Shard
+    >>> shard_words({"up.weight": [Shard((8, 4), 0, (range(0, 4),)), Shard((8, 4), 0, (range(4, 8),))]})
+    {'up.weight': ['rows 0-3', 'rows 4-7']}
+
+    Args:
+        shards: by the parameter's name, one a place along tp.
+    """
+    return {name: [_words(shard) for shard in of] for name, of in shards.items()}
+
+
+def _words(shard: Shard) -> str:
+    along = ("rows" if len(shard.whole) > 1 else "elements", "columns")[min(shard.dim, 1)]
+    return f"{along} " + ", ".join(f"{part.start}-{part.stop - 1}" for part in shard.ranges if len(part))
+
+
+def brief(names: Sequence[str]) -> str:
+    """Names, with those that differ in a number only put together.
+
+    >>> brief(["embed", "layers.0", "layers.1", "layers.2", "norm"])
+    'embed, layers.0 to 2, norm'
+    """
+    runs: list[list[str]] = []
+    for name in names:
+        stem = name.rstrip("0123456789")
+        if runs and stem != name and stem == runs[-1][-1].rstrip("0123456789"):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    ends = [run[-1].removeprefix(run[0].rstrip("0123456789")) for run in runs]
+    return ", ".join(
+        run[0] if len(run) == 1 else f"{run[0]} to {end}" for run, end in zip(runs, ends, strict=True)
+    )

@@ -1,0 +1,116 @@
+"""Which rank holds what, on which node, and who talks to whom over which link."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpkit as mk
+from mpkit.mesh import Mesh
+from mpkit.models import GPT
+from mpkit.places import brief, place
+from mpkit.views.placement_text import divided
+
+SVG = "{http://www.w3.org/2000/svg}"
+STAGES = [["embed", "block0", "block1"], ["block2", "block3", "head"]]
+SHARDS = {
+    f"block{i}.mlp.{name}.{kind}": parts
+    for i in range(4)
+    for name, kind, parts in (
+        ("up", "weight", ["rows 0-3", "rows 4-7"]),
+        ("up", "bias", ["elements 0-3", "elements 4-7"]),
+        ("down", "weight", ["columns 0-3", "columns 4-7"]),
+    )
+}
+NODES = replace(mk.hardware("2x8-h100-ib"), per_node=4)
+
+
+def test_three_dimensions_on_two_nodes() -> None:
+    found = place(Mesh(pp=2, dp=2, tp=2), STAGES, SHARDS, NODES)
+    assert found.nodes == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert found.layers_of(3) == STAGES[0] and found.layers_of(4) == STAGES[1]
+    assert found.part("block2.mlp.up.weight", 5) == "rows 4-7" and found.part("head", 5) == ""
+    assert [(talk.axis, talk.crosses, talk.link and talk.link.name) for talk in found.talks] == [
+        ("tp", False, "NVLink 4"),
+        ("dp", False, "NVLink 4"),
+        ("pp", True, "InfiniBand NDR, a card a GPU"),
+    ]
+    assert found.talks[0].groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    # Numbers in which layers differ are stars, and biases go with their weights.
+    assert divided(found) == [
+        ("block*.mlp.up", ["rows 0-3", "rows 4-7"]),
+        ("block*.mlp.down", ["columns 0-3", "columns 4-7"]),
+    ]
+    text = str(found)
+    assert text.startswith("pp 2 x dp 2 x tp 2 = 8 ranks, on 2 nodes of 4 H100 SXM")
+    assert "  rank 4   pp1 dp0 tp0   block2 to 3, head" in text
+    assert "  pp  (0 4) (1 5) (2 6) (3 7), InfiniBand NDR, a card a GPU between nodes" in text
+
+
+def test_a_tensor_axis_over_nodes_is_seen_as_such() -> None:
+    two = replace(NODES, per_node=2, nodes=4)
+    talks = place(Mesh(dp=2, tp=4), hardware=two).talks
+    assert [(talk.axis, talk.crosses) for talk in talks] == [("tp", True), ("dp", True)]
+    halves = place(
+        Mesh(pp=4, tp=2), hardware=NODES
+    ).talks  # two stages a node: some boundaries cross, some do not
+    assert [(talk.axis, talk.crosses, len(talk.groups)) for talk in halves] == [
+        ("tp", False, 4), ("pp", False, 4), ("pp", True, 2)
+    ]  # fmt: skip
+
+
+@given(
+    pp=st.integers(1, 4),
+    dp=st.integers(1, 4),
+    cp=st.integers(1, 2),
+    tp=st.integers(1, 4),
+    per_node=st.sampled_from([1, 2, 3, 8, None]),
+)
+def test_every_rank_has_a_box_of_its_own(pp: int, dp: int, cp: int, tp: int, per_node: int | None) -> None:
+    mesh = Mesh(pp, dp, cp, tp)
+    machine = None if per_node is None else replace(NODES, per_node=per_node, nodes=mesh.size)
+    found = place(mesh, hardware=machine)
+    root = ElementTree.fromstring(found.to_svg())
+    boxes = [rect for rect in root.iter(f"{SVG}rect") if rect.get("class") == "box"]
+    places = [(float(box.get("x", 0)), float(box.get("y", 0))) for box in boxes]
+    wide = float(boxes[0].get("width", 0))
+    assert len(places) == len(set(places)) == mesh.size
+    for x, y in places:
+        assert x + wide <= float(root.get("width", 0)) and y + 50 <= float(root.get("height", 0))
+        assert all(abs(x - other) >= wide for other, row in places if row == y and other != x)
+    # Each group of an axis is in exactly one line of who talks to whom.
+    pairs = sorted(pair for talk in found.talks for pair in talk.groups)
+    assert len(pairs) == len(set(pairs))
+    str(found)
+
+
+def test_of_a_plan_and_a_model() -> None:
+    model = GPT(layers=4, width=16, heads=2)
+    found = mk.placement(mk.Plan.gpipe(2, 4, cut=["block2"]), model, hardware="8x-h100-nvlink")
+    assert found.stages == (("embedding", "block0", "block1"), ("block2", "block3", "head"))
+    assert found.notes == ()
+    assert "balanced by their parameters" in mk.placement(mk.Plan.gpipe(2, 4), model).notes[0]
+    # A rank with several stages has the layers of each; without a model, only who talks to whom.
+    looped = mk.Plan.pipeline("interleaved_1f1b", 2, 4, virtual_stages=2, cut=[1, 2, 3])
+    assert mk.placement(looped, model).layers_of(0) == ["embedding", "block1"]
+    bare = mk.placement(mk.Plan.ddp(4))
+    assert bare.layers_of(0) == [] and [talk.axis for talk in bare.talks] == ["dp"]
+    assert mk.placement(mk.Plan.serial()).talks == []
+    with pytest.raises(ValueError, match="it has 8 devices, and the plan takes 16 ranks"):
+        mk.placement(mk.Plan.ddp(16), hardware="8x-h100-nvlink")
+
+
+def test_it_shows_itself_and_strings_stay_strings() -> None:
+    hostile = "<script>alert(1)</script>"
+    found = place(Mesh(pp=2, tp=2), [[hostile], ["a"]], {hostile: hostile}, NODES, notes=[hostile])
+    drawn = found.to_svg()
+    assert "<script" not in drawn
+    ElementTree.fromstring(drawn)
+    bundle = found._repr_mimebundle_()
+    assert bundle["text/html"].startswith("<img") and bundle["text/plain"] == str(found)
+    assert repr(found) == "<Placement of 4 ranks on 1 node>"
+    assert brief(["a", "b.9", "b.10", "c1x"]) == "a, b.9 to 10, c1x"
