@@ -24,6 +24,7 @@ import mpkit as mk
 from mpkit.data import images, spirals, text_batches
 from mpkit.models import GPT, MLP, ConvNet, chain, next_token_loss
 from mpkit.schedule import Action, Schedule
+from tests.orders import in_random_order, random_holders
 from tests.serial import Train, check_equal, serial
 
 # Ranks get this module's functions by value, and need not import the module and what tests need.
@@ -101,18 +102,8 @@ def chains(draw: st.DrawFn) -> tuple[nn.Module, int]:
 
 def random_schedule(stages: int, ranks: int, m: int, rng: random.Random) -> Schedule:
     """Everything after what it needs, in a random order, dealt out to the ranks."""
-    holders = [*range(ranks), *(rng.randrange(ranks) for _ in range(stages - ranks))]
-    rng.shuffle(holders)
-    left = {Action(kind, s, i) for kind in "FB" for s in range(stages) for i in range(m)}
-    all_in_one = Schedule([sorted(left)], stage_to_rank=[0] * stages)
-    rows: list[list[Action]] = [[] for _ in range(ranks)]
-    done: set[Action] = set()
-    while left:
-        action = rng.choice(sorted(a for a in left if done.issuperset(all_in_one.needs(a))))
-        left.remove(action)
-        done.add(action)
-        rows[holders[action.stage]].append(action)
-    return Schedule(rows, "random", holders)
+    actions = {Action(kind, s, i) for kind in "FB" for s in range(stages) for i in range(m)}
+    return in_random_order(actions, random_holders(stages, ranks, rng), rng)
 
 
 # No shrinking: it would be hundreds of runs more.

@@ -27,6 +27,7 @@ from mpkit.parallel.train import Training
 from mpkit.prepare import prepare
 from mpkit.schedule import NAMES, Action, Schedule, build
 from mpkit.trace import Kind
+from tests.orders import in_random_order, random_holders
 from tests.serial import EXACT, SINGLE, Train, same, serial
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -122,22 +123,13 @@ def test_any_size_of_any_schedule_equals_serial_training(train: Train, data: st.
 
 def random_schedule(stages: int, ranks: int, m: int, rng: random.Random) -> Schedule:
     """Everything after what it needs, in a random order, dealt out to the ranks; some backwards are split."""
-    holders = [*range(ranks), *(rng.randrange(ranks) for _ in range(stages - ranks))]
-    rng.shuffle(holders)
+    holders = random_holders(stages, ranks, rng)
     share = rng.random()
-    left = {Action("F", s, i) for s in range(stages) for i in range(m)}
+    actions = {Action("F", s, i) for s in range(stages) for i in range(m)}
     for s in range(stages):
         for i in range(m):
-            left |= {Action(kind, s, i) for kind in ("IW" if rng.random() < share else "B")}
-    all_in_one = Schedule([sorted(left)], stage_to_rank=[0] * stages)
-    rows: list[list[Action]] = [[] for _ in range(ranks)]
-    done: set[Action] = set()
-    while left:
-        action = rng.choice(sorted(a for a in left if done.issuperset(all_in_one.needs(a))))
-        left.remove(action)
-        done.add(action)
-        rows[holders[action.stage]].append(action)
-    return Schedule(rows, "random", holders)
+            actions |= {Action(kind, s, i) for kind in ("IW" if rng.random() < share else "B")}
+    return in_random_order(actions, holders, rng)
 
 
 def gradients(ctx: Any, jobs: list[TrainJob]) -> list[tuple[float, dict[str, Tensor]]]:
