@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,9 @@ import numpy.typing as npt
 
 from mpkit import metrics
 from mpkit.figures import Figures
+from mpkit.mesh import Mesh
 from mpkit.trace import Kind, Lane
+from mpkit.whereabouts import mesh_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,6 +107,11 @@ class Timeline(Figures):
         from mpkit.replay import replay
 
         return replay(trace, hardware, clock)
+
+    @cached_property
+    def mesh(self) -> Mesh | None:
+        """Where its ranks are, by the plan in meta; None without one."""
+        return mesh_of(self.meta, self.world_size)
 
     # ---- steps --------------------------------------------------------------------------------------------
 

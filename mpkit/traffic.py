@@ -21,7 +21,7 @@ import numpy.typing as npt
 from mpkit.devices import wire_factor
 from mpkit.mesh import AXES, Mesh
 from mpkit.trace import Kind, Lane
-from mpkit.whereabouts import axis_of, mesh_of, place_text
+from mpkit.whereabouts import axis_of, place_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +58,7 @@ def flows(timeline: Timeline) -> list[Flow]:
     """What the ranks sent in the last complete step, by axis, then rank; receives are the senders' sends."""
     from mpkit import metrics
 
-    mesh, found = mesh_of(timeline.meta, timeline.world_size), []
+    mesh, found = timeline.mesh, []
     steps = timeline.steps
     spans = timeline.spans[timeline.spans["step"] == steps[-1]] if steps else timeline.spans
     comm = metrics.active(spans)
@@ -203,7 +203,7 @@ class CommMatrix:
 
 def comm_matrix(timeline: Timeline, axis: str | None = None) -> CommMatrix:
     """The matrix of a timeline's last complete step; see `Timeline.comm_matrix`."""
-    n, mesh = timeline.world_size, mesh_of(timeline.meta, timeline.world_size)
+    n, mesh = timeline.world_size, timeline.mesh
     found: dict[str, npt.NDArray[np.float64]] = {}
     for flow in flows(timeline):
         matrix = found.setdefault(flow.axis, np.zeros((n, n)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpkit.timeline import Timeline
-from mpkit.whereabouts import long_axes, mesh_of, place_text
+from mpkit.whereabouts import long_axes, place_text
 
 __all__ = ["FOLDED", "RankGroup", "groups_of", "groups_trait", "rank_label", "short_label"]
 
@@ -55,7 +55,7 @@ class RankGroup:
 
 def groups_of(timeline: Timeline) -> list[RankGroup]:
     """The groups of a timeline's ranks; none on a mesh of one axis, or without a mesh."""
-    mesh = mesh_of(timeline.meta, timeline.world_size)
+    mesh = timeline.mesh
     long = long_axes(mesh) if mesh else []
     if mesh is None or len(long) < 2:
         return []
@@ -90,7 +90,7 @@ def rank_label(timeline: Timeline, rank: int) -> str:
     """What to call a rank: on a mesh of several axes by its place, "rank 5  pp1 dp0 tp1"; else its device, "GPU 2", or
     "rank 2 (CPU)" where the run's ranks have none on this clock.
     """
-    mesh = mesh_of(timeline.meta, timeline.world_size)
+    mesh = timeline.mesh
     if mesh is not None and len(long_axes(mesh)) > 1:
         return f"rank {rank}  {place_text(mesh, rank)}"
     replayed = timeline.meta.get("hardware", "cpu") != "cpu"  # on a machine that is not the run's own

@@ -57,15 +57,20 @@ def placement_svg(placement: Placement, width: int = 960) -> str:
     """
     boxes = _boxes(placement, width)
     right, bottom = max(box.x + box.wide for box in boxes), max(box.y for box in boxes) + TALL
-    body = [heading(shape_words(placement)), *_stages(placement, boxes), *_nodes(placement, boxes)]
-    body += [line for talk in placement.talks for line in _lines(talk, boxes, placement)]
+    nodes, names = _nodes(placement, boxes)
+    body = [heading(shape_words(placement)), *_stages(placement, boxes), *nodes]
+    body += [line for talk in placement.talks for line in _lines(talk, boxes, placement)] + names
     body += [_rank(placement, rank, box) for rank, box in enumerate(boxes)]
     legend, y = _legend(placement, bottom + 52)
     table, y = _table(placement, y)
     notes = [_words(MARGIN, y + 18 * i, note, "faint") for i, note in enumerate(placement.notes)]
     height = y + 18 * len(notes)
     classes = {
-        name: {"box": f"fill:{theme.ground};stroke:{theme.hatch}", "node": f"fill:{theme.idle}"}
+        name: {
+            "box": f"fill:{theme.ground};stroke:{theme.hatch}",
+            "node": f"fill:{theme.idle}",
+            "tag": f"fill:{theme.faint};stroke:{theme.idle};stroke-width:5;paint-order:stroke",  # read over lines
+        }
         for name, theme in THEMES.items()
     }
     title = f"Placement of {placement.mesh.size} ranks"
@@ -118,27 +123,22 @@ def _stages(placement: Placement, boxes: list[Box]) -> Iterator[str]:
         yield f"<g><title>{escape(held)}</title>{_words(left, 72, more, 'faint')}</g>" if held else ""
 
 
-def _nodes(placement: Placement, boxes: list[Box]) -> Iterator[str]:
-    """A rectangle around the ranks of a node; where they are none together, one a row."""
-    if placement.hardware is None:
-        return
-    for number, ranks in enumerate(placement.nodes):
-        cells = {(boxes[rank].column, boxes[rank].row): boxes[rank] for rank in ranks}
-        columns, rows = {c for c, _ in cells}, {r for _, r in cells}
-        full = len(cells) == (max(columns) - min(columns) + 1) * (max(rows) - min(rows) + 1)
-        pieces = (
-            [list(cells.values())]
-            if full
-            else [[b for b in cells.values() if b.row == r] for r in sorted(rows)]
-        )
-        for piece in pieces:
-            left, right = min(b.x for b in piece) - 10, max(b.x + b.wide for b in piece) + 10
-            top, bottom = min(b.y for b in piece) - 24, max(b.y for b in piece) + TALL + 24
-            yield (
+def _nodes(placement: Placement, boxes: list[Box]) -> tuple[list[str], list[str]]:
+    """A rectangle around the ranks of a node, or where they are none together, one a row; and their names."""
+    drawn, named = [], []
+    for number, ranks in enumerate(placement.nodes if placement.hardware else []):
+        mine = [boxes[rank] for rank in ranks]
+        columns, rows = {box.column for box in mine}, sorted({box.row for box in mine})
+        full = len(mine) == (max(columns) - min(columns) + 1) * (rows[-1] - rows[0] + 1)
+        for piece in [mine] if full else [[box for box in mine if box.row == row] for row in rows]:
+            left, right = min(box.x for box in piece) - 10, max(box.x + box.wide for box in piece) + 10
+            top, bottom = min(box.y for box in piece) - 24, max(box.y for box in piece) + TALL + 24
+            drawn.append(
                 f'<rect class="node" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
                 f'height="{bottom - top:.1f}" rx="10"/>'
             )
-            yield _words(left + 10, bottom - 7, f"node {number}", "faint", ' font-size="11"')
+            named.append(_words(left + 10, bottom - 7, f"node {number}", "tag", ' font-size="11"'))
+    return drawn, named
 
 
 def _lines(talk: Talk, boxes: list[Box], placement: Placement) -> Iterator[str]:
