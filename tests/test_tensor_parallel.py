@@ -299,7 +299,13 @@ def test_pairs_in_a_chain(clusters: Clusters) -> None:
         ("6", None),
     ]
     x, y = torch.randn(4, 5).double(), torch.randn(4, 1).double()
-    check_equal(clusters, 3, Case(model, x, y, F.mse_loss, PLAIN))
+    one = nn.Linear(5, 7).double()
+    check_equal(
+        clusters,
+        3,
+        Case(model, x, y, F.mse_loss, PLAIN),
+        Case(one, x, x.repeat(1, 2)[:, :7], F.mse_loss, PLAIN),
+    )
 
 
 def test_images(clusters: Clusters) -> None:

@@ -19,10 +19,15 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from mpkit.parallel.axis import Axis, Pretended
+from mpkit.parallel.selective import AttentionAgain
 from mpkit.parallel.shard import evenly
+from mpkit.parallel.split_backward import input_grads
 from mpkit.parallel.tensor import shard_model
 from mpkit.parallel.tensor.logits import DividedLogits
 from mpkit.parallel.tensor.operators import f, f_bar, g, g_bar, gather, gather_features, scatter
+from mpkit.record.flops import count
+from mpkit.record.hooks import watch
+from mpkit.record.saved import saving
 from mpkit.trace import Kind
 
 # Ranks get this module's functions by value, and need not import the module and what tests need.
@@ -419,6 +424,66 @@ def test_what_draws_outside_of_regions_only_draws_what_the_whole_model_does(clus
     whole = next_token_loss(model(tokens), tokens).item()
     for found in clusters(2).run(dropout_on_a_rank, model, tokens):
         assert found.item() == pytest.approx(whole, rel=1e-10)
+
+
+# ---------------------------------------------------------------- with the rest of the kit
+
+
+def halves_on_a_rank(ctx: Any, model: nn.Module, x: Tensor, targets: Tensor, sequence: bool) -> Any:
+    """The backward in two halves, attention computed again, everything recorded."""
+    sharded = shard_model(model, Axis(ctx.comm), sequence=sequence, overlap=False)
+    watch(ctx.record, model)
+    x = x.clone().requires_grad_()
+    with saving(ctx.record, 0, "key") as saved, AttentionAgain():
+        logits = model.head(model.block1(model.block0(x)))
+        ctx.record.ledger.track(logits, "activations")
+        loss = next_token_loss(logits, targets)
+    (dx,), later = input_grads([loss], [torch.ones_like(loss)], [x])
+    assert all(p.grad is None for p in model.parameters())
+    saved.halve()
+    later.run()
+    saved.release()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for name in sorted(sharded.partial):
+        ctx.comm.all_reduce(gradients[name])
+    return dx, gradients, sharded.shards
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_backward_in_halves(clusters: Clusters, sequence: bool) -> None:
+    torch.manual_seed(8)
+    model = GPT(**SIZES).double()
+    x = normal(BATCH, SIZES["length"], SIZES["width"]).requires_grad_()
+    targets = torch.randint(SIZES["vocab"], (BATCH, SIZES["length"]))
+    ranks = clusters(2).run(halves_on_a_rank, model, x.detach(), targets, sequence)
+    next_token_loss(model.head(model.block1(model.block0(x))), targets).backward()
+    for dx, gradients, shards in ranks:
+        torch.testing.assert_close(dx, x.grad, **EXACT)
+        for name, found in gradients.items():
+            whole = model.get_parameter(name).grad
+            expected = shards[name].take(whole) if name in shards else whole
+            torch.testing.assert_close(found, expected, **EXACT, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_sharded_model_is_copied_and_counted() -> None:
+    model = GPT(**SIZES, dropout=0.1)
+    shard_model(model, Pretended(2))
+    other = copy.deepcopy(model)
+    tokens = torch.zeros(BATCH, SIZES["length"], dtype=torch.long)
+    next_token_loss(other(tokens), tokens).backward()
+    assert all(p.grad is None for p in model.parameters()) and all(
+        p.grad is not None for p in other.parameters()
+    )
+    x = torch.randn(BATCH, SIZES["length"], SIZES["width"], requires_grad=True)
+    whole = count(GPT(**SIZES).block0, x)
+    half = count(GPT(**SIZES | {"heads": 2}).block0, x)
+    shared = GPT(**SIZES | {"heads": 2})
+    shard_model(shared, Pretended(2))
+    found = count(shared.block0, x)
+    assert (found.forward, found.backward, found.input_grad) == (
+        half.forward / 2, half.backward / 2, half.input_grad / 2,
+    )  # fmt: skip
+    assert whole.forward == half.forward
 
 
 # ---------------------------------------------------------------- a loop by hand

@@ -110,7 +110,8 @@ class DividedLogits(Tensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if name in OF_THE_PART:
-                return func(own.part, *args[1:], **kwargs)
+                found = func(own.part, *args[1:], **kwargs)
+                return own if found is own.part else found
             if name in ELEMENTWISE and not any(isinstance(arg, cls) for arg in args[1:]):
                 return own._like(func(own.part, *args[1:], **kwargs))
             if name in SHAPING:

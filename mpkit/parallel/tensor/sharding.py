@@ -93,7 +93,7 @@ def _finishes(region: Region, line: Line, shards: Shards) -> dict[str, Finish]:
     found: dict[str, Finish] = {}
     for name in region.column:
         sizes = [len(part) for part in evenly(shards.widths(name)[1], line.size)]
-        convolution = len(shards.found[f"{name}.weight"].whole) > 2
+        convolution = len(shards.of_weight(name).whole) > 2
         found[name] = partial(gather_features, line, sizes=sizes, dim=1 if convolution else -1)
     return found
 
@@ -108,11 +108,11 @@ def _divide_vocabulary(
     """Embeddings, and the head with its logits."""
     for name in plan.embeddings:
         embedding: Any = modules[name]
-        divide_embedding(line, embedding, shards.found[f"{name}.weight"].ranges[0])
+        divide_embedding(line, embedding, shards.of_weight(name).ranges[0])
     if plan.head is None:
         return
     head = modules[plan.head]
-    shard = shards.found[f"{plan.head}.weight"]
+    shard = shards.of_weight(plan.head)
     vocabulary = tuple(evenly(shard.whole[shard.dim], line.size))
     logits = partial(DividedLogits.make, line, vocabulary)
     RegionAtWork(line, plan.head, head, {head: logits}, None, sequence=False, overlap=overlap)

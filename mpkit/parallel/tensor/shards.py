@@ -78,6 +78,10 @@ class Shards:
         """A layer is divided by rows; its bias is whole."""
         self.add(layer, "weight", 0 if is_across(self._modules[layer]) else 1, parts)
 
+    def of_weight(self, layer: str) -> Shard:
+        """Of a divided layer's weight."""
+        return self.found[f"{layer}.weight" if layer else "weight"]
+
     def widths(self, layer: str) -> tuple[int, int]:
         """Inputs and outputs, whole."""
         return widths(self._modules[layer])
