@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mpkit.memory import memory_by_strategy
     from mpkit.parallel.digest import data_digest, sample_digests
     from mpkit.parallel.tensor import find_tensor_plan, tensor_parallel
-    from mpkit.places import placement
+    from mpkit.placing import placement
     from mpkit.plan import Plan
     from mpkit.scale import scaling
     from mpkit.schedule import Schedule
@@ -62,7 +62,7 @@ _HOME = {
     "hf_experiment": "mpkit.experiments.hugging_face",
     "linear_scaling": "mpkit.learning_rate",
     "memory_by_strategy": "mpkit.memory",
-    "placement": "mpkit.places",
+    "placement": "mpkit.placing",
     "sample_digests": "mpkit.parallel.digest",
     "scaling": "mpkit.scale",
     "search_schedule": "mpkit.search",

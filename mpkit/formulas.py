@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from mpkit.mesh import Mesh
 from mpkit.trace import Kind
-from mpkit.whereabouts import mesh_of
+from mpkit.whereabouts import holders_of, mesh_of
 
 __all__ = ["Formula", "Known", "formula_of"]
 
@@ -76,7 +76,7 @@ class Known:
             params = [int(meta["parameters"])] * ranks  # each rank is a replica of the whole
             element = _BYTES.get(str(meta.get("dtype")), 0)
         return cls(
-            mesh, plan, _holders(plan), params or (), int(element or 0), float(told.get("stream_bytes") or 0),
+            mesh, plan, holders_of(meta), params or (), int(element or 0), float(told.get("stream_bytes") or 0),
             told.get("layers_tp") or (), told.get("kv_bytes") or (),
         )  # fmt: skip
 
@@ -101,18 +101,6 @@ class Known:
 
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def _holders(plan: Mapping[str, Any]) -> list[int]:
-    """By stage, the place along pp that holds it."""
-    from mpkit.plan import Plan
-
-    pipeline = {
-        name: plan[name] for name in ("pp", "schedule", "microbatches", "virtual_stages") if name in plan
-    }
-    if pipeline.get("pp", 1) == 1:
-        return [0]
-    return list(Plan.from_json(pipeline).build().stage_to_rank)
 
 
 def formula_of(known: Known | None, axis: str, kind: Kind) -> Formula | None:

@@ -20,13 +20,9 @@ from mpkit.mesh import Mesh
 from mpkit.whereabouts import long_axes
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from mpkit.devices import Hardware, Link
-    from mpkit.parallel.shard import Shard
-    from mpkit.plan import Plan
 
-__all__ = ["Placement", "Talk", "place", "placement", "shard_words"]
+__all__ = ["Placement", "Talk", "brief", "place"]
 
 Parts = Mapping[str, str | Sequence[str]]
 """By layer or parameter, what of it a tp rank holds: one text for all ("1/2 of its rows"), or one a place along tp."""
@@ -171,91 +167,6 @@ def place(
         )
     held = tuple(i % mesh.pp for i in range(len(stages))) if holders is None else tuple(holders)
     return Placement(mesh, tuple(map(tuple, stages)), held, shards or {}, machine, tuple(notes))
-
-
-def placement(
-    plan: Plan,
-    model: nn.Module | None = None,
-    *,
-    shards: Parts | None = None,
-    hardware: Hardware | str | None = None,
-) -> Placement:
-    """Where a plan puts a model: on which rank which layers, on which node, and who talks to whom over which link.
-
-    A run balances its stages by FLOPs, which takes a batch: what it really did, `mpkit.places.place` shows from the
-    names in its trace's meta.
-
-    Args:
-        plan: whose ranks.
-        model: whose layers; None: the mesh and its links only.
-        shards: what tp divides, in words by the layer's name; None: as the plan divides the model.
-        hardware: a catalogued machine's name (`mpkit.hardware()` lists them), or a `Hardware`; None: no nodes.
-
-    Raises:
-        ValueError: a machine with fewer devices than ranks, more stages than layers, or a model of which mpkit does not
-            know how to divide it.
-    """
-    holders = plan.build().stage_to_rank if plan.pp > 1 else [0]
-    if model is None:
-        return place(plan.mesh, (), shards, hardware, holders=holders)
-    stages, notes = _stages(plan, model)
-    if shards is None and plan.tp > 1:
-        shards = _shards(plan, model)
-    return place(plan.mesh, stages, shards, hardware, holders=holders, notes=notes)
-
-
-def _shards(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
-    """What of a model's parameters each place along tp would hold."""
-    from mpkit.parallel.axis import Pretended
-    from mpkit.parallel.tensor.finding import find_tensor_plan
-    from mpkit.parallel.tensor.resolve import check
-    from mpkit.parallel.tensor.shards import shards_of
-
-    tensor = check(model, plan.tp, getattr(plan, "tensor", None) or find_tensor_plan(model))
-    of = [shards_of(model, Pretended(plan.tp, index), tensor).found for index in range(plan.tp)]
-    return shard_words({name: [found[name] for found in of] for name in of[0]})
-
-
-def _stages(plan: Plan, model: nn.Module) -> tuple[list[list[str]], list[str]]:
-    """The names of a model's layers by stage, and what to say of them."""
-    from mpkit.models.cut import cut
-
-    layers = [
-        (f"{name}.{inner}" if inner else name, module)
-        for name, child in model.named_children()
-        for inner, module in (child.named_children() if _is_list(child) else [("", child)])
-    ]
-    names = [name for name, _ in layers]
-    if plan.stages == 1:
-        return [names], []
-    sizes = [float(sum(p.numel() for p in layer.parameters()) or 1) for _, layer in layers]
-    parts = cut(names, sizes, plan.stages, plan.cut)
-    told = [] if plan.cut else ["Stages balanced by their parameters; a run balances them by FLOPs."]
-    return [[names[i] for i in part] for part in parts], told
-
-
-def _is_list(module: nn.Module) -> bool:
-    from torch import nn
-
-    return isinstance(module, nn.ModuleList | nn.Sequential)
-
-
-def shard_words(shards: Mapping[str, Sequence[Shard]]) -> dict[str, list[str]]:
-    """What each tp rank holds of divided parameters, in words.
-
-    >>> from mpkit.parallel.shard import Shard
-    >>> shard_words({"up.weight": [Shard((8, 4), 0, (range(0, 4),)), Shard((8, 4), 0, (range(4, 8),))]})
-    {'up.weight': ['rows 0-3', 'rows 4-7']}
-
-    Args:
-        shards: by the parameter's name, one a place along tp.
-    """
-    return {name: [_words(shard) for shard in of] for name, of in shards.items()}
-
-
-def _words(shard: Shard) -> str:
-    along = ("rows" if len(shard.whole) > 1 else "elements", "columns")[min(shard.dim, 1)]
-    return f"{along} " + ", ".join(f"{part.start}-{part.stop - 1}" for part in shard.ranges if len(part))
 
 
 def brief(names: Sequence[str]) -> str:

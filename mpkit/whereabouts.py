@@ -8,7 +8,7 @@ from typing import Any
 
 from mpkit.mesh import AXES, Mesh
 
-__all__ = ["WORLD", "axis_of", "long_axes", "mesh_of", "place_text"]
+__all__ = ["WORLD", "axis_of", "holders_of", "long_axes", "mesh_of", "place_text"]
 
 WORLD = "world"
 """The only axis of ranks that no plan has laid out."""
@@ -26,6 +26,20 @@ def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
     except (KeyError, ValueError, TypeError, AttributeError):
         return None
     return mesh if mesh.size == ranks else None
+
+
+def holders_of(meta: Mapping[str, Any]) -> list[int]:
+    """By stage, the place along pp that holds it, by the plan in a trace's meta.
+
+    >>> holders_of({"plan": '{"pp": 2, "schedule": "interleaved_1f1b", "microbatches": 4, "virtual_stages": 2}'})
+    [0, 1, 0, 1]
+    """
+    from mpkit.plan import Plan
+
+    plan = json.loads(meta["plan"])
+    names = ("pp", "schedule", "microbatches", "virtual_stages")
+    pipeline = {name: plan[name] for name in names if name in plan}
+    return [0] if pipeline.get("pp", 1) == 1 else list(Plan.from_json(pipeline).build().stage_to_rank)
 
 
 def long_axes(mesh: Mesh) -> list[str]:

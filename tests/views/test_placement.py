@@ -13,6 +13,7 @@ import mpkit as mk
 from mpkit.mesh import Mesh
 from mpkit.models import GPT
 from mpkit.places import brief, place
+from mpkit.placing import placement_of
 from mpkit.views.placement_text import divided
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -102,6 +103,16 @@ def test_of_a_plan_and_a_model() -> None:
     assert mk.placement(mk.Plan.serial()).talks == []
     with pytest.raises(ValueError, match="it has 8 devices, and the plan takes 16 ranks"):
         mk.placement(mk.Plan.ddp(16), hardware="8x-h100-nvlink")
+
+
+def test_of_what_a_trace_says() -> None:
+    plan = mk.Plan.pipeline("interleaved_1f1b", 2, 4, virtual_stages=2)
+    meta = {"plan": plan.to_json(), "stages": [["a"], ["b"], ["c"], ["d", "e"]], "hardware": "cpu"}
+    found = placement_of(meta, 2)
+    assert found.layers_of(1) == ["b", "d", "e"] and found.hardware is None
+    assert placement_of(meta, 2, hardware="8x-h100-nvlink").talks[0].link is not None
+    with pytest.raises(ValueError, match="no plan for so many ranks"):
+        placement_of(meta, 3)
 
 
 def test_it_shows_itself_and_strings_stay_strings() -> None:
