@@ -51,7 +51,7 @@ class Known:
         params: by rank, the elements of the parameters that it holds a replica of.
         element: bytes of one.
         stream: bytes of b s h, one micro-batch's activations between layers, of one replica.
-        regions: by stage, how many regions with a pair of f and g it has: 2 a transformer layer.
+        regions: by stage, how many pairs of f and g it has: 2 a transformer layer, 1/2 an embedding or head.
         keys_values: by stage, bytes of one micro-batch's keys and values in all its attentions, the whole sequence.
     """
 
@@ -61,7 +61,7 @@ class Known:
     params: Sequence[int] = ()
     element: int = 0
     stream: float = 0.0
-    regions: Sequence[int] = ()
+    regions: Sequence[float] = ()
     keys_values: Sequence[float] = field(default=())
 
     @classmethod

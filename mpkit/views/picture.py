@@ -30,9 +30,11 @@ from mpkit.views.units import bytes_text, flops_text, percent, seconds
 
 __all__ = ["BOX", "CLOCKS", "Mark", "Picture", "Row", "describe", "figures", "picture"]
 
-BOX = np.dtype([("row", "<i4"), ("key", "u1"), ("start", "<f8"), ("end", "<f8"), ("span", "<i4")])
-"""A box: the index of its row, its colour `Key`, seconds from the picture's start, and the span it shows
-(of idle time the first wait in it; -1: none)."""
+BOX = np.dtype(
+    [("row", "<i4"), ("key", "u1"), ("named", "?"), ("start", "<f8"), ("end", "<f8"), ("span", "<i4")]
+)
+"""A box: the index of its row, its colour `Key`, whether it carries its span's number (of pieces the longest does),
+seconds from the picture's start, and the span it shows (of idle time the first wait in it; -1: none)."""
 
 CLOCKS = {
     "measured": "measured clock: the times of this machine's own clock",
@@ -84,7 +86,7 @@ class Picture:
     def label(self, box: npt.NDArray[Any]) -> str:
         """The micro-batch number, where a box has one."""
         microbatch = int(self.timeline.spans[box["span"]]["microbatch"]) if box["span"] >= 0 else -1
-        return str(microbatch) if microbatch >= 0 and box["key"] != Key.IDLE else ""
+        return str(microbatch) if microbatch >= 0 and box["named"] else ""
 
     def hover(self, box: npt.NDArray[Any]) -> str:
         """What a pointer resting on the box should be told, a fact a line."""
@@ -213,7 +215,7 @@ def _span_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Row
             index[row.rank, _PARTS.index(row.part)] = number
     boxes = np.empty(len(spans), BOX)
     boxes["row"] = index[spans["rank"], _part_of(spans)]
-    boxes["key"] = key_of(spans["kind"])
+    boxes["key"], boxes["named"] = key_of(spans["kind"]), True
     boxes["start"], boxes["end"], boxes["span"] = spans["start"], spans["end"], drawn
     # A wait is idle time, which idle_gaps has already, with what surrounds it.
     shown = spans["kind"] != Kind.WAIT
@@ -224,15 +226,22 @@ def _around_waits(
     boxes: npt.NDArray[Any], ranks: npt.NDArray[Any], waits: npt.NDArray[Any]
 ) -> npt.NDArray[Any]:
     """Boxes of actions that wait in their middle are cut into what lies before and after."""
-    pieces = [boxes[~np.isin(ranks, waits["rank"]) | (boxes["key"] >= Key.COMM)]]
+    cut = np.zeros(len(boxes), bool)
+    pieces = []
     for rank in np.unique(waits["rank"]).tolist():
         idle = metrics.covered(waits[waits["rank"] == rank])
-        for box in boxes[(ranks == rank) & (boxes["key"] < Key.COMM)]:
-            work = outside(idle, np.array([[box["start"], box["end"]]]))
+        first = np.searchsorted(idle[:, 1], boxes["start"], side="right")
+        after = np.searchsorted(idle[:, 0], boxes["end"], side="left")
+        mine = np.flatnonzero((ranks == rank) & (boxes["key"] < Key.COMM) & (after > first))
+        cut[mine] = True
+        for number in mine.tolist():
+            box = boxes[number]
+            work = outside(idle[first[number] : after[number]], np.array([[box["start"], box["end"]]]))
             piece = np.repeat(box, len(work))
-            piece["start"], piece["end"] = work[:, 0], work[:, 1]
+            piece["start"], piece["end"] = work.T
+            piece["named"] = np.arange(len(work)) == int(np.argmax(np.append(work[:, 1] - work[:, 0], 0.0)))
             pieces.append(piece)
-    return np.concatenate(pieces)
+    return np.concatenate([boxes[~cut], *pieces])
 
 
 def _idle_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Row]) -> npt.NDArray[Any]:

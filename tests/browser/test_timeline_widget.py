@@ -15,6 +15,7 @@ from playwright.sync_api import Page, expect
 
 import mpkit as mk
 from mpkit.mesh import Mesh
+from mpkit.trace import Kind
 from mpkit.views.browser import css, esm
 from mpkit.views.colours import INKS, Key
 from mpkit.views.html import html
@@ -219,6 +220,40 @@ def test_a_narrow_window(new_page: NewPage, tmp_path: Path, screenshot: Screensh
     assert page.evaluate("document.documentElement.scrollWidth") <= 420
     assert colour(page, 0.15) == INKS[Key.FORWARD].light
     screenshot(page, "narrow")
+
+
+def test_waits_within_an_action_cut_it(new_page: NewPage, tmp_path: Path, screenshot: Screenshot) -> None:
+    # As tensor parallelism does: each forward waits for a sum in its middle, from a quarter to a half of it.
+    timeline = mk.simulate(mk.Plan.gpipe(2, 4), forward=4)
+    works = timeline.spans[timeline.spans["kind"] == Kind.FORWARD]
+    waits = works.copy()
+    waits["kind"], waits["depth"] = Kind.WAIT, 1
+    waits["start"], waits["end"] = works["start"] + 1, works["start"] + 2
+    spans = np.concatenate([timeline.spans, waits])
+    spans["cause"] = -1
+    timeline = replace(timeline, spans=spans[np.lexsort((spans["start"], spans["rank"]))])
+    page = new_page()
+    open_html(page, tmp_path, timeline)
+    screenshot(page, "waits-within")
+    blue = INKS[Key.FORWARD].light
+    assert [colour(page, time) == blue for time in (0.5, 1.5, 2.5, 3.7, 5.5)] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
+    page.mouse.move(*place(page, 1.5))
+    expect(page.locator(".mpkit-tip")).to_contain_text("idle: wait")
+    page.mouse.move(*place(page, 2.5))
+    expect(page.locator(".mpkit-tip")).to_contain_text("forward")
+    # Where boxes are thinner than pixels, what is waited in makes them fainter.
+    open_html(page, tmp_path, repeated(timeline, 500))
+    faint = colour(page, 8.0)
+    page.get_by_role("button", name="show or hide forward").click()
+    page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.asked === 0")
+    assert faint != colour(page, 8.0)
+    screenshot(page, "waits-within-many")
 
 
 # ---------------------------------------------------------------- ranks by group

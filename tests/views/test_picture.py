@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mpkit as mk
+from mpkit.trace import Kind
 from mpkit.views.colours import INKS, THEMES, Key
 from mpkit.views.coverage import coverage, strongest
 from mpkit.views.picture import BOX, picture
@@ -58,6 +59,25 @@ def test_a_hover_text_has_the_facts(data_parallel: mk.Timeline) -> None:
     assert (
         pic.hover(reduce) == "all reduce · micro-batch 0 · stage 0 · step 0\nfrom 4.00 s, for 3.00 s\n498 MB"
     )
+
+
+def test_of_an_action_that_waits_the_longest_piece_has_the_number(gpipe: mk.Timeline) -> None:
+    works = gpipe.spans[(gpipe.spans["kind"] == Kind.FORWARD) & (gpipe.spans["rank"] == 1)]
+    waits = np.repeat(works, 2)
+    waits["kind"], waits["depth"] = Kind.WAIT, 1
+    waits["start"][::2], waits["end"][::2] = works["start"] + 0.1, works["start"] + 0.3
+    waits["start"][1::2], waits["end"][1::2] = works["start"] + 0.8, works["start"] + 0.9
+    spans = np.concatenate([gpipe.spans, waits])
+    spans["cause"] = -1
+    cut = picture(replace(gpipe, spans=spans[np.lexsort((spans["start"], spans["rank"]))]))
+    mine = cut.of_row(2)  # rank 1's compute
+    forwards = mine[mine["key"] == Key.FORWARD]
+    assert len(forwards) == 3 * 8
+    assert [cut.label(box) for box in forwards[:6]] == ["", "0", "", "", "1", ""]
+    assert (forwards["end"] - forwards["start"]).sum() == pytest.approx(8 * 0.7)
+    # Those that do not wait are as they were.
+    other = cut.of_row(0)
+    assert [cut.label(box) for box in other[other["key"] == Key.FORWARD]] == list("01234567")
 
 
 def test_one_step_of_several(long_run) -> None:

@@ -79,7 +79,8 @@ class Chart {
     const place = this.placed.rows.find((row) => y >= row.y - 1 && y <= row.y + row.height + 1);
     if (!place) return null;
     const row = this.store.find(place.rank, place.part);
-    const index = row ? row.at(this.time(x), slack) : -1;
+    const within = place.part === "compute" ? this.store.find(place.rank, "within") : null;
+    const index = row && !(within?.at(this.time(x), 0) >= 0) ? row.at(this.time(x), slack) : -1;
     if (index >= 0 && !this.hidden.has(row.key[index])) return { row, index, place };
     if (place.part !== "compute") return null;
     const waits = this.store.find(place.rank, "waits");
@@ -184,7 +185,8 @@ class Chart {
       const row = this.store.find(rank, part);
       if (!row) continue;
       const [top, tall] = [Math.round(y * ratio), Math.max(1, Math.round(height * ratio))];
-      this.raster.row(frame, row, top, tall, part === "compute" ? label : null);
+      const computes = part === "compute";
+      this.raster.row(frame, row, top, tall, computes ? label : null, computes ? this.store.find(rank, "within") : null);
     }
   }
 

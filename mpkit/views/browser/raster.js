@@ -1,5 +1,5 @@
 // A row of boxes on the canvas: each as itself where there is room, and where many fall on a pixel, the work
-// that takes most of the pixel, as strongly as the pixel is busy.
+// that takes most of the pixel, as strongly as the pixel is busy. Waits within a box are left out of it.
 
 /** Share of each pixel by key: out[key * width + pixel], of boxes first to after. */
 function cover(row, first, after, t0, scale, width, hidden, out) {
@@ -21,6 +21,34 @@ function cover(row, first, after, t0, scale, width, hidden, out) {
     for (let pixel = from + 1; pixel < to; pixel++) out[base + pixel] = 1;
     out[base + to] += b - to;
   }
+}
+
+/** Take out of each pixel's shares, in `out`, what is waited in meanwhile. */
+function uncover(within, t0, scale, width, keys, out) {
+  const waits = new Float32Array(width);
+  const [first, after] = within.tidy().between(t0, t0 + width / scale);
+  const alike = { start: within.start, end: within.end, key: new Uint8Array(after) };
+  cover(alike, first, after, t0, scale, width, new Set(), waits);
+  for (let pixel = 0; pixel < width; pixel++) {
+    if (!waits[pixel]) continue;
+    let busy = 0;
+    for (let key = 0; key < keys; key++) busy += out[key * width + pixel];
+    const left = busy > waits[pixel] ? 1 - waits[pixel] / busy : 0;
+    for (let key = 0; key < keys; key++) out[key * width + pixel] *= left;
+  }
+}
+
+/** What is left of [start, end] without the waits in it: [[start, end], ...]. */
+function around(within, start, end) {
+  const pieces = [];
+  let from = start;
+  const [first, after] = within ? within.tidy().between(start, end) : [0, 0];
+  for (let i = first; i < after; i++) {
+    if (within.start[i] > from) pieces.push([from, within.start[i]]);
+    from = Math.max(from, within.end[i]);
+  }
+  if (end > from) pieces.push([from, end]);
+  return pieces;
 }
 
 /** A strip one pixel high from shares, as RGBA; `inks[key]` is [red, green, blue]. */
@@ -64,51 +92,57 @@ class Raster {
   }
 
   /** frame: {context, t0, scale (device pixels a second), left, width, ratio, inks, hidden, ground} */
-  row(frame, row, y, height, label) {
+  row(frame, row, y, height, label, within) {
     const [first, after] = row.tidy().between(frame.t0, frame.t0 + frame.width / frame.scale);
     if (after <= first) return;
-    if (after - first > frame.width / (2 * frame.ratio)) this.many(frame, row, first, after, y, height);
-    else this.few(frame, row, first, after, y, height, label);
+    if (after - first > frame.width / (2 * frame.ratio)) this.many(frame, row, first, after, y, height, within);
+    else this.few(frame, row, first, after, y, height, label, within);
   }
 
-  many(frame, row, first, after, y, height) {
+  many(frame, row, first, after, y, height, within) {
     this.resize(frame.width, frame.inks.length);
     cover(row, first, after, frame.t0, frame.scale, frame.width, frame.hidden, this.shares);
+    if (within) uncover(within, frame.t0, frame.scale, frame.width, frame.inks.length, this.shares);
     shade(this.shares, frame.width, frame.inks.map((ink) => ink.rgb), this.image.data);
     this.canvas.getContext("2d").putImageData(this.image, 0, 0);
     frame.context.imageSmoothingEnabled = false;
     frame.context.drawImage(this.canvas, frame.left, y, frame.width, height);
   }
 
-  few(frame, row, first, after, y, height, label) {
-    const { context, t0, scale, left, width, ratio, inks, hidden, ground } = frame;
+  few(frame, row, first, after, y, height, label, within) {
+    const { context, t0, scale, width, ratio, inks, hidden } = frame;
     const largest = Math.round(Math.min(12 * ratio, height * 0.55));
     let font = 0;
+    const edge = (time) => Math.min(Math.max((time - t0) * scale, 0), width);
     context.textAlign = "center";
     context.textBaseline = "middle";
     for (let i = first; i < after; i++) {
       const key = row.key[i];
       if (hidden.has(key)) continue;
-      const a = Math.max((row.start[i] - t0) * scale, 0);
-      const b = Math.min((row.end[i] - t0) * scale, width);
-      // Neighbours of one colour stay apart by a line of the ground's.
-      const apart = b - a > 3 * ratio;
-      const shown = Math.max(b - a - (apart ? ratio : 0), Math.min(ratio, 1));
-      if (apart) {
-        context.fillStyle = ground;
-        context.fillRect(left + b - ratio, y, ratio, height);
-      }
-      context.fillStyle = inks[key].fill;
-      context.fillRect(left + a, y, shown, height);
+      const pieces = around(within, row.start[i], row.end[i]).map((piece) => piece.map(edge));
+      for (const [a, b] of pieces) this.box(frame, inks[key].fill, a, b, y, height);
       const words = label && largest >= 8 * ratio ? label(row.span[i]) : "";
-      const room = words && Math.floor(Math.min((b - a) / (0.62 * words.length + 0.25), largest));
-      if (!words || room < 8 * ratio) continue;
+      if (!words) continue;
+      const [a, b] = pieces.reduce((best, piece) => (piece[1] - piece[0] > best[1] - best[0] ? piece : best), [0, 0]);
+      const room = Math.floor(Math.min((b - a) / (0.62 * words.length + 0.25), largest));
+      if (room < 8 * ratio) continue;
       if (room !== font) {
         font = room;
         context.font = `500 ${font}px ${FONT}`;
       }
       context.fillStyle = inks[key].on;
-      context.fillText(words, left + (a + b) / 2, y + height / 2 + ratio / 2);
+      context.fillText(words, frame.left + (a + b) / 2, y + height / 2 + ratio / 2);
     }
+  }
+
+  /** Neighbours of one colour stay apart by a line of the ground's. */
+  box({ context, left, ratio, ground }, fill, a, b, y, height) {
+    const apart = b - a > 3 * ratio;
+    if (apart) {
+      context.fillStyle = ground;
+      context.fillRect(left + b - ratio, y, ratio, height);
+    }
+    context.fillStyle = fill;
+    context.fillRect(left + a, y, Math.max(b - a - (apart ? ratio : 0), Math.min(ratio, 1)), height);
   }
 }

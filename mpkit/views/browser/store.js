@@ -1,7 +1,8 @@
 // Spans as the browser keeps them: one typed array a column, grown by doubling, and for each row (a rank's
 // compute, layers, communication, host copies) its boxes in the order of their starts.
 
-const PARTS = ["compute", "layers", "comm", "host", "waits"]; // waits are found by the pointer, not drawn
+// Waits are found by the pointer, not drawn; those within an action cut it into pieces.
+const PARTS = ["compute", "layers", "comm", "host", "waits", "within"];
 const LANE = { COMPUTE: 0, COMM: 1, HOST: 2, NONE: 3 };
 const WAIT = 16;
 const IDLE = 0;
@@ -152,6 +153,7 @@ class Store {
       if (end > this.end) this.end = end;
       this.row(rank[i], partOf(kind[i], lane[i], depth[i])).push(start[i], end, key[i], base + i);
       if (kind[i] !== WAIT) this.keys.add(key[i]);
+      else if (depth[i] > 0) this.row(rank[i], PARTS.indexOf("within")).push(start[i], end, key[i], base + i);
     }
     this.count = base + count;
   }
