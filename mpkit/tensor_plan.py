@@ -44,7 +44,8 @@ class Region:
 
     Attributes:
         entry: the module whose first argument (or the one named `hidden_states`) is x; f is there. What it adds to x
-            itself, such as a residual, has to be outside.
+            itself, such as a residual, has to be outside. Whole parameters within it are used on this rank's features
+            or heads, such as a normalization of queries: their gradients are summed over the ranks.
         column: layers of x divided by outputs: linear ones, and convolutions where there is no `row`.
         row: the linear layer that is divided by inputs, with g after it; None: the column layers' outputs are gathered.
         heads: how many, or the name of the entry's attribute that says so; None: no heads.

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.models import GPT, MLP, ConvNet, ResNet, UNet, next_token_loss
-from mpkit.parallel.axis import Axis
+from mpkit.parallel.axis import Axis, Pretended
 from mpkit.parallel.shard import put_together
 from mpkit.parallel.tensor import shard_model
 
@@ -232,6 +232,59 @@ def test_a_loss_of_the_models_own(clusters: Clusters) -> None:
     labeled = inputs | {"labels": torch.where(targets % 3 == 0, -100, targets)}
     cases = [Case(make(), labeled, targets, own_loss, how) for make, how in ((bert, SEQUENCE), (gpt2, PLAIN))]
     check_equal(clusters, 2, *cases, rtol=1e-4)  # they compute it in 32 bits
+
+
+# ---------------------------------------------------------------- a plan of one's own
+
+
+class Grouped(nn.Module):
+    """Attention whose query heads share keys, in one layer with them; queries are normalized, head by head."""
+
+    def __init__(self, width: int, heads: int, groups: int) -> None:
+        super().__init__()
+        self.heads, self.groups, self.size = heads, groups, width // heads
+        self.qkv = nn.Linear(width, (heads + 2 * groups) * self.size)
+        self.query_norm = nn.LayerNorm(self.size)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([n * self.size for n in (self.heads, self.groups, self.groups)], -1)
+        q, k, v = (
+            one.unflatten(-1, (-1, self.size)).transpose(1, 2) for one in (self.query_norm_of(q), k, v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def query_norm_of(self, q: Tensor) -> Tensor:
+        return self.query_norm(q.unflatten(-1, (-1, self.size))).flatten(-2)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(4, 12)
+        self.norm = nn.LayerNorm(12)
+        self.layers = nn.ModuleList(Grouped(12, 6, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        for layer in self.layers:
+            x = x + layer(x=self.norm(x))
+        return x
+
+
+def test_a_plan_for_a_model_of_ones_own(clusters: Clusters) -> None:
+    torch.manual_seed(10)
+    attention = mk.Region(
+        "layers.*", ("layers.*.qkv",), "layers.*.out", "groups", (2, 1, 1), local=("heads", "groups")
+    )
+    x, y = torch.randn(3, 4, 4).double(), torch.randn(3, 4, 12).double()
+    plan = mk.TensorPlan((attention,))
+    cases = [Case(Layers().double(), x, y, F.mse_loss, {"plan": plan, **how}) for how in (PLAIN, SLOW)]
+    check_equal(clusters, 3, *cases)
+    # Each rank's queries are its own, and what normalizes them has a gradient of each.
+    expected = {f"layers.{i}.query_norm.{name}" for i in range(2) for name in ("weight", "bias")}
+    assert shard_model(Layers(), Pretended(2), plan).partial == expected
 
 
 # ---------------------------------------------------------------- generation

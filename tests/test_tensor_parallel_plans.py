@@ -53,29 +53,37 @@ def test_plans_travel_as_json() -> None:
 class Unknown(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.words = nn.Embedding(5, 4)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.last = nn.Linear(4, 2)
+        self.last = nn.Linear(4, 5, bias=False)
+        self.last.weight = self.words.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
         for layer in self.layers:
             x = layer(x).relu()
         return self.last(x)
 
 
 def unknown_on_a_rank(ctx: Any, model: nn.Module, plan: mk.TensorPlan, x: Tensor) -> Tensor:
-    return mk.tensor_parallel(ctx, model, plan)(x).detach()
+    return mk.tensor_parallel(ctx, model, plan)(x)
 
 
 def test_an_unknown_model_gets_a_plan_to_paste(clusters: Callable[[int], mk.Cluster]) -> None:
-    model, x = Unknown().double(), torch.randn(3, 4).double()
+    model, x = Unknown().double(), torch.randint(5, (3,))
     with pytest.raises(ValueError, match="No TensorPlan is known for Unknown") as caught:
         mk.find_tensor_plan(model)
     said = str(caught.value)
-    pasted = said[said.index("mk.TensorPlan(") : said.index("\n))") + 3]
+    pasted = said[said.index("mk.TensorPlan(") : said.index("\nWhere one layer")]
     assert "mk.Region('layers.*', column=('layers.*',))" in pasted
     plan = eval(pasted, {"mk": mk})
     for found in clusters(2).run(unknown_on_a_rank, model, plan, x):
-        torch.testing.assert_close(found, model(x).detach())
+        torch.testing.assert_close(found.detach(), model(x).detach())
+    half = mk.TensorPlan((mk.Region("last", ("last",)),))
+    with pytest.raises(
+        ValueError, match=r"words.weight is the same.* as last's.*embeddings=\('words',\) does"
+    ):
+        shard_model(model, Pretended(2), half)
     with pytest.raises(ValueError, match="divides linear layers, and LayerNorm has none"):
         mk.find_tensor_plan(nn.LayerNorm(3))
 

@@ -228,19 +228,26 @@ def _chains(model: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
 
 
 def _unknown(model: nn.Module) -> str:
-    layers = [name for name, layer in model.named_modules() if is_linear(layer) and name]
+    names = {name: module for name, module in model.named_modules() if name}
+    layers = [name for name, layer in names.items() if is_linear(layer)]
     kind = type(model).__name__
     known = "the kit's models, transformers' GPT-2, Llama and BERT, and nn.Sequential chains"
     if not layers:
         return f"Tensor parallelism divides linear layers, and {kind} has none. What is known by itself: {known}."
-    regions = _with_stars(
-        [Region(name, (name,)) for name in layers], [name for name, _ in model.named_modules()]
-    )
-    lines = "\n".join(f"    mk.Region({one.entry!r}, column=({one.column[0]!r},))," for one in regions)
+    # A layer that shares its weight with embeddings is a head.
+    vocabulary = {id(layer.weight): name for name, layer in names.items() if isinstance(layer, nn.Embedding)}
+    heads = [name for name in layers if id(names[name].weight) in vocabulary]
+    regions = _with_stars([Region(name, (name,)) for name in layers if name not in heads], list(names))
+    lines = "".join(f"    mk.Region({one.entry!r}, column=({one.column[0]!r},)),\n" for one in regions)
+    more = ""
+    if heads:
+        weight = names[heads[0]].weight
+        tied = [n for n, layer in names.items() if isinstance(layer, nn.Embedding) and layer.weight is weight]
+        more = f", head={heads[0]!r}, embeddings={tuple(tied)!r}"
     return (
         f"No TensorPlan is known for {kind}, only for {known}. This one divides each of its linear layers by outputs, "
         "and gathers these, which is right and slow:\n"
-        f"mk.TensorPlan((\n{lines}\n))\n"
+        f"mk.TensorPlan((\n{lines}){more})\n"
         "Where one layer's outputs go, feature by feature, to another one, make the two a region, "
         "mk.Region(entry, column=(first,), row=second), and nothing is gathered in between; an attention is divided by "
         "heads=."

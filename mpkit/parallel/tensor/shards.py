@@ -8,7 +8,7 @@ from torch import nn
 
 from mpkit.parallel.axis import Line
 from mpkit.parallel.shard import Shard
-from mpkit.parallel.tensor.region import is_across
+from mpkit.parallel.tensor.region import is_across, is_linear
 from mpkit.parallel.tensor.resolve import divide, widths
 from mpkit.parallel.tensor.sequence import modules_between
 from mpkit.tensor_plan import Region, TensorPlan
@@ -33,6 +33,7 @@ def shards_of(model: nn.Module, line: Line, plan: TensorPlan) -> Shards:
         shards.add(name, "weight", 0, divide(shards.vocabulary(name), t, None))
     if plan.head is not None:
         shards.add_outputs(plan.head, divide(shards.widths(plan.head)[1], t, None))
+    shards.check_shared()
     return shards
 
 
@@ -49,6 +50,7 @@ class Shards:
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
+        self._asked: set[str] = set()
         self.found: dict[str, Shard] = {}
 
     def add(self, module: str, parameter: str, dim: int, parts: list[tuple[range, ...]]) -> None:
@@ -58,6 +60,7 @@ class Shards:
             ValueError: under another name it is divided in another way.
         """
         whole = getattr(self._modules[module], parameter)
+        self._asked.add(module)
         if whole is None:
             return
         shard = Shard(tuple(whole.shape), dim, parts[self._index])
@@ -90,6 +93,25 @@ class Shards:
         """Tokens of an embedding."""
         weight: Any = self._modules[embedding].weight
         return int(weight.shape[0])
+
+    def check_shared(self) -> None:
+        """What shares a divided parameter is divided too.
+
+        Raises:
+            ValueError: it is not.
+        """
+        for names in self._names.values():
+            modules = {name.rpartition(".")[0]: name for name in names if name in self.found}
+            for module, name in modules.items():
+                layer = self._modules[module]
+                embedding = isinstance(layer, nn.Embedding)
+                if module in self._asked or not (embedding or is_linear(layer)):
+                    continue
+                how = f"embeddings=({module!r},)" if embedding else f"head={module!r}, or a Region"
+                raise ValueError(
+                    f"TensorPlan: {name} is the same parameter as {next(m for m in modules if m in self._asked)}'s, "
+                    f"which is divided, and the plan does not divide {module}: {how} does"
+                )
 
     def replace(self) -> None:
         """Put the parts where the whole parameters were; what was shared stays shared."""
