@@ -1,8 +1,9 @@
 """What the papers say a rank sends in a step, by axis and kind of communication, from what a trace's meta knows.
 
-    tp    4 all-reduces of b s h elements a layer a micro-batch, two forward and two backward: 8 b s h (t-1)/t
+    tp    4 all-reduces of b s h elements a layer a micro-batch, two forward and two backward: 8 b s h (t-1)/t;
+          one for a divided embedding, forward, and one for a divided head, backward
           with sequence parallelism 2 all-gathers and 2 reduce-scatters a region (2 regions a layer), which is as much,
-          and an all-gather more for the gradients of the weights
+          an all-gather more for the gradients of the weights, and one at each end of the divided sequence
     dp    all-reduce 2 psi (n-1)/n; ZeRO-1 and -2 the same in two halves; ZeRO-3 gathers twice: 3 psi (n-1)/n
     pp    b s h elements a boundary a micro-batch, forward and backward
     cp    keys and values once round the ring forward; backward again, and their gradients
@@ -17,13 +18,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpkit.mesh import Mesh
 from mpkit.trace import Kind
 from mpkit.whereabouts import holders_of, mesh_of
 
-__all__ = ["Formula", "Known", "formula_of"]
+if TYPE_CHECKING:
+    from mpkit.tensor_plan import TensorPlan
+
+__all__ = ["Formula", "Known", "formula_of", "pairs_by_stage"]
 
 
 class Formula(NamedTuple):
@@ -51,7 +55,8 @@ class Known:
         params: by rank, the elements of the parameters that it holds a replica of.
         element: bytes of one.
         stream: bytes of b s h, one micro-batch's activations between layers, of one replica.
-        regions: by stage, how many pairs of f and g it has: 2 a transformer layer, 1/2 an embedding or head.
+        regions: by stage, how many pairs of f and g it has: 2 a transformer layer.
+        embeddings, heads: by stage, how many of them are divided by vocabulary.
         keys_values: by stage, bytes of one micro-batch's keys and values in all its attentions, the whole sequence.
     """
 
@@ -61,7 +66,9 @@ class Known:
     params: Sequence[int] = ()
     element: int = 0
     stream: float = 0.0
-    regions: Sequence[float] = ()
+    regions: Sequence[int] = ()
+    embeddings: Sequence[int] = ()
+    heads: Sequence[int] = ()
     keys_values: Sequence[float] = field(default=())
 
     @classmethod
@@ -76,8 +83,10 @@ class Known:
             params = [int(meta["parameters"])] * ranks  # each rank is a replica of the whole
             element = _BYTES.get(str(meta.get("dtype")), 0)
         return cls(
-            mesh, plan, holders_of(meta), params or (), int(element or 0), float(told.get("stream_bytes") or 0),
-            told.get("layers_tp") or (), told.get("kv_bytes") or (),
+            mesh, plan, holders_of(meta), params or (), int(element or 0),
+            stream=float(told.get("stream_bytes") or 0), regions=told.get("layers_tp") or (),
+            embeddings=told.get("embeddings_tp") or (), heads=told.get("heads_tp") or (),
+            keys_values=told.get("kv_bytes") or (),
         )  # fmt: skip
 
     @property
@@ -96,8 +105,8 @@ class Known:
         return [stage for stage, holder in enumerate(self.holders) if holder == place]
 
     def total(self, by_stage: Sequence[float], rank: int) -> float:
-        """What a rank's stages have together."""
-        return sum(by_stage[stage] for stage in self.stages_of(rank))
+        """What a rank's stages have together; 0 of what is not known."""
+        return sum(by_stage[stage] for stage in self.stages_of(rank)) if by_stage else 0.0
 
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -117,31 +126,71 @@ def formula_of(known: Known | None, axis: str, kind: Kind) -> Formula | None:
     return _replicas(known, kind) if axis == replicas else None
 
 
+class _Passes(NamedTuple):
+    """How often all of b s h passes round the ring in a micro-batch, as in an all-gather.
+
+    Attributes:
+        region: for each region; 2 of them are a layer.
+        others: by stage, for what else.
+        symbols: of what else.
+        words: what it is.
+    """
+
+    region: int
+    others: Sequence[float]
+    symbols: str
+    words: str
+
+
+def _whole_sequence(known: Known) -> dict[Kind, _Passes]:
+    """With f and g: each is an all-reduce, which is two passes."""
+    others = [2.0 * count for count in _vocabulary(known)]
+    more = "2 an embedding or head" if any(others) else ""
+    words = "all-reduces: of partial sums forward, of gradients backward"
+    return {Kind.ALL_REDUCE: _Passes(2 * (2 + known.again), others, more, words)}
+
+
+def _divided_sequence(known: Known) -> dict[Kind, _Passes]:
+    """With f_bar and g_bar within the divided sequence; its ends; and the vocabulary, which is outside of it."""
+    last = len(known.holders) - 1
+    ends = [float((stage == 0) + (stage == last) * (1 + known.again)) for stage in range(last + 1)]
+    gathers = "all-gathers: into a region, back out of it, again for its weights"
+    scatters = "reduce-scatters: out of a region, and of gradients back out of its beginning"
+    vocabulary = [2.0 * count for count in _vocabulary(known)]
+    return {
+        Kind.ALL_REDUCE: _Passes(0, vocabulary, "2 an embedding or head", "outside of the divided sequence"),
+        Kind.ALL_GATHER: _Passes(3 + known.again, ends, "1 at each end", gathers),
+        Kind.REDUCE_SCATTER: _Passes(2 + known.again, (), "", scatters),
+    }
+
+
+def _vocabulary(known: Known) -> list[int]:
+    """All-reduces by stage: an embedding's forward, a head's backward."""
+    both = zip(known.embeddings, known.heads, strict=False)
+    return [embeddings * (1 + known.again) + heads for embeddings, heads in both]
+
+
 def _tensor(known: Known, kind: Kind) -> Formula | None:
-    """Two regions a layer; a region has f and g, or f_bar and g_bar."""
-    t, m, again = known.mesh.tp, known.microbatches, known.again
+    """What the regions send, and what else there is."""
     divided = bool(known.plan.get("sequence_parallel"))
-    # By kind: how many a region a micro-batch, how often the ring passes the whole, and in words.
-    forms = {Kind.ALL_REDUCE: (2 + again, 2, "all-reduces: of partial sums forward, of gradients backward")}
-    if divided:
-        forms = {
-            Kind.ALL_GATHER: (
-                3 + again,
-                1,
-                "all-gathers: into a region, back out of it, again for its weights",
-            ),
-            Kind.REDUCE_SCATTER: (
-                2 + again,
-                1,
-                "reduce-scatters: out of a region, and of gradients back into it",
-            ),
-        }
-    if kind not in forms or not known.stream or not _by_stage(known, known.regions):
+    passes = (_divided_sequence(known) if divided else _whole_sequence(known)).get(kind)
+    if passes is None or not known.stream or not _by_stage(known, known.regions):
         return None
-    times, passes, words = forms[kind]
-    part = known.stream / known.mesh.cp * passes * (t - 1) / t
-    symbols = f"{2 * times * passes} b s h (t-1)/t a layer a micro-batch"
-    return Formula(symbols, words, lambda rank: known.total(known.regions, rank) * m * times * part)
+    if not passes.region and not any(passes.others):
+        return None
+    t = known.mesh.tp
+    once = known.stream / known.mesh.cp * (t - 1) / t
+    unit = "b s h (t-1)/t"
+    symbols = f"{2 * passes.region} {unit} a layer" if passes.region else ""
+    if passes.symbols:
+        number, _, what = passes.symbols.partition(" ")
+        symbols += f", {passes.symbols}" if symbols else f"{number} {unit} {what}"
+
+    def volume(rank: int) -> float:
+        each = passes.region * known.total(known.regions, rank) + known.total(passes.others, rank)
+        return known.microbatches * each * once
+
+    return Formula(f"{symbols}, a micro-batch", passes.words, volume)
 
 
 def _pipeline(known: Known) -> Formula | None:
@@ -205,3 +254,20 @@ def _context(known: Known) -> Formula | None:
 
 def _by_stage(known: Known, values: Sequence[float]) -> bool:
     return len(values) == len(known.holders)
+
+
+def pairs_by_stage(tensor: TensorPlan, stages: Sequence[Sequence[str]]) -> dict[str, list[int]]:
+    """How many regions, divided embeddings and divided heads each stage has: for a trace's meta["mesh"].
+
+    Args:
+        tensor: with the model's own names, as `mpkit.parallel.tensor.check` gives it.
+        stages: the names of the layers, by stage.
+    """
+
+    def among(names: Sequence[str], stage: Sequence[str]) -> int:
+        return sum(any(name == layer or name.startswith(f"{layer}.") for layer in stage) for name in names)
+
+    regions = [region.entry for region in tensor.regions]
+    heads = [] if tensor.head is None else [tensor.head]
+    of = {"layers_tp": regions, "embeddings_tp": tensor.embeddings, "heads_tp": heads}
+    return {name: [among(names, stage) for stage in stages] for name, names in of.items()}

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.formulas import Known, formula_of
+from mpkit.formulas import Known, formula_of, pairs_by_stage
 from mpkit.mesh import Mesh
+from mpkit.models import GPT
+from mpkit.parallel.tensor import check, find_tensor_plan
 from mpkit.trace import Kind
 from mpkit.volume import VolumeRow
 
@@ -49,7 +51,7 @@ def test_three_dimensions_beside_their_formulas(meshed: Meshed) -> None:
     assert (tp.calls, tp.payload, tp.wire) == (8, 8000, 8000)
     # 4 micro-batches, a region with f and g: 2 all-reduces of 500 bytes, 2 (t-1)/t = 1.
     assert tp.expected == 4 * 2 * 500 and tp.ratio == 2.0
-    assert tp.symbols == "8 b s h (t-1)/t a layer a micro-batch"
+    assert tp.symbols == "8 b s h (t-1)/t a layer, a micro-batch"
     dp, pp = found["dp", "all_reduce"], found["pp", "send"]
     assert dp.wire == dp.expected == 4000 and dp.symbols == "2 psi (n-1)/n"
     assert pp.wire == pp.expected == 4 * 500 and pp.calls == 4
@@ -61,7 +63,7 @@ def test_three_dimensions_beside_their_formulas(meshed: Meshed) -> None:
         sent = sum(row.wire for row in found.values() if row.axis == axis)
         assert matrix.by_axis[axis].sum() == pytest.approx(8 * sent)
     text = str(timeline.comm_volume())
-    assert "8 b s h (t-1)/t a layer a micro-batch" in text and "2.000" in text
+    assert "8 b s h (t-1)/t a layer, a micro-batch" in text and "2.000" in text
     html = timeline.comm_volume(3)._repr_html_()
     assert "What rank 3 sends, in step 0" in html and "partial sums forward" in html
 
@@ -77,18 +79,30 @@ def test_rows_without_their_inputs_have_no_formula(meshed: Meshed) -> None:
 
 
 KNOWN = {
-    "layers_tp": [4, 2], "stream_bytes": 1200, "local_params": [10, 10, 20, 20], "element_bytes": 4,
+    "layers_tp": [4, 2],
+    "stream_bytes": 1200,
+    "local_params": [10, 10, 20, 20],
+    "element_bytes": 4,
     "kv_bytes": [100, 60],
-}  # fmt: skip
+    "embeddings_tp": [1, 0],
+    "heads_tp": [0, 1],
+}
 
 
 @pytest.mark.parametrize(
     ("plan", "axis", "kind", "symbols", "of"),
     [
         # 4 regions of 2 all-reduces a micro-batch, each 2 (t-1)/t = 1 times the stream.
-        ({"tp": 2}, "tp", Kind.ALL_REDUCE, "8 b s h (t-1)/t a layer a micro-batch", 3 * 4 * 2 * 1200),
-        ({"tp": 2, "recompute": "full"}, "tp", Kind.ALL_REDUCE, "12 b s h (t-1)/t", 3 * 4 * 3 * 1200),
-        ({"tp": 2, "sequence_parallel": True}, "tp", Kind.ALL_GATHER, "6 b s h (t-1)/t", 3 * 4 * 3 * 600),
+        ({"tp": 2}, "tp", Kind.ALL_REDUCE, "8 b s h (t-1)/t a layer, 2 an", 3 * (4 * 2 + 1) * 1200),
+        ({"tp": 2, "recompute": "full"}, "tp", Kind.ALL_REDUCE, "12 b s h (t-1)/t", 3 * (4 * 3 + 2) * 1200),
+        (
+            {"tp": 2, "sequence_parallel": True},
+            "tp",
+            Kind.ALL_GATHER,
+            "6 b s h (t-1)/t",
+            3 * (4 * 3 + 1) * 600,
+        ),
+        ({"tp": 2, "sequence_parallel": True}, "tp", Kind.ALL_REDUCE, "2 b s h (t-1)/t an emb", 3 * 1200),
         ({"tp": 2, "sequence_parallel": True}, "tp", Kind.REDUCE_SCATTER, "4 b s h (t-1)/t", 3 * 4 * 2 * 600),
         ({"tp": 2, "sequence_parallel": True}, "pp", Kind.SEND, "b s h / t a boundary", 3 * 600),
         ({"tp": 2}, "pp", Kind.SEND, "b s h a boundary", 3 * 1200),
@@ -106,6 +120,14 @@ def test_formulas(plan: dict[str, Any], axis: str, kind: Kind, symbols: str, of:
     found = formula_of(known, axis, kind)
     assert found is not None and found.symbols.startswith(symbols)
     assert found.of(0) == pytest.approx(of)
+
+
+def test_what_of_a_tensor_plan_is_in_which_stage() -> None:
+    model = GPT(layers=2, width=8, heads=2)
+    tensor = check(model, 2, find_tensor_plan(model))
+    assert pairs_by_stage(tensor, [["embedding", "block0"], ["block1", "head"]]) == {
+        "layers_tp": [2, 2], "embeddings_tp": [1, 0], "heads_tp": [0, 1]
+    }  # fmt: skip
 
 
 def test_a_rank_with_two_stages_talks_over_each_boundary() -> None:
