@@ -103,12 +103,12 @@ def placement_of(
     shards: Parts | None = None,
     hardware: Hardware | str | None = None,
 ) -> Placement:
-    """Where a run put its model, from what its trace's meta says: "plan", "stages", "hardware".
+    """Where a run put its model, from what its trace's meta says: "plan", "stages", "shards", "hardware".
 
     Args:
         meta: of the trace.
         ranks: how many there are.
-        shards: what tp divides, in words by the layer's name.
+        shards: what tp divides, in words by the layer's name; None: as the meta says.
         hardware: where it is thought to be; None: where it was, if that was a machine of the catalogue with nodes.
 
     Raises:
@@ -119,7 +119,8 @@ def placement_of(
         raise ValueError("placement_of(meta): it has no plan for so many ranks, so nobody knows their places")
     where = meta.get("hardware", "cpu") if hardware is None else hardware
     machine = None if where == "cpu" else where
-    return place(mesh, meta.get("stages", ()), shards, machine, holders=holders_of(meta))
+    divided = meta.get("shards") if shards is None else shards
+    return place(mesh, meta.get("stages", ()), divided, machine, holders=holders_of(meta))
 
 
 def shard_words(shards: Mapping[str, Sequence[Shard]]) -> dict[str, list[str]]:
