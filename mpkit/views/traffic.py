@@ -13,6 +13,8 @@ from mpkit.views.traffic_text import SILENT, scaled
 from mpkit.views.units import bytes_text
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from mpkit.traffic import CommMatrix
 
 try:
@@ -36,17 +38,22 @@ def traffic_figure(matrix: CommMatrix) -> Any:
     axes = matrix.axes
     across = min(max(len(axes), 1), ACROSS)
     down = max(-(-len(axes) // across), 1)
-    titles = [f"<b>{axis}</b>  {bytes_text(matrix.by_axis[axis].sum())}" for axis in axes]
+    titles = [_title(axis, matrix.by_axis[axis]) for axis in axes]
     figure = make_subplots(
-        rows=down, cols=across, subplot_titles=titles, horizontal_spacing=0.09, vertical_spacing=0.3 / down
+        rows=down, cols=across, subplot_titles=titles, horizontal_spacing=0.09, vertical_spacing=0.24 / down
     )
     highest = max((float(amounts.max()) for amounts in matrix.by_axis.values()), default=1.0)
     for number, axis in enumerate(axes):
         place = {"row": number // across + 1, "col": number % across + 1}
         figure.add_trace(_heatmap(matrix, axis, highest), **place)
-        shape = {"scaleanchor": f"x{number + 1 if number else ''}", "constrain": "domain"}
+        shape = {
+            "scaleanchor": f"x{number + 1 if number else ''}",
+            "constrain": "domain",
+            "constraintoward": "top",
+        }
         figure.update_yaxes(autorange="reversed", title="from rank", **shape, **place)
         figure.update_xaxes(title="to rank", constrain="domain", **place)
+    figure.update_annotations(font={"size": 13})
     ticks = {"dtick": 1 if len(matrix.places) <= 16 else None, "showgrid": False, "zeroline": False}
     figure.update_xaxes(**ticks)
     figure.update_yaxes(**ticks)
@@ -57,6 +64,11 @@ def traffic_figure(matrix: CommMatrix) -> Any:
         **{**LOOK, "plot_bgcolor": "rgba(128,128,128,0.1)"},
     )
     return figure
+
+
+def _title(axis: str, amounts: npt.NDArray[np.float64]) -> str:
+    unit = f", cells in {scaled(amounts)[1]}" if len(amounts) <= NUMBERED else ""
+    return f"<b>{axis}</b>  {bytes_text(amounts.sum())}{unit}"
 
 
 def _heatmap(matrix: CommMatrix, axis: str, highest: float) -> Any:
