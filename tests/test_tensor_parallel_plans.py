@@ -88,6 +88,39 @@ def test_an_unknown_model_gets_a_plan_to_paste(clusters: Callable[[int], mk.Clus
         mk.find_tensor_plan(nn.LayerNorm(3))
 
 
+def without_gradients(ctx: Any, model: nn.Module, plan: mk.TensorPlan, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return mk.tensor_parallel(ctx, model, plan)(x)
+
+
+def test_torchs_own_transformer_layers(clusters: Callable[[int], mk.Cluster]) -> None:
+    # Its attention takes weights out of a layer, and without gradients it would do so everywhere.
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+    model, x = (
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double(),
+        torch.randn(2, 3, 8).double(),
+    )
+    with pytest.raises(ValueError, match="No TensorPlan is known for TransformerEncoder") as caught:
+        mk.find_tensor_plan(model)
+    assert "out_proj" not in str(caught.value)
+    plan = region("layers.*.linear1", ("layers.*.linear1",), "layers.*.linear2")
+    expected = model(x).detach()
+    for fn in (unknown_on_a_rank, without_gradients):
+        for found in clusters(2).run(fn, model.train(fn is unknown_on_a_rank), plan, x):
+            torch.testing.assert_close(found.detach(), expected)
+    with pytest.raises(
+        ValueError, match="out_proj is a NonDynamicallyQuantizableLinear, and what is divided"
+    ):
+        check(model, 2, region("layers.*.self_attn", ("layers.*.self_attn.out_proj",)))
+
+
+def test_what_is_sharded_is_not_sharded_again() -> None:
+    model = GPT(**SIZES)
+    shard_model(model, Pretended(2))
+    with pytest.raises(ValueError, match=r"its forward has been replaced.*start from copy.deepcopy\(model\)"):
+        shard_model(model, Pretended(2))
+
+
 def region(*args: Any, **kwargs: Any) -> mk.TensorPlan:
     return mk.TensorPlan((mk.Region(*args, **kwargs),))
 

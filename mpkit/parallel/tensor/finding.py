@@ -17,7 +17,7 @@ from dataclasses import replace
 from torch import nn
 
 from mpkit.models.chain import is_chain, layers_of
-from mpkit.parallel.tensor.region import is_linear
+from mpkit.parallel.tensor.region import has_outputs, is_linear
 from mpkit.tensor_plan import Region, TensorPlan
 
 __all__ = ["find_tensor_plan"]
@@ -201,7 +201,7 @@ def _alone(model: nn.Module) -> Iterator[Region]:
     for kind in _kinds(model):
         steps += model.named_modules() if kind in GATHERED else ()
     for name, layer in dict(steps).items():
-        if name not in paired and (is_linear(layer) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)):
+        if name not in paired and has_outputs(layer):
             yield Region(name, (name,))
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from mpkit.parallel.axis import Line
 from mpkit.parallel.tensor import overlap as overlapped
@@ -30,7 +31,7 @@ from mpkit.parallel.tensor.draws import OwnDraws
 from mpkit.parallel.tensor.operators import f, f_bar, g, g_bar
 from mpkit.parallel.tensor.overlap import Entered, Weights
 
-__all__ = ["RegionAtWork", "is_across", "is_linear"]
+__all__ = ["RegionAtWork", "has_outputs", "is_across", "is_linear"]
 
 Finish = Callable[[Tensor], Tensor]
 """What becomes of a column layer's output on this rank."""
@@ -42,8 +43,19 @@ def is_across(layer: nn.Module) -> bool:
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Whether it computes x W^T + b."""
-    return isinstance(layer, nn.Linear) or is_across(layer)
+    """Whether it computes x W^T + b, when it is called.
+
+    nn.MultiheadAttention's `out_proj` is not called: its weights are taken from it.
+    """
+    plain = isinstance(layer, nn.Linear) and not isinstance(layer, NonDynamicallyQuantizableLinear)
+    return (plain and type(layer).forward is nn.Linear.forward) or is_across(layer)
+
+
+def has_outputs(layer: nn.Module) -> bool:
+    """Whether it can be divided by columns: a linear layer, or a convolution each of whose outputs sees all inputs."""
+    if isinstance(layer, nn.Conv2d) and type(layer).forward is nn.Conv2d.forward:
+        return layer.groups == 1
+    return is_linear(layer)
 
 
 class RegionAtWork:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from mpkit.parallel.shard import evenly
-from mpkit.parallel.tensor.region import is_across, is_linear
+from mpkit.parallel.tensor.region import has_outputs, is_across, is_linear
 from mpkit.tensor_plan import Region, TensorPlan
 
 __all__ = ["check", "divide", "widths"]
@@ -54,6 +54,9 @@ def check(model: nn.Module, t: int, plan: TensorPlan, *, sequence: bool = False)
     for name in (*named, *(plan.sequence or ())):
         _get(names, name)
     # ---- can each be divided over t?
+    for region in regions:
+        _check_free((*region.column, region.row), names)
+    _check_free((*embeddings, plan.head), names)
     for region in regions:
         _check_region(region, names, t)
     for name in embeddings:
@@ -164,7 +167,17 @@ def _attribute(module: nn.Module, name: str, path: str) -> int:
 def _is_wide(region: Region, names: dict[str, nn.Module], t: int) -> bool:
     """Whether it is divided: what has fewer outputs than there are ranks, and would be gathered, stays whole."""
     layers = [names[name] for name in region.column]
-    return region.row is not None or not any(_has_outputs(layer) and widths(layer)[1] < t for layer in layers)
+    return region.row is not None or not any(has_outputs(layer) and widths(layer)[1] < t for layer in layers)
+
+
+def _check_free(layers: tuple[str | None, ...], names: dict[str, nn.Module]) -> None:
+    """Nobody has replaced the layers' forward."""
+    for name in layers:
+        if name is not None and "forward" in vars(names[name]):
+            raise ValueError(
+                f"{name or 'the model'}: its forward has been replaced on the instance, so that what it computes is "
+                "not known; by sharding it, perhaps, which can be done once: start from copy.deepcopy(model)"
+            )
 
 
 def _check_region(region: Region, names: dict[str, nn.Module], t: int) -> None:
@@ -175,7 +188,7 @@ def _check_region(region: Region, names: dict[str, nn.Module], t: int) -> None:
         _enough(heads, t, f"{region.entry} has", "heads, or groups of heads that share a key,")
     for name in region.column:
         layer = names[name]
-        if not is_linear(layer) and not (region.row is None and _has_outputs(layer)):
+        if not is_linear(layer) and not (region.row is None and has_outputs(layer)):
             raise ValueError(
                 f"{where}: {name} is a {_kind(layer)}, and what is divided by columns is a linear layer, or, where "
                 "there is no row, an nn.Conv2d without groups"
@@ -206,7 +219,7 @@ def _check_region(region: Region, names: dict[str, nn.Module], t: int) -> None:
 
 
 def _check_embedding(name: str, layer: nn.Module, t: int) -> None:
-    if not isinstance(layer, nn.Embedding):
+    if type(layer).forward is not nn.Embedding.forward:
         raise ValueError(
             f"embeddings={name!r} is a {_kind(layer)}: an nn.Embedding has a vocabulary to divide"
         )
@@ -223,10 +236,6 @@ def _enough(count: int, t: int, who: str, what: str) -> None:
         raise ValueError(
             f"tp={t}: {who} {count} {what}, and each rank takes at least one: tp={count} is the most that works"
         )
-
-
-def _has_outputs(layer: nn.Module) -> bool:
-    return is_linear(layer) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
 
 
 def _kind(layer: nn.Module) -> str:
