@@ -55,6 +55,12 @@ def volume_text(volume: CommVolume) -> str:
     return "\n".join([volume.of, "", *lines])
 
 
+def _align(column: int) -> str:
+    """Words may be broken into lines, numbers not."""
+    breaks = "normal" if column == 6 else "nowrap"
+    return f"text-align:{'left' if column in LEFT else 'right'};white-space:{breaks}"
+
+
 def volume_html(volume: CommVolume) -> str:
     """The table, a row an axis and kind; below each formula what it is about, in words.
 
@@ -66,10 +72,7 @@ def volume_html(volume: CommVolume) -> str:
 
     def line(tag: str, values: list[str], look: str = "") -> str:
         look = f"{cell};font-weight:400;{look}"
-        cells = [
-            f'<{tag} style="{look};text-align:{"left" if i in LEFT else "right"}">{value}</{tag}>'
-            for i, value in enumerate(values)
-        ]
+        cells = [f'<{tag} style="{look};{_align(i)}">{value}</{tag}>' for i, value in enumerate(values)]
         return f"<tr>{''.join(cells)}</tr>"
 
     body = []
