@@ -103,7 +103,7 @@ def test_mlp(clusters: Clusters) -> None:
     check_equal(clusters, 3, *(Case(model, x, y, F.mse_loss, how) for model in models for how in (PLAIN,)))
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.data())
 def test_any_sizes(clusters: Clusters, data: st.DataObject) -> None:
     t = data.draw(st.integers(2, 3), "t")
