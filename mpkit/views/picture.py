@@ -24,7 +24,7 @@ from mpkit import metrics
 from mpkit.timeline import Timeline
 from mpkit.trace import Kind, Lane
 from mpkit.views.colours import Key, key_of
-from mpkit.views.idle import idle_gaps, outside
+from mpkit.views.idle import idle_gaps
 from mpkit.views.lanes import groups_of, rank_label
 from mpkit.views.units import bytes_text, flops_text, percent, seconds
 
@@ -234,14 +234,26 @@ def _around_waits(
         after = np.searchsorted(idle[:, 0], boxes["end"], side="left")
         mine = np.flatnonzero((ranks == rank) & (boxes["key"] < Key.COMM) & (after > first))
         cut[mine] = True
-        for number in mine.tolist():
-            box = boxes[number]
-            work = outside(idle[first[number] : after[number]], np.array([[box["start"], box["end"]]]))
-            piece = np.repeat(box, len(work))
-            piece["start"], piece["end"] = work.T
-            piece["named"] = np.arange(len(work)) == int(np.argmax(np.append(work[:, 1] - work[:, 0], 0.0)))
-            pieces.append(piece)
+        pieces.append(_pieces(boxes[mine], idle, first[mine], after[mine] - first[mine]))
     return np.concatenate([boxes[~cut], *pieces])
+
+
+def _pieces(
+    boxes: npt.NDArray[Any], idle: npt.NDArray[Any], first: npt.NDArray[Any], count: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """What is left of each box around its `count` idle times, from number `first` on: before each, after the last."""
+    owner = np.repeat(np.arange(len(boxes)), count + 1)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(count + 1) - count - 1, count + 1)
+    found = boxes[owner]
+    last, gap = nth == count[owner], first[owner] + nth
+    found["start"] = np.where(nth == 0, found["start"], idle[gap - 1, 1])
+    found["end"] = np.where(last, found["end"], idle[np.minimum(gap, len(idle) - 1), 0])
+    there = found["end"] > found["start"]
+    found, owner = found[there], owner[there]
+    # The longest of each box has its number.
+    order = np.lexsort((found["start"] - found["end"], owner))
+    found["named"][order] = np.diff(owner[order], prepend=-1) > 0
+    return found
 
 
 def _idle_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Row]) -> npt.NDArray[Any]:

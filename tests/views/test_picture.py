@@ -7,11 +7,16 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import mpkit as mk
+from mpkit import metrics
+from mpkit.timeline import HELD, SPAN
 from mpkit.trace import Kind
 from mpkit.views.colours import INKS, THEMES, Key
 from mpkit.views.coverage import coverage, strongest
+from mpkit.views.idle import outside
 from mpkit.views.picture import BOX, picture
 
 
@@ -78,6 +83,28 @@ def test_of_an_action_that_waits_the_longest_piece_has_the_number(gpipe: mk.Time
     # Those that do not wait are as they were.
     other = cut.of_row(0)
     assert [cut.label(box) for box in other[other["key"] == Key.FORWARD]] == list("01234567")
+
+
+@given(
+    bounds=st.lists(st.integers(0, 60), min_size=4, max_size=14, unique=True),
+    action=st.tuples(st.integers(0, 59), st.integers(1, 20)),
+)
+def test_pieces_are_what_is_outside_of_the_waits(bounds: list[int], action: tuple[int, int]) -> None:
+    ordered = sorted(bounds)[: len(bounds) // 2 * 2]
+    spans = np.zeros(1 + len(ordered) // 2, SPAN)
+    spans["kind"], spans["depth"] = Kind.WAIT, 1
+    spans["start"][1:], spans["end"][1:] = ordered[::2], ordered[1::2]
+    spans["kind"][0], spans["depth"][0] = Kind.FORWARD, 0
+    spans["start"][0], spans["end"][0] = action[0], action[0] + action[1]
+    spans["cause"] = -1
+    pic = picture(mk.Timeline(spans, [""], np.zeros(0, HELD), 1, "virtual"))
+    drawn = pic.boxes[pic.boxes["key"] == Key.FORWARD]
+    want = outside(metrics.covered(spans[1:]), np.array([[action[0], sum(action)]], float))
+    found = np.stack([drawn["start"], drawn["end"]], axis=1) + pic.origin
+    assert found.tolist() == want.tolist()
+    assert drawn["named"].sum() == (len(want) > 0)
+    longest = drawn[drawn["named"]]
+    assert all(longest["end"] - longest["start"] == max(drawn["end"] - drawn["start"], default=0))
 
 
 def test_one_step_of_several(long_run) -> None:
