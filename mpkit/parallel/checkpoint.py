@@ -73,6 +73,7 @@ class Checkpoints:
         self._context, self._job, self._training = context, job, training
         self._record = context.record
         place = job.plan.mesh.place(context.rank)
+        self._first_of_tp = place.tp == 0
         self._first = place.dp == place.cp == place.tp == 0
         if job.saving is None and job.resume is None:
             return
@@ -105,7 +106,7 @@ class Checkpoints:
         context = self._context
         partial = partial_of(Path(saving.folder), step)
         # ---- collect
-        state = held(self._training, first=self._first)
+        state = held(self._training, first=self._first, first_of_tp=self._first_of_tp)
         drawn = random_states(context.device)
         state[f"random/{context.rank}"] = Slice(drawn, drawn.shape)
         # ---- write

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from mpkit.parallel.shard import Shard
 
-__all__ = ["Box", "boxes_of", "disjoint", "rows_and_columns", "tile", "without"]
+__all__ = ["Box", "boxes_of", "disjoint", "rows_and_columns", "tile"]
 
 
 class Box(NamedTuple):
@@ -145,22 +145,3 @@ def disjoint(boxes: Iterable[Box]) -> bool:
             return False
         taken.insert(at, columns)
     return True
-
-
-def without(box: Box, other: Box) -> list[Box]:
-    """What is left of a box when another is taken from it: what is above, below, left and right of that.
-
-    >>> [tuple(rest) for rest in without(Box(0, 0, 3, 3), Box(1, 1, 9, 2))]
-    [(0, 0, 1, 3), (1, 0, 3, 1), (1, 2, 3, 3)]
-    """
-    top, bottom = max(box.top, other.top), min(box.bottom, other.bottom)
-    left, right = max(box.left, other.left), min(box.right, other.right)
-    if top >= bottom or left >= right:
-        return [box]
-    around = (
-        Box(box.top, box.left, top, box.right),
-        Box(bottom, box.left, box.bottom, box.right),
-        Box(top, box.left, bottom, left),
-        Box(top, right, bottom, box.right),
-    )
-    return [rest for rest in around if rest.numel]

@@ -4,17 +4,11 @@ DCP saves what each rank holds of a tensor as chunks with an offset, each distin
 the parts of chunks that overlap with what a rank wants. So a parameter is known here by its name, its rows and its
 columns, and a rank by the boxes of it that it holds (`checkpoint_boxes`): whoever wrote them, in whatever pieces, any
 other division can read.
-
-Several ranks may hold the same elements. If they divide them alike (the replicas of DDP), they have the same boxes, and
-DCP lets one rank write each. If they don't (what tensor parallelism replicates, after ZeRO has divided it beside shards
-of different sizes), the boxes overlap; then the first rank's count, and of the others' what is left of them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +17,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from mpkit.parallel.checkpoint_boxes import Box, boxes_of, disjoint, rows_and_columns, without
+from mpkit.parallel.checkpoint_boxes import boxes_of, rows_and_columns
 from mpkit.parallel.checkpoint_index import read_index
 from mpkit.parallel.shard import Shard
 
@@ -58,16 +52,8 @@ class Slice:
         """Of the whole parameter, as a matrix; DCP compares it with what was saved."""
         return self.whole
 
-    def view(self, box: Box) -> Tensor:
-        """(rows, columns) of a box, or of a part of one: the elements themselves, no copy."""
-        first = self._at.get(box)
-        if first is None:
-            around, first = next((b, at) for b, at in self._at.items() if not without(box, b))
-            first += (box.top - around.top) * self._width + box.left - around.left
-        return self.held.as_strided(box.sizes, (self._width, 1), self.held.storage_offset() + first)
-
     def __create_chunk_list__(self) -> list[dcp.ChunkStorageMetadata]:
-        return [_chunk(box) for box in self._at]
+        return [dcp.ChunkStorageMetadata(torch.Size(box[:2]), torch.Size(box.sizes)) for box in self._at]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         properties = dcp.TensorProperties(dtype=self.held.dtype)
@@ -81,17 +67,9 @@ class Slice:
         ]
 
     def __get_tensor_shard__(self, index: dcp.MetadataIndex) -> Tensor:
-        return self.view(next(box for box in self._at if box[:2] == index.offset))
-
-
-def _chunk(box: Box) -> dcp.ChunkStorageMetadata:
-    return dcp.ChunkStorageMetadata(torch.Size(box[:2]), torch.Size(box.sizes))
-
-
-def _box(item: WriteItem) -> Box:
-    assert item.tensor_data is not None
-    (top, left), (rows, columns) = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
-    return Box(top, left, top + rows, left + columns)
+        """(rows, columns) of the box that begins there: the elements themselves, no copy."""
+        box, first = next((box, first) for box, first in self._at.items() if box[:2] == index.offset)
+        return self.held.as_strided(box.sizes, (self._width, 1), self.held.storage_offset() + first)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -100,56 +78,10 @@ class SavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
-        """Who writes what, each element once."""
-        rests = _rests(all_plans)
-        once = [
-            replace(plan, items=[part for item in plan.items for part in _parts(item, rests)])
-            for plan in all_plans
-        ]
-        return super().create_global_plan(once)  # which sees to boxes that are the same
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
+    def lookup_object(self, index: dcp.MetadataIndex) -> Tensor:
         """What DCP is about to write."""
-        found: Slice = self.state_dict[write_item.index.fqn]
-        return found.view(_box(write_item)).detach()
-
-
-Rests = Mapping[str, Mapping[Box, list[Box]]]
-
-
-def _rests(plans: Sequence[SavePlan]) -> Rests:
-    """Of the tensors whose boxes overlap: what of each box no box of an earlier rank has."""
-    boxes: dict[str, dict[Box, None]] = defaultdict(dict)
-    for plan in plans:
-        for item in plan.items:
-            boxes[item.index.fqn][_box(item)] = None
-    found: dict[str, dict[Box, list[Box]]] = {}
-    for name in [name for name, several in boxes.items() if not disjoint(several)]:
-        found[name] = {}
-        given: list[Box] = []
-        for box in boxes[name]:
-            rest = [box]
-            for earlier in given:
-                rest = [part for one in rest for part in without(one, earlier)]
-            found[name][box] = rest
-            given += rest
-    return found
-
-
-def _parts(item: WriteItem, rests: Rests) -> list[WriteItem]:
-    if item.index.fqn not in rests:
-        return [item]
-    assert item.tensor_data is not None
-    chunks = [_chunk(box) for box in rests[item.index.fqn][_box(item)]]
-    return [
-        replace(
-            item,
-            index=dcp.MetadataIndex(item.index.fqn, chunk.offsets),
-            tensor_data=replace(item.tensor_data, chunk=chunk),
-        )
-        for chunk in chunks
-    ]
+        found: Slice = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index)
 
 
 class LoadPlanner(DefaultLoadPlanner):

@@ -38,16 +38,18 @@ State = dict[str, Slice]
 # ---- to save -------------------------------------------------------------------------------------------------
 
 
-def held(training: Training, *, first: bool) -> State:
-    """What this rank holds.
+def held(training: Training, *, first: bool, first_of_tp: bool) -> State:
+    """What this rank gives of what it holds.
 
     Args:
         first: it is the first of its replicas, whose buffers count.
+        first_of_tp: it is the first of the ranks that share its layers, whose copies of whole parameters count: ZeRO
+            may divide the others' at other places.
     """
     found: State = {}
     update = training.update
     for piece in training.replica.pieces:
-        if piece.start == piece.end:
+        if piece.start == piece.end or (piece.shard is None and not first_of_tp):
             continue
         master = update.masters.of(piece)
         found[f"weight/{piece.name}"] = _slice(piece, master)
@@ -55,7 +57,7 @@ def held(training: Training, *, first: bool) -> State:
         for key, value in states.items():
             found |= _state(piece, master, key, value)
     for piece in training.replica.frozen():
-        if piece.start < piece.end:
+        if piece.start < piece.end and (piece.shard is not None or first_of_tp):
             found[f"model/{piece.name}"] = _slice(piece, piece.held)
     if first:
         for name, tensor in buffers(training):
