@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import mpkit as mk
+from mpkit.mesh import Mesh
 from mpkit.views.dashboard import Dashboard
 from mpkit.views.dashboard_html import head, output, progress, sparkline, trouble
+from mpkit.views.lanes import groups_of, rank_label
 from mpkit.views.memory import memory_figure
 from mpkit.views.memory_view import MemoryView
 from mpkit.views.pace import Pace
@@ -41,6 +43,17 @@ def test_a_run_from_its_start_to_its_end(gpipe: mk.Timeline) -> None:
     assert bundle["text/html"].count("<img alt=") == 2  # timeline and memory
     assert "GPU 0 │0░1░" in bundle["text/plain"]
     json.dumps(bundle)
+
+
+def test_ranks_of_a_mesh_are_grouped_from_the_start(meshed) -> None:
+    timeline = meshed(Mesh(pp=2, dp=2, tp=2), 2)
+    labels = [rank_label(timeline, rank) for rank in range(8)]
+    board = Dashboard("2 x 2 x 2", labels, steps=1, on_stop=lambda: None, groups=groups_of(timeline))
+    before = board.timeline.groups
+    assert [group["heading"] for group in before][1] == "pp0 dp1 · ranks 2, 3"
+    board.finish(timeline)
+    assert board.timeline.groups == before  # so that what was folded stays so
+    assert "pp1 dp1 · ranks 6, 7" in board.mimebundle()["text/plain"]
 
 
 def test_a_failure_is_said_and_nothing_of_it_is_html(gpipe: mk.Timeline) -> None:
