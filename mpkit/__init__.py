@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpkit.cutting import find_cut
     from mpkit.data_batches import Batches
     from mpkit.devices import Device, Hardware, Link
-    from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError
+    from mpkit.errors import Deadlock, MpkitError, RankFailed, TraceError, UnwisePlan
     from mpkit.experiments.hugging_face import hf_experiment
     from mpkit.experiments.soap import soap
     from mpkit.explorer import explore
@@ -53,6 +53,7 @@ _HOME = {
     "Timeline": "mpkit.timeline",
     "Trace": "mpkit.trace",
     "TraceError": "mpkit.errors",
+    "UnwisePlan": "mpkit.errors",
     "compare": "mpkit.comparison",
     "data_digest": "mpkit.parallel.digest",
     "explore": "mpkit.explorer",
@@ -90,6 +91,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "TraceError",
+    "UnwisePlan",
     "compare",
     "data_digest",
     "explore",

@@ -71,6 +71,11 @@ class Mesh:
             number = number * n + i
         return number
 
+    def replica(self, rank: int) -> int:
+        """The number of the replica that a rank belongs to: those along cp hold the same weights as those along dp."""
+        place = self.place(rank)
+        return place.dp * self.cp + place.cp
+
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks, this one among them, that differ from it along these axes only; ascending."""
         place = self.place(rank)

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 from mpkit.mesh import Mesh
 from mpkit.plan_checks import call_of, checked_cut, checked_degree, checked_recompute
 from mpkit.plan_constructors import NAMED_AS_FIELDS
-from mpkit.plan_data_checks import check_data_parallel, describe_replicas, with_options
+from mpkit.plan_data_checks import check_data_parallel, with_options
 from mpkit.plan_schedule_checks import checked_schedule, checked_virtual_stages, own_schedule
+from mpkit.plan_tensor_checks import check_shared_layers
+from mpkit.plan_words import describe
 from mpkit.schedule import Schedule, build
 from mpkit.schedule.theory import bubble_in_theory
+from mpkit.tensor_plan import TensorPlan
 
 if TYPE_CHECKING:
     from mpkit.schedule.read import Source
@@ -30,7 +33,7 @@ class Plan:
     Attributes:
         pp: pipeline-parallel ranks, each with one or more stages of the model: p.
         dp: replicas, each with a part of the batch: n.
-        tp: ranks that share each layer; 1 in this version.
+        tp: ranks that share each layer: t.
         schedule: the name of one (`mpkit.schedule.NAMES`), or whatever a `Schedule` is made from, such as its rows.
         microbatches: the parts that a batch is split into: m.
         virtual_stages: stages a rank, v: any number for "looped_bfs", "interleaved_1f1b" and "interleaved_zb",
@@ -46,7 +49,10 @@ class Plan:
         unused: what a parameter without a gradient is: an "error", or "allow"ed.
         batchnorm: statistics over the whole batch ("sync"), as in serial training, or each rank's own ("local").
         prefetch: how many layers ahead ZeRO-3 gathers parameters.
-        cp: ranks that share each sequence; 1 in this version.
+        cp: ranks that share each sequence.
+        cp_order: which part of it each has: "contiguous", or "zigzag", which evens out causal attention.
+        sequence_parallel: tensor-parallel ranks divide the sequence between their layers.
+        tensor: which layers are divided, and how; None: what `mk.find_tensor_plan` finds.
 
     >>> plan = Plan(pp=4, schedule="gpipe", microbatches=8)
     >>> plan
@@ -77,6 +83,9 @@ class Plan:
     batchnorm: str = "sync"
     prefetch: int = 1
     cp: int = 1
+    cp_order: str = "contiguous"
+    sequence_parallel: bool = False
+    tensor: TensorPlan | None = None
 
     def __post_init__(self) -> None:
         # Each check relies on those before it.
@@ -87,6 +96,7 @@ class Plan:
         object.__setattr__(self, "recompute", checked_recompute(self))
         object.__setattr__(self, "cut", checked_cut(self))
         check_data_parallel(self)
+        check_shared_layers(self)
 
     # ------------------------------------------------------------ the classics by name
 
@@ -226,23 +236,7 @@ class Plan:
         >>> print(Plan.gpipe(4, 8).describe())
         gpipe on 4 ranks: the model in 4 stages, each batch in 8 micro-batches. Bubble in theory 3/11 = 0.273.
         """
-        name = self.schedule.name if isinstance(self.schedule, Schedule) else self.schedule
-        if self.pp == 1 and (self.dp > 1 or self.zero):
-            return describe_replicas(self)
-        if self.ranks == 1:
-            title, stages = "Serial on 1 rank", "the whole model"
-        else:
-            title, stages = f"{name} on {self.pp} ranks", f"the model in {self.stages} stages"
-        parts = "whole" if self.microbatches == 1 else f"in {self.microbatches} micro-batches"
-        again = {
-            "none": "",
-            "selective": ", attentions computed again in the backward",
-            "full": ", activations computed again in the backward",
-        }[self.recompute]
-        bubble = self.bubble_in_theory
-        theory = "" if bubble is None else f" Bubble in theory {bubble} = {float(bubble):.3f}."
-        pipeline = f"{title}: {stages}, each batch {parts}{again}.{theory if self.pp > 1 else ''}"
-        return f"{pipeline} {describe_replicas(self)}" if self.dp > 1 or self.zero else pipeline
+        return describe(self)
 
     def __repr__(self) -> str:
         return call_of(self)
@@ -256,6 +250,8 @@ class Plan:
         if isinstance(own, Schedule):
             rows = own.spelled()
             values["schedule"] = {"rows": rows, "name": own.name, "stage_to_rank": own.stage_to_rank}
+        if self.tensor is not None:
+            values["tensor"] = self.tensor.to_dict()
         return json.dumps(values)
 
     @classmethod
@@ -280,6 +276,8 @@ class Plan:
                 raise ValueError(f"A plan has no {name!r}.{hint} It has {', '.join(known)}.")
         if isinstance(values.get("schedule"), Mapping):
             values["schedule"] = Schedule(**values["schedule"])
+        if isinstance(values.get("tensor"), Mapping):
+            values["tensor"] = TensorPlan.from_dict(values["tensor"])
         return cls(**values)
 
 

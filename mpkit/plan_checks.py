@@ -16,29 +16,19 @@ __all__ = ["call_of", "checked_cut", "checked_degree", "checked_recompute", "who
 
 RECOMPUTE = ("none", "selective", "full")
 
-LATER = {"tp": "layers shared among ranks", "cp": "sequences shared among ranks"}
-"""Degrees that this version has no strategies for."""
-
 
 def checked_degree(plan: Plan, name: str) -> int:
     """A degree as an int, 1 or more.
 
     Raises:
-        ValueError: it is not, or above 1 where this version has nothing for it.
+        ValueError: it is not.
     """
     value = getattr(plan, name)
     number = whole(value)
     if number is None or number < 1:
-        good = {"dp": 4} if name == "dp" else {"pp": 4, "microbatches": 8}
+        good = {name: 4} if name in ("dp", "tp", "cp") else {"pp": 4, "microbatches": 8}
         raise ValueError(
             f"Plan({name}={value!r}): {name} is a whole number, 1 or more, such as in {call_of(plan, good, bare=True)}"
-        )
-    if name in LATER and number > 1:
-        pp = max(whole(plan.pp) or 1, number)
-        good = {"pp": pp, "microbatches": 2 * pp}
-        raise ValueError(
-            f"Plan({name}={number}): this version of mpkit has no {name} above 1 ({LATER[name]}); it has pipelines and "
-            f"replicas. This works, on {pp} ranks: {call_of(plan, good, bare=True)}"
         )
     return number
 

@@ -47,4 +47,32 @@ def zero(cls: type[Plan], stage: int, replicas: int | None = None, **options: An
     return with_options(cls, {"dp": replicas, "zero": stage}, options)
 
 
-NAMED_AS_FIELDS: dict[str, Callable[..., Plan]] = {"dp": dp, "zero": zero}
+def tp(cls: type[Plan], ranks: int, **options: Any) -> Plan:
+    """Tensor parallelism (Shoeybi et al., "Megatron-LM", 2019): every layer is shared among the ranks.
+
+    Args:
+        ranks: t.
+        options: other fields of a Plan, such as sequence_parallel.
+
+    >>> from mpkit.plan import Plan
+    >>> Plan.tp(2, sequence_parallel=True)
+    Plan(tp=2, sequence_parallel=True)
+    """
+    return with_options(cls, {"tp": ranks}, options)
+
+
+def cp(cls: type[Plan], ranks: int, **options: Any) -> Plan:
+    """Context parallelism (Liu et al., "Ring Attention", 2023): every sequence is shared among the ranks.
+
+    Args:
+        ranks: parts of a sequence.
+        options: other fields of a Plan, such as cp_order.
+
+    >>> from mpkit.plan import Plan
+    >>> Plan.cp(2, cp_order="zigzag")
+    Plan(cp=2, cp_order='zigzag')
+    """
+    return with_options(cls, {"cp": ranks}, options)
+
+
+NAMED_AS_FIELDS: dict[str, Callable[..., Plan]] = {"cp": cp, "dp": dp, "tp": tp, "zero": zero}

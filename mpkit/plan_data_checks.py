@@ -1,4 +1,4 @@
-"""The data-parallel half of a Plan: what makes it impossible (with a plan that works, to paste), and it in words."""
+"""The data-parallel half of a Plan: what makes it impossible, with a plan that works, to paste."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpkit.plan_checks import call_of, whole
 if TYPE_CHECKING:
     from mpkit.plan import Plan
 
-__all__ = ["check_data_parallel", "describe_replicas", "with_options"]
+__all__ = ["check_data_parallel", "with_options"]
 
 CHOICES = {
     "data_parallel": ("ddp", "dp"),
@@ -94,27 +94,3 @@ def _check_together(plan: Plan) -> None:
             f"{call_of(plan)}: parameters can be kept on the host where they are gathered layer by layer, in stage 3. "
             f"Either offload='optimizer', or {call_of(plan, {'zero': 3})}"
         )
-
-
-def describe_replicas(plan: Plan) -> str:
-    """What `Plan.describe` says of replicas.
-
-    >>> from mpkit.plan import Plan
-    >>> print(describe_replicas(Plan(dp=4, zero=2, microbatches=2)))
-    ZeRO-2 on 4 ranks: each a quarter of every batch, in 2 micro-batches, whose gradients accumulate.
-    """
-    name = "DP" if plan.data_parallel == "dp" else f"ZeRO-{plan.zero}" if plan.zero else "DDP"
-    share = {1: "the whole", 2: "half", 3: "a third", 4: "a quarter"}.get(plan.dp, f"1/{plan.dp}")
-    pieces = (
-        f", in {plan.microbatches} micro-batches, whose gradients accumulate" if plan.microbatches > 1 else ""
-    )
-    host = {
-        "none": "",
-        "optimizer": " The optimizer works on the host.",
-        "params": " Optimizer and parameters live on the host.",
-    }
-    bits = {"full": "", "bf16": " Computes in bf16.", "fp16": " Computes in fp16, with loss scaling."}
-    ranks = f"{plan.dp} rank{'s' * (plan.dp > 1)}"
-    return (
-        f"{name} on {ranks}: each {share} of every batch{pieces}.{bits[plan.precision]}{host[plan.offload]}"
-    )

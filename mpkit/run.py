@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mpkit.errors import MpkitError
 from mpkit.parallel.digest import read_taken
+from mpkit.parallel.shard import put_together_by_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -209,10 +210,7 @@ class Run:
                 else "this run was stopped before its end, and its weights went with its ranks; "
                 f"{self.first_step + len(self.losses)} of {self.steps} steps were done: train for as many to have them"
             )
-        merged: dict[str, Tensor] = {}
-        for part in self._launch.results():
-            merged |= part
-        return {name: merged[name] for name in self._job.names}
+        return put_together_by_name(self._job.names, self._launch.results())
 
     def show(self) -> None:
         """The run's picture: in a notebook the live one, else the newest step as text."""

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import mpkit as mk
+from mpkit.data import text_batches
+from mpkit.models import GPT, next_token_loss
 from mpkit.parallel.checkpoint_files import read_head
 from mpkit.parallel.checkpoint_index import read_index
 from mpkit.prepare.resume import find_checkpoint
@@ -27,11 +29,20 @@ Clusters = Callable[[int], mk.Cluster]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PLANS = [mk.Plan.ddp(2), mk.Plan.zero(3, 2), mk.Plan.gpipe(2, 2)]
+MESH = mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=2)
 LAST = 4  # the save that is cut short at the latest
 
 
 def how(plan: mk.Plan) -> dict[str, Any]:
     torch.manual_seed(1)
+    if plan.tp > 1:
+        return {
+            "model": GPT(layers=2, width=18, heads=3, length=8, dropout=0.2),
+            "data": text_batches(4, 8, 5),
+            "plan": plan,
+            "loss": next_token_loss,
+            "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
+        }
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(22, 5, generator=generator)
     return {
@@ -80,6 +91,13 @@ def test_killed_while_saving(
 ) -> None:
     plan = PLANS[seed % len(PLANS)]
     kill_while_saving(clusters(plan.ranks), plan, whole(plan), tmp_path, seed, MOMENTS[seed // 5])
+
+
+@pytest.mark.parametrize("moment", range(len(MOMENTS)))
+def test_killed_while_a_mesh_saves(
+    clusters: Clusters, whole: Callable[[mk.Plan], list[float]], tmp_path: Path, moment: int
+) -> None:
+    kill_while_saving(clusters(8), MESH, whole(MESH), tmp_path, moment, MOMENTS[moment])
 
 
 def kill_while_saving(

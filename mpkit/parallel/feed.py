@@ -2,20 +2,24 @@
 
     split     the batch into micro-batches, and each among the replicas
     load      the share: of the ranks of a pipeline those take it that hold the first or the last stage
+    cut       its sequences, where ranks share those (context parallelism)
     account   digests of what was taken, for `Run.data_digest`
 
-A micro-batch of k samples out of the batch's K weighs k/K in the loss, so nothing has to be of one size.
+A micro-batch of k samples out of the batch's K weighs k/K in the loss, so nothing has to be of one size; where ranks
+share its sequences equally, each counts as much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpkit.errors import MpkitError
+from mpkit.parallel.context.sequence import sequence_part
 from mpkit.parallel.digest import Taken
 from mpkit.parallel.microbatch import Value, batch_size, leaves, part, share, signature, split
 
@@ -88,7 +92,10 @@ class Feed:
         self._source: Source = job.batches
         self._known = job.numbers
         self._m, self._n = job.plan.microbatches, job.plan.dp
-        self._place = job.plan.mesh.place(context.rank).dp
+        place = job.plan.mesh.place(context.rank)
+        self._place = place.dp
+        self._cut = partial(sequence_part, index=place.cp, n=job.plan.cp, order=job.plan.cp_order)
+        self._parts = job.plan.cp
         self._needed = needed
         self._taken = Taken(context.record.folder, context.rank)
 
@@ -103,7 +110,7 @@ class Feed:
             # ---- load
             key = self._source.key(step, which)
             inputs, targets = self._load(step, which, key) if self._needed else ((), ())
-            found.append(MicroBatch(inputs, targets, key, k / size))
+            found.append(MicroBatch(inputs, targets, key, k / size / self._parts))
         # ---- account
         taken = [(mb.inputs, mb.targets) for mb in found if mb.weight and self._needed]
         if not any(isinstance(t, FakeTensor) for x, y in taken[:1] for t in (*leaves(x), *leaves(y))):
@@ -119,7 +126,8 @@ class Feed:
                 f"{_shapes(key)}, so nobody knows what the layers make of them. All samples of a dataset need the same "
                 "shapes: pad or cut them in its __getitem__. Batches of several shapes can be data itself, as a list."
             )
-        return inputs, targets
+        # ---- cut
+        return self._cut(inputs), self._cut(targets)
 
 
 def _shapes(key: Hashable) -> str:

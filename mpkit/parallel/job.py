@@ -18,7 +18,7 @@ from mpkit.record.flops import Flops
 if TYPE_CHECKING:
     from mpkit.parallel.anymodel.graph import Opened
 
-__all__ = ["Boundary", "LayerNumbers", "Route", "Shared", "Spec", "TrainJob"]
+__all__ = ["Boundary", "LayerNumbers", "LocalNumbers", "Route", "Shared", "Spec", "TrainJob"]
 
 
 class Spec(NamedTuple):
@@ -105,6 +105,18 @@ class LayerNumbers:
     in_place: bool = False
 
 
+class LocalNumbers(NamedTuple):
+    """What a rank makes of a micro-batch.
+
+    Attributes:
+        numbers: by signature of a micro-batch, what each layer does to it, and last the loss.
+        opened: how a model that is no chain is divided among the stages; None of a chain.
+    """
+
+    numbers: dict[Hashable, list[LayerNumbers]]
+    opened: Opened | None
+
+
 @dataclass
 class TrainJob:
     """A training, ready to start.
@@ -118,7 +130,7 @@ class TrainJob:
         optimizer: optimizer(params) -> torch.optim.Optimizer.
         steps: how many.
         seed: of the ranks' random state.
-        numbers: by signature of a micro-batch, what each layer does to it, and last the loss.
+        local: by place along tp, what a rank there makes of a micro-batch; one, if all are alike.
         names: of the model's state dict, in order.
         meta: about the run, of JSON types; goes into the trace.
         max_grad_norm: gradients are clipped to this norm, all together; None: they are not.
@@ -127,7 +139,7 @@ class TrainJob:
         resume: the checkpoint that is gone on from.
         facts: of model and optimizer, which a checkpoint has to share.
         shared: the tied weights that several stages compute with.
-        opened: how a model that is no chain is divided among the stages; None of a chain.
+        place: this rank's along tp.
     """
 
     plan: Plan
@@ -138,7 +150,7 @@ class TrainJob:
     optimizer: Callable[[Any], torch.optim.Optimizer]
     steps: int
     seed: int
-    numbers: dict[Hashable, list[LayerNumbers]]
+    local: list[LocalNumbers]
     names: list[str]
     meta: dict[str, Any] = field(default_factory=dict)
     max_grad_norm: float | None = None
@@ -147,7 +159,17 @@ class TrainJob:
     resume: Resume | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     shared: list[Shared] = field(default_factory=list)
-    opened: Opened | None = None
+    place: int = 0
+
+    @property
+    def numbers(self) -> dict[Hashable, list[LayerNumbers]]:
+        """By signature of a micro-batch, what each layer does to it on this rank, and last the loss."""
+        return self.local[self.place % len(self.local)].numbers
+
+    @property
+    def opened(self) -> Opened | None:
+        """How a model that is no chain is divided among the stages; None of a chain."""
+        return self.local[self.place % len(self.local)].opened
 
     @property
     def first_step(self) -> int:

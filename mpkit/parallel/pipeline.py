@@ -77,7 +77,10 @@ class Pipeline:
             s: [a.microbatch for a in self._row if a.kind == "I" and a.stage == s] for s in replica.stages
         }
         work = StageWork if job.opened is None else PartWork
-        self._work = {s: work(context, job, stage, replica, split[s]) for s, stage in replica.stages.items()}
+        self._work = {
+            s: work(context, job, stage, replica, axes.of("cp"), split[s])
+            for s, stage in replica.stages.items()
+        }
         self._last = schedule.stages - 1
         self.tells = self._last in replica.stages
         self.loss_scale = 1.0

@@ -45,6 +45,7 @@ class Piece:
         held: those elements, as the optimizer is given them: (end - start,), or the parameter itself. After `finish`
             its `grad` is the gradient of the loss over the whole batch; None if it has none.
         shard: which part of the model's parameter the local one is; None: all of it.
+        partial: under tensor parallelism, its gradient is a sum of what each rank has found.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Piece:
     end: int
     held: nn.Parameter
     shard: Shard | None = None
+    partial: bool = False
 
 
 class Replica:
@@ -72,15 +74,21 @@ class Replica:
     def __init__(self, stages: dict[int, Stage]) -> None:
         self.stages = stages
         self.pieces = [
-            Piece(name, parameter, parameter.shape, 0, parameter.numel(), parameter)
+            self._piece(name, parameter, 0, parameter.numel(), parameter)
             for name, parameter in named_parameters(stages).items()
             if parameter.requires_grad
         ]
 
+    def _piece(self, name: str, parameter: nn.Parameter, start: int, end: int, held: nn.Parameter) -> Piece:
+        """A piece, with what tensor parallelism has made of its parameter."""
+        sharded = next(iter(self.stages.values())).sharded
+        shard, partial = sharded.shards.get(name), name in sharded.partial
+        return Piece(name, parameter, parameter.shape, start, end, held, shard, partial)
+
     def frozen(self) -> list[Piece]:
         """What this rank holds of the parameters that are not trained."""
         return [
-            Piece(name, parameter, parameter.shape, 0, parameter.numel(), parameter)
+            self._piece(name, parameter, 0, parameter.numel(), parameter)
             for name, parameter in named_parameters(self.stages).items()
             if not parameter.requires_grad
         ]

@@ -10,14 +10,17 @@ together (the q, k and v of a fused projection). Widths that the ranks do not di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Shard", "evenly", "put_together"]
+from mpkit.tensor_plan import TensorPlan
+
+__all__ = ["PartOfWhole", "Shard", "Sharded", "evenly", "put_together", "put_together_by_name"]
 
 
 def evenly(count: int, t: int) -> list[range]:
@@ -68,9 +71,52 @@ class Shard:
             whole.narrow(self.dim, part.start, len(part)).copy_(values)
 
 
+@dataclass(frozen=True)
+class Sharded:
+    """What became of a model's parameters on one rank.
+
+    Attributes:
+        shards: the parts of divided parameters, by every name that a parameter has; nothing of the others.
+        partial: names of whole parameters whose gradients are partial sums, one a rank: to be summed over the line.
+        plan: what was done, by the model's own names.
+    """
+
+    shards: dict[str, Shard] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    plan: TensorPlan = field(default_factory=lambda: TensorPlan(()))
+
+
+class PartOfWhole(NamedTuple):
+    """A rank's part of an entry of the model's state dict."""
+
+    shard: Shard
+    tensor: Tensor
+
+
 def put_together(shards: Sequence[Shard], parts: Sequence[Tensor]) -> Tensor:
     """The whole tensor of the parts of all ranks."""
     whole = parts[0].new_empty(shards[0].whole)
     for shard, part in zip(shards, parts, strict=True):
         shard.put(part, whole)
     return whole
+
+
+def put_together_by_name(
+    names: Iterable[str], ranks: Iterable[Mapping[str, Tensor | PartOfWhole]]
+) -> dict[str, Tensor]:
+    """A state dict, of what each rank has of it.
+
+    Args:
+        names: of its entries, in order.
+        ranks: whole tensors, each on some rank at least, and parts that are all of a tensor together.
+    """
+    found: dict[str, Tensor] = {}
+    for mine in ranks:
+        for name, value in mine.items():
+            if not isinstance(value, PartOfWhole):
+                found[name] = value
+                continue
+            if name not in found:
+                found[name] = value.tensor.new_empty(value.shard.whole)
+            value.shard.put(value.tensor, found[name])
+    return {name: found[name] for name in names}

@@ -14,6 +14,7 @@ from mpkit.models.chain import prefix_of
 from mpkit.parallel.anymodel.structure import flatten, rebuild
 from mpkit.parallel.microbatch import Value, map_tensors
 from mpkit.parallel.randomness import Draws, may_draw
+from mpkit.parallel.shard import Sharded
 
 __all__ = ["PRECISIONS", "Stage", "call", "cast"]
 
@@ -28,6 +29,7 @@ class Stage:
         number: which stage it is.
         layers: the layers, in order, by name.
         names: those that the model knows them by.
+        sharded: which of its parameters are parts of the model's.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class Stage:
         device: torch.device,
         *,
         in_place: bool = False,
+        sharded: Sharded | None = None,
     ) -> None:
         self.number = number
+        self.sharded = sharded or Sharded()
         self.names = [name for name, _ in layers]
         # An nn.Module allows no dots in a name, and no empty one.
         named = OrderedDict((name.replace(".", "/") or "model", layer) for name, layer in layers)

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mpkit.parallel.axis import Line
 from mpkit.parallel.feed import MicroBatch
 from mpkit.parallel.job import Boundary, TrainJob
+from mpkit.parallel.local_model import attention_over
 from mpkit.parallel.microbatch import Value, leaves
 from mpkit.parallel.onto import onto_device, track
 from mpkit.parallel.randomness import Draws, Randomness
@@ -64,11 +66,18 @@ class StageWork:
         job: what to train, and how.
         stage: the layers.
         replica: told when a backward that makes gradients of weights is over.
+        cp: who shares the sequences.
         split: the micro-batches whose backward is I and W.
     """
 
     def __init__(
-        self, context: Context, job: TrainJob, stage: Stage, replica: Replica, split: Collection[int] = ()
+        self,
+        context: Context,
+        job: TrainJob,
+        stage: Stage,
+        replica: Replica,
+        cp: Line,
+        split: Collection[int] = (),
     ) -> None:
         self._record, self._device = context.record, context.device
         self._job, self._stage, self._s = job, stage, stage.number
@@ -78,7 +87,8 @@ class StageWork:
         self._dtype = PRECISIONS.get(job.plan.precision)
         self._recompute = job.plan.recompute == "full"
         self._inside = AttentionAgain if job.plan.recompute == "selective" else nullcontext
-        self._randomness = Randomness(job.seed, job.plan.mesh.place(context.rank).dp, context.device)
+        self._randomness = Randomness(job.seed, job.plan.mesh.replica(context.rank), context.device)
+        self._attention = attention_over(job.plan, cp)
         self._kept: dict[int, Kept] = {}  # by micro-batch
         self._flops: dict[Hashable, Flops] = {}  # by signature
         self._step = -1
@@ -128,7 +138,7 @@ class StageWork:
     def _compute(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
         microbatch, s = self._microbatches[m], self._s
         draws = self._randomness.draws(self._step, m)
-        with draws.apart():
+        with draws.apart(), self._attention():
             output = self._stage(inputs, draws)
             if self._last:
                 return (self._loss_of(output, m, draws),)

@@ -23,8 +23,10 @@ from mpkit.parallel.deal import Deal
 from mpkit.parallel.dp import DP
 from mpkit.parallel.feed import Feed
 from mpkit.parallel.job import TrainJob
+from mpkit.parallel.local_model import localize
 from mpkit.parallel.pipeline import Pipeline
 from mpkit.parallel.replica import Replica
+from mpkit.parallel.shard import PartOfWhole
 from mpkit.parallel.stage import PRECISIONS, Stage
 from mpkit.parallel.sync_batchnorm import over_whole_batch
 from mpkit.parallel.tied import Tied, late_parameters
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Training", "train"]
 
 
-def train(context: Context, job: TrainJob) -> dict[str, Tensor]:
+def train(context: Context, job: TrainJob) -> dict[str, Tensor | PartOfWhole]:
     """Do this rank's part of a training; what `Cluster.train` runs on every rank.
 
     Returns:
@@ -63,7 +65,8 @@ class Training:
         torch.manual_seed(job.seed + context.rank)
         self._record, self._job = context.record, job
         # ---- place
-        axes = MeshAxes(context.comm, context.device, job.plan.mesh)
+        job.place = job.plan.mesh.place(context.rank).tp
+        axes = self._axes = MeshAxes(context.comm, context.device, job.plan.mesh)
         stages, self.rest = _place(context, job, axes)
         wide = _narrow(job, stages)
         self.replica = make_replica(context, job, axes, stages)
@@ -93,9 +96,20 @@ class Training:
             self.update.step(number)
         self._checkpoints.after(number)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """This rank's part of the model's state, whole tensors on the CPU; every rank calls it."""
-        return self.rest | self.replica.state_dict()
+    def state_dict(self) -> dict[str, Tensor | PartOfWhole]:
+        """This rank's part of the model's state, on the CPU; every rank calls it.
+
+        Of what tensor-parallel ranks hold alike the first one has it.
+        """
+        found: dict[str, Tensor | PartOfWhole] = {}
+        shards = next(iter(self.replica.stages.values())).sharded.shards
+        for name, value in (self.rest | self.replica.state_dict()).items():
+            shard = shards.get(name)
+            if shard is not None:
+                found[name] = PartOfWhole(shard, value)
+            elif self._axes.place.tp == 0:
+                found[name] = value
+        return found
 
 
 def make_replica(context: Context, job: TrainJob, axes: MeshAxes, stages: dict[int, Stage]) -> Replica:
@@ -132,11 +146,14 @@ def _place(context: Context, job: TrainJob, axes: MeshAxes) -> tuple[dict[int, S
     """This rank's stages by number; and what of the model's state is in no layer, which stays as it is."""
     model, job.model = job.model, None  # the other ranks' layers are let go
     assert model is not None
+    sharded = localize(model, job.plan, axes.of("tp"), axes.of("cp"))
     if job.plan.dp > 1 and job.plan.batchnorm == "sync":
         over_whole_batch(model, axes.of("dp"))
     numbers = build(job.plan).stages_of(axes.place.pp)
     if job.opened is not None:
-        return place_parts(model, job.opened, numbers, context.device, PRECISIONS.get(job.plan.precision))
+        return place_parts(
+            model, job.opened, numbers, context.device, PRECISIONS.get(job.plan.precision), sharded
+        )
     layers = layers_of(model)
     names = tuple(prefix_of(name) for name, _ in layers)
     rest = {key: value for key, value in model.state_dict().items() if not key.startswith(names)}
@@ -145,8 +162,9 @@ def _place(context: Context, job: TrainJob, axes: MeshAxes) -> tuple[dict[int, S
     for number in numbers:
         held = job.stages[number]
         stages[number] = Stage(
-            number, [layers[i] for i in held], context.device, in_place=any(in_place[i] for i in held)
-        )
+            number, [layers[i] for i in held], context.device,
+            in_place=any(in_place[i] for i in held), sharded=sharded,
+        )  # fmt: skip
     return stages, rest if context.rank == 0 else {}
 
 

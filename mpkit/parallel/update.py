@@ -1,6 +1,7 @@
 """The update of a step: from gradients of the whole batch to new weights.
 
     rate        the learning rate of this step, where it changes from step to step
+    sum         gradients that are partial sums over tensor-parallel ranks (sequence parallelism)
     unscale     undo the loss scale; a gradient that is not finite, on whichever rank, skips the step on all
     clip        scale all gradients down to the global norm that is allowed
     step        the optimizer, on what this rank updates
@@ -60,7 +61,7 @@ class Update:
         self._replica = replica
         # Who together updates each element of the model once: the ranks of one model, of all if replicas divide it.
         self._together = axes.of("pp", "tp", *(("dp", "cp") if replica.divided else ()))
-        self._first_of_tp = axes.place.tp == 0
+        self._tp, self._first_of_tp = axes.of("tp"), axes.place.tp == 0
         self._limit, self._schedule = job.max_grad_norm, job.lr_schedule
         self.masters = Masters(context, job.plan, replica.pieces, wide)
         self.scaler = LossScaler(enabled=job.plan.precision == "fp16")
@@ -103,8 +104,10 @@ class Update:
         if self.optimizer is not None and self._schedule is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * self._schedule(number)
-        # ---- unscale
+        # ---- sum
         gradients = self.masters.gradients()
+        self._sum([gradient for piece, gradient in gradients.items() if piece.partial])
+        # ---- unscale
         if self.scaler.enabled:
             finite = self._finite_everywhere(gradients)
             scale = self.scaler.scale
@@ -124,6 +127,17 @@ class Update:
         # ---- renew
         self.masters.renew()
         self._replica.updated()
+
+    def _sum(self, gradients: list[Tensor]) -> None:
+        """Over the tensor-parallel ranks, in one message a dtype."""
+        if self._tp.size == 1 or not gradients:
+            return
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            those = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = torch.cat([gradient.reshape(-1) for gradient in those]).to(self._device)
+            parts = self._tp.all_reduce(flat).split([gradient.numel() for gradient in those])
+            for gradient, part in zip(those, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
 
     def _finite_everywhere(self, gradients: Mapping[Piece, Tensor]) -> bool:
         mine = all(bool(torch.isfinite(gradient).all()) for gradient in gradients.values())

@@ -2,10 +2,13 @@
 
     arguments   are they what they should be, and do they fit each other?
     batches     the data, as far as the steps take it
-    dry_run     model and loss once on tensors without content: shapes, and what they refuse
-    count       FLOPs and bytes, layer by layer
-    stages      where a chain is cut
-    opened      where any other model is
+    laid_out    who will have what, from
+        localized   the model as a rank has it: its shards of layers, its part of sequences
+        dry_run     model and loss once on tensors without content: shapes, and what they refuse
+        count       FLOPs and bytes, layer by layer
+        stages      where a chain is cut
+        opened      where any other model is
+    meta        what a trace tells of the run
     unwise      what works, and costs more than it need
     resume      checkpoints: where they go, and whether one can be gone on from
 
@@ -21,9 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpkit.models.chain import is_chain, layers_of
+from mpkit.models.chain import layers_of
 from mpkit.parallel.job import TrainJob
-from mpkit.parallel.stage import PRECISIONS
 from mpkit.plan import Plan
 from mpkit.prepare.arguments import (
     check_integers,
@@ -34,11 +36,12 @@ from mpkit.prepare.arguments import (
     check_update,
 )
 from mpkit.prepare.batches import check_shares, check_split, of_every_size, take_batches
-from mpkit.prepare.dry_run import dry_run, quiet
+from mpkit.prepare.dry_run import quiet
 from mpkit.prepare.elementwise import check_elementwise
-from mpkit.prepare.opened import open_for_draws, open_model
+from mpkit.prepare.laid_out import lay_out
+from mpkit.prepare.meta import meta_of
 from mpkit.prepare.resume import check_saving, facts_of, find_checkpoint, take_up
-from mpkit.prepare.stages import check_gathered, cut_stages, shared_weights
+from mpkit.prepare.stages import check_gathered
 from mpkit.prepare.unwise import warn_if_unwise
 
 __all__ = ["TrainJob", "prepare"]
@@ -94,43 +97,23 @@ def prepare(
     check_update(max_grad_norm, lr_schedule, steps)
     warn_if_unwise(plan)
     model = _on_cpu(model)
-    layers = layers_of(model)
     with quiet():
         batches = take_batches(data, steps)
         sizes = of_every_size(batches, steps)
         check_split(sizes, plan)
         check_shares(model, sizes, plan)
-        opens = plan.stages > 1 and not is_chain(model)
-        numbers = dry_run(
-            model, sizes, plan.microbatches, loss, counts=not opens,
-            replicas=plan.dp, precision=plan.precision, whole_statistics=plan.dp > 1 and plan.batchnorm == "sync",
-        )  # fmt: skip
-        opened = None
-        if opens:
-            opened = open_model(model, sizes, plan, loss, relays=not by_name)
-        elif plan.dp == 1 and not plan.zero and not is_chain(model):
-            opened = open_for_draws(model, sizes, plan, loss)
-        if opened is None:
-            stages = cut_stages([name for name, _ in layers], next(iter(numbers.values()))[:-1], plan)
-            shared = shared_weights(layers, stages)
-            placed = [[layers[i][0] for i in stage] for stage in stages]
-        else:
-            stages, placed = [range(1)] * plan.stages, [list(blocks) for blocks in opened.placed]
-            shared = opened.shared
-        check_gathered(numbers, plan)
-        check_optimizer(optimizer, layers, stages if opened is None else stages[:1])
+        laid = lay_out(model, sizes, plan, loss, by_name=by_name)
+        check_gathered(laid.by_place[0].numbers, plan)
+        check_optimizer(
+            optimizer, layers_of(model), laid.stages if laid.by_place[0].opened is None else [range(1)]
+        )
         check_elementwise(optimizer, model, plan)
         facts = facts_of(model, optimizer)
     saving = check_saving(checkpoint_every, checkpoint_dir, checkpoint_keep)
     resume = None if resume_from is None else take_up(find_checkpoint(resume_from), facts, steps)
-    parameters = list(model.parameters())
     meta = {
-        "plan": plan.to_json(),
-        "stages": placed,
+        **meta_of(model, plan, sizes[0], laid),
         "batch_size": batches.size(0),
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "dtype": str(_dtype(parameters, plan)).removeprefix("torch."),
-        "replicas": _who_share_losses(plan),
         "steps": steps,
         "first_step": 0 if resume is None else resume.head.step,
         "seed": seed,
@@ -138,13 +121,13 @@ def prepare(
     return TrainJob(
         plan=plan,
         model=model,
-        stages=stages,
+        stages=laid.stages,
         batches=batches,
         loss=loss,
         optimizer=optimizer,
         steps=steps,
         seed=seed,
-        numbers=numbers,
+        local=laid.by_place,
         names=list(model.state_dict()),
         meta=meta,
         max_grad_norm=max_grad_norm,
@@ -152,22 +135,8 @@ def prepare(
         saving=saving,
         resume=resume,
         facts=facts,
-        shared=shared,
-        opened=opened,
+        shared=laid.shared,
     )
-
-
-def _who_share_losses(plan: Plan) -> list[tuple[int, ...]]:
-    """The ranks of each replica, which all know its share of the loss; under DP rank 0 knows all of it."""
-    if plan.data_parallel == "dp":
-        return [tuple(range(plan.ranks))]
-    return plan.mesh.groups("pp", "tp")
-
-
-def _dtype(parameters: list[nn.Parameter], plan: Plan) -> torch.dtype:
-    """What the ranks compute in."""
-    own = parameters[0].dtype if parameters else torch.float32
-    return PRECISIONS.get(plan.precision, own)
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:

@@ -32,9 +32,14 @@ from mpkit.prepare.arguments import CROSS_ENTROPY, one_line
 from mpkit.prepare.count import Passed, count_layers
 from mpkit.record.flops import Flops
 
-__all__ = ["dry_run", "narrow_copy", "of_wide_outputs", "quiet"]
+__all__ = ["dry_run", "narrow_copy", "of_wide_outputs", "quiet", "whole"]
 
 Loss = Callable[[Any, Any], Any]
+
+
+def whole(value: Value) -> Value:
+    """All of it."""
+    return value
 
 
 def dry_run(
@@ -47,6 +52,8 @@ def dry_run(
     precision: str = "full",
     whole_statistics: bool = False,
     counts: bool = True,
+    cut: Callable[[Value], Value] = whole,
+    attention: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> dict[Hashable, list[LayerNumbers]]:
     """What each layer, and last the loss, does to micro-batches of every shape that will come, by their signature.
 
@@ -56,6 +63,8 @@ def dry_run(
         precision: as in `Plan`.
         whole_statistics: BatchNorm's are over the whole batch, so that a rank may have a single sample.
         counts: FLOPs are wanted.
+        cut: of inputs or targets what a rank has, where ranks share sequences.
+        attention: what a forward is entered in.
 
     Raises:
         ValueError: a layer refuses what it is given, or the loss is not a scalar.
@@ -78,19 +87,24 @@ def dry_run(
             x, y = part(inputs, which), part(targets, which)
             key = signature(x, y)
             if key not in found:
-                x = x if dtype is None else cast(x, dtype)
-                try:
-                    passed = fakes.walk(x, y, loss)
-                except Exception:
-                    # Either the model refuses, and will again, with the words that the user knows; or it is only
-                    # the tensors without content that it cannot do with.
-                    passed = _walk_for_real(model, x, y, loss)
-                found[key] = (
-                    count_layers(model, x, y, loss, passed)
-                    if counts
-                    else [LayerNumbers(Flops(), *each) for each in (*passed, Passed(None, False))]
-                )
+                x, y = cut(x if dtype is None else cast(x, dtype)), cut(y)
+                with attention():
+                    passed = _passed(fakes, model, x, y, loss)
+                    found[key] = (
+                        count_layers(model, x, y, loss, passed)
+                        if counts
+                        else [LayerNumbers(Flops(), *each) for each in (*passed, Passed(None, False))]
+                    )
     return found
+
+
+def _passed(fakes: _Fakes, model: nn.Module, x: Value, y: Value, loss: Loss) -> list[Passed]:
+    try:
+        return fakes.walk(x, y, loss)
+    except Exception:
+        # Either the model refuses, and will again, with the words that the user knows; or it is only the tensors
+        # without content that it cannot do with.
+        return _walk_for_real(model, x, y, loss)
 
 
 def narrow_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:

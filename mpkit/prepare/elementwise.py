@@ -28,12 +28,12 @@ def check_elementwise(optimizer: Callable[[Any], Any], model: nn.Module, plan: P
     Args:
         optimizer: as for `Cluster.train`, checked so far.
         model: whose parameters it is for.
-        plan: nothing is checked unless it shards.
+        plan: nothing is checked unless it divides parameters.
 
     Raises:
         ValueError: an element's new value depends on other elements.
     """
-    if not plan.zero:
+    if not plan.zero and plan.tp == 1:
         return
     with (
         quiet(),
@@ -45,11 +45,17 @@ def check_elementwise(optimizer: Callable[[Any], Any], model: nn.Module, plan: P
         return
     kind = type(_made(optimizer, model)).__name__
     raise ValueError(
-        f"optimizer: {kind} with {plan}: ZeRO gives each rank a part of a parameter's elements, in one dimension, and "
+        f"optimizer: {kind} with {plan}: {_who(plan)}, and "
         f"{kind} changes an element by what the others are (a matrix's rows, or its norm), or takes matrices only. "
         f"Either an optimizer that treats each element by itself, {ADAM}; or whole parameters on every rank: "
-        f"Plan.ddp({plan.dp})"
+        f"Plan.ddp({plan.ranks})"
     )
+
+
+def _who(plan: Plan) -> str:
+    if plan.zero:
+        return "ZeRO gives each rank a part of a parameter's elements, in one dimension"
+    return "tensor parallelism gives each rank a part of a parameter's rows or columns"
 
 
 def _made(optimizer: Callable[[Any], Any], model: nn.Module) -> torch.optim.Optimizer:

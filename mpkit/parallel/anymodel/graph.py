@@ -139,6 +139,7 @@ class Opened:
         held: by stage, the parameters that it computes with, by their first name in the model.
         placed: by stage, the blocks that it calls.
         state: the stage that gives each entry of the state dict.
+        starts: the first call of each stage but stage 0: a block, and which of its calls.
     """
 
     modules: tuple[str, ...]
@@ -147,6 +148,7 @@ class Opened:
     held: list[tuple[str, ...]]
     placed: list[tuple[str, ...]]
     state: dict[str, int]
+    starts: list[tuple[str, int]]
 
     @property
     def shared(self) -> list[Shared]:

@@ -22,6 +22,7 @@ from mpkit.parallel.anymodel.value import Value, spec_of
 from mpkit.parallel.anymodel.walk import prepare_modules
 from mpkit.parallel.microbatch import Value as Data
 from mpkit.parallel.randomness import Draws
+from mpkit.parallel.shard import Sharded
 from mpkit.parallel.stage import Stage, call
 
 __all__ = ["Loose", "Part", "place_parts"]
@@ -33,6 +34,7 @@ def place_parts(
     numbers: Iterable[int],
     device: torch.device,
     dtype: torch.dtype | None = None,
+    sharded: Sharded | None = None,
 ) -> tuple[dict[int, Stage], dict[str, Tensor]]:
     """A rank's stages by number, and what of the model's state is in no stage's layers, on the rank of stage 0.
 
@@ -43,6 +45,7 @@ def place_parts(
         numbers: of the stages.
         device: the rank's.
         dtype: what is computed in, if not in the model's own precision.
+        sharded: what tensor parallelism has made of the model.
     """
     here = tuple(numbers)
     inside = tuple(f"{block}." for block in opened.blocks)
@@ -53,7 +56,7 @@ def place_parts(
         for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor) and id(value) not in parameters and not name.startswith(inside)
     }
-    return {number: Part(number, skeleton, opened) for number in here}, rest if 0 in here else {}
+    return {number: Part(number, skeleton, opened, sharded) for number in here}, rest if 0 in here else {}
 
 
 class Skeleton:
@@ -123,12 +126,16 @@ class Part(Stage):
         layers: its blocks, then its loose parameters.
     """
 
-    def __init__(self, number: int, skeleton: Skeleton, opened: Opened) -> None:
+    def __init__(
+        self, number: int, skeleton: Skeleton, opened: Opened, sharded: Sharded | None = None
+    ) -> None:
         blocks = [(name, skeleton.blocks[name]) for name in opened.placed[number]]
         self._parameters = {name: skeleton.parameters[name] for name in opened.held[number]}
         inside = {id(parameter) for _, block in blocks for parameter in block.parameters()}
         self._loose = Loose([p for p in self._parameters.values() if id(p) not in inside])
-        super().__init__(number, [*blocks, ("loose parameters", self._loose)], skeleton.device)
+        super().__init__(
+            number, [*blocks, ("loose parameters", self._loose)], skeleton.device, sharded=sharded
+        )
         self._skeleton = skeleton
         self._state = [name for name, stage in opened.state.items() if stage == number]
 

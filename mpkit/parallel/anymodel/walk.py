@@ -29,10 +29,11 @@ __all__ = ["Call", "Walk", "current_walk", "prepare_modules"]
 
 
 class Call:
-    """The forward of a block, as it was before `prepare_modules`."""
+    """The forward of a block, as it was before `prepare_modules`, with the hooks around it."""
 
-    def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self.name, self.module, self.forward = name, module, forward
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+        self.forward = _with_hooks(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do it."""
@@ -108,7 +109,7 @@ def prepare_modules(model: nn.Module, opened: Iterable[str], blocks: Iterable[st
     for name in opened:
         modules[name].forward = _as_written(name, modules[name].forward)
     for name in blocks:
-        modules[name].forward = AsAWhole(Call(name, modules[name], modules[name].forward))
+        modules[name].forward = AsAWhole(Call(name, modules[name]))
     return {name: modules[name] for name in blocks}
 
 
@@ -121,6 +122,36 @@ def _as_written(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(*args, **kwargs)
 
     return run
+
+
+def _with_hooks(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a module and its hooks, which are no more called by torch.
+
+    Torch would call them, with stand-ins, also where the block's call is passed over.
+    """
+    inner = module.forward
+    before, after = dict(module._forward_pre_hooks), dict(module._forward_hooks)
+    with_names = {*module._forward_pre_hooks_with_kwargs, *module._forward_hooks_with_kwargs}
+    module._forward_pre_hooks.clear()
+    module._forward_hooks.clear()
+    if not before and not after:
+        return inner
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for key, hook in before.items():
+            if key in with_names:
+                args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+            else:
+                given = hook(module, args)
+                args = args if given is None else given if isinstance(given, tuple) else (given,)
+        output = inner(*args, **kwargs)
+        for key, hook in after.items():
+            names = (kwargs,) if key in with_names else ()
+            made = hook(module, args, *names, output)
+            output = output if made is None else made
+        return output
+
+    return forward
 
 
 class AsAWhole:

@@ -19,6 +19,6 @@ class PartWork(StageWork):
         microbatch = self._microbatches[m]
         division = self._job.opened.divisions[microbatch.key]
         draws = self._randomness.draws(self._step, m)
-        with draws.apart():
+        with draws.apart(), self._attention():
             outputs, made = self._stage.run(division, self.data(m), inputs, draws)
             return (self._loss_of(outputs, m, draws),) if self._last else made

@@ -74,7 +74,8 @@ class Zero(Replica):
         module = nn.ModuleList(stage.layers for stage in stages.values())
         sites = sites_of(stages)
         # ---- flat tensors of parameters, as the first replica has them
-        units = group(sites, plan.zero, int(plan.bucket_mb * 2**20), set(late))
+        partial = {piece.parameter for piece in self.pieces if piece.partial}
+        units = group(sites, plan.zero, int(plan.bucket_mb * 2**20), set(late), partial)
         self._params = [self._flatten(unit.parameters) for unit in units]
         self._broadcast_rest(module)
         self._stateful = StatefulBuffers(replicas, plan, module)
@@ -133,7 +134,7 @@ class Zero(Replica):
             pieces = []
             for i, parameter in enumerate(flat.layout.parameters):
                 held = nn.Parameter(flat.parts[i], parameter.requires_grad)
-                pieces.append(Piece(names[parameter], parameter, parameter.shape, *flat.layout.own(i), held))
+                pieces.append(self._piece(names[parameter], parameter, *flat.layout.own(i), held))
                 found[parameter] = pieces[-1]
             gradients = gradients_of.get(id(flat.layout))
             if gradients is not None:

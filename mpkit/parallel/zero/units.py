@@ -82,12 +82,20 @@ class Unit:
     stage: int | None
 
 
-def group(sites: list[Site], zero: int, bucket_bytes: int, late: Collection[nn.Parameter] = ()) -> list[Unit]:
+def group(
+    sites: list[Site],
+    zero: int,
+    bucket_bytes: int,
+    late: Collection[nn.Parameter] = (),
+    partial: Collection[nn.Parameter] = (),
+) -> list[Unit]:
     """The parameters that lie in one flat tensor, the last used first.
 
     Stages 1 and 2 of ZeRO leave frozen parameters out: they are in no optimizer and have no gradient. Stage 3 shards
     them too, apart from the others. A parameter that several stages of the model use is alone: its gradient is complete
-    only when they all are done, and ranks that have other layers beside it still divide it alike.
+    only when they all are done, and ranks that have other layers beside it still divide it alike. Those whose gradients
+    tensor-parallel ranks sum up, piece by piece, are apart too: beside shards of different sizes each would divide them
+    in its own way.
 
     >>> from mpkit.models import chain
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -97,7 +105,7 @@ def group(sites: list[Site], zero: int, bucket_bytes: int, late: Collection[nn.P
     """
     found: list[Unit] = []
     alone: list[Unit] = []
-    filling: dict[tuple[torch.dtype, bool, int], list[nn.Parameter]] = {}
+    filling: dict[tuple[bool, torch.dtype, bool, int], list[nn.Parameter]] = {}
     most = inf if zero == 3 else bucket_bytes
     for site in reversed(sites):
         for parameter in site.own:
@@ -106,7 +114,7 @@ def group(sites: list[Site], zero: int, bucket_bytes: int, late: Collection[nn.P
             if parameter in late:
                 alone.append(Unit([parameter], None))
                 continue
-            key = parameter.dtype, parameter.requires_grad, site.stage
+            key = parameter in partial, parameter.dtype, parameter.requires_grad, site.stage
             now = filling.setdefault(key, [])
             if now and _nbytes(now) + parameter.nbytes > most:
                 found.append(Unit(now, site.stage))

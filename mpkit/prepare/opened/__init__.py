@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from mpkit.parallel.randomness import may_draw
 from mpkit.parallel.stage import PRECISIONS, cast
 from mpkit.plan import Plan
 from mpkit.prepare.arguments import one_line
-from mpkit.prepare.dry_run import narrow_copy, of_wide_outputs
+from mpkit.prepare.dry_run import narrow_copy, of_wide_outputs, whole
 from mpkit.prepare.opened.calls import stages_of_blocks, starts
 from mpkit.prepare.opened.divide import divide
 from mpkit.prepare.opened.hold import hold
@@ -42,6 +43,9 @@ def open_model(
     loss: Loss,
     *,
     relays: bool = False,
+    cut: Callable[[Value], Value] = whole,
+    attention: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    like: Opened | None = None,
 ) -> Opened:
     """Open a model and divide it among the plan's stages.
 
@@ -51,23 +55,32 @@ def open_model(
         plan: its stages, cut points, micro-batches and precision.
         loss: of the training.
         relays: as in `divide`.
+        cut, attention: as in `dry_run`.
+        like: the same model with shards of other sizes, which is cut at the same places.
 
     Raises:
         ValueError: it cannot be cut, or not so; with where, why, and what would work.
     """
     shapes = _by_signature(batches, plan)
-    whole, dtype = model, PRECISIONS.get(plan.precision)
+    as_given, dtype = model, PRECISIONS.get(plan.precision)
     if dtype is not None:
         model, loss = narrow_copy(model, dtype), of_wide_outputs(loss)
         shapes = {key: (cast(x, dtype), y) for key, (x, y) in shapes.items()}
+    shapes = {key: (cut(x), cut(y)) for key, (x, y) in shapes.items()}
     closed: dict[str, str] = {}  # modules that cannot be opened, and why
-    opening, graphs = _walk_through(model, shapes, plan, loss, closed)
-    first = starts(next(iter(graphs.values())), plan, closed)
+    with attention():
+        if like is None:
+            opening, graphs = _walk_through(model, shapes, plan, loss, closed)
+        else:
+            opening = Opening(like.modules, like.blocks)
+            dry = _DryRuns(model, opening)
+            graphs = {key: dry.record(x, y, loss) for key, (x, y) in shapes.items()}
+    first = like.starts if like is not None else starts(next(iter(graphs.values())), plan, closed)
     divisions = {
         key: divide(graph, stages_of_blocks(graph, first), plan.stages, relays=relays)
         for key, graph in graphs.items()
     }
-    return hold(whole, opening, divisions, plan.stages)
+    return hold(as_given, opening, divisions, first)
 
 
 def open_for_draws(

@@ -7,18 +7,27 @@ from collections.abc import Hashable
 from torch import nn
 
 from mpkit.parallel.anymodel.graph import Division, Opened
+from mpkit.prepare.opened.calls import Start
 from mpkit.prepare.opened.opening import Opening
 
 __all__ = ["hold"]
 
 
-def hold(model: nn.Module, opening: Opening, divisions: dict[Hashable, Division], stages: int) -> Opened:
+def hold(
+    model: nn.Module, opening: Opening, divisions: dict[Hashable, Division], starts: list[Start]
+) -> Opened:
     """What ranks need to know of a divided model.
+
+    Args:
+        model: the user's.
+        opening: what of it was opened.
+        divisions: by signature of a micro-batch.
+        starts: the first call of each stage but stage 0.
 
     Raises:
         ValueError: stages share what each would change by itself.
     """
-    modules = dict(model.named_modules())
+    modules, stages = dict(model.named_modules()), len(starts) + 1
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held: list[dict[str, None]] = [{} for _ in range(stages)]
     placed: list[dict[str, None]] = [{} for _ in range(stages)]
@@ -45,6 +54,7 @@ def hold(model: nn.Module, opening: Opening, divisions: dict[Hashable, Division]
         [tuple(stage) for stage in held],
         [tuple(stage) for stage in placed],
         state,
+        starts,
     )
 
 

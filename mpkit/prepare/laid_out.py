@@ -1,0 +1,109 @@
+"""What the ranks will do, found out beforehand: shapes, FLOPs, and which rank has which part of the model.
+
+    local      the model as a rank has it (`localized`)
+    dry run    on tensors without content
+    stages     where it is cut
+
+Tensor-parallel ranks have shards. Where t divides everything these are alike, and one rank's dry run is everybody's;
+else each place along tp has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from mpkit.models.chain import is_chain, layers_of
+from mpkit.parallel.anymodel.graph import Opened
+from mpkit.parallel.job import LayerNumbers, LocalNumbers, Shared
+from mpkit.parallel.microbatch import Value
+from mpkit.parallel.shard import Sharded
+from mpkit.plan import Plan
+from mpkit.prepare.dry_run import dry_run
+from mpkit.prepare.localized import Localized, local_copy
+from mpkit.prepare.opened import open_for_draws, open_model
+from mpkit.prepare.stages import cut_stages, shared_weights
+
+__all__ = ["LaidOut", "lay_out"]
+
+Loss = Callable[[Any, Any], Any]
+Numbers = dict[Hashable, list[LayerNumbers]]
+
+
+@dataclass
+class LaidOut:
+    """Who has what.
+
+    Attributes:
+        stages: the layers of each stage, by number; of an opened model nothing.
+        placed: the same, by name; of an opened model its blocks.
+        shared: tied weights that several stages compute with.
+        by_place: by place along tp, what a rank there makes of a micro-batch; one, if all are alike.
+        sharded: by place along tp, its shards.
+    """
+
+    stages: list[range]
+    placed: list[list[str]]
+    shared: list[Shared]
+    by_place: list[LocalNumbers]
+    sharded: list[Sharded] = field(default_factory=list)
+
+
+def lay_out(
+    model: nn.Module, sizes: list[tuple[Value, Value]], plan: Plan, loss: Loss, *, by_name: bool
+) -> LaidOut:
+    """Find out who has what.
+
+    Args:
+        model: whole, on the CPU; left as it is.
+        sizes: a batch of every size that comes, the largest first.
+        plan, loss: of the training.
+        by_name: as in `prepare`.
+
+    Raises:
+        ValueError: model, data and plan do not go together.
+    """
+    # ---- local
+    first = local_copy(model, plan, sizes[0])
+    copies = [first]
+    last = first if plan.tp == 1 else local_copy(model, plan, sizes[0], plan.tp - 1)
+    if _shapes(first) != _shapes(last):
+        copies += [local_copy(model, plan, sizes[0], place) for place in range(1, plan.tp - 1)] + [last]
+    # ---- dry run
+    found = [_dry_run(local, sizes, plan, loss) for local in copies]
+    opened: list[Opened | None] = [None] * len(copies)
+    if plan.stages > 1 and not is_chain(model):
+        for i, local in enumerate(copies):
+            opened[i] = open_model(
+                local.model, sizes, plan, loss,
+                relays=not by_name, cut=local.cut, attention=local.attention, like=opened[0],
+            )  # fmt: skip
+    elif plan.ranks == 1 and not plan.zero and not is_chain(model):
+        opened[0] = open_for_draws(model, sizes, plan, loss)
+    by_place = [LocalNumbers(*pair) for pair in zip(found, opened, strict=True)]
+    # ---- stages
+    layers, whole = layers_of(model), opened[0]
+    if whole is not None:
+        placed = [list(blocks) for blocks in whole.placed]
+        laid = LaidOut([range(1)] * plan.stages, placed, whole.shared, by_place)
+    else:
+        stages = cut_stages([name for name, _ in layers], next(iter(found[0].values()))[:-1], plan)
+        placed = [[layers[i][0] for i in stage] for stage in stages]
+        laid = LaidOut(stages, placed, shared_weights(layers, stages), by_place)
+    laid.sharded = [local.sharded for local in copies]
+    return laid
+
+
+def _shapes(local: Localized) -> dict[str, tuple[int, ...]]:
+    return {name: shard.shape for name, shard in local.sharded.shards.items()}
+
+
+def _dry_run(local: Localized, sizes: list[tuple[Value, Value]], plan: Plan, loss: Loss) -> Numbers:
+    return dry_run(
+        local.model, sizes, plan.microbatches, loss,
+        counts=plan.stages == 1 or is_chain(local.model), replicas=plan.dp, precision=plan.precision,
+        whole_statistics=plan.dp > 1 and plan.batchnorm == "sync", cut=local.cut, attention=local.attention,
+    )  # fmt: skip
