@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -41,6 +42,8 @@ def meta_of(model: nn.Module, plan: Plan, batch: tuple[Value, Value], laid: Laid
             "local_params": _local_params(model, plan, laid, held),
             "element_bytes": dtype.itemsize,
             "layers_tp": _regions(laid, held),
+            "embeddings_tp": _among(laid.sharded[0].plan.embeddings, held),
+            "heads_tp": _among([head] if (head := laid.sharded[0].plan.head) else [], held),
             "stream_bytes": _stream(model, plan, batch, laid) * dtype.itemsize,
         },
         "shards": _shards(laid),
@@ -76,6 +79,11 @@ def _regions(laid: LaidOut, held: list[list[str]]) -> list[int]:
     """By stage, how many regions with f and g it has; one that is gathered at its end has half of both."""
     regions = [region for region in laid.sharded[0].plan.regions if region.row is not None]
     return [sum(any(n.startswith(f"{r.row}.") for n in names) for r in regions) for names in held]
+
+
+def _among(modules: Sequence[str], held: list[list[str]]) -> list[int]:
+    """By stage, how many of these modules it has."""
+    return [sum(any(n.startswith(f"{module}.") for n in names) for module in modules) for names in held]
 
 
 def _stream(model: nn.Module, plan: Plan, batch: tuple[Value, Value], laid: LaidOut) -> int:
