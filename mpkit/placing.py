@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpkit.parallel.shard import Shard
     from mpkit.plan import Plan
 
-__all__ = ["placement", "placement_of", "shard_words"]
+__all__ = ["placement", "placement_of", "shard_words", "shards_by"]
 
 
 def placement(
@@ -56,18 +56,18 @@ def placement(
         return place(plan.mesh, (), shards, hardware, holders=holders)
     stages, notes = _stages(plan, model)
     if shards is None and plan.tp > 1:
-        shards = _shards(plan, model)
+        shards = shards_by(plan, model)
     return place(plan.mesh, stages, shards, hardware, holders=holders, notes=notes)
 
 
-def _shards(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
-    """What of a model's parameters each place along tp would hold."""
+def shards_by(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
+    """What of a model's parameters each place along tp holds, in words by the parameter's name."""
     from mpkit.parallel.axis import Pretended
     from mpkit.parallel.tensor.finding import find_tensor_plan
     from mpkit.parallel.tensor.resolve import check
     from mpkit.parallel.tensor.shards import shards_of
 
-    tensor = check(model, plan.tp, getattr(plan, "tensor", None) or find_tensor_plan(model))
+    tensor = check(model, plan.tp, plan.tensor or find_tensor_plan(model))
     of = [shards_of(model, Pretended(plan.tp, index), tensor).found for index in range(plan.tp)]
     return shard_words({name: [found[name] for found in of] for name in of[0]})
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpkit.cluster import Cluster
     from mpkit.devices import Hardware
     from mpkit.live import LiveFeed
+    from mpkit.places import Placement
     from mpkit.prepare import TrainJob
     from mpkit.timeline import Timeline
     from mpkit.trace import Trace
@@ -52,6 +53,21 @@ class Run:
         plan: the Plan it follows.
         steps: how many steps it was asked for, those before a checkpoint that it goes on from included.
         first_step: the number of the first step that it does itself: 0, or where that checkpoint ends.
+
+    >>> import mpkit as mk
+    >>> import tempfile, torch
+    >>> how = dict(
+    ...     model=torch.nn.Linear(4, 1),
+    ...     data=mk.Batches(torch.utils.data.TensorDataset(torch.randn(10, 4), torch.randn(10, 1)), batch_size=4),
+    ...     loss=torch.nn.functional.mse_loss,
+    ...     optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+    ... )
+    >>> with tempfile.TemporaryDirectory() as folder, mk.Cluster(ranks=2, device="cpu") as cluster:
+    ...     run = cluster.train(**how, plan=mk.Plan.ddp(2), steps=4, checkpoint_every=2, checkpoint_dir=folder)
+    ...     _ = run.wait()
+    ...     run = cluster.train(**how, plan=mk.Plan.ddp(2), steps=6, resume_from=folder)
+    ...     run.first_step, len(run.wait().losses)
+    (4, 2)
     """
 
     def __init__(
@@ -193,6 +209,18 @@ class Run:
         from mpkit.replay import replay
 
         return replay(self.trace, hardware, clock)
+
+    def placement(self, hardware: Hardware | str | None = None) -> Placement:
+        """Which rank holds which layers and which rows and columns of them, and who talks over which link: a picture.
+
+        Args:
+            hardware: with its nodes and links; None: that of the run, if it was a catalogued machine.
+        """
+        from mpkit.placing import placement_of, shards_by
+
+        model = self._job.model if self.plan.tp > 1 else None
+        shards = None if model is None else shards_by(self.plan, model)
+        return placement_of(self._launch.meta, self.plan.ranks, shards=shards, hardware=hardware)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights: whole, on the CPU, with the model's own names.

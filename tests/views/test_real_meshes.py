@@ -40,5 +40,10 @@ def test_a_mesh_sends_what_the_formulas_say(train, degrees: dict[str, Any], axes
     # parallelism, where there is little else in all-reduces, the sums of layer norms' gradients.
     divided = degrees.get("sequence_parallel", False)
     small = {("tp", "all_reduce"): 0.2 if divided else 0.02, ("pp", "send"): 0.01}
+    # Who holds what is what the plan said.
+    placed = run.placement(hardware="8x-h100-nvlink")
+    assert [talk.axis for talk in placed.talks] == axes[::-1]
+    assert placed.part("block0.mlp.up.weight", 1) == "rows 64-127"
+    assert placed.stages == tuple(map(tuple, run.trace.meta["stages"]))
     for kind, ratio in ratios.items():
         assert ratio == pytest.approx(1.0, abs=small.get(kind, 1e-9)), kind
