@@ -177,21 +177,6 @@ class Cluster:
 
         Raises:
             ValueError: something in it cannot work; before any process starts.
-
-        >>> import mpkit as mk
-        >>> import tempfile, torch
-        >>> how = dict(
-        ...     model=torch.nn.Linear(4, 1),
-        ...     data=mk.Batches(torch.utils.data.TensorDataset(torch.randn(10, 4), torch.randn(10, 1)), batch_size=4),
-        ...     loss=torch.nn.functional.mse_loss,
-        ...     optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
-        ... )
-        >>> with tempfile.TemporaryDirectory() as folder, mk.Cluster(ranks=2, device="cpu") as cluster:
-        ...     run = cluster.train(**how, plan=mk.Plan.ddp(2), steps=4, checkpoint_every=2, checkpoint_dir=folder)
-        ...     _ = run.wait()
-        ...     run = cluster.train(**how, plan=mk.Plan.ddp(2), steps=6, resume_from=folder)
-        ...     run.first_step, len(run.wait().losses)
-        (4, 2)
         """
         from mpkit.plan import Plan
         from mpkit.prepare import prepare
@@ -199,22 +184,12 @@ class Cluster:
 
         plan = Plan.serial() if plan is None else plan
         job = prepare(
-            model,
-            data,
-            plan,
-            loss=loss,
-            optimizer=optimizer,
-            steps=steps,
-            seed=seed,
-            ranks=self.ranks,
-            max_grad_norm=max_grad_norm,
-            lr_schedule=lr_schedule,
-            checkpoint_every=checkpoint_every,
-            checkpoint_dir=checkpoint_dir,
-            checkpoint_keep=checkpoint_keep,
+            model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl",
+            loss=loss, optimizer=optimizer, steps=steps, seed=seed,
+            max_grad_norm=max_grad_norm, lr_schedule=lr_schedule,
+            checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, checkpoint_keep=checkpoint_keep,
             resume_from=resume_from,
-            by_name=self.backend != "nccl",
-        )
+        )  # fmt: skip
         return Run(self, job, timeout=timeout, show=show)
 
     def launch(

@@ -18,10 +18,8 @@ All of this happens in the caller's process, and leaves the caller's model and r
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 from torch import nn
 
 from mpkit.models.chain import layers_of
@@ -38,6 +36,7 @@ from mpkit.prepare.arguments import (
 from mpkit.prepare.batches import check_shares, check_split, of_every_size, take_batches
 from mpkit.prepare.dry_run import quiet
 from mpkit.prepare.elementwise import check_elementwise
+from mpkit.prepare.how import How
 from mpkit.prepare.laid_out import lay_out
 from mpkit.prepare.meta import meta_of
 from mpkit.prepare.resume import check_saving, facts_of, find_checkpoint, take_up
@@ -48,22 +47,7 @@ __all__ = ["TrainJob", "prepare"]
 
 
 def prepare(
-    model: nn.Module,
-    data: Any,
-    plan: Plan,
-    *,
-    loss: Callable[[Any, Any], torch.Tensor],
-    optimizer: Callable[[Any], torch.optim.Optimizer],
-    steps: int,
-    seed: int = 0,
-    ranks: int,
-    max_grad_norm: float | None = None,
-    lr_schedule: Callable[[int], float] | None = None,
-    checkpoint_every: int | None = None,
-    checkpoint_dir: Any = None,
-    checkpoint_keep: int = 2,
-    resume_from: Any = None,
-    by_name: bool = True,
+    model: nn.Module, data: Any, plan: Plan, *, ranks: int, by_name: bool = True, **how: Unpack[How]
 ) -> TrainJob:
     """Check a training and make it ready for the ranks.
 
@@ -74,69 +58,53 @@ def prepare(
             of which `steps` are taken; or `mpkit.Batches` of a dataset. Inputs and targets: a tensor, a tuple or a
             dict of tensors, batch first.
         plan: how to train.
-        loss: loss(outputs, targets) -> scalar, the mean over the batch.
-        optimizer: optimizer(params) -> torch.optim.Optimizer.
-        steps: how many; step i takes data[i % len(data)].
-        seed: of the ranks' random state.
         ranks: how many there are.
-        max_grad_norm: gradients are clipped to this norm, all together; None: they are not.
-        lr_schedule: what the learning rate is multiplied by in step i; None: 1.
-        checkpoint_every: steps from one checkpoint to the next; None: none are saved.
-        checkpoint_dir: the folder that they are saved in.
-        checkpoint_keep: how many of the newest stay.
-        resume_from: a checkpoint, or a folder of checkpoints: its newest whole one.
         by_name: messages between the ranks find each other by their names; else by their order (nccl).
+        how: see `How`.
 
     Raises:
         ValueError: what was given cannot work; with the reason and what would work.
     """
+    # ---- arguments
+    loss, optimizer = how["loss"], how["optimizer"]
+    norm, lr_schedule = how.get("max_grad_norm"), how.get("lr_schedule")
     check_model(model)
     check_plan(plan, ranks)
-    steps, seed = check_integers(steps, seed)
+    steps, seed = check_integers(how["steps"], how.get("seed", 0))
     check_loss(loss)
-    check_update(max_grad_norm, lr_schedule, steps)
+    check_update(norm, lr_schedule, steps)
     warn_if_unwise(plan)
     model = _on_cpu(model)
     with quiet():
+        # ---- batches
         batches = take_batches(data, steps)
         sizes = of_every_size(batches, steps)
         check_split(sizes, plan)
         check_shares(model, sizes, plan)
+        # ---- who will have what
         laid = lay_out(model, sizes, plan, loss, by_name=by_name)
-        check_gathered(laid.by_place[0].numbers, plan)
-        check_optimizer(
-            optimizer, layers_of(model), laid.stages if laid.by_place[0].opened is None else [range(1)]
-        )
+        first = laid.by_place[0]
+        check_gathered(first.numbers, plan)
+        check_optimizer(optimizer, layers_of(model), laid.stages if first.opened is None else [range(1)])
         check_elementwise(optimizer, model, plan)
         facts = facts_of(model, optimizer)
-    saving = check_saving(checkpoint_every, checkpoint_dir, checkpoint_keep)
-    resume = None if resume_from is None else take_up(find_checkpoint(resume_from), facts, steps)
-    meta = {
-        **meta_of(model, plan, sizes[0], laid),
+    # ---- checkpoints
+    saving = check_saving(
+        how.get("checkpoint_every"), how.get("checkpoint_dir"), how.get("checkpoint_keep", 2)
+    )
+    found = how.get("resume_from")
+    resume = None if found is None else take_up(find_checkpoint(found), facts, steps)
+    # ---- meta
+    meta = meta_of(model, plan, sizes[0], laid) | {
         "batch_size": batches.size(0),
         "steps": steps,
         "first_step": 0 if resume is None else resume.head.step,
         "seed": seed,
     }
     return TrainJob(
-        plan=plan,
-        model=model,
-        stages=laid.stages,
-        batches=batches,
-        loss=loss,
-        optimizer=optimizer,
-        steps=steps,
-        seed=seed,
-        local=laid.by_place,
-        names=list(model.state_dict()),
-        meta=meta,
-        max_grad_norm=max_grad_norm,
-        lr_schedule=lr_schedule,
-        saving=saving,
-        resume=resume,
-        facts=facts,
-        shared=laid.shared,
-    )
+        plan, model, laid.stages, batches, loss, optimizer, steps, seed, laid.by_place, list(model.state_dict()),
+        meta, norm, lr_schedule, saving, resume, facts, laid.shared,
+    )  # fmt: skip
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:
