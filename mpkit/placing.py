@@ -100,7 +100,7 @@ def placement_of(
     meta: Mapping[str, Any],
     ranks: int,
     *,
-    shards: Parts | None = None,
+    model: nn.Module | None = None,
     hardware: Hardware | str | None = None,
 ) -> Placement:
     """Where a run put its model, from what its trace's meta says: "plan", "stages", "shards", "hardware".
@@ -108,18 +108,22 @@ def placement_of(
     Args:
         meta: of the trace.
         ranks: how many there are.
-        shards: what tp divides, in words by the layer's name; None: as the meta says.
+        model: that was trained, for which rows and columns; None: how many of them, as the meta says.
         hardware: where it is thought to be; None: where it was, if that was a machine of the catalogue with nodes.
 
     Raises:
         ValueError: no plan for so many ranks, or a machine with fewer devices.
     """
+    from mpkit.plan import Plan
+
     mesh = mesh_of(meta, ranks)
     if mesh is None:
         raise ValueError("placement_of(meta): it has no plan for so many ranks, so nobody knows their places")
     where = meta.get("hardware", "cpu") if hardware is None else hardware
     machine = None if where == "cpu" else where
-    divided = meta.get("shards") if shards is None else shards
+    divided = meta.get("shards")
+    if model is not None and mesh.tp > 1:
+        divided = shards_by(Plan.from_json(meta["plan"]), model)
     return place(mesh, meta.get("stages", ()), divided, machine, holders=holders_of(meta))
 
 

@@ -10,9 +10,10 @@ import atexit
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mpkit.errors import MpkitError
+from mpkit.onlooker import Onlooker
 from mpkit.parallel.digest import read_taken
 from mpkit.parallel.shard import put_together_by_name
 
@@ -31,19 +32,6 @@ __all__ = ["Onlooker", "Run"]
 
 TICK = 0.1
 """Seconds between two looks."""
-
-
-class Onlooker(Protocol):
-    """Whoever looks on while a run goes; called from the run's own thread."""
-
-    def tick(self, run: Run) -> None:
-        """Something may have changed."""
-
-    def output(self, line: str) -> None:
-        """A rank printed this line."""
-
-    def end(self, run: Run) -> None:
-        """It is over: finished, stopped or failed."""
 
 
 class Run:
@@ -216,11 +204,9 @@ class Run:
         Args:
             hardware: with its nodes and links; None: that of the run, if it was a catalogued machine.
         """
-        from mpkit.placing import placement_of, shards_by
+        from mpkit.placing import placement_of
 
-        model = self._job.model if self.plan.tp > 1 else None
-        shards = None if model is None else shards_by(self.plan, model)
-        return placement_of(self._launch.meta, self.plan.ranks, shards=shards, hardware=hardware)
+        return placement_of(self._launch.meta, self.plan.ranks, model=self._job.model, hardware=hardware)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights: whole, on the CPU, with the model's own names.
