@@ -126,7 +126,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine, or several: devices, and what connects them. Rank r is device r % per_node of node r // per_node.
+    """A machine, or several: devices, and what connects them. Device d is on node d // per_node.
 
     Attributes:
         name: by which `mpkit.hardware` finds it.
@@ -135,6 +135,7 @@ class Hardware:
         between: between nodes, a device's share of it; None for a single node.
         per_node: devices a node.
         nodes: how many nodes.
+        order: by device, the rank on it; () for rank d on device d. `Mesh.order` sorts ranks by their places.
     """
 
     name: str
@@ -143,6 +144,18 @@ class Hardware:
     between: Link | None = None
     per_node: int = 8
     nodes: int = 1
+    order: tuple[int, ...] = ()
+
+    def node_of(self, rank: int) -> int:
+        """The number of the node that a rank is on.
+
+        >>> device, link = Device("d", {"float32": 1e12}, 1e11), Link("bus", 1e-6, 80e9)
+        >>> pairs = Hardware("toy", device, link, per_node=2, nodes=2, order=(0, 2, 1, 3))
+        >>> [pairs.node_of(rank) for rank in range(4)]
+        [0, 1, 0, 1]
+        """
+        device = self.order.index(rank) if rank in self.order else rank
+        return device // self.per_node
 
     @property
     def devices(self) -> int:
@@ -160,7 +173,7 @@ class Hardware:
         >>> nodes.link_of([0, 3]).name, nodes.link_of([0, 4]).bandwidth / 1e9, nodes.link_of(range(8)).bandwidth / 1e9
         ('bus', 25.0, 80.0)
         """
-        nodes = {rank // self.per_node for rank in ranks}
+        nodes = {self.node_of(rank) for rank in ranks}
         between = self.between
         if len(nodes) < 2 or between is None:
             return self.link

@@ -87,5 +87,15 @@ class Mesh:
         found = dict.fromkeys(self.group(rank, *axes) for rank in range(self.size))
         return list(found)
 
+    def order(self, *outermost: str) -> tuple[int, ...]:
+        """The ranks, sorted by their places along these axes first: those that differ in them are furthest apart.
+
+        >>> Mesh(pp=2, dp=2, tp=2).order("tp")  # on two nodes, each has a half of every layer
+        (0, 2, 4, 6, 1, 3, 5, 7)
+        """
+        return tuple(
+            sorted(range(self.size), key=lambda rank: [getattr(self.place(rank), axis) for axis in outermost])
+        )
+
     def _degrees(self) -> list[tuple[str, int]]:
         return list(zip(AXES, self.shape, strict=True))

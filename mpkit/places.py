@@ -81,7 +81,7 @@ class Placement:
 
     def node_of(self, rank: int) -> int:
         """The number of its node; 0 where no hardware was given."""
-        return rank // self.hardware.per_node if self.hardware else 0
+        return self.hardware.node_of(rank) if self.hardware else 0
 
     @property
     def nodes(self) -> list[tuple[int, ...]]:

@@ -118,6 +118,20 @@ def test_across_nodes_the_cards_set_the_pace() -> None:
     )
 
 
+def test_the_order_of_ranks_decides_who_talks_across_nodes() -> None:
+    mesh = mk.Plan(pp=2, dp=2, tp=2).mesh
+    wires = mk.Link("bus", 1e-6, 80e9), mk.Link("network", 5e-6, 25e9)
+    device = mk.Device("d", {"float32": 1e12}, 1e11)
+    for outermost in ("pp", "dp", "tp"):
+        order = mesh.order(outermost)
+        machine = mk.Hardware("toy", device, *wires, per_node=4, nodes=2, order=order)
+        assert sorted(order) == list(range(8))
+        for axis in ("pp", "dp", "tp"):
+            links = {machine.link_of(group).name for group in mesh.groups(axis)}
+            assert links == {"network" if axis == outermost else "bus"}
+    assert mesh.order("pp") == mesh.order() == tuple(range(8))
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

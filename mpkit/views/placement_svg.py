@@ -124,13 +124,13 @@ def _stages(placement: Placement, boxes: list[Box]) -> Iterator[str]:
 
 
 def _nodes(placement: Placement, boxes: list[Box]) -> tuple[list[str], list[str]]:
-    """A rectangle around the ranks of a node, or where they are none together, one a row; and their names."""
+    """A rectangle around the ranks of a node, or where they are none together, around neighbours; and their names."""
     drawn, named = [], []
     for number, ranks in enumerate(placement.nodes if placement.hardware else []):
         mine = [boxes[rank] for rank in ranks]
         columns, rows = {box.column for box in mine}, sorted({box.row for box in mine})
         full = len(mine) == (max(columns) - min(columns) + 1) * (rows[-1] - rows[0] + 1)
-        for piece in [mine] if full else [[box for box in mine if box.row == row] for row in rows]:
+        for piece in [mine] if full else _neighbours(mine):
             left, right = min(box.x for box in piece) - 10, max(box.x + box.wide for box in piece) + 10
             top, bottom = min(box.y for box in piece) - 24, max(box.y for box in piece) + TALL + 24
             drawn.append(
@@ -139,6 +139,18 @@ def _nodes(placement: Placement, boxes: list[Box]) -> tuple[list[str], list[str]
             )
             named.append(_words(left + 10, bottom - 7, f"node {number}", "tag", ' font-size="11"'))
     return drawn, named
+
+
+def _neighbours(boxes: list[Box]) -> list[list[Box]]:
+    """Boxes that stand beside each other in a row."""
+    found: list[list[Box]] = []
+    for box in sorted(boxes, key=lambda box: (box.row, box.column)):
+        last = found[-1][-1] if found else None
+        if last is not None and (last.row, last.column + 1) == (box.row, box.column):
+            found[-1].append(box)
+        else:
+            found.append([box])
+    return found
 
 
 def _lines(talk: Talk, boxes: list[Box], placement: Placement) -> Iterator[str]:
