@@ -176,7 +176,7 @@ def test_the_picture(linear: Soap, norm: Soap) -> None:
         squares = [rect.get("class") or rect.get("fill") for rect in bands[1].iter(f"{space}rect")][1:]
         sizes = {name: int(np.prod(found.shapes[name])) for name in found["S"].held}
         both = sum(sizes.values()) - sizes["X"] - sizes["Y"]
-        assert squares.count("url(#mpkit-soap-both)") == both
+        assert squares.count("url(#mpkit-both)") == both
         assert squares.count("r0") == squares.count("r1") == (sizes["X"] + sizes["Y"]) // 2
     assert set(linear._repr_mimebundle_()) == {"text/html", "text/plain"}
 

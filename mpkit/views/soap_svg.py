@@ -12,24 +12,23 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from mpkit.views.colours import INKS, THEMES, Key
+from mpkit.views.colours import THEMES
+from mpkit.views.matrix_svg import BOTH, both_ranks, matrix, rank_classes
 from mpkit.views.sheet import MARGIN, heading, keys, sheet
 from mpkit.views.units import bytes_text
 
 if TYPE_CHECKING:
     from mpkit.experiments.soap_found import Sent, Soap, Way
-    from mpkit.experiments.soap_operator import Box
 
 __all__ = ["soap_svg"]
 
 WIDTH = 1100
-RANK_INKS = {"light": ("#0072b2", "#e69f00"), "dark": ("#2f8fd8", "#e69f00")}
 BAND, TOP = 136.0, 84.0
 MATRICES, EXCHANGE = 304.0, 790.0
 """Where these begin, in pixels from the left."""
 
-CELL, SIDE, APART, GAP = 9.0, 72.0, 4.0, 28.0
-"""A number's square; the longest side of a larger matrix; between samples; between matrices."""
+GAP = 28.0
+"""Between matrices."""
 
 SIGNS = {("X", "A"): "·", ("A", "Y"): "=", ("X", "γ"): "→", ("γ", "Y"): "→", ("Y", "C"): "·", ("C", "Z"): "="}
 WHERE = {
@@ -52,36 +51,16 @@ def soap_svg(found: Soap) -> str:
     title = f"One layer on two ranks: {found.layer}"
     samples, length, features = found.shapes["X"]
     told = f"X: {samples} samples of {length} positions of {features} numbers, a row a position. Numbers of 8 bytes."
-    body = [heading(title), f'<text class="faint" x="{MARGIN:g}" y="48">{told}</text>', _both()]
+    body = [heading(title), f'<text class="faint" x="{MARGIN:g}" y="48">{told}</text>', both_ranks()]
     legend, x = keys((('class="r0"', "rank 0"), ('class="r1"', "rank 1"), (BOTH, "both ranks")), 60)
     body += legend
     body.append(f'<text class="comm" x="{x:g}" y="71" font-size="15" font-weight="700">⇄</text>')
     body.append(f'<text class="words" x="{x + 20:g}" y="70.5">here something is sent</text>')
     for number, way in enumerate(found.ways):
         body.append(_band(found, way, TOP + number * BAND))
-    classes = {
-        name: {
-            **{f"r{rank}": f"fill:{ink}" for rank, ink in enumerate(RANK_INKS[name])},
-            "band": f"fill:{ground.idle}",
-            "comm": f"fill:{INKS[Key.COMM].light if name == 'light' else INKS[Key.COMM].dark}",
-        }
-        for name, ground in THEMES.items()
-    }
+    inks = rank_classes()
+    classes = {name: {**inks[name], "band": f"fill:{ground.idle}"} for name, ground in THEMES.items()}
     return sheet("soap", title, str(found), body, WIDTH, TOP + len(found.ways) * BAND + 4, classes=classes)
-
-
-BOTH, STRIPES = 'fill="url(#mpkit-soap-both)"', 'fill="url(#mpkit-soap-stripes)"'
-
-
-def _both() -> str:
-    """What both ranks have: a number is half of each colour, and a larger area has stripes of both."""
-    return (
-        '<defs><pattern id="mpkit-soap-both" width="1" height="1" patternContentUnits="objectBoundingBox">'
-        '<rect class="r0" width="1" height="1"/><path class="r1" d="M1 0V1H0Z"/></pattern>'
-        '<pattern id="mpkit-soap-stripes" width="12" height="12" patternUnits="userSpaceOnUse" '
-        'patternTransform="rotate(45)"><rect class="r0" width="12" height="12"/>'
-        '<rect class="r1" width="6" height="12"/></pattern></defs>'
-    )
 
 
 def _band(found: Soap, way: Way, y: float) -> str:
@@ -114,10 +93,10 @@ def _matrices(found: Soap, way: Way, y: float) -> list[str]:
     parts, x = [], MATRICES
     for name, following in pairwise([*order, ""]):
         shape = found.shapes[name]
-        drawn, width, bottom = _tensor(name, shape, way.held[name], x, y)
+        drawn, width, bottom = matrix(name, shape, way.held[name], x, y)
         parts.append(drawn)
         if (bias := below.get(name, "")) in way.held:
-            parts.append(_tensor(bias, found.shapes[bias], way.held[bias], x, bottom + 17)[0])
+            parts.append(matrix(bias, found.shapes[bias], way.held[bias], x, bottom + 17)[0])
         if sign := SIGNS.get((name, following)):
             middle = f'x="{x + width + GAP / 2:.1f}" text-anchor="middle"'
             parts.append(f'<text class="words" {middle} y="{y + 41:g}" font-size="15">{sign}</text>')
@@ -127,60 +106,6 @@ def _matrices(found: Soap, way: Way, y: float) -> list[str]:
                 )
         x += width + GAP
     return parts
-
-
-def _tensor(
-    name: str, shape: tuple[int, ...], held: list[Box | None], x: float, y: float
-) -> tuple[str, float, float]:
-    """A tensor as a matrix, with its name above; how wide it is, and where it ends."""
-    *lead, columns = shape
-    samples, rows = (lead[0], lead[1]) if len(lead) == 2 else (1, lead[0] if lead else 1)
-    across = min(CELL, SIDE / columns)
-    down = min(CELL, SIDE / (samples * rows))
-    each = across == CELL == down  # else there are too many to draw each
-    apart = APART if samples <= 8 else 0.0
-    both = BOTH if each else STRIPES
-    size = f"{samples * rows} × {columns}" if len(shape) > 1 else f"{columns}"
-    parts = [
-        f'<text class="words" x="{x:g}" y="{y - 5:g}" font-size="12" font-style="italic">{name}'
-        f'<tspan class="faint" dx="5" font-size="10" font-style="normal">{size}</tspan></text>'
-    ]
-    boxes = [None if box is None else _filled(box) for box in held]
-    for sample in range(samples):
-        top = y + sample * (rows * down + apart)
-        row_edges = _edges([box[1] for box in boxes if box], rows, each)
-        column_edges = _edges([box[2] for box in boxes if box], columns, each)
-        for (r, r_end), (c, c_end) in ((r, c) for r in row_edges for c in column_edges):
-            holders = [rank for rank, box in enumerate(boxes) if box and _has(box, (sample, r, c))]
-            look = both if len(holders) > 1 else f'class="r{holders[0]}"' if holders else 'class="faint"'
-            wide, tall = (c_end - c) * across, (r_end - r) * down
-            parts.append(
-                f'<rect {look} x="{x + c * across:.2f}" y="{top + r * down:.2f}" '
-                f'width="{wide - min(0.9, 0.1 * wide):.2f}" height="{tall - min(0.9, 0.1 * tall):.2f}"/>'
-            )
-    owners = ", ".join(f"rank {rank}: {_words(box)}" for rank, box in enumerate(held))
-    told = f"<title>{escape(f'{name} {list(shape)}; {owners}')}</title>"
-    bottom = y + samples * rows * down + (samples - 1) * apart
-    return f"<g>{told}{''.join(parts)}</g>", columns * across, bottom
-
-
-def _filled(box: Box) -> Box:
-    """A box of three dimensions."""
-    return ((0, 1),) * (3 - len(box)) + box
-
-
-def _has(box: Box, at: tuple[int, int, int]) -> bool:
-    return all(start <= place < end for (start, end), place in zip(box, at, strict=True))
-
-
-def _edges(ranges: list[tuple[int, int]], size: int, each: bool) -> list[tuple[int, int]]:
-    """The pieces that a dimension is drawn in: every number, or of many the parts that ranks have."""
-    edges = range(size + 1) if each else sorted({0, size, *(edge for pair in ranges for edge in pair)})
-    return list(pairwise(edges))
-
-
-def _words(box: Box | None) -> str:
-    return "none" if box is None else "[" + ", ".join(f"{start}:{end}" for start, end in box) + "]"
 
 
 # ---- exchange ------------------------------------------------------------------------------------------------
