@@ -131,6 +131,25 @@ def test_messages_share_their_senders_way_out() -> None:
     assert times(timeline, 2, Kind.RECV) == [(1.0, 2.25)]
 
 
+def test_a_nodes_link_and_the_network_do_not_wait_for_each_other() -> None:
+    """Two nodes of two: collectives from node to node, within each, and of all four, which takes both links."""
+    ranks = [Rank() for _ in range(4)]
+    groups = {"across": ["0,2", "1,3"], "within": ["0,1", "2,3"], "all": ["0,1,2,3"]}
+    for name in ("across", "within", "all"):
+        for group in groups[name]:
+            for rank in map(int, group.split(",")):
+                ranks[rank].op(Kind.ALL_REDUCE, group=group, number=0, bytes=8)
+    network = Link("network", 0.0, BANDWIDTH / 4)
+    nodes = Hardware("nodes", UNIT, Link("bus", 0.0, BANDWIDTH), network, per_node=2, nodes=2)
+    for rank in range(4):
+        within, across, everyone = sorted(times(play(*ranks, hardware=nodes), rank))
+        assert within == (0.0, 1.0) and across == (0.0, 4.0)
+        assert everyone == (4.0, 7.0)  # over two cards a node
+    alone = Hardware("node", UNIT, Link("bus", 0.0, BANDWIDTH), per_node=4)
+    one, other, everyone = sorted(times(play(*ranks, hardware=alone), 0))  # one link: after each other
+    assert one[1] <= other[0] and other[1] <= everyone[0]
+
+
 @pytest.mark.parametrize(
     ("kind", "seconds"),
     [

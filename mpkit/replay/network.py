@@ -1,8 +1,10 @@
 """Network: who has asked for which communication, and when the links get to it.
 
-Every rank has a comm lane with two directions, out and in. A message takes its sender's way out and its receiver's
-way in; a collective takes both of all its members. What is asked for is served in the order in which it became
-ready: a message when it is sent (the receiver may come later), a collective when its last member arrives.
+Every rank has a comm lane with two directions, out and in, and on several nodes two of these: one to its node's link,
+one to the network. A message takes its sender's way out and its receiver's way in; a collective takes both of all its
+members, and both links' where some of them share a node and some do not. What is asked for is served in the order in
+which it became ready: a message when it is sent (the receiver may come later), a collective when its last member
+arrives.
 
     a message of T seconds on the wire, ready at r, over a link of latency l:
         starts at s = max(r, sender's way out is free, receiver's way in is free - l)
@@ -35,6 +37,7 @@ class _Route(NamedTuple):
     link: Link
     is_message: bool
     seconds_a_byte: float  # of a message
+    ways: tuple[int, ...]  # of each member, as many times as it has links in use
 
 
 class _Request:
@@ -61,8 +64,9 @@ class Network:
         self._routes: dict[int, _Route | None] = {}
         self._open: dict[tuple[int, int, int], _Request] = {}
         self._queue: list[tuple[Moment, _Request]] = []  # when each became ready
-        self._out = [0.0] * world_size
-        self._in = [0.0] * world_size
+        # By link and rank, the node's links first: until when it is in use.
+        self._out = [0.0] * world_size * 2
+        self._in = [0.0] * world_size * 2
 
     def know(self, group: int, text: str) -> None:
         """Learn what a group's number stands for: "0,1,2,3" for a collective's, "0>1#tag" for a message's."""
@@ -105,11 +109,11 @@ class Network:
         return self._message(request, ready) if request.route.is_message else self._collective(request, ready)
 
     def _message(self, request: _Request, ready: float) -> list[Settled]:
-        (source, target), link, _, seconds_a_byte = request.route
+        (source, _), link, _, seconds_a_byte, (way_out, way_in) = request.route
         wire, latency = request.nbytes * seconds_a_byte, link.latency
-        start = max(ready, self._out[source], self._in[target] - latency)
-        left = self._out[source] = start + wire
-        arrived = self._in[target] = start + latency + wire
+        start = max(ready, self._out[way_out], self._in[way_in] - latency)
+        left = self._out[way_out] = start + wire
+        arrived = self._in[way_in] = start + latency + wire
         settled = [
             (rank, op, start, left if rank == source else arrived, issued)
             for issued, rank, op in request.asked
@@ -120,13 +124,13 @@ class Network:
         return settled
 
     def _collective(self, request: _Request, ready: float) -> list[Settled]:
-        members, link, *_ = request.route
+        members, link, *_, ways = request.route
         start = ready
-        for rank in members:
-            start = max(start, self._out[rank], self._in[rank])
+        for way in ways:
+            start = max(start, self._out[way], self._in[way])
         end = start + link.time(request.kind, request.nbytes, len(members))
-        for rank in members:
-            self._out[rank] = self._in[rank] = end
+        for way in ways:
+            self._out[way] = self._in[way] = end
         return [(rank, op, start, end, issued) for issued, rank, op in request.asked]
 
     def _parse(self, text: str) -> _Route | None:
@@ -140,4 +144,11 @@ class Network:
         if is_message and (len(members) != 2 or members[0] == members[1]):
             return None
         link = self._hardware.link_of(members)
-        return _Route(members, link, bool(is_message), link.transfer(_SEND, 1.0))
+        return _Route(members, link, bool(is_message), link.transfer(_SEND, 1.0), self._ways(members))
+
+    def _ways(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Which ways of these ranks are taken when they communicate."""
+        nodes = {self._hardware.node_of(rank) for rank in members}
+        network = len(nodes) > 1 and self._hardware.between is not None
+        within = len(nodes) < len(members) or not network
+        return (*members,) * within + tuple(self._world_size + rank for rank in members) * network
