@@ -7,14 +7,11 @@
 
 On each rank both sides train a GPT of 11 M parameters, a step of one and then a step of the other, all ranks
 starting together; a pair's ratio is that of the slowest rank's times. mpkit records all the while, the others do
-not. Peak memory is what torch's allocator gave out at most, from before the model is made to after the last step,
-as its profiler tells; each side for itself, the median of 5 runs: what gloo's own thread happens to free last, the
-profiler does not see being freed.
+not. Each side's peak memory too, as `benchmarks.pairing` says.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 from typing import Any
 
@@ -23,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mpkit as mk
-from benchmarks.pairing import Step, compared, pairs
+from benchmarks.pairing import Step, compared, compared_peaks, pairs, peak_memory
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.parallel.train import Training
@@ -118,20 +115,9 @@ def both(ctx: Any, name: str) -> list[tuple[float, float]]:
     return pairs(ours(ctx, name), theirs(ctx, name), ROUNDS, WARM_UP)
 
 
-def peak_memory(ctx: Any, name: str, side: str) -> int:
-    """Bytes that the allocator gave out at most."""
-    from torch.autograd import profiler
-
-    with profiler.profile(profile_memory=True) as profile:
-        step = (ours if side == "ours" else theirs)(ctx, name)
-        for number in range(3):
-            step(number)
-    held = peak = 0
-    for event in sorted(profile.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
+def peak(ctx: Any, name: str, side: str) -> int:
+    """Bytes that the allocator gave out at most on this rank."""
+    return peak_memory(lambda: (ours if side == "ours" else theirs)(ctx, name))
 
 
 def measure() -> list[dict[str, Any]]:
@@ -143,17 +129,6 @@ def measure() -> list[dict[str, Any]]:
             for name in chosen:
                 title = f"data parallel: a step of {name} on {ranks} ranks"
                 rows.append(compared(title, THEIRS[name], cluster.run(both, name)))
-                mine, other = (
-                    statistics.median(max(cluster.run(peak_memory, name, side)) for _ in range(5))
-                    for side in ("ours", "theirs")
-                )
-                rows.append(
-                    {
-                        "name": f"data parallel: peak memory of {name} on {ranks} ranks",
-                        "value": mine / 1e6,
-                        "unit": "MB",
-                        "ratio": mine / other,
-                        "against": f"of {THEIRS[name]}: {other / 1e6:.4g} MB",
-                    }
-                )
+                title = f"data parallel: peak memory of {name} on {ranks} ranks"
+                rows.append(compared_peaks(title, THEIRS[name], cluster, peak, name))
     return rows

@@ -1,0 +1,211 @@
+"""Tensor parallelism beside PyTorch's parallelize_module, step by step in the same processes.
+
+    TP             4 ranks: column and row layers of every block, embedding, head and cross-entropy by tokens; beside
+                   ColwiseParallel and RowwiseParallel, and loss_parallel
+    TP + SP        the same with what is between them divided by sequence; beside SequenceParallel
+    ZeRO-3 x TP    2 replicas of 2 ranks; beside FSDP2's fully_shard of every block over the replicas of the same
+
+On each rank both sides train the kit's own GPT of 11 M parameters, a step of one and then a step of the other, all
+ranks starting together; a pair's ratio is that of the slowest rank's times, and may be 1.1 at most. mpkit records all
+the while, the others do not. Before anything is timed both have trained 3 steps to the same losses.
+
+PyTorch cuts the rows of a weight into equal parts, which would give a rank of the fused q, k, v some of q alone: on
+its side their rows lie in another order, heads of rank 0 first. What a rank computes is the same.
+
+Each side's peak memory too, as `benchmarks.pairing` says.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mpkit as mk
+from benchmarks.pairing import Step, compared, compared_peaks, pairs, peak_memory
+from mpkit.data import text_batches
+from mpkit.models import GPT, next_token_loss
+from mpkit.parallel.train import Training
+from mpkit.prepare import prepare
+
+RANKS = 4
+ROUNDS, WARM_UP = 15, 3
+LENGTH, BATCH = 64, 8
+
+PLANS = {
+    "TP": mk.Plan.tp(4),
+    "TP + SP": mk.Plan.tp(4, sequence_parallel=True),
+    "ZeRO-3 x TP": mk.Plan(zero=3, dp=2, tp=2),
+}
+THEIRS = {
+    "TP": "torch's parallelize_module",
+    "TP + SP": "torch's parallelize_module with SequenceParallel",
+    "ZeRO-3 x TP": "FSDP2 of torch's parallelize_module",
+}
+
+
+def model() -> GPT:
+    """A GPT of 11 M parameters, whose heads 4 ranks can share."""
+    torch.manual_seed(0)
+    return GPT(layers=6, width=384, heads=8, length=LENGTH)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """The optimizer of both sides."""
+    return torch.optim.AdamW(params, lr=1e-4)
+
+
+# ---------------------------------------------------------------- one side on one rank
+
+
+def ours(ctx: Any, name: str) -> Step:
+    """A step of mpkit."""
+    job = prepare(
+        model(), text_batches(BATCH, LENGTH, 4), PLANS[name],
+        loss=next_token_loss, optimizer=adamw, steps=1000, ranks=ctx.world_size,
+    )  # fmt: skip
+    return Training(ctx, job).step
+
+
+class Theirs:
+    """A rank's part of a training of PyTorch.
+
+    Attributes:
+        losses: of the rank's share of each batch.
+    """
+
+    def __init__(self, ctx: Any, name: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        plan = PLANS[name]
+        mesh = init_device_mesh("cpu", (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))
+        self._net = model()
+        by_rank(self._net, plan.tp)
+        parallelize_module(self._net, mesh["tp"], layers_of(self._net, sequence=plan.sequence_parallel))
+        if plan.zero:
+            for layer in self._net.children():
+                fully_shard(layer, mesh=mesh["dp"])
+            fully_shard(self._net, mesh=mesh["dp"])
+        self._optimizer = adamw(self._net.parameters())
+        i = mesh["dp"].get_local_rank()
+        self._batches = [(x[i :: plan.dp], y[i :: plan.dp]) for x, y in text_batches(BATCH, LENGTH, 4)]
+        self.losses: list[float] = []
+
+    def step(self, number: int) -> None:
+        """A step."""
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        inputs, targets = self._batches[number % len(self._batches)]
+        self._optimizer.zero_grad()
+        with loss_parallel():
+            loss = next_token_loss(self._net(inputs), targets)
+            loss.backward()
+        self.losses.append(loss.item())
+        self._optimizer.step()
+
+
+def theirs(ctx: Any, name: str) -> Step:
+    """A step of PyTorch."""
+    return Theirs(ctx, name).step
+
+
+def by_rank(net: GPT, t: int) -> None:
+    """Put the rows of each fused q, k, v in order of ranks: q, k, v of the first rank's heads, then the next's."""
+    for layer in net.modules():
+        fused = getattr(layer, "qkv", None)
+        if isinstance(fused, nn.Linear):
+            for parameter in fused.parameters():
+                parameter.data = _in_order_of_ranks(parameter.data, t)
+
+
+def _in_order_of_ranks(rows: Tensor, t: int) -> Tensor:
+    return rows.view(3, t, -1, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
+def layers_of(net: GPT, *, sequence: bool) -> dict[str, Any]:
+    """What parallelize_module is told to do with which layer."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    between = Shard(1) if sequence else Replicate()
+    found: dict[str, Any] = {
+        "embedding.tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head.logits": ColwiseParallel(input_layouts=between, use_local_output=False),
+    }
+    if sequence:
+        found["head.norm"] = SequenceParallel()
+    for name, _ in net.named_children():
+        if not name.startswith("block"):
+            continue
+        found |= {
+            f"{name}.attention.qkv": ColwiseParallel(),
+            f"{name}.attention.out": RowwiseParallel(output_layouts=between),
+            f"{name}.mlp.up": ColwiseParallel(),
+            f"{name}.mlp.out": RowwiseParallel(output_layouts=between),
+        }
+        if sequence:
+            for norm, layer in (("norm1", "attention"), ("norm2", "mlp")):
+                found[f"{name}.{norm}"] = SequenceParallel()
+                found[f"{name}.{layer}"] = PrepareModuleInput(
+                    input_layouts=Shard(1), desired_input_layouts=Replicate()
+                )
+    if sequence:
+        found["block0"] = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
+        )
+    return found
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def both(ctx: Any, name: str) -> list[tuple[float, float]]:
+    """Seconds of a step of ours and of theirs, a pair a round."""
+    return pairs(ours(ctx, name), theirs(ctx, name), ROUNDS, WARM_UP)
+
+
+def their_losses(ctx: Any, name: str, steps: int) -> list[float]:
+    """Of their first steps."""
+    training = Theirs(ctx, name)
+    for number in range(steps):
+        training.step(number)
+    return training.losses
+
+
+def check_same(cluster: mk.Cluster, name: str, steps: int = 3) -> None:
+    """Both sides compute the same thing."""
+    run = cluster.train(
+        model(), text_batches(BATCH, LENGTH, 4), PLANS[name],
+        loss=next_token_loss, optimizer=adamw, steps=steps,
+    )  # fmt: skip
+    mine = torch.tensor(run.wait().losses)
+    other = torch.tensor(cluster.run(their_losses, name, steps)).mean(0)  # of the replicas
+    torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def peak(ctx: Any, name: str, side: str) -> int:
+    """Bytes that the allocator gave out at most on this rank."""
+    return peak_memory(lambda: (ours if side == "ours" else theirs)(ctx, name))
+
+
+def measure() -> list[dict[str, Any]]:
+    """Rows of the table."""
+    rows = []
+    chosen = [name for name in PLANS if name in sys.argv] or list(PLANS)
+    with mk.Cluster(RANKS, device="cpu") as cluster:
+        for name in chosen:
+            check_same(cluster, name)
+            title = f"tensor parallel: a step of {name} on {RANKS} ranks"
+            rows.append(compared(title, THEIRS[name], cluster.run(both, name)))
+            title = f"tensor parallel: peak memory of {name} on {RANKS} ranks"
+            rows.append(compared_peaks(title, THEIRS[name], cluster, peak, name))
+    return rows
