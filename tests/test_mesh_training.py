@@ -21,6 +21,9 @@ from transformers import (
 
 import mpkit as mk
 from mpkit.models import GPT, MLP, next_token_loss
+from mpkit.parallel.job import TrainJob
+from mpkit.parallel.train import Training
+from mpkit.prepare import prepare
 from tests.serial import EXACT, Train, check_equal
 
 pytestmark = [
@@ -313,6 +316,34 @@ def test_a_recomputed_forward_draws_the_same_on_a_mesh(train: Train) -> None:
         for again in ("none", "full")
     ]
     torch.testing.assert_close(*runs, **EXACT)
+
+
+def held_alike(ctx: Any, job: TrainJob) -> dict[str, Tensor]:
+    """After three steps, the parameters that are no shards."""
+    training = Training(ctx, job)
+    for step in range(job.steps):
+        training.step(step)
+    with training.replica.gathered():
+        return {
+            name: parameter.detach().clone()
+            for stage in training.replica.stages.values()
+            for name, parameter in stage.named_parameters()
+            if name not in stage.sharded.shards
+        }
+
+
+@pytest.mark.parametrize("mesh", [
+    {"dp": 2, "cp": 2, "tp": 2},
+    {"dp": 4, "tp": 2, "zero": 3},
+    {"dp": 2, "cp": 2, "tp": 2, "zero": 1, "sequence_parallel": True},
+], ids=words)  # fmt: skip
+def test_what_ranks_hold_alike_stays_alike_to_the_last_bit(clusters: Any, mesh: dict[str, Any]) -> None:
+    """With shards of unequal size beside it, whose sums over four replicas may be made in any order."""
+    torch.manual_seed(12)
+    plan = mk.Plan(**mesh)
+    job = prepare(small_gpt(), tokens(8, 12, 33), plan, ranks=8, **HOW)
+    first, *others = clusters(8).run(held_alike, job)
+    assert first and all(torch.equal(other[name], first[name]) for other in others for name in first)
 
 
 # ---- what cannot be --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ A parameter's gradient is a view of its bucket, into which autograd adds in plac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,20 +61,31 @@ class Bucket:
             self.work = None
 
 
-def fill_buckets(parameters: Iterable[nn.Parameter], nbytes: int) -> list[Bucket]:
+def fill_buckets(
+    parameters: Iterable[nn.Parameter], nbytes: int, alike: Collection[nn.Parameter] = ()
+) -> list[Bucket]:
     """Buckets that are full with `nbytes` or more, the first of a dtype with 1 MiB, as PyTorch's DDP fills them.
+
+    Args:
+        parameters: in the order in which their gradients come.
+        nbytes: of a bucket.
+        alike: parameters that other ranks hold too, beside shards of other sizes than here. They have buckets of their
+            own, so that their sums are made in the same order everywhere, and are the same to the last bit.
 
     >>> layers = [nn.Parameter(torch.empty(n)) for n in (100_000, 200_000, 300_000, 500_000, 1)]
     >>> [len(bucket.views) for bucket in fill_buckets(layers, nbytes=3_000_000)]
     [2, 2, 1]
     """
     buckets: list[list[nn.Parameter]] = []
-    filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}  # and the bytes it is full with
+    filling: dict[
+        tuple[torch.dtype, bool], tuple[list[nn.Parameter], int]
+    ] = {}  # and the bytes it is full with
     for parameter in parameters:
-        bucket, limit = filling.get(parameter.dtype, ([], min(FIRST_BYTES, nbytes)))
+        kind = parameter.dtype, parameter in alike
+        bucket, limit = filling.get(kind, ([], min(FIRST_BYTES, nbytes)))
         if not bucket:
             buckets.append(bucket)
         bucket.append(parameter)
         full = sum(p.nbytes for p in bucket) >= limit
-        filling[parameter.dtype] = ([], nbytes) if full else (bucket, limit)
+        filling[kind] = ([], nbytes) if full else (bucket, limit)
     return [Bucket(bucket) for bucket in buckets]

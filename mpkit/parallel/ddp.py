@@ -60,6 +60,7 @@ class DDP(Replica):
         super().__init__(stages)
         self._replicas, self._ledger = replicas, context.record.ledger
         self._late = set(late)
+        self._alike = {piece.parameter for piece in self.pieces if piece.shard is None}
         self._bucket_bytes = int(plan.bucket_mb * 2**20)
         self._allows_unused = plan.unused == "allow"
         self._names = {piece.parameter: piece.name for piece in self.pieces}
@@ -84,7 +85,11 @@ class DDP(Replica):
         self._order = order
         early = [parameter for parameter in order if parameter not in self._late]
         late = [parameter for parameter in order if parameter in self._late]
-        self._buckets = fill_buckets(early, self._bucket_bytes) + fill_buckets(late, self._bucket_bytes)
+        self._buckets = [
+            bucket
+            for parameters in (early, late)
+            for bucket in fill_buckets(parameters, self._bucket_bytes, self._alike)
+        ]
         self._of = {parameter: bucket for bucket in self._buckets for parameter in bucket.views}
         for bucket in self._buckets:
             self._ledger.track(bucket.flat, "grads")

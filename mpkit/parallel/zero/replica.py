@@ -74,8 +74,8 @@ class Zero(Replica):
         module = nn.ModuleList(stage.layers for stage in stages.values())
         sites = sites_of(stages)
         # ---- flat tensors of parameters, as the first replica has them
-        partial = {piece.parameter for piece in self.pieces if piece.partial}
-        units = group(sites, plan.zero, int(plan.bucket_mb * 2**20), set(late), partial)
+        alike = {piece.parameter for piece in (*self.pieces, *super().frozen()) if piece.shard is None}
+        units = group(sites, plan.zero, int(plan.bucket_mb * 2**20), set(late), alike)
         self._params = [self._flatten(unit.parameters) for unit in units]
         self._broadcast_rest(module)
         self._stateful = StatefulBuffers(replicas, plan, module)

@@ -87,15 +87,15 @@ def group(
     zero: int,
     bucket_bytes: int,
     late: Collection[nn.Parameter] = (),
-    partial: Collection[nn.Parameter] = (),
+    alike: Collection[nn.Parameter] = (),
 ) -> list[Unit]:
     """The parameters that lie in one flat tensor, the last used first.
 
     Stages 1 and 2 of ZeRO leave frozen parameters out: they are in no optimizer and have no gradient. Stage 3 shards
     them too, apart from the others. A parameter that several stages of the model use is alone: its gradient is complete
-    only when they all are done, and ranks that have other layers beside it still divide it alike. Those whose gradients
-    tensor-parallel ranks sum up, piece by piece, are apart too: beside shards of different sizes each would divide them
-    in its own way.
+    only when they all are done, and ranks that have other layers beside it still divide it alike. Those that
+    tensor-parallel ranks hold `alike` are apart too: beside shards of different sizes each rank would divide them in
+    its own way, and add up their gradients in another order.
 
     >>> from mpkit.models import chain
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -114,7 +114,7 @@ def group(
             if parameter in late:
                 alone.append(Unit([parameter], None))
                 continue
-            key = parameter in partial, parameter.dtype, parameter.requires_grad, site.stage
+            key = parameter in alike, parameter.dtype, parameter.requires_grad, site.stage
             now = filling.setdefault(key, [])
             if now and _nbytes(now) + parameter.nbytes > most:
                 found.append(Unit(now, site.stage))
