@@ -68,7 +68,7 @@ class Collectives(Groups):
 
         work = self._collective(
             Kind.ALL_REDUCE, group, tensor.nbytes,
-            lambda: dist.all_reduce(wire, reduction, group.handle, async_op=True), result,
+            lambda: dist.all_reduce(wire, reduction, group.handle, async_op=True), result, waits=not async_op,
         )  # fmt: skip
         return work if async_op else work.wait()
 
@@ -97,7 +97,7 @@ class Collectives(Groups):
         work = self._collective(
             Kind.ALL_GATHER, group, group.size * tensor.nbytes,
             lambda: start_all_gather(whole, wire, group, self.rank, gloo=self._gloo),
-            lambda: self._wire.arrived(whole, out),
+            lambda: self._wire.arrived(whole, out), waits=not async_op,
         )  # fmt: skip
         return work if async_op else work.wait()
 
@@ -127,7 +127,7 @@ class Collectives(Groups):
         work = self._collective(
             Kind.REDUCE_SCATTER, group, tensor.nbytes,
             lambda: start_reduce_scatter(mine, wire, group, gloo=self._gloo),
-            lambda: self._wire.arrived(mine, out),
+            lambda: self._wire.arrived(mine, out), waits=not async_op,
         )  # fmt: skip
         return work if async_op else work.wait()
 

@@ -68,11 +68,13 @@ class Groups:
         start: Callable[[], Any],
         result: Callable[[], Tensor],
         root: int = -1,
+        *,
+        waits: bool = True,
     ) -> Work:
-        """The group's next collective."""
+        """The group's next collective; `waits`: for which the caller waits at once."""
         number = group.issued
         group.issued += 1
-        return self._wire.issue(kind, group.name, number, root, nbytes, start, result)
+        return self._wire.issue(kind, group.name, number, root, nbytes, start, result, waits=waits)
 
     def _check(self, group: Group | None, what: str, root: int | None = None) -> Group:
         group = group or self.world

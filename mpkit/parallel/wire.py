@@ -60,13 +60,15 @@ class Work:
     _handle: Any
     _result: Callable[[], Tensor]
     _where: str
+    _waiting: int = -1
     _value: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Block until complete; returns the result (a receive's buffer, an all-reduce's tensor, ...)."""
         if self._value is None:
-            record = self._wire.record
-            waiting = record.begin(Kind.WAIT, ref=self._op, where=self._where)
+            record, waiting = self._wire.record, self._waiting
+            if waiting < 0:
+                waiting = record.begin(Kind.WAIT, ref=self._op, where=self._where)
             if self._handle is not None:
                 self._handle.wait()
             record.end(waiting)
@@ -97,6 +99,8 @@ class Wire:
         nbytes: int,
         start: Callable[[], Any],
         result: Callable[[], Tensor],
+        *,
+        waits: bool = False,
     ) -> Work:
         """Record a communication and start it.
 
@@ -104,10 +108,20 @@ class Wire:
             kind, group, number, peer, nbytes: as `mpkit.trace.OP` has them.
             start: starts it, returns torch's handle.
             result: once it is complete, what `Work.wait` returns.
+            waits: the caller waits for it at once: then starting it is waiting already, and not work that it hides
+                behind. (A backend's thread may take the core while it is started.)
         """
         where = self._where()
         op = self.record.begin(kind, group=group, number=number, peer=peer, nbytes=nbytes, where=where)
-        return Work(self, op, start(), result, where)
+        if not waits:
+            return Work(self, op, start(), result, where)
+        waiting = self.record.begin(Kind.WAIT, ref=op, where=where)
+        try:
+            handle = start()
+        except BaseException:
+            self.record.end(waiting)
+            raise
+        return Work(self, op, handle, result, where, waiting)
 
     def outgoing(self, tensor: Tensor) -> Tensor:
         """`tensor` as the backend can take it: contiguous, without history, in host memory if staged."""

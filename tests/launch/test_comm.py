@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 import mpkit as mk
+from mpkit.parallel.wire import Wire
+from mpkit.record.recorder import Recorder
+from mpkit.trace import Kind, Trace
 
 KINDS = [
     "all_reduce",
@@ -159,3 +163,35 @@ def test_messages_with_tags_may_cross(cluster: mk.Cluster) -> None:
 def test_mistakes_teach(cluster: mk.Cluster, call: Callable[[object], object], says: str) -> None:
     with pytest.raises(mk.RankFailed, match=f"(?s)ValueError: .*{says}"):
         cluster.run(call)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_starting_what_is_waited_for_at_once_is_no_work(tmp_path: Path, waits: bool) -> None:
+    clock = iter(range(0, 10**9, 10**6))
+    recorder = Recorder(tmp_path, 0, now=lambda: next(clock), thread_time=lambda: 0)
+    wire = Wire(recorder, torch.device("cpu"), "gloo")
+
+    def start() -> None:
+        for _ in range(5):
+            next(clock)  # another process has the core
+
+    with recorder.span("mine"):
+        wire.issue(Kind.BARRIER, "0,1", 0, -1, 0, start, lambda: torch.ones(1), waits=waits).wait()
+    recorder.close()
+    ops = Trace.load(tmp_path).ranks[0].ops
+    barrier, wait = (ops[ops["kind"] == kind][0] for kind in (Kind.BARRIER, Kind.WAIT))
+    assert wait["start"] - barrier["start"] == 10**6 * (1 if waits else 6)
+
+
+def test_what_cannot_be_started_is_not_waited_for(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 0)
+
+    def start() -> None:
+        raise ValueError("no such tensor")
+
+    with pytest.raises(ValueError, match="no such tensor"):
+        Wire(recorder, torch.device("cpu"), "gloo").issue(
+            Kind.BARRIER, "0,1", 0, -1, 0, start, lambda: torch.ones(1), waits=True
+        )
+    assert not recorder.busy
+    recorder.close()
