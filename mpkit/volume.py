@@ -47,7 +47,7 @@ class VolumeRow:
         return self.wire / self.expected if self.expected else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CommVolume:
     """What a rank sends in a step: prints as a table, and is one in a notebook.
 
@@ -81,6 +81,8 @@ class CommVolume:
         from mpkit.views.volume import volume_text
 
         return volume_text(self)
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         from mpkit.views.volume import volume_html

@@ -185,7 +185,7 @@ def _check_region(region: Region, names: dict[str, nn.Module], t: int) -> None:
     heads = region.heads
     assert heads is None or isinstance(heads, int)
     if heads is not None:
-        _enough(heads, t, f"{region.entry} has", "heads, or groups of heads that share a key,")
+        _enough(heads, t, f"{region.entry} has", "heads (or groups of heads, where some share a key)")
     for name in region.column:
         layer = names[name]
         if not is_linear(layer) and not (region.row is None and has_outputs(layer)):
