@@ -12,7 +12,8 @@ the while, the others do not. Before anything is timed both have trained 3 steps
 PyTorch cuts the rows of a weight into equal parts, which would give a rank of the fused q, k, v some of q alone: on
 its side their rows lie in another order, heads of rank 0 first. What a rank computes is the same.
 
-Each side's peak memory too, as `benchmarks.pairing` says.
+Each side's peak memory too, as `benchmarks.pairing` says: of a rank, which of mpkit begins by reading what the caller
+has prepared, whole model and all, and of PyTorch by making the model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +30,7 @@ from benchmarks.pairing import Step, compared, compared_peaks, pairs, peak_memor
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.parallel.train import Training
-from mpkit.prepare import prepare
+from mpkit.prepare import TrainJob, prepare
 
 RANKS = 4
 ROUNDS, WARM_UP = 15, 3
@@ -60,13 +62,17 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 # ---------------------------------------------------------------- one side on one rank
 
 
+def prepared(name: str) -> TrainJob:
+    """What the ranks of mpkit are given; in `Cluster.train` the caller's process makes it."""
+    return prepare(
+        model(), text_batches(BATCH, LENGTH, 4), PLANS[name],
+        loss=next_token_loss, optimizer=adamw, steps=1000, ranks=RANKS,
+    )  # fmt: skip
+
+
 def ours(ctx: Any, name: str) -> Step:
     """A step of mpkit."""
-    job = prepare(
-        model(), text_batches(BATCH, LENGTH, 4), PLANS[name],
-        loss=next_token_loss, optimizer=adamw, steps=1000, ranks=ctx.world_size,
-    )  # fmt: skip
-    return Training(ctx, job).step
+    return Training(ctx, prepared(name)).step
 
 
 class Theirs:
@@ -194,7 +200,10 @@ def check_same(cluster: mk.Cluster, name: str, steps: int = 3) -> None:
 
 def peak(ctx: Any, name: str, side: str) -> int:
     """Bytes that the allocator gave out at most on this rank."""
-    return peak_memory(lambda: (ours if side == "ours" else theirs)(ctx, name))
+    if side == "theirs":
+        return peak_memory(lambda: theirs(ctx, name))
+    job = cloudpickle.dumps(prepared(name))
+    return peak_memory(lambda: Training(ctx, cloudpickle.loads(job)).step)
 
 
 def measure() -> list[dict[str, Any]]:
