@@ -14,7 +14,7 @@ In the fake group (torch.testing._internal.distributed.fake_pg) every call retur
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from mpkit.devices import Device
+from mpkit.fake.kinds import kinds, order
 from mpkit.launch.context import Context
 from mpkit.parallel.comm import Comm, Group
-from mpkit.parallel.microbatch import Value, share, split
+from mpkit.parallel.microbatch import Value
 from mpkit.parallel.train import train
 from mpkit.plan import Plan
 from mpkit.prepare import TrainJob, prepare
@@ -91,7 +92,8 @@ def play(context: Context, script: Script) -> Played | None:
             # ---- build
             job = _job(script, mode)
         played.meta = job.meta
-        played.stands_for = kinds(script.plan, job.meta["batch_size"], script.rank)
+        even = len(job.local) == 1
+        played.stands_for = kinds(script.plan, job.meta["batch_size"], script.rank, even=even)
         for rank in order(played.stands_for, script.plan):
             # ---- join
             dist.destroy_process_group()
@@ -104,52 +106,19 @@ def play(context: Context, script: Script) -> Played | None:
     return played
 
 
-def kinds(plan: Plan, size: int, rank: int | None) -> list[int]:
-    """By rank, which rank to play in its place: the first that does the same, or the one that was asked for.
-
-    Ranks differ by how many samples they get, and under DP rank 0 does what the others do not.
-
-    >>> kinds(Plan.ddp(4), 8, None), kinds(Plan.ddp(4), 6, None), kinds(Plan.dp(3), 6, None), kinds(Plan.ddp(3), 3, 2)
-    ([0, 0, 0, 0], [0, 0, 2, 2], [0, 1, 1], [2, 2, 2])
-    """
-    n = plan.ranks
-    if rank is not None:
-        return [rank] * n
-    first: dict[Hashable, int] = {}
-    found = []
-    for each in range(n):
-        gets = tuple(_samples(start, end, each, n) for start, end in split(size, plan.microbatches))
-        leads = plan.data_parallel == "dp" and each == 0
-        found.append(first.setdefault((gets, leads), each))
-    return found
-
-
-def _samples(start: int, end: int, rank: int, n: int) -> int:
-    return len(range(end)[share(start, end, rank, n)])
-
-
-def order(stands_for: list[int], plan: Plan) -> list[int]:
-    """Which ranks to play: under DP the others do what rank 0 tells them, so it has its say first.
-
-    >>> order([1, 1], Plan.dp(2)), order([1, 1], Plan.ddp(2))
-    ([0, 1], [1])
-    """
-    return sorted({*stands_for, *([0] if plan.data_parallel == "dp" else [])})
-
-
-Said = dict[int, Tensor]
-"""What rank 0 broadcast, as far as it was numbers and not tensors without content; by the number of the broadcast."""
+Said = dict[tuple[str, int], Tensor]
+"""What first ranks broadcast, as far as it was numbers and not tensors without content; by group and number there."""
 
 
 class FakeComm(Comm):
-    """Communication with ranks that are not there: but what rank 0 said, if it was played before, is heard.
+    """Communication with ranks that are not there: but what a root said, if it was played before, is heard.
 
     Args:
         rank: the one that is played.
         world_size: of the fake process group.
         recorder: on the clock that counts.
         counting: that clock.
-        said: filled by rank 0.
+        said: filled by the roots.
     """
 
     def __init__(
@@ -158,15 +127,19 @@ class FakeComm(Comm):
         super().__init__(rank, world_size, recorder, torch.device("cpu"), "fake")
         self._counting, self._said = counting, said
 
+    def device_mesh(self, device: torch.device, shape: Mapping[str, int]) -> None:
+        """None: groups need no one to talk to."""
+
     def broadcast(self, tensor: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
         """As a Comm's."""
+        asked = group or self.world
+        call = asked.name, asked.issued
         whole = super().broadcast(tensor, src, group)
-        number = (group or self.world).issued
         numbers = self._counting.numbers(whole)
         if self.rank == src and numbers is not None:
-            self._said[number] = numbers
-        elif self.rank != src and number in self._said:
-            self._counting.tell(whole, self._said[number])
+            self._said[call] = numbers
+        elif self.rank != src and call in self._said:
+            self._counting.tell(whole, self._said[call])
         return whole
 
 

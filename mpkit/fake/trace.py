@@ -18,6 +18,7 @@ import torch
 from mpkit.catalogue import hardware as find
 from mpkit.cluster import Cluster
 from mpkit.devices import Hardware
+from mpkit.fake.mirror import Mirror
 from mpkit.plan import Plan
 from mpkit.trace import Trace
 
@@ -108,7 +109,8 @@ def _mirrored(played: Played, plan: Plan, rank: int | None, machine: Hardware) -
         "hardware": machine.name, "fake": fake,
     }  # fmt: skip
     assert played.ranks[first].state == "finished"
-    return Trace([played.ranks[other] for other in played.stands_for], meta)
+    mirrors = {each: Mirror(recorded, each, plan.mesh) for each, recorded in played.ranks.items()}
+    return Trace([mirrors[each].of(other) for other, each in enumerate(played.stands_for)], meta)
 
 
 def _check(model_fn: Any, plan: Any, rank: Any) -> None:
@@ -119,12 +121,6 @@ def _check(model_fn: Any, plan: Any, rank: Any) -> None:
         )
     if not isinstance(plan, Plan):
         raise ValueError(f"plan={plan!r}: give a Plan, such as mk.Plan.zero(3, 64)")
-    if plan.pp > 1:
-        raise ValueError(
-            f"{plan}: plans of the data-parallel family can be played on tensors without content (mk.Plan.ddp"
-            f"({plan.ranks}), mk.Plan.zero(3, {plan.ranks})); pipelines cannot yet. mk.simulate({plan}) shows when its "
-            "stages would do what."
-        )
     if rank is not None and (
         isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < plan.ranks
     ):

@@ -221,11 +221,10 @@ class MeshAxes:
         self.place = mesh.place(comm.rank)
         self._long = [axis for axis in AXES if getattr(mesh, axis) > 1]
         self._known: dict[tuple[str, ...], Axis] = {}
-        self._mesh = None
+        self._mesh: DeviceMesh | None = None
         if len(self._long) > 1:  # else the only axis is the world
-            shape = [getattr(mesh, axis) for axis in self._long]
-            ranks = torch.arange(mesh.size).view(shape)
-            self._mesh = DeviceMesh(device.type, ranks, mesh_dim_names=tuple(self._long))
+            shape = {axis: getattr(mesh, axis) for axis in self._long}
+            self._mesh = comm.device_mesh(device, shape)
 
     def of(self, *axes: str) -> Axis:
         """This rank's line along an axis, or the plane of several. All ranks ask for the same, in the same order."""
@@ -238,9 +237,8 @@ class MeshAxes:
         if len(axes) == len(self._long):
             return self._comm.world
         ranks = self.mesh.group(self._comm.rank, *axes)
-        if not axes:  # alone: nothing is sent, and torch needs no group
+        if not axes or self._mesh is None:  # nothing is sent, and torch needs no group
             return self._comm.adopt(ranks, None)
-        assert self._mesh is not None
         torch_mesh = self._mesh[tuple(axes)]
         flat = torch_mesh if len(axes) == 1 else torch_mesh._flatten("_".join(axes))
         return self._comm.adopt(ranks, flat.get_group())

@@ -7,12 +7,13 @@ number    a group's collectives are counted: ranks that call the same number are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from mpkit.parallel.wire import Group, Wire, Work
 from mpkit.record.recorder import Recorder
@@ -59,6 +60,14 @@ class Groups:
         if ranks not in self._groups:
             self._groups[ranks] = Group(ranks, handle)
         return self._groups[ranks]
+
+    def device_mesh(self, device: torch.device, shape: Mapping[str, int]) -> DeviceMesh | None:
+        """Torch's mesh of all ranks, by the name and length of each axis, whose groups can be adopted.
+
+        Every rank calls this, at the same time. None where there is nobody to talk to.
+        """
+        ranks = torch.arange(self.world_size).view(*shape.values())
+        return DeviceMesh(device.type, ranks, mesh_dim_names=tuple(shape))
 
     def _collective(
         self,

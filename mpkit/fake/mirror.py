@@ -1,0 +1,84 @@
+"""A rank that was not played has the records of the one that does the same, about the ranks that it talks to itself.
+
+Records name other ranks: the members of a group ("0,2"), the ends of a message ("0>4#F3"), the root of a collective or
+the other end of a message (`peer`). Along some axes of the mesh these are at various places, which both ranks name
+alike. Along all the others they are where the rank is: there its own coordinates take the place of the played one's.
+
+    played rank 0 of pp=2, dp=2, tp=2     mirrored to rank 3, at dp 1 and tp 1
+    "0,1" (along tp)                      "2,3"
+    "0,2" (along dp)                      "1,3"
+    "0>4#F3" (along pp)                   "3>7#F3"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mpkit.mesh import AXES, Mesh, Place
+from mpkit.trace import Kind, RankTrace
+
+__all__ = ["Mirror"]
+
+
+class Mirror:
+    """What was recorded of a rank, for those it stands for.
+
+    Args:
+        recorded: the records.
+        rank: that was played.
+        mesh: its ranks.
+    """
+
+    def __init__(self, recorded: RankTrace, rank: int, mesh: Mesh) -> None:
+        self._recorded, self._rank, self._mesh = recorded, rank, mesh
+        ops = recorded.ops
+        self._talks = np.flatnonzero((ops["kind"] >= Kind.SEND) & (ops["kind"] < Kind.COPY_TO_DEVICE))
+        talks = ops[self._talks]
+        self._groups = [int(line) for line in np.unique(talks["group"])]
+        named = np.stack([talks["group"].astype(np.int64), talks["peer"]])
+        self._named, which = np.unique(named, axis=1, return_inverse=True)
+        self._which = which.reshape(-1)
+
+    def of(self, other: int) -> RankTrace:
+        """What `other` would have recorded."""
+        if other == self._rank:
+            return self._recorded
+        # ---- names of groups and messages
+        names = list(self._recorded.names)
+        for line in self._groups:
+            names[line] = self._renamed(names[line], other)
+        # ---- roots and other ends
+        peers = [
+            peer if peer < 0 else self._moved(peer, _members(self._recorded.names[line]), other)
+            for line, peer in self._named.T.tolist()
+        ]
+        ops = self._recorded.ops
+        if peers != self._named[1].tolist():
+            ops = ops.copy()
+            ops["peer"][self._talks] = np.array(peers)[self._which]
+        return replace(self._recorded, ops=ops, names=names)
+
+    def _renamed(self, text: str, other: int) -> str:
+        """Of a group or a message, with the other rank's members."""
+        _, hash_, tag = text.partition("#")
+        members = _members(text)
+        moved = [self._moved(member, members, other) for member in members]
+        assert other in moved, f"rank {self._rank} cannot stand for rank {other} in {text}"
+        return (">" if hash_ else ",").join(map(str, moved)) + hash_ + tag
+
+    def _moved(self, member: int, members: Sequence[int], other: int) -> int:
+        """Where a member of one of the played rank's groups is in the other rank's."""
+        places = [self._mesh.place(each) for each in members]
+        theirs, place = self._mesh.place(other), self._mesh.place(member)
+        agree = [len({getattr(each, axis) for each in places}) == 1 for axis in AXES]
+        moved = (new if same else old for same, new, old in zip(agree, theirs, place, strict=True))
+        return self._mesh.rank(*Place(*moved))
+
+
+def _members(text: str) -> list[int]:
+    """Of a group "0,2" or a message "0>4#F3"."""
+    ends, is_message, _ = text.partition("#")
+    return [int(rank) for rank in ends.split(">" if is_message else ",")]

@@ -1,0 +1,124 @@
+"""What a fake trace is compared with: the trace of a real run of the same.
+
+both                      the two
+communication, actions    what a rank asked for, and what it did
+check_same                they are the same
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.data import images, spirals, text_batches
+from mpkit.models import GPT, MLP, ConvNet, next_token_loss
+from mpkit.trace import Kind, RankTrace
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+MODEL_STATES = ("params", "grads", "optimizer")
+STEPS = 2  # DDP lays its buckets out anew after the first
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def tied() -> nn.Module:
+    """A GPT whose head computes with the embedding's weight."""
+    model = GPT(layers=3, width=16, heads=2, length=12)
+    model.head.logits.weight = model.embedding.tokens.weight
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any]] = {
+    "gpt": (
+        lambda: GPT(layers=2, width=16, heads=2, length=12),
+        lambda: text_batches(6, 12, 1)[0],
+        next_token_loss,
+    ),
+    "deep": (
+        lambda: GPT(layers=4, width=16, heads=2, length=12),
+        lambda: text_batches(6, 12, 1)[0],
+        next_token_loss,
+    ),
+    "tied": (lambda: tied(), lambda: text_batches(6, 12, 1)[0], next_token_loss),
+    "mlp": (lambda: MLP(2, 3, width=13, layers=3), lambda: spirals(6, 1)[0], F.cross_entropy),
+    "convnet": (
+        lambda: ConvNet(1, 4, width=4, layers=2),
+        lambda: images(6, 1, size=8)[0],
+        F.cross_entropy,
+    ),
+}
+
+
+def both(
+    clusters: Callable[[int], mk.Cluster],
+    kind: str,
+    plan: mk.Plan,
+    optimizer: Any,
+    rank: int | None = None,
+    **how: Any,
+) -> tuple[mk.Trace, mk.Trace]:
+    """The trace of a real run, and the fake one of the same."""
+    model_fn, data, loss = MODELS[kind]
+    batch = data()
+    shape_only = tuple(torch.empty_like(tensor, device="meta") for tensor in batch)
+    run = (
+        clusters(plan.ranks)
+        .train(model_fn(), [batch], plan, loss=loss, optimizer=optimizer, steps=STEPS, **how)
+        .wait()
+    )  # one process's cluster may be that of the fake ranks
+    fake = mk.trace_fake(
+        model_fn, plan, batch=shape_only, loss=loss, optimizer=optimizer, steps=STEPS,
+        rank=rank, cluster=clusters(1), **how,
+    )  # fmt: skip
+    return run.trace, fake
+
+
+def communication(rank: RankTrace) -> list[tuple[Any, ...]]:
+    """What a rank asked for: kind, group, number, root, payload."""
+    ops = rank.ops[(rank.ops["kind"] >= 32) & (rank.ops["kind"] < 64)]
+    columns = ("kind", "number", "peer", "bytes", "step")
+    return [(rank.name(op["group"]), *(op[column] for column in columns)) for op in ops]
+
+
+def actions(rank: RankTrace) -> np.ndarray:
+    ops = rank.ops
+    return ops[(ops["kind"] < 16) & (ops["depth"] == 0)]
+
+
+def check_same(real: mk.Trace, fake: mk.Trace) -> None:
+    assert fake.world_size == real.world_size
+    peaks = [mk.Timeline.of(trace).peak_memory for trace in (real, fake)]
+    comm = [mk.Timeline.of(trace).comm_bytes for trace in (real, fake)]
+    assert comm[0] == comm[1]
+    for rank in range(real.world_size):
+        mine, played = real.ranks[rank], fake.ranks[rank]
+        assert communication(played) == communication(mine)
+        for key in MODEL_STATES:
+            held, would = peaks[0][rank][key], peaks[1][rank][key]
+            # A rank that another one stands for may hold less under ZeRO: its shards end in padding.
+            slack = (
+                0 if rank in fake.meta["fake"]["played"] or not json.loads(fake.meta["plan"])["zero"] else 64
+            )
+            assert held <= would <= held + slack
+        done, counted = actions(mine), actions(played)
+        assert counted["kind"].tolist() == done["kind"].tolist()
+        counts = (done["kind"] == Kind.FORWARD) | (done["kind"] == Kind.BACKWARD)
+        # Of a shared sequence the real trace has the FLOPs of the first part's rank, the fake one each rank's own.
+        counts &= json.loads(fake.meta["plan"])["cp"] == 1
+        assert counted["flops"][counts].tolist() == done["flops"][counts].tolist()
