@@ -56,6 +56,8 @@ def still(output: Any, page: Page) -> Any:
         if "text/html" not in data:
             return None
         image = picture(data["text/html"], page)
+    elif data.get("text/html", "").startswith("<img "):  # which GitHub leaves out
+        image = picture(data["text/html"], page)
     else:
         return output
     output.data = {"image/png": image, "text/plain": data.get("text/plain") or "a chart"}
