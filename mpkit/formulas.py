@@ -1,10 +1,12 @@
 """What the papers say a rank sends in a step, by axis and kind of communication, from what a trace's meta knows.
 
     tp    4 all-reduces of b s h elements a layer a micro-batch, two forward and two backward: 8 b s h (t-1)/t;
-          one for a divided embedding, forward, and one for a divided head, backward
+          one for a divided embedding, forward, one for a divided head, backward; 3 of b s for the cross-entropy
           with sequence parallelism 2 all-gathers and 2 reduce-scatters a region (2 regions a layer), which is as much,
-          an all-gather more for the gradients of the weights, and one at each end of the divided sequence
-    dp    all-reduce 2 psi (n-1)/n; ZeRO-1 and -2 the same in two halves; ZeRO-3 gathers twice: 3 psi (n-1)/n
+          an all-gather more for the gradients of the weights, one at each end of the divided sequence, and once a step
+          an all-reduce of the gradients of what each rank uses on its part (layer norms, biases)
+    dp    all-reduce 2 psi (n-1)/n; ZeRO-1 and -2 the same in two halves; ZeRO-3 gathers twice: 3 psi (n-1)/n, and
+          once more what is recomputed
     pp    b s h elements a boundary a micro-batch, forward and backward
     cp    keys and values once round the ring forward; backward again, and their gradients
 
@@ -14,20 +16,14 @@ Narayanan et al. 2021, section 3.2; Liu et al. 2023, section 3.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from mpkit.mesh import Mesh
+from mpkit.known import Known
 from mpkit.trace import Kind
-from mpkit.whereabouts import holders_of, mesh_of
 
-if TYPE_CHECKING:
-    from mpkit.tensor_plan import TensorPlan
-
-__all__ = ["Formula", "Known", "formula_of", "pairs_by_stage"]
+__all__ = ["Formula", "Known", "formula_of"]
 
 
 class Formula(NamedTuple):
@@ -42,74 +38,6 @@ class Formula(NamedTuple):
     symbols: str
     words: str
     of: Callable[[int], float]
-
-
-@dataclass(frozen=True)
-class Known:
-    """What formulas need, as far as it is known.
-
-    Attributes:
-        mesh: of the run.
-        plan: its plan's fields.
-        holders: by stage, the place along pp that holds it.
-        params: by rank, the elements of the parameters that it holds a replica of.
-        element: bytes of one.
-        stream: bytes of b s h, one micro-batch's activations between layers, of one replica.
-        regions: by stage, how many pairs of f and g it has: 2 a transformer layer.
-        embeddings, heads: by stage, how many of them are divided by vocabulary.
-        keys_values: by stage, bytes of one micro-batch's keys and values in all its attentions, the whole sequence.
-    """
-
-    mesh: Mesh
-    plan: Mapping[str, Any]
-    holders: Sequence[int]
-    params: Sequence[int] = ()
-    element: int = 0
-    stream: float = 0.0
-    regions: Sequence[int] = ()
-    embeddings: Sequence[int] = ()
-    heads: Sequence[int] = ()
-    keys_values: Sequence[float] = field(default=())
-
-    @classmethod
-    def of(cls, meta: Mapping[str, Any], ranks: int) -> Known | None:
-        """What a trace's meta tells: its "plan" and "mesh"; None without a plan."""
-        mesh = mesh_of(meta, ranks)
-        if mesh is None:
-            return None
-        plan, told = json.loads(meta["plan"]), dict(meta.get("mesh") or {})
-        params, element = told.get("local_params"), told.get("element_bytes")
-        if params is None and mesh.pp == mesh.tp == 1 and "parameters" in meta:
-            params = [int(meta["parameters"])] * ranks  # each rank is a replica of the whole
-            element = _BYTES.get(str(meta.get("dtype")), 0)
-        return cls(
-            mesh, plan, holders_of(meta), params or (), int(element or 0),
-            stream=float(told.get("stream_bytes") or 0), regions=told.get("layers_tp") or (),
-            embeddings=told.get("embeddings_tp") or (), heads=told.get("heads_tp") or (),
-            keys_values=told.get("kv_bytes") or (),
-        )  # fmt: skip
-
-    @property
-    def microbatches(self) -> int:
-        """How many a step: m."""
-        return int(self.plan.get("microbatches", 1))
-
-    @property
-    def again(self) -> int:
-        """Forwards of a stage that are done again before its backward."""
-        return int(self.plan.get("recompute") == "full")
-
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds."""
-        place = self.mesh.place(rank).pp
-        return [stage for stage, holder in enumerate(self.holders) if holder == place]
-
-    def total(self, by_stage: Sequence[float], rank: int) -> float:
-        """What a rank's stages have together; 0 of what is not known."""
-        return sum(by_stage[stage] for stage in self.stages_of(rank)) if by_stage else 0.0
-
-
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def formula_of(known: Known | None, axis: str, kind: Kind) -> Formula | None:
@@ -134,12 +62,16 @@ class _Passes(NamedTuple):
         others: by stage, for what else.
         symbols: of what else.
         words: what it is.
+        loss: bytes that pass for the loss, on the last stage.
+        step: by stage, bytes that pass once a step.
     """
 
     region: int
     others: Sequence[float]
     symbols: str
     words: str
+    loss: float = 0.0
+    step: Sequence[float] = ()
 
 
 def _whole_sequence(known: Known) -> dict[Kind, _Passes]:
@@ -147,19 +79,28 @@ def _whole_sequence(known: Known) -> dict[Kind, _Passes]:
     others = [2.0 * count for count in _vocabulary(known)]
     more = "2 an embedding or head" if any(others) else ""
     words = "all-reduces: of partial sums forward, of gradients backward"
-    return {Kind.ALL_REDUCE: _Passes(2 * (2 + known.again), others, more, words)}
+    reduced, gathered = _of_loss(known)
+    return {
+        Kind.ALL_REDUCE: _Passes(2 * (2 + known.again), others, more, words, reduced),
+        Kind.ALL_GATHER: _Passes(0, (), "", "logits, for a loss that asks for the whole", gathered),
+    }
 
 
 def _divided_sequence(known: Known) -> dict[Kind, _Passes]:
     """With f_bar and g_bar within the divided sequence; its ends; and the vocabulary, which is outside of it."""
     last = len(known.holders) - 1
     ends = [float((stage == 0) + (stage == last) * (1 + known.again)) for stage in range(last + 1)]
-    gathers = "all-gathers: into a region, back out of it, again for its weights"
+    gathers = "all-gathers: into a region, back out of it" + ", again for its weights" * known.gathers_again
     scatters = "reduce-scatters: out of a region, and of gradients back out of its beginning"
     vocabulary = [2.0 * count for count in _vocabulary(known)]
+    outside = "outside of the divided sequence, and gradients of what is used on a part of it"
+    reduced, gathered = _of_loss(known)
+    step = [2.0 * size for size in known.partial]
     return {
-        Kind.ALL_REDUCE: _Passes(0, vocabulary, "2 an embedding or head", "outside of the divided sequence"),
-        Kind.ALL_GATHER: _Passes(3 + known.again, ends, "1 at each end", gathers),
+        Kind.ALL_REDUCE: _Passes(0, vocabulary, "2 an embedding or head", outside, reduced, step),
+        Kind.ALL_GATHER: _Passes(
+            2 + known.gathers_again + known.again, ends, "1 at each end", gathers, gathered
+        ),
         Kind.REDUCE_SCATTER: _Passes(2 + known.again, (), "", scatters),
     }
 
@@ -170,27 +111,42 @@ def _vocabulary(known: Known) -> list[int]:
     return [embeddings * (1 + known.again) + heads for embeddings, heads in both]
 
 
+def _of_loss(known: Known) -> tuple[float, float]:
+    """Bytes that pass for the loss: in all-reduces, and in all-gathers."""
+    reduced, gathered = known.loss
+    return 2.0 * reduced * (1 + known.again), gathered * (1 + known.again)
+
+
 def _tensor(known: Known, kind: Kind) -> Formula | None:
     """What the regions send, and what else there is."""
     divided = bool(known.plan.get("sequence_parallel"))
     passes = (_divided_sequence(known) if divided else _whole_sequence(known)).get(kind)
     if passes is None or not known.stream or not _by_stage(known, known.regions):
         return None
-    if not passes.region and not any(passes.others):
+    if not passes.region and not any((*passes.others, passes.loss, *passes.step)):
         return None
-    t = known.mesh.tp
-    once = known.stream / known.mesh.cp * (t - 1) / t
-    unit = "b s h (t-1)/t"
-    symbols = f"{2 * passes.region} {unit} a layer" if passes.region else ""
-    if passes.symbols:
-        number, _, what = passes.symbols.partition(" ")
-        symbols += f", {passes.symbols}" if symbols else f"{number} {unit} {what}"
+    once = (known.mesh.tp - 1) / known.mesh.tp
+    stream = known.stream / known.mesh.cp
 
     def volume(rank: int) -> float:
-        each = passes.region * known.total(known.regions, rank) + known.total(passes.others, rank)
-        return known.microbatches * each * once
+        layers = passes.region * known.total(known.regions, rank) + known.total(passes.others, rank)
+        loss = passes.loss * (len(known.holders) - 1 in known.stages_of(rank))
+        step = known.total(passes.step, rank) / known.shares
+        return (known.microbatches * (layers * stream + loss) + step) * once
 
-    return Formula(f"{symbols}, a micro-batch", passes.words, volume)
+    return Formula(_symbols(passes), passes.words, volume)
+
+
+def _symbols(passes: _Passes) -> str:
+    """As the papers write it."""
+    unit = "b s h (t-1)/t"
+    told = [f"{2 * passes.region} {unit} a layer"] if passes.region else []
+    if passes.symbols:
+        number, _, what = passes.symbols.partition(" ")
+        told.append(f"{number} {what}" if told else f"{number} {unit} {what}")
+    if not told and not passes.loss:
+        return "2 psi (t-1)/t of them, a step"
+    return f"{', '.join(told) or 'b s V (t-1)/t'}, a micro-batch"
 
 
 def _pipeline(known: Known) -> Formula | None:
@@ -204,40 +160,46 @@ def _pipeline(known: Known) -> Formula | None:
 
     def volume(rank: int) -> float:
         place = known.mesh.place(rank).pp
-        return sum(place in pair for pair in ends) * known.microbatches * message
+        tied = known.at(known.tied, rank) / known.shares
+        return sum(place in pair for pair in ends) * known.microbatches * message + tied
 
-    return Formula(symbols, "activations to the next stage, their gradients to the one before", volume)
+    words = "activations to the next stage, their gradients to the one before"
+    if any(known.tied):
+        symbols, words = (
+            f"{symbols}; psi a tied weight",
+            f"{words}; tied weights' gradients, and what they become",
+        )
+    return Formula(symbols, words, volume)
 
 
 def _replicas(known: Known, kind: Kind) -> Formula | None:
     n, m = known.mesh.dp * known.mesh.cp, known.microbatches
     zero = int(known.plan.get("zero", 0))
     every = f"{m} x " if m > 1 else ""  # ZeRO-2 and -3 have nowhere to accumulate whole gradients
+    gathers = 2 + known.again
+    halves = ", once more where it is split" if any(known.split) else ""
     by_kind = {
         (0, Kind.ALL_REDUCE): (2, "2 psi (n-1)/n", "gradients, summed over the replicas"),
         (1, Kind.REDUCE_SCATTER): (1, "psi (n-1)/n", "gradients, to who updates them"),
         (1, Kind.ALL_GATHER): (1, "psi (n-1)/n", "updated parameters, to all"),
-        (2, Kind.REDUCE_SCATTER): (
-            m,
-            f"{every}psi (n-1)/n",
-            "gradients of each micro-batch, to who keeps them",
-        ),
+        (2, Kind.REDUCE_SCATTER): (m, f"{every}psi (n-1)/n", "gradients of each micro-batch, to who keeps them"),
         (2, Kind.ALL_GATHER): (1, "psi (n-1)/n", "updated parameters, to all"),
-        (3, Kind.REDUCE_SCATTER): (
-            m,
-            f"{every}psi (n-1)/n",
-            "gradients of each micro-batch, to who keeps them",
-        ),
+        (3, Kind.REDUCE_SCATTER): (m, f"{every}psi (n-1)/n", "gradients of each micro-batch, to who keeps them"),
         (3, Kind.ALL_GATHER): (
-            2 * m,
-            f"{every}2 psi (n-1)/n",
-            "parameters before each forward and each backward",
+            gathers * m,
+            f"{every}{gathers} psi (n-1)/n",
+            f"parameters before each forward and each backward{halves}",
         ),
-    }
+    }  # fmt: skip
     if (zero, kind) not in by_kind or not known.params or known.plan.get("data_parallel", "ddp") != "ddp":
         return None
     times, symbols, words = by_kind[zero, kind]
-    return Formula(symbols, words, lambda rank: times * known.params[rank] * known.element * (n - 1) / n)
+
+    def volume(rank: int) -> float:
+        again = known.at(known.split, rank) * m if (zero, kind) == (3, Kind.ALL_GATHER) else 0
+        return (times + again) * known.params[rank] * known.element * (n - 1) / n
+
+    return Formula(symbols, words, volume)
 
 
 def _context(known: Known) -> Formula | None:
@@ -248,26 +210,11 @@ def _context(known: Known) -> Formula | None:
     return Formula(
         f"{times:g} |K, V| (c-1)/c an attention a micro-batch",
         "keys and values round the ring: forward, backward, and their gradients",
-        lambda rank: known.total(known.keys_values, rank) * known.microbatches * times * (c - 1) / c,
+        lambda rank: (
+            known.total(known.keys_values, rank) / known.mesh.tp * known.microbatches * times * (c - 1) / c
+        ),
     )
 
 
 def _by_stage(known: Known, values: Sequence[float]) -> bool:
     return len(values) == len(known.holders)
-
-
-def pairs_by_stage(tensor: TensorPlan, stages: Sequence[Sequence[str]]) -> dict[str, list[int]]:
-    """How many regions, divided embeddings and divided heads each stage has: for a trace's meta["mesh"].
-
-    Args:
-        tensor: with the model's own names, as `mpkit.parallel.tensor.check` gives it.
-        stages: the names of the layers, by stage.
-    """
-
-    def among(names: Sequence[str], stage: Sequence[str]) -> int:
-        return sum(any(name == layer or name.startswith(f"{layer}.") for layer in stage) for name in names)
-
-    regions = [region.entry for region in tensor.regions]
-    heads = [] if tensor.head is None else [tensor.head]
-    of = {"layers_tp": regions, "embeddings_tp": tensor.embeddings, "heads_tp": heads}
-    return {name: [among(names, stage) for stage in stages] for name, names in of.items()}

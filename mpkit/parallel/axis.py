@@ -139,21 +139,31 @@ class Pretended:
     >>> line = Pretended(4)
     >>> line.all_gather(torch.ones(2, 3)).shape, line.reduce_scatter(torch.ones(8, 3)).shape
     (torch.Size([8, 3]), torch.Size([2, 3]))
+
+    Attributes:
+        size, index: as an `Axis` has them.
+        reduced, gathered: bytes of all results of all-reduces and all-gathers so far.
     """
 
     def __init__(self, size: int, index: int = 0) -> None:
         self.size, self.index = size, index
+        self.reduced = self.gathered = 0
+
+    def __deepcopy__(self, _: object) -> Pretended:
+        return self  # a copy of a model has the same ranks to talk to
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
         """The tensor itself."""
+        self.reduced += tensor.nbytes
         return tensor
 
     def start_all_reduce(self, tensor: Tensor) -> Arrived:
         """The same, at once."""
-        return Arrived(tensor)
+        return Arrived(self.all_reduce(tensor))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(k, ...) -> (n k, ...)."""
+        self.gathered += self.size * tensor.nbytes
         return torch.cat([tensor] * self.size)
 
     def start_all_gather(self, tensor: Tensor) -> Arrived:

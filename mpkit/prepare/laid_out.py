@@ -43,6 +43,7 @@ class LaidOut:
         shared: tied weights that several stages compute with.
         by_place: by place along tp, what a rank there makes of a micro-batch; one, if all are alike.
         sharded: by place along tp, its shards.
+        loss_sends: bytes that the loss of the largest micro-batch has the first place along tp reduce, and gather.
     """
 
     stages: list[range]
@@ -50,6 +51,7 @@ class LaidOut:
     shared: list[Shared]
     by_place: list[LocalNumbers]
     sharded: list[Sharded] = field(default_factory=list)
+    loss_sends: tuple[int, int] = (0, 0)
 
 
 def lay_out(
@@ -73,7 +75,8 @@ def lay_out(
     if _shapes(first) != _shapes(last):
         copies += [local_copy(model, plan, sizes[0], place) for place in range(1, plan.tp - 1)] + [last]
     # ---- dry run
-    found = [_dry_run(local, sizes, plan, loss) for local in copies]
+    sends = _LossSends(loss, first)
+    found = [_dry_run(local, sizes, plan, sends if local is first else loss) for local in copies]
     opened: list[Opened | None] = [None] * len(copies)
     if plan.stages > 1 and not is_chain(model):
         for i, local in enumerate(copies):
@@ -94,7 +97,27 @@ def lay_out(
         placed = [[layers[i][0] for i in stage] for stage in stages]
         laid = LaidOut(stages, placed, shared_weights(layers, stages), by_place)
     laid.sharded = [local.sharded for local in copies]
+    laid.loss_sends = sends.most
     return laid
+
+
+class _LossSends:
+    """A loss that is listened to: of logits divided by vocabulary it is a few numbers a token, or gathers them whole.
+
+    Attributes:
+        most: bytes reduced and gathered, of the call with the most.
+    """
+
+    def __init__(self, loss: Loss, local: Localized) -> None:
+        self._loss, self._line = loss, local.tp
+        self.most = (0, 0)
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        """What the loss gives."""
+        before = self._line.reduced, self._line.gathered
+        value = self._loss(outputs, targets)
+        self.most = max(self.most, (self._line.reduced - before[0], self._line.gathered - before[1]), key=sum)
+        return value
 
 
 def _shapes(local: Localized) -> dict[str, tuple[int, ...]]:

@@ -31,12 +31,14 @@ class Localized:
         sharded: what tensor parallelism has made of it.
         cut: of inputs or targets the part that it takes.
         attention: what its forward is entered in.
+        tp: whom it shares its layers with.
     """
 
     model: nn.Module
     sharded: Sharded
     cut: Callable[[Value], Value]
     attention: Callable[[], AbstractContextManager[Any]]
+    tp: Pretended
 
 
 def local_copy(model: nn.Module, plan: Plan, batch: tuple[Value, Value], place: int = 0) -> Localized:
@@ -61,4 +63,4 @@ def local_copy(model: nn.Module, plan: Plan, batch: tuple[Value, Value], place: 
         model = copy.deepcopy(model, dict(tensors))
         sharded = localize(model, plan, tp, cp)
     cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
-    return Localized(model, sharded, cut, attention_over(plan, cp))
+    return Localized(model, sharded, cut, attention_over(plan, cp), tp)

@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.formulas import Known, formula_of, pairs_by_stage
+from mpkit.formulas import Known, formula_of
 from mpkit.mesh import Mesh
-from mpkit.models import GPT
-from mpkit.parallel.tensor import check, find_tensor_plan
 from mpkit.trace import Kind
 from mpkit.volume import VolumeRow
 
@@ -120,14 +118,6 @@ def test_formulas(plan: dict[str, Any], axis: str, kind: Kind, symbols: str, of:
     found = formula_of(known, axis, kind)
     assert found is not None and found.symbols.startswith(symbols)
     assert found.of(0) == pytest.approx(of)
-
-
-def test_what_of_a_tensor_plan_is_in_which_stage() -> None:
-    model = GPT(layers=2, width=8, heads=2)
-    tensor = check(model, 2, find_tensor_plan(model))
-    assert pairs_by_stage(tensor, [["embedding", "block0"], ["block1", "head"]]) == {
-        "layers_tp": [2, 2], "embeddings_tp": [1, 0], "heads_tp": [0, 1]
-    }  # fmt: skip
 
 
 def test_a_rank_with_two_stages_talks_over_each_boundary() -> None:

@@ -24,7 +24,7 @@ from mpkit.parallel.context.sequence import check_sequences, sequence_part
 from mpkit.parallel.microbatch import Value, leaves, map_tensors, part
 from mpkit.parallel.stage import call
 
-__all__ = ["check_context_parallel"]
+__all__ = ["check_context_parallel", "without_content"]
 
 
 def check_context_parallel(
@@ -53,7 +53,7 @@ def check_context_parallel(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = map_tensors(mode.from_tensor, sample)
-            _check_forward(_without_content(model, mode), fakes, n, order)
+            _check_forward(without_content(model, mode), fakes, n, order)
     except Exception:
         # Either it refuses again, in words for the user, or only the tensors without content were to blame.
         _check_forward(copy.deepcopy(model), sample, n, order)
@@ -101,7 +101,8 @@ def _check_forward(model: nn.Module, sample: Value, n: int, order: str) -> None:
         )
 
 
-def _without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of the model, whose tensors have no content."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         fake = mode.from_tensor(tensor.detach())

@@ -1,0 +1,219 @@
+"""What real trainings send, against the papers: to the byte, along every axis.
+
+Shoeybi et al. 2019, section 3: a transformer layer makes 2 all-reduces of b s h elements forward and 2 backward, which
+is 8 b s h (t-1)/t elements on the wire. Korthikanti et al. 2022, section 4.2.2: with sequence parallelism as many, as
+reduce-scatters and all-gathers. Rajbhandari et al. 2020, section 7: 2 psi among replicas, 3 psi under ZeRO-3. Liu et
+al. 2023: keys and values round the ring.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mpkit as mk
+from mpkit.models import GPT, next_token_loss
+from mpkit.trace import Kind
+from tests.serial import Train
+from tests.test_mesh_training import bert, gpt2, llama, logits_loss, sgd, tokens, words
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan"),
+    pytest.mark.filterwarnings("ignore:.*_token_id.*"),
+]
+
+B, S, H, HEADS, VOCAB = 8, 16, 16, 4, 32
+FP32 = 4
+
+
+def gpt(layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(vocab=VOCAB, layers=layers, width=H, heads=HEADS, length=S)
+
+
+def trained(train: Train, plan: mk.Plan, layers: int = 4) -> mk.Timeline:
+    data, how = tokens(B, S, VOCAB), {"loss": next_token_loss, "optimizer": sgd, "steps": 2}
+    return train(gpt(layers), data, plan, **how).timeline()
+
+
+def wire(timeline: mk.Timeline, axis: str, kind: str) -> float:
+    """Bytes on the wire of a rank in a step."""
+    return sum(row.wire for row in timeline.comm_volume().rows if (row.axis, row.kind) == (axis, kind))
+
+
+# ---- a layer -----------------------------------------------------------------------------------------------------
+
+
+def phases(timeline: mk.Timeline, rank: int, kind: Kind) -> dict[Kind, int]:
+    """How many communications of a kind a rank began within its forwards, and within its backwards, in a step."""
+    spans = timeline.spans
+    mine = spans[(spans["rank"] == rank) & (spans["step"] == timeline.steps[-1])]
+    began = mine["issued"][mine["kind"] == kind]
+    found = {}
+    for phase in (Kind.FORWARD, Kind.BACKWARD):
+        actions = mine[(mine["kind"] == phase) & (mine["depth"] == 0)]
+        inside = (actions["start"][:, None] <= began) & (began <= actions["end"][:, None])
+        found[phase] = int(inside.sum())
+    return found
+
+
+@pytest.mark.parametrize(("t", "m", "pp"), [(2, 1, 1), (4, 1, 1), (2, 4, 1), (2, 4, 2)], ids=lambda n: str(n))
+def test_a_layer_makes_two_all_reduces_forward_and_two_backward(
+    train: Train, t: int, m: int, pp: int
+) -> None:
+    """8 b s h (t-1)/t elements a layer a micro-batch on the wire: what two layers more add."""
+    plan = mk.Plan(tp=t, pp=pp, microbatches=m, schedule="1f1b" if pp > 1 else "gpipe")
+    few, many = trained(train, plan, 2), trained(train, plan, 4)
+    more = 2 / pp  # layers that a rank has more
+    payload = 4 * (B / m) * S * H * FP32
+    assert (
+        wire(many, "tp", "all_reduce") - wire(few, "tp", "all_reduce") == more * m * payload * 2 * (t - 1) / t
+    )
+    for rank in range(plan.ranks):
+        before, after = phases(few, rank, Kind.ALL_REDUCE), phases(many, rank, Kind.ALL_REDUCE)
+        assert {kind: after[kind] - n for kind, n in before.items()} == dict.fromkeys(before, 2 * more * m)
+
+
+@pytest.mark.parametrize("plan", [
+    mk.Plan(tp=2, sequence_parallel=True),
+    mk.Plan(tp=4, sequence_parallel=True, microbatches=2),
+    mk.Plan(pp=2, tp=2, sequence_parallel=True, microbatches=4, schedule="1f1b"),
+], ids=str)  # fmt: skip
+def test_sequence_parallelism_sends_as_much(train: Train, plan: mk.Plan) -> None:
+    """As 2 reduce-scatters and 2 all-gathers each way; and gathers again what each region's weights were given."""
+    few, many = trained(train, plan, 2), trained(train, plan, 4)
+    each = (
+        B * S * H * FP32 * (plan.tp - 1) / plan.tp * 2 / plan.pp
+    )  # a pass, of all layers that a rank has more
+    more = {kind: wire(many, "tp", kind) - wire(few, "tp", kind) for kind in ("all_gather", "reduce_scatter")}
+    again = 2 * each
+    assert more["reduce_scatter"] + more["all_gather"] - again == 8 * each
+    assert more["reduce_scatter"] == 4 * each
+    gathers = next(row for row in many.comm_volume().rows if row.kind == "all_gather")
+    assert "again for its weights" in gathers.words and "6 b s h (t-1)/t a layer" in gathers.symbols
+
+
+# ---- every axis ----------------------------------------------------------------------------------------------------
+
+
+def check_ratios(timeline: mk.Timeline, axes: set[str], unknown: set[tuple[str, str]] = frozenset()) -> None:  # type: ignore[assignment]
+    """All rows have a formula, which is what was sent; but for the loss, a float on its way to the first stage."""
+    rows = timeline.comm_volume().rows
+    assert {row.axis for row in rows} == axes
+    for row in rows:
+        if row.expected is None:
+            assert (row.axis, row.kind) in unknown, row
+            continue
+        loss = FP32 if (row.axis, row.kind) == ("pp", "send") else 0
+        assert row.expected <= row.wire + 1e-6 and row.wire - loss <= row.expected + 1e-6, row
+        assert row.ratio == pytest.approx(1.0, abs=0.01)
+
+
+PLANS: list[dict[str, Any]] = [
+    {"tp": 2, "recompute": "full"},
+    {"tp": 2, "recompute": "full", "sequence_parallel": True},
+    {"tp": 2, "sequence_parallel": True, "precision": "bf16"},
+    {"cp": 2, "recompute": "full"},
+    {"cp": 2, "precision": "bf16"},
+    {"cp": 3, "cp_order": "zigzag", "microbatches": 3},
+    {"cp": 2, "tp": 2, "sequence_parallel": True},
+    {"cp": 2, "dp": 2, "zero": 1},
+    {"dp": 2, "zero": 3, "recompute": "full"},
+    {"dp": 2, "tp": 2, "zero": 2, "sequence_parallel": True, "microbatches": 3},
+    {"dp": 2, "tp": 2, "zero": 3, "microbatches": 2},
+    {"pp": 2, "cp": 2, "schedule": "1f1b", "microbatches": 2},
+    {"pp": 2, "tp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "microbatches": 2},
+    {"pp": 2, "tp": 2, "schedule": "zb_h1", "microbatches": 2, "sequence_parallel": True},
+    {"pp": 2, "dp": 2, "schedule": "zbv", "zero": 3, "microbatches": 2},
+    {"pp": 2, "dp": 2, "tp": 2, "schedule": "1f1b", "zero": 1, "sequence_parallel": True, "microbatches": 4},
+]
+
+
+@pytest.mark.parametrize("how", PLANS, ids=words)
+def test_what_is_sent_is_what_the_formulas_say(train: Train, how: dict[str, Any]) -> None:
+    """Also where heads, vocabulary and micro-batches are not divided evenly, on average."""
+    torch.manual_seed(0)
+    plan = mk.Plan(**how)
+    model = GPT(vocab=33, layers=plan.stages + 1, width=12, heads=3, length=12)
+    how = {"loss": next_token_loss, "optimizer": sgd, "steps": 2}
+    run = train(model, tokens(7, 12, 33), plan, **how)
+    axes = {axis for axis in ("pp", "cp", "tp") if getattr(plan, axis) > 1}
+    replicas = " x ".join(axis for axis in ("dp", "cp") if getattr(plan, axis) > 1)
+    check_ratios(run.timeline(), axes | ({replicas} if replicas else set()))
+
+
+def test_a_pipeline_sends_b_s_h_a_boundary(train: Train) -> None:
+    plans = [mk.Plan(pp=2, tp=2, microbatches=2, sequence_parallel=divided) for divided in (False, True)]
+    whole, divided = (wire(trained(train, plan), "pp", "send") - FP32 / 2 for plan in plans)
+    # The last stage's rank tells the first one's the loss; on average half of the ranks do, by one of 2 parts a float.
+    assert whole == pytest.approx(B * S * H * FP32, abs=FP32) and divided == pytest.approx(
+        whole / 2, abs=FP32
+    )
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_replicas_send_two_psi_of_what_a_rank_has_and_zero_3_three(train: Train, zero: int) -> None:
+    timeline = trained(train, mk.Plan(dp=2, tp=2, zero=zero))
+    model = gpt(4)
+    divided = ("qkv", "up", "attention.out.weight", "mlp.out.weight", "tokens", "logits")
+    psi = sum(p.numel() / (2 if any(d in n for d in divided) else 1) for n, p in model.named_parameters())
+    sent = sum(row.wire for row in timeline.comm_volume().rows if row.axis == "dp")
+    assert sent == (3 if zero == 3 else 2) * psi * FP32 / 2
+
+
+def test_a_ring_sends_keys_and_values(train: Train) -> None:
+    """(c-1)/c of them forward, as much backward, and their gradients: 3 |K, V| (c-1)/c; |K, V| = 2 b s h a layer."""
+    timeline = trained(train, mk.Plan(cp=4))
+    assert wire(timeline, "cp", "send") == 3 * 4 * (2 * B * S * H * FP32) * 3 / 4
+
+
+# ---- other models ----------------------------------------------------------------------------------------------------
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"tp": 2, "sequence_parallel": True, "microbatches": 2},
+    {"pp": 2, "tp": 2, "schedule": "1f1b", "microbatches": 2},
+    {"pp": 2, "cp": 2, "schedule": "1f1b", "microbatches": 2},
+]
+
+
+@pytest.mark.parametrize("how", OTHERS, ids=words)
+@pytest.mark.parametrize("make", [gpt2, llama, bert])
+def test_models_of_transformers_send_it_too(train: Train, make: Any, how: dict[str, Any]) -> None:
+    """With tied weights, whose stages send gradients and weights; with keys that heads share."""
+    torch.manual_seed(3)
+    plan = mk.Plan(**how)
+    data = [({"input_ids": x}, y) for x, y in tokens(6, 8, 33)]
+    run = train(make(), data, plan, loss=logits_loss, optimizer=sgd, steps=2)
+    check_ratios(run.timeline(), {axis for axis in ("pp", "cp", "tp") if getattr(plan, axis) > 1})
+
+
+def of_whole_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.nll_loss(F.log_softmax(logits.flatten(0, 1), -1), targets.flatten())
+
+
+def test_a_loss_that_asks_for_whole_logits_gathers_them(train: Train) -> None:
+    data = tokens(B, S, VOCAB)
+    run = train(gpt(2), data, mk.Plan(tp=2), loss=of_whole_logits, optimizer=sgd, steps=2)
+    timeline = run.timeline()
+    assert wire(timeline, "tp", "all_gather") == B * S * VOCAB * FP32 / 2
+    check_ratios(timeline, {"tp"})
+
+
+def test_what_no_paper_is_about_has_no_formula(train: Train) -> None:
+    """Linear layers of several widths, the first of which nobody wants the input's gradient of."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 3))
+    data = [(torch.randn(8, 6), torch.randn(8, 3))]
+    run = train(model, data, mk.Plan(dp=2, tp=2), loss=F.mse_loss, optimizer=sgd, steps=2)
+    check_ratios(run.timeline(), {"dp", "tp"}, unknown={("tp", "all_reduce")})
+
+
+def test_the_words_of_the_table_are_there(train: Train) -> None:
+    text = str(trained(train, mk.Plan(pp=2, tp=2, microbatches=2)).comm_volume())
+    assert "8 b s h (t-1)/t a layer" in text and "b s h a boundary a micro-batch" in text
+    assert "1.000" in text
