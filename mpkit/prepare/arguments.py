@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -72,7 +75,7 @@ def check_plan(plan: Any, ranks: int) -> None:
         raise ValueError(f"plan is {_a(plan)}; it is an mk.Plan, such as {named}")
     if plan.ranks != ranks:
         degrees = " x ".join(
-            f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "tp") if getattr(plan, name) > 1
+            f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "tp", "cp") if getattr(plan, name) > 1
         )
         takes = f"{degrees or 'a serial plan'}, {plan.ranks} rank{'s' * (plan.ranks > 1)}"
         instead = (
@@ -92,12 +95,37 @@ def check_plan(plan: Any, ranks: int) -> None:
 
 
 def _for_ranks(plan: Plan, ranks: int) -> Plan:
+    """The nearest plan for so many: axes stay, and if their degrees cannot all stay, dp's changes first, then pp's."""
     if ranks == 1:
         return Plan.serial(plan.microbatches)
-    schedule = "gpipe" if plan.ranks == 1 else plan.schedule
-    if plan.dp > 1:
-        return replace(plan, dp=ranks)
-    return replace(plan, pp=ranks, dp=1, tp=1, schedule=schedule, cut=None)
+    order = ("dp", "pp", "cp", "tp") if plan.ranks > 1 else ("pp", "dp", "cp", "tp")
+    before = {axis: getattr(plan, axis) for axis in order}
+    meshes = [
+        dict(zip(order, degrees, strict=True))
+        for degrees in product(range(1, ranks + 1), repeat=len(order))
+        if prod(degrees) == ranks
+    ]
+
+    def loss(mesh: dict[str, int]) -> tuple[int, int, int, list[int]]:
+        changed = [axis for axis in order if mesh[axis] != before[axis]]
+        ended = sum(mesh[axis] == 1 for axis in changed)
+        begun = sum(before[axis] == 1 for axis in changed)
+        of_the_model = sum(
+            axis in ("cp", "tp") for axis in changed
+        )  # heads and sequences have to be divisible
+        return ended, of_the_model, begun, [order.index(axis) for axis in changed]
+
+    for mesh in sorted(meshes, key=loss):
+        changes: dict[str, Any] = dict(mesh)
+        if mesh["pp"] != plan.pp:
+            changes["cut"] = None
+            if 1 in (mesh["pp"], plan.pp):
+                changes |= {"schedule": "gpipe", "virtual_stages": 1}
+        with suppress(ValueError):  # a schedule may want other micro-batches
+            found = replace(plan, **changes, sequence_parallel=plan.sequence_parallel and mesh["tp"] > 1)
+            build(found)
+            return found
+    return Plan.ddp(ranks)
 
 
 def check_integers(steps: Any, seed: Any) -> tuple[int, int]:

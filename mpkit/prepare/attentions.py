@@ -64,7 +64,8 @@ def _walk(model: nn.Module, sample: Value) -> list[tuple[str, int]]:
         module.register_forward_pre_hook(begin(name))
         module.register_forward_hook(end)
     value: Any = sample
-    with torch.no_grad(), _Attentions(inside) as attentions:
+    attentions = _Attentions(inside)
+    with torch.no_grad(), attentions:
         for i, (_, layer) in enumerate(layers_of(model)):
             value = call(layer, value, first=i == 0)
     return attentions.found
