@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import combinations
+from typing import Any
 
 import cloudpickle
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import mpkit as mk
-from tests.fakes import adamw, both, check_same
+from mpkit.fake.mirror import Mirror
+from mpkit.mesh import AXES, Mesh
+from mpkit.models import GPT, next_token_loss
+from mpkit.trace import MEMORY, OP, Kind, RankTrace, Trace
+from tests.fakes import adamw, both, check_same, communication
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -20,7 +31,6 @@ Clusters = Callable[[int], mk.Cluster]
 # ---------------------------------------------------------------- equal to the real run
 
 MESHES = [
-    ("deep", mk.Plan(dp=2, tp=2, microbatches=2)),
     ("deep", mk.Plan(pp=2, dp=2, tp=2, zero=1, sequence_parallel=True, schedule="1f1b", microbatches=2)),
     ("deep", mk.Plan(pp=2, dp=2, cp=2, schedule="zb_h1", microbatches=3)),  # of 6 samples: 1 each
     ("deep", mk.Plan(pp=2, tp=2, schedule="zbv", microbatches=4)),  # of 2, 2, 1, 1 samples
@@ -39,3 +49,148 @@ def test_memory_communication_and_flops_are_those_of_the_real_run(
     activations = [[held["activations"] for held in mk.Timeline.of(t).peak_memory] for t in (real, fake)]
     assert activations[0] == activations[1]
     assert np.isnan(fake.losses).all()
+
+
+# ---------------------------------------------------------------- ranks that stand for others
+
+
+def tokens(batch: int, length: int) -> tuple[Tensor, Tensor]:
+    return torch.empty(batch, length, dtype=torch.long, device="meta"), torch.empty(
+        batch, length, dtype=torch.long, device="meta"
+    )
+
+
+def small(heads: int = 2) -> nn.Module:
+    return GPT(layers=2, width=8 * heads, heads=heads, length=8)
+
+
+def play(clusters: Clusters, plan: mk.Plan, model_fn: Callable[[], nn.Module] = small, **how: Any) -> Trace:
+    given: dict[str, Any] = {"batch": tokens(8, 8), "loss": next_token_loss, "optimizer": adamw}
+    return mk.trace_fake(model_fn, plan, cluster=clusters(1), **(given | how))
+
+
+def check_complete(trace: Trace) -> mk.Timeline:
+    timeline = mk.Timeline.of(trace)
+    assert not [note for note in timeline.notes if "Not finished" in note]
+    assert timeline.steps
+    return timeline
+
+
+def test_mirrored_ranks_are_as_if_each_had_been_played(clusters: Clusters) -> None:
+    plan = mk.Plan(pp=2, dp=2, tp=2, sequence_parallel=True, schedule="1f1b", microbatches=2)
+    mirrored = play(clusters, plan)
+    assert mirrored.meta["fake"]["played"] == [0, 4]
+    # Each of these plays its own place along dp and tp, at every stage.
+    columns = {0: mirrored} | {rank: play(clusters, plan, rank=rank) for rank in (1, 2, 3)}
+    each = [columns[rank % 4].ranks[rank] for rank in range(8)]
+    assert [columns[rank % 4].meta["fake"]["stands_for"][rank] for rank in range(8)] == list(range(8))
+    for mirror, own in zip(mirrored.ranks, each, strict=True):
+        assert communication(mirror) == communication(own)
+        columns_of = [name for name in OP.names or () if name not in ("group", "name", "where", "value")]
+        assert (
+            mirror.ops[columns_of] == own.ops[columns_of]
+        ).all()  # all but strings, and losses, which are nan
+        assert (mirror.memory == own.memory).all()
+    one, other = check_complete(mirrored), check_complete(Trace(each, mirrored.meta))
+    for column in ("rank", "kind", "start", "end", "bytes", "peer", "cause"):
+        assert (one.spans[column] == other.spans[column]).all()
+
+
+def test_ranks_that_are_not_alike_are_played_each(clusters: Clusters) -> None:
+    """Heads that do not divide evenly, replicas with other numbers of samples, parts of a causal sequence."""
+    uneven = play(clusters, mk.Plan(pp=2, tp=2), lambda: small(heads=3))
+    assert uneven.meta["fake"]["played"] == [0, 1, 2, 3]
+    unequal = play(clusters, mk.Plan(dp=3, tp=2), steps=2)  # of 8 samples: 3, 3, 2
+    assert unequal.meta["fake"]["stands_for"] == [0, 0, 0, 0, 4, 4]
+    parts = play(clusters, mk.Plan(dp=2, cp=2, cp_order="contiguous"))
+    assert parts.meta["fake"]["stands_for"] == [0, 1, 0, 1]
+    for trace in (uneven, unequal, parts):
+        check_complete(trace)
+    # The second half of a causal sequence looks at the first half, too.
+    forward = [rank.ops[rank.ops["kind"] == Kind.FORWARD]["flops"].sum() for rank in parts.ranks]
+    assert forward[1] > forward[0]
+
+
+@given(
+    degrees=st.lists(st.integers(1, 3), min_size=4, max_size=4),
+    ends=st.tuples(st.integers(0), st.integers(0)),
+    axes=st.sampled_from([axes for n in range(1, 5) for axes in combinations(AXES, n)]),
+)
+def test_a_mirror_names_the_ranks_that_it_would_talk_to_itself(
+    degrees: list[int], ends: tuple[int, int], axes: tuple[str, ...]
+) -> None:
+    mesh = Mesh(*degrees)
+    played, other = (end % mesh.size for end in ends)
+    theirs, expected = mesh.group(played, *axes), mesh.group(other, *axes)
+    ops = np.zeros(2, OP)
+    ops["kind"], ops["group"], ops["peer"] = (Kind.FORWARD, Kind.BROADCAST), (0, 1), (-1, theirs[0])
+    recorded = RankTrace(ops, np.zeros(0, MEMORY), ["", ",".join(map(str, theirs))])
+    mirrored = Mirror(recorded, played, mesh).of(other)
+    assert mirrored.names[1] == ",".join(map(str, expected))
+    assert mirrored.ops["peer"].tolist() == [-1, expected[0]]
+    assert recorded.ops["peer"].tolist() == [-1, theirs[0]]
+
+
+# ---------------------------------------------------------------- other models, and full size
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def next_word(output: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=2),
+        mk.Plan(pp=2, tp=2, schedule="zb_h1", microbatches=2),
+    ],
+    ids=repr,
+)
+def test_an_opened_model_with_a_tied_weight(clusters: Clusters, plan: mk.Plan) -> None:
+    """GPT-2 of transformers: no chain, and its head computes with the embedding's weight."""
+    trace = play(clusters, plan, gpt2, loss=next_word, steps=2)
+    data = [(torch.randint(32, (8, 8)), torch.randint(32, (8, 8)))]
+    real = clusters(4).train(gpt2(), data, plan, loss=next_word, optimizer=adamw, steps=2).wait().trace
+    check_complete(trace)
+    for mine, played in zip(real.ranks, trace.ranks, strict=True):
+        assert communication(played) == communication(mine)
+
+
+def test_width_and_ranks_of_a_7b_llama(clusters: Clusters) -> None:
+    """64 H100s, 4 x 4 x 4: memory by rank is what the formulas say. A quarter of Llama 7B's 32 layers."""
+    layers, width, length, t, m = 8, 4096, 2048, 4, 4
+    plan = mk.Plan(pp=4, dp=4, tp=t, zero=1, precision="bf16", schedule="1f1b", microbatches=m)
+    trace = play(
+        clusters, plan, lambda: GPT(vocab=32000, length=length, layers=layers, width=width, heads=32),
+        batch=tokens(16 * m, length), hardware="8x-h100-nvlink",
+    )  # fmt: skip
+    assert trace.meta["fake"]["played"] == [0, 16, 32, 48]
+    timeline = check_complete(trace)
+    stream = 16 // plan.dp * length * width  # s b h of a micro-batch
+    for rank, held in enumerate(timeline.peak_memory):
+        stage = rank // 16
+        # Rajbhandari et al. 2020, table 1, of what pp and tp leave
+        psi = trace.meta["mesh"]["local_params"][rank]
+        assert (held["params"], held["grads"]) == (2 * psi, 2 * psi)
+        assert held["optimizer"] == pytest.approx(12 * psi / plan.dp, rel=1e-3)
+        # Korthikanti et al. 2022, equation 2, without dropout and with attention that keeps no scores: a layer's
+        # activations are s b h (8 + 24 / t); stage i has p - i micro-batches in flight.
+        kept = (4 - stage) * layers / 4 * stream * (8 + 24 / t)
+        ends = (
+            4 * stream + (2 + 2 + 4 + 4) * stream / width * 32000 / t
+        )  # in and out; logits in 16 and 32 bits
+        assert kept <= held["activations"] <= kept + ends * (1 if stage < 3 else 2)
+        # f and g of each layer, in the forward and in the backward (Shoeybi et al. 2019)
+        reduced = m * 4 * layers // 4 * stream * 2
+        extra = m * stream * 2 if stage in (0, 3) else 0  # the embedding's g, the head's f
+        assert timeline.comm_bytes[rank]["all_reduce"] == pytest.approx(reduced + extra, rel=0.01)
+    # 6 FLOPs a weight and token (Kaplan et al. 2020) at full rate is what a step takes at least.
+    ideal = 6 * (trace.meta["parameters"] - (32000 + length) * width) * 16 * m * length / 64 / 794e12
+    assert ideal < timeline.step_time < 4 * ideal

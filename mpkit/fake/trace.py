@@ -4,7 +4,7 @@ Phases:
 
     check    the plan and the hardware, before a process starts
     play     the ranks that differ, one after the other (`mpkit.fake.play`)
-    mirror   every rank gets the records of the one that does the same
+    mirror   every rank gets the records of the one that does the same (`mpkit.fake.mirror`)
 """
 
 from __future__ import annotations
@@ -56,26 +56,39 @@ def trace_fake(
     >>> mk.Timeline.of(trace).peak_memory[15]["optimizer"] // 2**20  # MiB: AdamW's two moments, 4 bytes each
     128
 
+    Any plan can be played, pipelines and meshes too: of a 4 x 4 x 4 mesh, whose replicas and shards do the same, one
+    rank a stage.
+
+    >>> plan = mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4, zero=1)
+    >>> tokens = torch.empty(16, 64, dtype=torch.long, device="meta")
+    >>> trace = mk.trace_fake(lambda: mk.models.GPT(layers=2), plan, batch=(tokens, tokens),
+    ...     loss=mk.models.next_token_loss, optimizer=torch.optim.AdamW)
+    >>> trace.meta["fake"]["stands_for"]
+    [0, 0, 0, 0, 4, 4, 4, 4]
+    >>> [mk.Timeline.of(trace).peak_memory[rank]["params"] // 2**10 for rank in (0, 7)]  # KiB
+    [146, 130]
+
     Times within an action are counted operator by operator: the longer of FLOPs / rate and bytes / bandwidth
     (the roofline). Ranks that do the same are played once. Data that decides what is computed (an overflow, which
     experts a token takes) is not there: nothing overflows, and gradients are above the norm to clip to.
 
     Args:
         model_fn: makes the model; called where tensors have no content, so that it takes no memory.
-        plan: serial, or of the data-parallel family.
+        plan: any.
         batch: (inputs, targets) of the whole global batch: tensors, tuples or dicts of tensors, batch first. Only the
             shapes matter: `torch.empty(..., device="meta")` takes no memory. Or a function that makes such a pair.
         loss: loss(outputs, targets) -> scalar, the mean over the batch.
         optimizer: optimizer(params) -> torch.optim.Optimizer.
         steps: how many. DDP's first differs from the rest, since it lays its buckets out anew after it.
-        rank: play this rank only, which then stands for all; None: one of each kind (DDP and ZeRO: those with the
-            same number of samples; DP: rank 0 and another).
+        rank: play this one's places along dp and tp, for all others there; None: the first of each kind (those with
+            the same number of samples; under DP rank 0 and another; tensor-parallel ranks where shards differ).
+            Along pp and cp all are played, since each has other work.
         hardware: whose device the times are of, a name in `mk.hardware()` or a `Hardware`.
         max_grad_norm: clip gradients to this norm; None: do not.
         cluster: whose helper process to use, any will do; None: one of its own, which takes a few seconds to start.
 
     Raises:
-        ValueError: the plan has stages or a rank it does not, or the model, batch, loss or optimizer cannot work.
+        ValueError: the plan has no such rank, or the model, batch, loss or optimizer cannot work.
         RankFailed: the model looks at its tensors' values, which are not there.
     """
     # ---- check
