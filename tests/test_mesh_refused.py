@@ -42,9 +42,10 @@ def gpt() -> nn.Module:
 def eager() -> nn.Module:
     config = GPT2Config(
         vocab_size=32, n_positions=16, n_embd=12, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        attn_implementation="eager",
     )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    model.set_attn_implementation("eager")
+    return model
 
 
 def mlp() -> nn.Module:
@@ -122,7 +123,12 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Plan, dict[str, Any], str]]
 def test_refused_with_what_works(case: str) -> None:
     """Before any rank starts, and without a traceback from inside torch behind it."""
     make, data, plan, other, says = WRONG[case]
-    how = {"loss": next_token_loss, "optimizer": adamw, "steps": 1, "ranks": plan.ranks} | other
+    how: dict[str, Any] = {
+        "loss": next_token_loss,
+        "optimizer": adamw,
+        "steps": 1,
+        "ranks": plan.ranks,
+    } | other
     with pytest.raises(ValueError, match=f"(?s){says}") as caught:
         prepare(make(), data, plan, **how)
     error = caught.value
