@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from mpkit.models.chain import is_chain, layers_of
@@ -98,7 +99,15 @@ def lay_out(
         laid = LaidOut(stages, placed, shared_weights(layers, stages), by_place)
     laid.sharded = [local.sharded for local in copies]
     laid.loss_sends = sends.most
+    for local in {id(each): each for each in (*copies, last)}.values():
+        _let_go(local)
     return laid
+
+
+def _let_go(local: Localized) -> None:
+    """Of the copy's shards, which would stay until Python collects what refers to itself; the rest is the caller's."""
+    for name in local.sharded.shards:
+        local.model.get_parameter(name).data = torch.empty(0)
 
 
 class _LossSends:
