@@ -59,7 +59,7 @@ def traffic_figure(matrix: CommMatrix) -> Any:
     figure.update_yaxes(**ticks)
     figure.update_layout(
         title={"text": matrix.title if axes else SILENT},
-        height=110 + 340 * down,
+        height=110 + (280 if across == ACROSS else 340) * down,
         margin={"l": 56, "r": 16, "t": 84, "b": 48},
         **{**LOOK, "plot_bgcolor": "rgba(128,128,128,0.1)"},
     )
@@ -97,6 +97,7 @@ def _heatmap(matrix: CommMatrix, axis: str, highest: float) -> Any:
         ygap=2,
         text=words,
         texttemplate="%{text}" if len(amounts) <= NUMBERED else None,
+        textfont={"size": 11},
         customdata=hover,
         hovertemplate="%{customdata}<extra></extra>",
         hoverongaps=False,
