@@ -274,6 +274,55 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     screenshot(page, "notebook-memory-reloaded")
 
 
+@pytest.mark.timeout(400)
+def test_three_dimensions(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None:
+    """Eight ranks in groups, drawn while they train; the groups fold."""
+    page = lab_page
+    open_notebook(page, f"{jupyterlab}/workspaces/mesh/tree/07-three-dimensions.ipynb")
+    page.evaluate(WATCH)
+    page.evaluate(RUN_ALL)
+    page.wait_for_function("window.seen.some((one) => one.spans > 0)", timeout=120_000)
+    live = in_cell(page, "run = train(plan)").locator(".mpkit-timeline")
+    look_at(live)
+    screenshot(page, "mesh-running")
+    page.wait_for_function("window.seen.some((one) => one.status === 'finished')", timeout=120_000)
+    seen: list[dict[str, Any]] = page.evaluate("window.seen")
+    going = [one for one in seen if one["status"] == "running" and one["spans"] > 0]
+    assert going, "nothing was drawn while the run was going"
+    settled(live)
+    look_at(live)
+    screenshot(page, "mesh-finished")
+
+    page.wait_for_function("window.ran !== undefined", timeout=300_000)
+    cells = page.evaluate(CELLS)
+    assert [cell["error"] for cell in cells if cell["error"]] == []
+    assert [cell["count"] for cell in cells] == list(range(1, len(cells) + 1))
+
+    lanes = "(root) => new Set(root.panel.chart.placed.rows.map((row) => row.rank)).size"
+    assert live.evaluate(lanes) == 8
+    for name, code in [
+        ("table", "def row(rank)"),
+        ("placement", "run.placement()"),
+        ("step", "run.timeline().step(2).show()"),
+        ("samples", "seen = run.samples_seen"),
+        ("matrix", "comm_matrix()"),
+        ("volume", "comm_volume()"),
+        ("across", "replays = {"),
+        ("across-placement", "run.placement(hardware"),
+        ("across-compare", "mk.compare("),
+        ("memory", "def memory_table"),
+        ("zero", "def dp_bytes"),
+        ("sequence", "divided = replace"),
+        ("sweep", "def sides"),
+        ("sweep-chart", "px.scatter"),
+        ("rule", "def rule(limit)"),
+    ]:
+        output = in_cell(page, code).locator(".jp-OutputArea-output").last
+        look_at(output)
+        expect(output).to_be_visible()
+        screenshot(page, f"mesh-{name}")
+
+
 @pytest.mark.timeout(200)
 def test_the_schedule_explorer_follows_its_sliders(
     jupyterlab: str, lab_page: Page, screenshot: Screenshot
