@@ -182,17 +182,16 @@ def test_the_papers_block_keeps_what_the_paper_says(train: Train, t: int, divide
 # ---- parameters, gradients, optimizer ----------------------------------------------------------------------------
 
 
-PARTED = {"dp": 2, "tp": 2}, {"cp": 2, "tp": 2}
-STAGED = {"pp": 2, "dp": 2, "tp": 2, "cut": ["block1"]}
-STATES = [(mesh, zero) for mesh in PARTED for zero in (0, 1, 2, 3)] + [(STAGED, zero) for zero in (1, 2, 3)]
-
-
-@pytest.mark.parametrize(("mesh", "zero"), STATES, ids=str)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("mesh", [
+    {"dp": 2, "tp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2, "cut": ["block1"]},
+], ids=str)  # fmt: skip
 def test_states_are_divided_by_every_axis(train: Train, mesh: dict[str, Any], zero: int) -> None:
     """To the byte: layers over tp, stages over pp, and by ZeRO over dp x cp. fp32: 4 psi, 4 psi, 8 psi for Adam."""
     plan = mk.Plan(zero=zero, **mesh)
     model, data = gpt(2), tokens(4, S, VOCAB)
-    run = train(model, data, plan, loss=next_token_loss, optimizer=adamw, steps=2)
+    # The last of 4 steps: after the first ones DDP lays out its buckets anew, and for a moment has both.
+    run = train(model, data, plan, loss=next_token_loss, optimizer=adamw, steps=4)
     divided = ("qkv", "up", "attention.out.weight", "mlp.out.weight", "tokens", "logits")
     n = plan.dp * plan.cp
     for rank, held in enumerate(run.timeline().peak_memory):
