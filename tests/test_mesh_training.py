@@ -24,20 +24,13 @@ from mpkit.models import GPT, MLP, next_token_loss
 from mpkit.parallel.job import TrainJob
 from mpkit.parallel.train import Training
 from mpkit.prepare import prepare
+from tests.recipes import adamw, huge_loss, logits_loss, sgd
 from tests.serial import EXACT, Train, check_equal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan"),
     pytest.mark.filterwarnings("ignore:.*_token_id.*"),
 ]
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2)
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
 
 
 HOW: dict[str, Any] = {"loss": next_token_loss, "optimizer": adamw, "steps": 3, "max_grad_norm": 0.5}
@@ -90,11 +83,6 @@ MESHES: list[dict[str, Any]] = [
 def test_meshes_equal_serial_training(train: Train, mesh: dict[str, Any]) -> None:
     torch.manual_seed(1)
     check_equal(train, small_gpt(), tokens(7, 12, 33), mk.Plan(microbatches=3, **mesh), **HOW)
-
-
-def logits_loss(outputs: Any, targets: Tensor) -> Tensor:
-    """Of transformers' models."""
-    return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
 
 
 def gpt2() -> nn.Module:
@@ -270,10 +258,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(train: Train) -> None:
     assert all(torch.equal(after[name], value.half()) for name, value in model.state_dict().items())
     other = train(model, data, plan, **{**how, "loss": next_token_loss}).state_dict()
     assert any(not torch.equal(other[name], value.half()) for name, value in model.state_dict().items())
-
-
-def huge_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return next_token_loss(outputs, targets) * 1e6
 
 
 def test_the_norm_of_the_gradients_is_that_of_all(train: Train) -> None:

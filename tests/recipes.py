@@ -1,0 +1,33 @@
+"""Optimizers and losses that ranks are given: a rank imports the module that they are from, and this one is light."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpkit.models import next_token_loss
+
+__all__ = ["adamw", "huge_loss", "logits_loss", "sgd"]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """With a rate at which three steps show."""
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    """Without momentum: what is wrong with a gradient shows as it is."""
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def logits_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Of transformers' models."""
+    return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
+
+
+def huge_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Whose gradients fp16 cannot show once they are scaled."""
+    return next_token_loss(outputs, targets) * 1e6
