@@ -115,12 +115,12 @@ class Figures:
     @property
     def peak_memory(self) -> list[dict[str, int]]:
         """The most bytes held in the step, by rank: by category, each at its own peak, and of all as "total"."""
-        return metrics.peak(self.held, self.world_size, *metrics.extent(self._last))
+        return metrics.peak(self.held, metrics.extents(self._last, self.world_size))
 
     @property
     def peak_memory_of_run(self) -> list[dict[str, int]]:
         """`peak_memory`, of all steps and of what comes before and after them."""
-        return metrics.peak(self.held, self.world_size, -np.inf, np.inf)
+        return metrics.peak(self.held, [(-np.inf, np.inf)] * self.world_size)
 
     def throughput(self, samples: int | None = None) -> float:
         """Samples a second; `samples` a step are those of the run's batch if not given.

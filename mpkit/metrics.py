@@ -6,6 +6,7 @@ them, and no waits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ __all__ = [
     "covered",
     "exposed",
     "extent",
+    "extents",
     "length",
     "peak",
     "steps",
@@ -121,14 +123,22 @@ def within(held: Array, start: float, end: float) -> Array:
     return both[np.lexsort((both["time"], both["rank"]))]
 
 
-def peak(held: Array, world_size: int, start: float, end: float) -> list[dict[str, int]]:
-    """By rank the most that was held between two times: of each category, and of all together as "total".
+def extents(spans: Array, world_size: int) -> list[tuple[float, float]]:
+    """By rank, from when to when it worked; of a rank without spans, from when to when the others did."""
+    mine = (spans[spans["rank"] == rank] for rank in range(world_size))
+    return [extent(own if len(own) else spans) for own in mine]
+
+
+def peak(held: Array, when: Sequence[tuple[float, float]]) -> list[dict[str, int]]:
+    """By rank the most that was held between two times of its own: of each category, and of all together as "total".
+
+    Of its own, since a rank that is done with a step may gather the weights while another is not.
 
     Categories peak at different moments (activations when the forwards end, gradients when the backwards do), so
     their peaks may sum to more than the total's.
     """
     found = []
-    for rank in range(world_size):
+    for rank, (start, end) in enumerate(when):
         mine = held[(held["rank"] == rank) & (held["time"] <= end)]
         levels = np.zeros((len(mine) + 1, len(CATEGORIES)), np.int64)
         for category in range(len(CATEGORIES)):

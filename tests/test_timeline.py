@@ -215,7 +215,7 @@ def test_a_peak_is_never_less_than_what_was_held_at_any_time(
             for t, category, total in sorted(rows, key=lambda r: r[0])
         ]
     )
-    peak = metrics.peak(held, 1, start, start + length)[0]
+    peak = metrics.peak(held, [(start, start + length)])[0]
     levels = [0] * 5
     seen = []
     for change in held:
