@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from mpkit import metrics
 from mpkit.idleness import CAUSES, idle_by_cause
 from mpkit.plan import Plan
 from mpkit.run import Run
+from mpkit.shown import Drawn, data_frame
 from mpkit.simulation import simulate
 from mpkit.timeline import Timeline
 from mpkit.times import stage_times
@@ -55,7 +55,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Drawn):
     """Timelines beside each other: prints as a table, shows itself as pictures on one axis in a notebook.
 
     Attributes:
@@ -96,9 +96,7 @@ class Comparison:
 
     def to_dataframe(self) -> pd.DataFrame:
         """A row a timeline: name, clock, step_time, bubble, seconds of work and of idle time by cause, peak memory."""
-        import pandas as pd
-
-        return pd.DataFrame(
+        return data_frame(
             [
                 {
                     "name": row.name,
@@ -130,14 +128,10 @@ class Comparison:
 
         return comparison_view(self)
 
-    def to_svg(self, path: str | Path | None = None) -> str:
-        """The timelines under each other on one axis, as SVG; written to `path` as well if that is given."""
+    def _svg(self) -> str:
         from mpkit.views.comparison_svg import comparison_svg
 
-        text = comparison_svg(self)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return comparison_svg(self)
 
     def __str__(self) -> str:
         from mpkit.views.comparison_text import comparison_text
@@ -145,13 +139,11 @@ class Comparison:
         return comparison_text(self)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        from mpkit.views.fallback import image
-
         bundle: dict[str, Any] = {}
         with suppress(ImportError):  # then the picture has to do
             shown = self.show()._repr_mimebundle_()
             bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
-        return {**bundle, "text/html": image(self.to_svg(), str(self)), "text/plain": str(self)}
+        return bundle | super()._repr_mimebundle_(include, exclude)
 
 
 def compare(*timelines: Timeline | Run, **named: Timeline | Run) -> Comparison:

@@ -19,9 +19,8 @@ Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward T
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +30,7 @@ from mpkit.cluster import Cluster
 from mpkit.fake import trace_fake
 from mpkit.plan import Plan
 from mpkit.scale import strategy
+from mpkit.shown import Charted, data_frame
 from mpkit.timeline import Timeline
 from mpkit.trace import CATEGORIES
 
@@ -67,7 +67,7 @@ class MemoryRow:
 
 
 @dataclass(frozen=True)
-class MemoryByStrategy:
+class MemoryByStrategy(Charted):
     """What each rank holds by strategy: prints as a table, shows itself as a chart in a notebook.
 
     Attributes:
@@ -96,9 +96,7 @@ class MemoryByStrategy:
 
     def to_dataframe(self) -> pd.DataFrame:
         """A row a rank: strategy, rank, bytes by category, total; and by the formula params_formula and so on."""
-        import pandas as pd
-
-        return pd.DataFrame(
+        return data_frame(
             [
                 {"strategy": row.strategy, "rank": row.rank, **row.held, "total": row.total}
                 | {f"{name}_formula": value for name, value in row.formula.items()}
@@ -116,14 +114,10 @@ class MemoryByStrategy:
 
         return strategies_figure(self)
 
-    def to_svg(self, path: str | Path | None = None) -> str:
-        """The chart as SVG; written to `path` as well if that is given."""
+    def _svg(self) -> str:
         from mpkit.views.strategies_svg import strategies_svg
 
-        text = strategies_svg(self)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return strategies_svg(self)
 
     def __str__(self) -> str:
         lines = [f"MB a rank, {self.how}", ""]
@@ -135,14 +129,6 @@ class MemoryByStrategy:
                 f"{row.strategy:10} {row.rank:4}{held} {row.states / 1e6:8.3f} {sum(row.formula.values()) / 1e6:10.3f}"
             )
         return "\n".join(lines)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        from mpkit.views.fallback import image
-
-        bundle: dict[str, Any] = {"text/html": image(self.to_svg(), str(self))}
-        with suppress(ImportError):  # then the picture has to do
-            bundle |= self.figure()._repr_mimebundle_(include, exclude)
-        return {**bundle, "text/plain": str(self)}
 
 
 def memory_by_strategy(

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpkit.mesh import Mesh
+from mpkit.shown import Drawn
 from mpkit.whereabouts import long_axes
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Talk:
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
+class Placement(Drawn):
     """Ranks in their places: prints as text, shows itself as a picture in a notebook.
 
     Attributes:
@@ -104,14 +104,10 @@ class Placement:
                     found.append(Talk(axis, some, link, crosses))
         return found
 
-    def to_svg(self, path: str | Path | None = None) -> str:
-        """The picture as SVG; written to `path` as well if that is given."""
+    def _svg(self) -> str:
         from mpkit.views.placement_svg import placement_svg
 
-        text = placement_svg(self)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return placement_svg(self)
 
     def __str__(self) -> str:
         from mpkit.views.placement_text import placement_text
@@ -120,11 +116,6 @@ class Placement:
 
     def __repr__(self) -> str:
         return f"<Placement of {self.mesh.size} ranks on {len(self.nodes)} node{'s' * (len(self.nodes) > 1)}>"
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        from mpkit.views.fallback import image
-
-        return {"text/html": image(self.to_svg(), str(self)), "text/plain": str(self)}
 
 
 def place(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.cluster import Cluster
 from mpkit.devices import Hardware
 from mpkit.plan import Plan
+from mpkit.shown import data_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,11 +89,9 @@ class Scaling:
 
     def to_dataframe(self) -> pd.DataFrame:
         """A row a run; columns as the attributes of `ScalingRow`, with `strategy`, throughput and wall_throughput."""
-        import pandas as pd
-
         columns = ("ranks", "batch", "step_time", "throughput", "speed_up", "efficiency", "exposed",
                    "wall_time", "wall_throughput")  # fmt: skip
-        return pd.DataFrame(
+        return data_frame(
             [
                 {"strategy": strategy(row.plan), **{name: getattr(row, name) for name in columns}}
                 for row in self.rows

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from mpkit import metrics
 from mpkit.figures import Figures
 from mpkit.mesh import Mesh
+from mpkit.shown import data_frame
 from mpkit.trace import Kind, Lane
 from mpkit.whereabouts import mesh_of
 
@@ -190,13 +191,6 @@ class Timeline(Figures):
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            from mpkit.views.needs import needs_notebook
-
-            raise needs_notebook("a data frame", error) from error
-
         chosen = self.spans["lane"] != Lane.NONE
         if not waits:
             chosen &= self.spans["kind"] != Kind.WAIT
@@ -211,7 +205,7 @@ class Timeline(Figures):
             "name": [self.names[name] for name in spans["name"].tolist()],
         }
         columns |= {name: spans[name] for name in ("start", "end", "bytes", "flops", "step", "depth")}
-        return pd.DataFrame(columns)
+        return data_frame(columns)
 
     def to_svg(self, path: str | Path | None = None, *, fold: bool = False) -> str:
         """The picture as SVG; written to `path` as well if that is given.

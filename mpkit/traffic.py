@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from mpkit.devices import wire_factor
 from mpkit.mesh import AXES, Mesh
+from mpkit.shown import Charted, data_frame
 from mpkit.trace import Kind, Lane
 from mpkit.whereabouts import axis_of, place_text
 
@@ -119,7 +119,7 @@ def _order(axis: str) -> tuple[int, list[int]]:
 
 
 @dataclass(frozen=True, eq=False)
-class CommMatrix:
+class CommMatrix(Charted):
     """Bytes from rank to rank: prints as tables, shows itself as heatmaps in a notebook.
 
     Attributes:
@@ -154,19 +154,12 @@ class CommMatrix:
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            from mpkit.views.needs import needs_notebook
-
-            raise needs_notebook("a data frame", error) from error
-
         rows = [
             (axis, sender, receiver, matrix[sender, receiver])
             for axis, matrix in self.by_axis.items()
             for sender, receiver in np.argwhere(matrix > 0).tolist()
         ]
-        return pd.DataFrame(rows, columns=["axis", "sender", "receiver", "bytes"])
+        return data_frame(rows, columns=["axis", "sender", "receiver", "bytes"])
 
     def figure(self) -> Any:
         """A heatmap an axis, a plotly Figure.
@@ -178,14 +171,10 @@ class CommMatrix:
 
         return traffic_figure(self)
 
-    def to_svg(self, path: str | Path | None = None) -> str:
-        """The heatmaps as SVG; written to `path` as well if that is given."""
+    def _svg(self) -> str:
         from mpkit.views.traffic_svg import traffic_svg
 
-        text = traffic_svg(self)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return traffic_svg(self)
 
     def __str__(self) -> str:
         from mpkit.views.traffic_text import traffic_text
@@ -194,11 +183,6 @@ class CommMatrix:
 
     def __repr__(self) -> str:
         return f"<CommMatrix of {len(self.places)} ranks along {', '.join(self.axes) or 'no axis'}>"
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        from mpkit.views.fallback import bundle
-
-        return bundle(self, include, exclude)
 
 
 def comm_matrix(timeline: Timeline, axis: str | None = None) -> CommMatrix:

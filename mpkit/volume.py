@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpkit.formulas import Known, formula_of
+from mpkit.shown import data_frame
 from mpkit.trace import Kind
 from mpkit.traffic import Flow, flows
 
@@ -65,17 +66,8 @@ class CommVolume:
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            from mpkit.views.needs import needs_notebook
-
-            raise needs_notebook("a data frame", error) from error
-
         columns = ["axis", "kind", "calls", "payload", "wire", "symbols", "words", "expected", "ratio"]
-        return pd.DataFrame(
-            [{name: getattr(row, name) for name in columns} for row in self.rows], columns=columns
-        )
+        return data_frame(([getattr(row, name) for name in columns] for row in self.rows), columns)
 
     def __str__(self) -> str:
         from mpkit.views.volume import volume_text

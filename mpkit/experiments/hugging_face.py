@@ -32,6 +32,7 @@ from mpkit.devices import Hardware
 from mpkit.fake import trace_fake
 from mpkit.models import GPT
 from mpkit.plan import Plan
+from mpkit.shown import data_frame
 from mpkit.timeline import Timeline
 from mpkit.trace import Trace
 
@@ -115,8 +116,6 @@ class HFExperiment:
 
     def to_dataframe(self) -> pd.DataFrame:
         """A row a run: strategy, nvlink, seconds and published_seconds a step, ratio and published_ratio, off."""
-        import pandas as pd
-
         found = []
         for row in self.rows:
             mine, published = self.ratio(row)
@@ -131,7 +130,7 @@ class HFExperiment:
                     "off": mine / published - 1,
                 }
             )
-        return pd.DataFrame(found)
+        return data_frame(found)
 
     def __str__(self) -> str:
         lines = ["GPT-2 124M, 2x TITAN RTX, 4 samples a GPU   a step   published   ratio   published"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpkit.experiments.soap_operator import Box
+from mpkit.shown import Drawn, data_frame
 from mpkit.trace import Kind, Lane, Trace
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Way:
 
 
 @dataclass(frozen=True, repr=False)
-class Soap:
+class Soap(Drawn):
     """A layer, and all ways to split it; a notebook shows its picture.
 
     Attributes:
@@ -95,19 +95,13 @@ class Soap:
 
     def to_dataframe(self) -> pd.DataFrame:
         """A row for each exchange: way, phase, kind, what, payload (bytes), times."""
-        import pandas as pd
-
         rows = [{"way": way.name, **vars(sent)} for way in self.ways for sent in way.sent]
-        return pd.DataFrame(rows, columns=["way", "phase", "kind", "what", "payload", "times"])
+        return data_frame(rows, columns=["way", "phase", "kind", "what", "payload", "times"])
 
-    def to_svg(self, path: str | Path | None = None) -> str:
-        """The picture as SVG: who has which part; written to `path` as well if that is given."""
+    def _svg(self) -> str:
         from mpkit.views.soap_svg import soap_svg
 
-        text = soap_svg(self)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return soap_svg(self)
 
     def __str__(self) -> str:
         from mpkit.views.soap_text import soap_text
@@ -115,12 +109,6 @@ class Soap:
         return soap_text(self)
 
     __repr__ = __str__
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        from mpkit.views.fallback import image
-
-        words = str(self)
-        return {"text/html": image(self.to_svg(), words), "text/plain": words}
 
 
 def exchanged(trace: Trace) -> dict[str, list[Sent]]:

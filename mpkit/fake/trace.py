@@ -43,10 +43,8 @@ def trace_fake(
 ) -> Trace:
     """What the ranks of a training would do, played by one process on tensors that have shapes and no content.
 
-    The strategy's own code runs (forward, backward, collectives, optimizer), at full size: only the numbers are
-    missing. So the trace has every op with its FLOPs and bytes, every communication with its payload, and the memory
-    by category; it has no losses. `mk.Timeline.of(trace, hardware)` puts it on a clock, and `peak_memory` there says
-    whether it fits.
+    The strategy's own code runs, at full size: only the numbers are missing. The trace has every op with its FLOPs,
+    every communication with its payload, memory by category, and no losses. `Timeline.of` puts it on a clock.
 
     >>> import torch, mpkit as mk
     >>> trace = mk.trace_fake(
@@ -56,36 +54,31 @@ def trace_fake(
     >>> mk.Timeline.of(trace).peak_memory[15]["optimizer"] // 2**20  # MiB: AdamW's two moments, 4 bytes each
     128
 
-    Any plan can be played, pipelines and meshes too: of a 4 x 4 x 4 mesh, whose replicas and shards do the same, one
-    rank a stage.
+    Any plan can be played; of a 4 x 4 x 4 mesh one rank a stage.
 
-    >>> plan = mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4, zero=1)
+    >>> plan = mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4)
     >>> tokens = torch.empty(16, 64, dtype=torch.long, device="meta")
     >>> trace = mk.trace_fake(lambda: mk.models.GPT(layers=2), plan, batch=(tokens, tokens),
     ...     loss=mk.models.next_token_loss, optimizer=torch.optim.AdamW)
     >>> trace.meta["fake"]["stands_for"]
     [0, 0, 0, 0, 4, 4, 4, 4]
-    >>> [mk.Timeline.of(trace).peak_memory[rank]["params"] // 2**10 for rank in (0, 7)]  # KiB
-    [146, 130]
 
     Times within an action are counted operator by operator: the longer of FLOPs / rate and bytes / bandwidth
-    (the roofline). Ranks that do the same are played once. Data that decides what is computed (an overflow, which
-    experts a token takes) is not there: nothing overflows, and gradients are above the norm to clip to.
+    (the roofline). Ranks that do the same are played once. Nothing overflows; gradients are above the norm to clip to.
 
     Args:
         model_fn: makes the model; called where tensors have no content, so that it takes no memory.
         plan: any.
-        batch: (inputs, targets) of the whole global batch: tensors, tuples or dicts of tensors, batch first. Only the
-            shapes matter: `torch.empty(..., device="meta")` takes no memory. Or a function that makes such a pair.
+        batch: (inputs, targets) of the whole global batch, as for `Cluster.train`, or a function that makes them.
+            Only the shapes matter: `torch.empty(..., device="meta")` takes no memory.
         loss: loss(outputs, targets) -> scalar, the mean over the batch.
         optimizer: optimizer(params) -> torch.optim.Optimizer.
-        steps: how many. DDP's first differs from the rest, since it lays its buckets out anew after it.
-        rank: play this one's places along dp and tp, for all others there; None: the first of each kind (those with
-            the same number of samples; under DP rank 0 and another; tensor-parallel ranks where shards differ).
-            Along pp and cp all are played, since each has other work.
+        steps: how many. DDP's first differs from the rest: buckets are laid out anew after it.
+        rank: play this one's places along dp and tp, for all others there; None: the first of each kind. Along pp and
+            cp all are played, since each has other work.
         hardware: whose device the times are of, a name in `mk.hardware()` or a `Hardware`.
         max_grad_norm: clip gradients to this norm; None: do not.
-        cluster: whose helper process to use, any will do; None: one of its own, which takes a few seconds to start.
+        cluster: whose helper process to use, any will do; None: one of its own.
 
     Raises:
         ValueError: the plan has no such rank, or the model, batch, loss or optimizer cannot work.

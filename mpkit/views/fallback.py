@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from contextlib import suppress
 from html import escape
-from typing import Any, Protocol
 
 from mpkit.timeline import Timeline
 from mpkit.views.lanes import FOLDED
@@ -13,7 +11,7 @@ from mpkit.views.picture import picture
 from mpkit.views.svg import summary, svg
 from mpkit.views.text import text
 
-__all__ = ["Charted", "bundle", "image", "static_bundle"]
+__all__ = ["image", "static_bundle"]
 
 
 def image(svg_text: str, words: str) -> str:
@@ -37,21 +35,3 @@ def static_bundle(timeline: Timeline, title: str = "") -> dict[str, str]:
         "text/plain": text(timeline, 100, fold=fold),
         "text/html": image(drawn, summary(picture(timeline, fold=fold))),
     }
-
-
-class Charted(Protocol):
-    """What has a picture, a chart of the same, and prints."""
-
-    def figure(self) -> Any:
-        """A plotly Figure."""
-
-    def to_svg(self) -> str:
-        """A standalone SVG document."""
-
-
-def bundle(shown: Charted, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-    """The mime bundle of what has a chart: that where plotly is, the picture for who has no kernel, the text."""
-    found: dict[str, Any] = {"text/html": image(shown.to_svg(), str(shown))}
-    with suppress(ImportError):  # then the picture has to do
-        found |= shown.figure()._repr_mimebundle_(include, exclude)
-    return {**found, "text/plain": str(shown)}

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from mpkit.shown import Drawn
 from mpkit.views.matrix_svg import BOTH, Box, both_ranks, matrix, rank_classes
 from mpkit.views.sheet import MARGIN, heading, keys, sheet
 
@@ -31,7 +31,7 @@ HEAD, CELL, BEHIND, LETTER = 76.0, 13.0, 13.0, 8.4
 
 
 @dataclass(frozen=True, repr=False)
-class Matrices:
+class Matrices(Drawn):
     """A line of matrices and signs; a notebook shows its picture.
 
     Attributes:
@@ -42,23 +42,16 @@ class Matrices:
     title: str
     line: tuple[tuple[str, int, int, str] | str, ...]
 
-    def to_svg(self, path: str | Path | None = None) -> str:
-        """The picture as SVG; written to `path` as well if that is given."""
-        text = _svg(self)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+    def _svg(self) -> str:
+        return _picture(self)
+
+    def _words(self) -> str:
+        return f"{self.title}: {self}"
 
     def __str__(self) -> str:
         return " ".join(one if isinstance(one, str) else _words(*one) for one in self.line)
 
     __repr__ = __str__
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        from mpkit.views.fallback import image
-
-        words = f"{self.title}: {self}"
-        return {"text/html": image(self.to_svg(), words), "text/plain": str(self)}
 
 
 def matrices(*line: Shape | str, title: str) -> Matrices:
@@ -92,7 +85,7 @@ def _words(name: str, rows: int, columns: int, way: str) -> str:
     return f"{name} [{rows}, {columns}] {how}"
 
 
-def _svg(drawn: Matrices) -> str:
+def _picture(drawn: Matrices) -> str:
     legend, end = keys((('class="r0"', "rank 0"), ('class="r1"', "rank 1"), (BOTH, "both ranks")), 38)
     body = [heading(drawn.title, 26), both_ranks(), *legend]
     body.append(f'<text class="comm" x="{end:g}" y="49" font-size="15" font-weight="700">⇄</text>')

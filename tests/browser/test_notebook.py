@@ -164,6 +164,13 @@ def look_at(what: Locator) -> None:
     )
 
 
+def look_at_output(page: Page, code: str) -> None:
+    """At what the cell with that code shows last."""
+    output = in_cell(page, code).locator(".jp-OutputArea-output").last
+    look_at(output)
+    expect(output).to_be_visible()
+
+
 def place(timeline: Locator, share: float, rank: int) -> tuple[float, float]:
     """Where on the page a lane is, at a share of the times seen."""
     look_at(timeline)
@@ -252,9 +259,7 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
         ("memory", "memory_figure(gpipe"),
         ("recompute", "px.bar"),
     ]:
-        output = in_cell(page, code).locator(".jp-OutputArea-output").last
-        look_at(output)
-        expect(output).to_be_visible()
+        look_at_output(page, code)
         screenshot(page, f"notebook-{name}")
 
     # The page is loaded again: the same kernel, and the picture is back.
@@ -317,9 +322,7 @@ def test_three_dimensions(jupyterlab: str, lab_page: Page, screenshot: Screensho
         ("sweep-chart", "px.scatter"),
         ("rule", "def rule(limit)"),
     ]:
-        output = in_cell(page, code).locator(".jp-OutputArea-output").last
-        look_at(output)
-        expect(output).to_be_visible()
+        look_at_output(page, code)
         screenshot(page, f"mesh-{name}")
 
 

@@ -18,8 +18,8 @@ Models", MLSys 2023, section 4.2.2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ def _instead(s: int, t: int) -> str:
 
 def f(line: Line, x: Tensor) -> Tensor:
     """Into a region; the gradients of x are partial sums, one a rank."""
-    return _F.apply(line, x)  # type: ignore[no-any-return, no-untyped-call]
+    return _conjugate(line, x, _nothing, _sum)
 
 
 def g(line: Line, y: Tensor) -> Tensor:
@@ -98,12 +98,12 @@ def g(line: Line, y: Tensor) -> Tensor:
 
 def f_bar(line: Line, x: Tensor) -> Tensor:
     """Into a region: [b, s/t, h] -> [b, s, h]."""
-    return _FBar.apply(line, x)  # type: ignore[no-any-return, no-untyped-call]
+    return _conjugate(line, x, join_sequence, reduced_sequence)
 
 
 def g_bar(line: Line, y: Tensor) -> Tensor:
     """Out of a region: [b, s, h], a partial sum -> [b, s/t, h]."""
-    return _GBar.apply(line, y)  # type: ignore[no-any-return, no-untyped-call]
+    return _conjugate(line, y, reduced_sequence, join_sequence)
 
 
 def scatter(line: Line, x: Tensor) -> Tensor:
@@ -112,12 +112,12 @@ def scatter(line: Line, x: Tensor) -> Tensor:
     Raises:
         ValueError: t does not divide s.
     """
-    return _Scatter.apply(line, x)  # type: ignore[no-any-return, no-untyped-call]
+    return _conjugate(line, x, part_of_sequence, join_sequence)
 
 
 def gather(line: Line, x: Tensor) -> Tensor:
     """Out of it: [b, s/t, h] -> [b, s, h]."""
-    return _Gather.apply(line, x)  # type: ignore[no-any-return, no-untyped-call]
+    return _conjugate(line, x, join_sequence, part_of_sequence)
 
 
 def gather_features(line: Line, y: Tensor, sizes: Sequence[int], dim: int = -1) -> Tensor:
@@ -131,15 +131,32 @@ def gather_features(line: Line, y: Tensor, sizes: Sequence[int], dim: int = -1) 
     return _GatherFeatures.apply(line, y, tuple(sizes), dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _F(torch.autograd.Function):
+Exchange: TypeAlias = Callable[[Line, Tensor], Tensor]
+"""One of those above, or these two."""
+
+
+def _nothing(line: Line, x: Tensor) -> Tensor:
+    return x.view_as(x)  # autograd wants another tensor than it gave
+
+
+def _sum(line: Line, dx: Tensor) -> Tensor:
+    return line.all_reduce(dx.contiguous())
+
+
+def _conjugate(line: Line, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
+    """An operator: one exchange on the way there, its conjugate on the way back."""
+    return _Conjugate.apply(line, x, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Conjugate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, line: Line, x: Tensor) -> Tensor:
-        ctx.line = line
-        return x.view_as(x)
+    def forward(ctx: Any, line: Line, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
+        ctx.line, ctx.exchange = line, backward
+        return forward(line, x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.line.all_reduce(dx.contiguous())
+    def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, ctx.exchange(ctx.line, dx), None, None
 
 
 class _G(torch.autograd.Function):
@@ -151,50 +168,6 @@ class _G(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
         return None, dy
-
-
-class _FBar(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, line: Line, x: Tensor) -> Tensor:
-        ctx.line = line
-        return join_sequence(line, x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor]:
-        return None, reduced_sequence(ctx.line, dx)
-
-
-class _GBar(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, line: Line, y: Tensor) -> Tensor:
-        ctx.line = line
-        return reduced_sequence(line, y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
-        return None, join_sequence(ctx.line, dy)
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, line: Line, x: Tensor) -> Tensor:
-        ctx.line = line
-        return part_of_sequence(line, x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor]:
-        return None, join_sequence(ctx.line, dx)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, line: Line, x: Tensor) -> Tensor:
-        ctx.line = line
-        return join_sequence(line, x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor]:
-        return None, part_of_sequence(ctx.line, dx)
 
 
 class _GatherFeatures(torch.autograd.Function):
