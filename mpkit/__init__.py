@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpkit.catalogue import hardware
+    from mpkit.classroom.check import check, progress
     from mpkit.cluster import Cluster
     from mpkit.comparison import compare
     from mpkit.cutting import find_cut
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from mpkit.experiments.soap import soap
     from mpkit.explorer import explore
     from mpkit.fake import trace_fake
+    from mpkit.launch.context import Context
     from mpkit.learning_rate import linear_scaling, sqrt_scaling
     from mpkit.memory import memory_by_strategy
     from mpkit.parallel.digest import data_digest, sample_digests
@@ -40,6 +42,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Batches": "mpkit.data_batches",
     "Cluster": "mpkit.cluster",
+    "Context": "mpkit.launch.context",
     "Deadlock": "mpkit.errors",
     "Device": "mpkit.devices",
     "Hardware": "mpkit.devices",
@@ -54,6 +57,7 @@ _HOME = {
     "Trace": "mpkit.trace",
     "TraceError": "mpkit.errors",
     "UnwisePlan": "mpkit.errors",
+    "check": "mpkit.classroom.check",
     "compare": "mpkit.comparison",
     "data_digest": "mpkit.parallel.digest",
     "explore": "mpkit.explorer",
@@ -64,6 +68,7 @@ _HOME = {
     "linear_scaling": "mpkit.learning_rate",
     "memory_by_strategy": "mpkit.memory",
     "placement": "mpkit.placing",
+    "progress": "mpkit.classroom.check",
     "sample_digests": "mpkit.parallel.digest",
     "scaling": "mpkit.scale",
     "search_schedule": "mpkit.search",
@@ -78,6 +83,7 @@ _HOME = {
 __all__ = [
     "Batches",
     "Cluster",
+    "Context",
     "Deadlock",
     "Device",
     "Hardware",
@@ -92,6 +98,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "UnwisePlan",
+    "check",
     "compare",
     "data_digest",
     "explore",
@@ -102,6 +109,7 @@ __all__ = [
     "linear_scaling",
     "memory_by_strategy",
     "placement",
+    "progress",
     "sample_digests",
     "scaling",
     "search_schedule",

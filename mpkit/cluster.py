@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpkit.errors import MpkitError
+from mpkit.launch.hang import GRACE
 from mpkit.launch.launch import Launch, here, pack
 from mpkit.launch.warm import Warm
 
@@ -84,6 +86,19 @@ class Cluster:
     def warm_pid(self) -> int | None:
         """Process id of the helper process, the parent of all ranks; None if there is none now."""
         return self._warm.pid if self._warm is not None and self._warm.alive else None
+
+    def resized(self, ranks: int) -> Cluster:
+        """A cluster of another number of ranks from the same helper process, which one of them may use at a time.
+
+        Raises:
+            ValueError: no such number of ranks, or this cluster is closed.
+        """
+        if self._closed:
+            raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={ranks})")
+        other = copy.copy(self)
+        other.ranks, other._current = _check_ranks(ranks), None
+        other.backend = "nccl" if other.device == "cuda" and ranks <= other.devices else "gloo"
+        return other
 
     def close(self) -> None:
         """Stop what runs, and the helper process. A closed cluster can be asked for nothing more."""
@@ -201,10 +216,16 @@ class Cluster:
         sink: Callable[[str], None],
         meta: dict[str, Any] | None = None,
         modules: Sequence[str] = (),
+        grace: float = GRACE,
     ) -> Launch:
         """Start `fn(ctx, *args)` on every rank and return its `Launch`; `run` and `train` are made of it.
 
-        `modules` are imported before ranks are forked, which then need not do so each for itself.
+        Args:
+            fn, args, timeout: as in `run`.
+            sink: takes a labelled line of output.
+            meta: goes into the trace's meta.
+            modules: are imported before ranks are forked, which then need not do so each for itself.
+            grace: seconds past the slowest op, if there is no `timeout`.
         """
         if self._closed:
             raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={self.ranks})")
@@ -222,7 +243,14 @@ class Cluster:
             self._warm = Warm(self._fork)
         settings = here(self.ranks, self.device, self.backend, self.devices, self.layers)
         self._current = Launch(
-            self._warm, settings, payload, timeout=timeout, sink=sink, meta=meta or {}, modules=modules
+            self._warm,
+            settings,
+            payload,
+            timeout=timeout,
+            sink=sink,
+            meta=meta or {},
+            modules=modules,
+            grace=grace,
         )
         return self._current
 

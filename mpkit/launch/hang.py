@@ -15,7 +15,7 @@ from typing import Any
 from mpkit.launch.watch import Sight
 from mpkit.trace import Kind, RankTrace, Trace
 
-__all__ = ["Patience", "explain"]
+__all__ = ["GRACE", "Patience", "explain"]
 
 GRACE = 4.0
 """Seconds past the slowest op seen before ranks that only wait are given up."""
@@ -26,11 +26,13 @@ class Patience:
     """Says when to give up.
 
     Args:
-        timeout: seconds without any rank moving, whatever they do; None: `GRACE` past the slowest op, and
+        timeout: seconds without any rank moving, whatever they do; None: `grace` past the slowest op, and
             only if all wait.
+        grace: seconds.
     """
 
     timeout: float | None = None
+    grace: float = GRACE
     _seen: tuple[Sight, ...] = ()
     _since: float = field(default_factory=time.monotonic)
 
@@ -40,7 +42,7 @@ class Patience:
         return time.monotonic() - self._since
 
     def is_over(self, sights: tuple[Sight, ...], trace: Trace | None = None) -> bool:
-        """Look again. `trace` is wanted only once nobody has moved for `GRACE`, to know the slowest op."""
+        """Look again. `trace` is wanted only once nobody has moved for `grace`, to know the slowest op."""
         if sights != self._seen:
             self._seen, self._since = sights, time.monotonic()
             return False
@@ -48,11 +50,11 @@ class Patience:
         if self.timeout is not None:
             return still > self.timeout
         stuck = all(s.waiting or s.state == 1 for s in sights) and any(s.waiting for s in sights)
-        return stuck and still > GRACE and trace is not None and still > GRACE + slowest(trace)
+        return stuck and still > self.grace and trace is not None and still > self.grace + slowest(trace)
 
     def wants_trace(self, sights: tuple[Sight, ...]) -> bool:
         """Whether `is_over` needs the trace to decide."""
-        return self.timeout is None and sights == self._seen and self.still > GRACE
+        return self.timeout is None and sights == self._seen and self.still > self.grace
 
 
 def slowest(trace: Trace) -> float:

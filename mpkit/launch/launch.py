@@ -25,7 +25,7 @@ import cloudpickle
 from mpkit.errors import Deadlock, MpkitError, RankFailed
 from mpkit.launch.failure import failure
 from mpkit.launch.folder import Settings, part
-from mpkit.launch.hang import Patience, explain
+from mpkit.launch.hang import GRACE, Patience, explain
 from mpkit.launch.output import OutputReader
 from mpkit.launch.warm import Warm
 from mpkit.launch.watch import Watch
@@ -47,7 +47,7 @@ class Launch:
         warm: where ranks come from.
         settings: what every rank is told.
         payload: what `pack` made.
-        timeout: see `mpkit.launch.hang.Patience`.
+        timeout, grace: see `mpkit.launch.hang.Patience`.
         sink: takes a labelled line of output.
         meta: goes into the trace's meta.
         modules: that the ranks need; see `Warm.launch`.
@@ -63,6 +63,7 @@ class Launch:
         sink: Callable[[str], None],
         meta: dict[str, Any],
         modules: Sequence[str] = (),
+        grace: float = GRACE,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="mpkit-run-"))
         self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
@@ -75,7 +76,7 @@ class Launch:
         self._sink = sink
         self._statuses: dict[int, int] = {}  # exit status by rank, in the order in which they ended
         self._watch = Watch(self.folder, self.ranks)
-        self._patience = Patience(timeout)
+        self._patience = Patience(timeout, grace)
         self._output = OutputReader(self.folder, self.ranks)
         self._looked = 0.0
         self._trace: Trace | None = None
@@ -168,8 +169,11 @@ class Launch:
             return
         sights = self._watch.look_at_all()
         trace = self.trace if self._patience.wants_trace(sights) else None
-        if not self._patience.is_over(sights, trace):
-            return
+        if self._patience.is_over(sights, trace):
+            self.give_up()
+
+    def give_up(self) -> None:
+        """End all ranks as hung, with the report of who waits where; for `poll` and who calls it."""
         self._warm.tell(do="stacks", id=self._id)
         deadline = time.monotonic() + STACKS_TAKE
         while time.monotonic() < deadline:  # exits that happen meanwhile are taken in

@@ -13,6 +13,8 @@ these: whoever waits, waits in an open WAIT, and whoever never came has no op of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -78,6 +80,10 @@ class Comm(Collectives, RootedCollectives):
     def recv(self, buffer: Tensor, src: int, tag: int | str = 0) -> Tensor:
         """Receive into `buffer` from rank `src`, and wait for it."""
         return self.irecv(buffer, src, tag).wait()
+
+    def delays(self, pause: Callable[[], None]) -> None:
+        """Call `pause` before each communication from now on; it is in no op, and so on no virtual clock."""
+        self._wire.before = pause
 
     def _channel(self, src: int, dst: int, tag: int | str) -> tuple[str, int]:
         """The name under which both ends know a message, and its number there."""

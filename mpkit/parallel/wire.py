@@ -82,12 +82,14 @@ class Wire:
 
     Attributes:
         staged: tensors live on a GPU and the backend takes only host memory (ranks share a GPU, over gloo).
+        before: called before each communication; None: nothing is. (The classroom delays ranks there.)
     """
 
     def __init__(self, record: Recorder, device: torch.device, backend: str) -> None:
         self.record = record
         self.device = device
         self.staged = device.type == "cuda" and backend == "gloo"
+        self.before: Callable[[], None] | None = None
         self._places: dict[tuple[CodeType, int], str] = {}
 
     def issue(
@@ -111,6 +113,8 @@ class Wire:
             waits: the caller waits for it at once: then starting it is waiting already, and not work that it hides
                 behind. (A backend's thread may take the core while it is started.)
         """
+        if self.before is not None:
+            self.before()
         where = self._where()
         op = self.record.begin(kind, group=group, number=number, peer=peer, nbytes=nbytes, where=where)
         if not waits:

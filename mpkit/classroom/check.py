@@ -1,0 +1,61 @@
+"""mk.check and mk.progress: what a student calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mpkit.classroom.catalogue import families, find, of_family
+from mpkit.classroom.judge import Checked, judge
+from mpkit.classroom.overview import Overview
+from mpkit.classroom.progress import Progress
+from mpkit.classroom.room import Answer, Room, shared_room
+from mpkit.cluster import Cluster
+
+__all__ = ["check", "progress"]
+
+
+def check(name: str, answer: Any, *, cluster: Cluster | None = None) -> Checked:
+    """Check an answer to an exercise, on real ranks, with inputs that you have not seen.
+
+    The first check in a notebook takes a few seconds longer: a helper process imports torch, and stays for the next.
+
+    >>> import mpkit as mk
+    >>> from mpkit.classroom.exercises.ranks.pass_the_token import pass_the_token
+    >>> mk.check("pass-the-token", pass_the_token).passed
+    True
+
+    Args:
+        name: of the exercise, as its notebook has it; `mk.progress()` lists all.
+        answer: what the exercise asks for: a function, a class, a schedule, values.
+        cluster: whose helper process to use; None: one that all checks share.
+
+    Returns:
+        What was found. A wrong answer is no exception: it comes with a hint, more specific each time.
+
+    Raises:
+        ValueError: there is no such exercise, or the answer cannot be sent to ranks.
+    """
+    entry = find(name)
+    packed = Answer.of(answer)
+    done = Progress.read()
+    before = done.done.get(name)
+    room = shared_room() if cluster is None else Room(cluster)
+    checked = judge(entry, packed, room, before.failures if before else 0)
+    done.after(name, checked.passed).write()
+    return checked
+
+
+def progress(folder: str | Path | None = None) -> Overview:
+    """Which exercises there are, and which of them you have solved.
+
+    Args:
+        folder: of the notebooks, where the file with your progress is; None: the current one.
+    """
+    done = Progress.read(Path(folder) if folder is not None else None).done
+    return Overview(
+        tuple(
+            (package.TITLE, tuple(of_family(package.__name__.rsplit(".", 1)[1]))) for package in families()
+        ),
+        done,
+    )

@@ -1,0 +1,78 @@
+"""GPipe.
+
+Write GPipe's schedule: with p stages, one a rank, and m micro-batches, every rank does all forwards, then all
+backwards. A row of the schedule is what a rank does, in order: `"F0 F1 B0 B1"` are the forwards of micro-batches 0 and
+1, then their backwards.
+
+The bubble has to be (p-1)/(m+p-1), the share of the step that a rank is idle. Your schedule is simulated, and then
+trains a model on real processes.
+
+Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019.
+"""
+
+from __future__ import annotations
+
+from mpkit.classroom.exercise import Budget, Case, Mistake
+from mpkit.classroom.schedules import Schedules, bubble
+
+
+# %% answer
+def gpipe(p: int, m: int) -> list[str]:
+    """GPipe's schedule: a row of text for each of p ranks, for m micro-batches."""
+    ### BEGIN SOLUTION
+    forwards = [f"F{i}" for i in range(m)]
+    backwards = [f"B{i}" for i in range(m)]
+    return [" ".join(forwards + backwards)] * p
+    ### END SOLUTION
+
+
+# %% checks
+EXERCISE = Schedules(
+    solution=gpipe,
+    cases=(Case(2, 1, {"microbatches": 2}), Case(3, 2, {"microbatches": 4}), Case(4, 3, {"microbatches": 8})),
+    budgets=(
+        Budget("bubble", bubble, lambda case: (case.ranks - 1) / (case["microbatches"] + case.ranks - 1)),
+    ),
+    after="01-pipeline-bubbles",
+    place=30,
+    start='A row is text: `"F0 B0"` does one forward and its backward. Write the row of one rank first, for m '
+    "micro-batches; how do the rows of the others differ?",
+    mistakes=(
+        Mistake(
+            "one-at-a-time",
+            (
+                "Look at the timeline: how many ranks work at the same time?",
+                "A rank that does a backward right after its forward waits until the micro-batch has gone all the way "
+                "down and up again. All forwards first.",
+            ),
+            [('" ".join(forwards + backwards)', '" ".join(f"F{i} B{i}" for i in range(m))')],
+        ),
+        Mistake(
+            "forgets-the-last-micro-batch",
+            (
+                "Count the forwards in a row.",
+                "There are m micro-batches, 0 to m-1: `range(m)`.",
+            ),
+            [("range(m)", "range(m - 1)")],
+            when=lambda seen: "micro-batches, and asked for were" in seen.error,
+        ),
+        Mistake(
+            "backwards-on-rank-0-first",
+            (
+                "The arrow shows the first step that cannot be done. What does it wait for?",
+                "The gradient comes from the last stage: its backward of a micro-batch is the first. If ranks take "
+                "backwards in different orders, each waits for the other.",
+            ),
+            """
+            def gpipe(p: int, m: int) -> list[str]:
+                rows = []
+                for rank in range(p):
+                    order = range(m) if rank % 2 else reversed(range(m))
+                    rows.append(" ".join([f"B{i}" for i in order] + [f"F{i}" for i in range(m)]))
+                return rows
+            """,
+            when=lambda seen: seen.error,
+        ),
+    ),
+    otherwise=("Draw it: `print(mk.Schedule(gpipe, p=3, m=4))` shows the rows on a grid.",),
+)

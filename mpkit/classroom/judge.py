@@ -1,0 +1,155 @@
+"""From an answer to a verdict.
+
+examine   the exercise's own checks, up to the first that fails
+tell      which mistake that is: the first whose signs are there
+hint      the next one of that mistake, by how often the student has failed
+show      the answer's timeline beside the solution's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mpkit.classroom.catalogue import Entry
+from mpkit.classroom.exercise import Exercise, Mistake, Row
+from mpkit.classroom.lesson import lesson
+from mpkit.classroom.room import Answer, Room
+from mpkit.classroom.seen import Seen
+from mpkit.classroom.source import run_cell
+from mpkit.errors import MpkitError
+from mpkit.trace import Lane
+
+if TYPE_CHECKING:
+    from mpkit.timeline import Timeline
+
+__all__ = ["Checked", "NotSolved", "judge"]
+
+
+class NotSolved(MpkitError):
+    """An answer that was required to be right, and is not."""
+
+
+@dataclass(frozen=True, repr=False)
+class Checked:
+    """What `mk.check` found: prints as text, shows itself as a table and a picture in a notebook.
+
+    Attributes:
+        name: of the exercise.
+        title: in words.
+        rows: what was checked, up to the first that failed.
+        passed: whether all is right.
+        mistake: the name of the mistake that shows; "" if none is known, or the answer is right.
+        lesson: what happened on the ranks, where they hang or failed: paragraphs.
+        hint: one, for who has not solved it.
+        tries: how often this exercise was checked, this time included.
+        printed: what the ranks printed in the last case.
+        timelines: "yours" and "target", where there is something to see.
+    """
+
+    name: str
+    title: str
+    rows: tuple[Row, ...]
+    passed: bool
+    mistake: str = ""
+    lesson: tuple[str, ...] = ()
+    hint: str = ""
+    tries: int = 1
+    printed: tuple[str, ...] = ()
+    timelines: dict[str, Timeline] | None = None
+
+    def require(self) -> Checked:
+        """This, if the answer is right.
+
+        Raises:
+            NotSolved: it is not; with the table and the hint.
+        """
+        if not self.passed:
+            raise NotSolved(str(self))
+        return self
+
+    def __str__(self) -> str:
+        from mpkit.views.checked_text import checked_text
+
+        return checked_text(self)
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from mpkit.views.checked_html import checked_html
+
+        return {"text/html": checked_html(self), "text/plain": str(self)}
+
+
+def judge(entry: Entry, answer: Answer, room: Room, failures: int = 0, *, draw: bool = True) -> Checked:
+    """Examine an answer.
+
+    Args:
+        entry: the exercise.
+        answer: packed.
+        room: where to run it.
+        failures: how often the student has failed before: hints get more specific.
+        draw: run the solution as well, and put both on the clock.
+    """
+    exercise = entry.exercise
+    # ---- examine
+    rows = tuple(exercise.examine(answer, room))
+    assert rows, f"{entry.name} checks nothing"
+    last = next((row for row in rows if not row.ok), rows[-1])
+    passed = last.ok
+    # ---- tell
+    mistake, hints = ("", ()) if passed else tell(entry, last.seen, room)
+    # ---- hint
+    hint = hints[min(failures, len(hints) - 1)] if hints else ""
+    # ---- show
+    timelines = _timelines(exercise, last, room) if draw else None
+    seen = last.seen
+    return Checked(
+        entry.name, entry.source.title, rows, passed, mistake,
+        tuple(lesson(seen)) if seen and not passed else (), hint, failures + 1,
+        tuple(seen.printed) if seen else (), timelines,
+    )  # fmt: skip
+
+
+def tell(entry: Entry, seen: Seen | None, room: Room) -> tuple[str, Sequence[str]]:
+    """The name of the mistake that shows, and its hints."""
+    exercise = entry.exercise
+    if seen is not None:
+        if "NotImplementedError" in seen.error:
+            return "not-written", (exercise.start,)
+        for mistake in exercise.mistakes:
+            if _shows(entry, mistake, seen, room):
+                return mistake.name, mistake.hints
+    return "", exercise.otherwise
+
+
+def _shows(entry: Entry, mistake: Mistake, seen: Seen, room: Room) -> bool:
+    if mistake.when is None:
+        wrong = run_cell(
+            entry.source.wrong(mistake), entry.exercise.name_of_answer, mistake.name, entry.source.given
+        )
+        other = entry.exercise.again(Answer.of(wrong), seen, room) if seen.finished else None
+        return other is not None and entry.exercise.alike(seen, other)
+    try:
+        return bool(mistake.when(seen))
+    except Exception:  # results of a shape that nobody thought of: not this mistake
+        return False
+
+
+def _timelines(exercise: Exercise, row: Row, room: Room) -> dict[str, Timeline] | None:
+    """Of the case that was seen last, beside the solution's; None where neither communicates."""
+    seen = row.seen
+    if seen is None or seen.trace is None:
+        return None
+    target = exercise.again(Answer.of(exercise.solution), seen, room)
+    found = {"yours": seen, "target": target}
+    shown = {name: one.timeline for name, one in found.items() if one is not None and _drawable(one)}
+    return shown or None
+
+
+def _drawable(seen: Seen) -> bool:
+    """Whether ranks did anything that has a place on a clock."""
+    if seen.schedule is not None:
+        return True
+    return seen.trace is not None and any((rank.ops["lane"] == Lane.COMM).any() for rank in seen.trace.ranks)

@@ -1,0 +1,56 @@
+"""A failure on ranks, as a lesson: what a student is told before any hint of the exercise's own.
+
+hang     from the launcher's report: the rule of communication that was broken
+error    the student's own line, without what is inside of torch and the kit
+"""
+
+from __future__ import annotations
+
+import re
+
+from mpkit.classroom.seen import Seen
+
+__all__ = ["lesson"]
+
+RULES = (
+    (
+        r"call different collectives",
+        "All ranks of a group call the same collectives in the same order. Here two ranks met in different ones: "
+        "both wait for ever.",
+    ),
+    (
+        r"never came to (\w+)",
+        "A collective is complete only when every rank of its group has called it, as often as the others. Look for "
+        "the branch, or the loop, that keeps a rank from calling it.",
+    ),
+    (
+        r"never sent it",
+        "A receive waits until the other rank sends, with the same tag, and as often. Either that send is missing, or "
+        "the sender waits for something itself, before it comes to it.",
+    ),
+    (
+        r"never received it",
+        "A send is complete only when the other rank receives (no buffer in between is promised). If two ranks first "
+        "send to each other and then receive, both wait for ever: let one receive first, or start the sends with "
+        "isend and wait for them after the receives.",
+    ),
+    (
+        r"is not waiting",
+        "A rank was still busy when the time was up: an endless loop, most likely. The report shows the line.",
+    ),
+)
+
+
+def lesson(seen: Seen) -> list[str]:
+    """Paragraphs: what happened, and the rule behind it; none where ranks came to an end.
+
+    >>> from mpkit.classroom.exercise import Case
+    >>> lesson(Seen(Case(2), error="rank 1: ValueError: too many", where="line 3 of the cell, in f: g()"))
+    ['rank 1: ValueError: too many', 'It comes from line 3 of the cell, in f: g()']
+    """
+    if seen.hang:
+        rule = next((words for pattern, words in RULES if re.search(pattern, seen.hang)), "")
+        return [seen.hang, *([rule] if rule else [])]
+    if seen.error:
+        return [seen.error, *([f"It comes from {seen.where}"] if seen.where else [])]
+    return []

@@ -1,0 +1,57 @@
+"""All exercises, and how far a student is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from mpkit.classroom.catalogue import Entry
+from mpkit.classroom.progress import Done
+
+__all__ = ["Overview"]
+
+
+@dataclass(frozen=True, repr=False)
+class Overview:
+    """Prints as a list, and shows itself as one in a notebook.
+
+    Attributes:
+        families: title and exercises of each.
+        done: what the student's file says, by exercise.
+    """
+
+    families: tuple[tuple[str, tuple[Entry, ...]], ...]
+    done: Mapping[str, Done]
+
+    def __str__(self) -> str:
+        return "\n\n".join(
+            "\n".join([self._head(title, entries), *(f"  {self._mark(e)} {e.name}" for e in entries)])
+            for title, entries in self.families
+        )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        parts = []
+        for title, entries in self.families:
+            names = "".join(
+                f"<li>{self._mark(e)} <code>{e.name}</code> {escape(e.source.title)}</li>" for e in entries
+            )
+            parts.append(
+                f"<details open><summary><b>{escape(self._head(title, entries))}</b></summary>"
+                f'<ul style="list-style:none;padding-left:1em;margin:4px 0 12px">{names}</ul></details>'
+            )
+        return "".join(parts)
+
+    def _head(self, title: str, entries: tuple[Entry, ...]) -> str:
+        solved = sum(self._done(entry).passed for entry in entries)
+        return f"{title}: {solved} of {len(entries)}"
+
+    def _mark(self, entry: Entry) -> str:
+        one = self._done(entry)
+        return "✔" if one.passed else "✗" if one.tries else "·"
+
+    def _done(self, entry: Entry) -> Any:
+        return self.done.get(entry.name, Done())

@@ -1,0 +1,174 @@
+"""Exercises whose answer is a pipeline schedule: a function of (p, m), or what else `mk.Schedule` is made from.
+
+For each case:
+
+    read       the answer's rows, on a rank
+    validate   it does every forward and backward, in an order that can finish, and within the cap on memory
+    budgets    on the simulated clock
+    train      a model is trained with it, on real ranks, and the losses are serial training's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.classroom.equal import difference, spell
+from mpkit.classroom.exercise import Budget, Case, Exercise, Row
+from mpkit.classroom.room import Answer, Room
+from mpkit.classroom.seen import Seen
+from mpkit.errors import RankFailed
+from mpkit.plan import Plan
+from mpkit.schedule import Schedule
+from mpkit.simulation import simulate
+
+if TYPE_CHECKING:
+    from mpkit.launch.context import Context
+
+__all__ = ["Schedules", "bubble", "live"]
+
+STEPS = 2
+
+
+def bubble(seen: Seen) -> float:
+    """The idle share of the step."""
+    return seen.timeline.bubble
+
+
+def live(seen: Seen) -> float:
+    """The most micro-batches that a rank holds the activations of."""
+    assert seen.schedule is not None
+    return max(seen.schedule.peak_live)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedules(Exercise):
+    """An exercise whose answer is a schedule.
+
+    Attributes:
+        cases: with the size "microbatches"; ranks are the stages' holders: p.
+        budgets: `bubble`, `live`, `measures.makespan`.
+        max_live: max_live(case): the most live micro-batches a rank may have; None: no cap.
+        times: of `simulate`: forward, input_grad, weight_grad, hop.
+    """
+
+    cases: Sequence[Case]
+    budgets: Sequence[Budget] = ()
+    max_live: Callable[[Case], float] | None = None
+    times: dict[str, Any] = field(default_factory=dict)
+
+    def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
+        """Case by case."""
+        for case in self.cases:
+            # ---- read, validate
+            seen = self._seen(answer, case, room)
+            what = f"a schedule that can run, on {case}"
+            if seen.schedule is None:
+                yield Row(
+                    what,
+                    "rows for every rank",
+                    seen.error.partition("\n")[0] or "the answer hangs",
+                    False,
+                    seen,
+                )
+                return
+            yield Row(what, "every F and B, once", f"{sum(map(len, seen.schedule.rows))} actions", True, seen)
+            # ---- budgets
+            rows = [budget.row(seen) for budget in self.budgets]
+            yield from rows
+            if not all(row.ok for row in rows):
+                return
+            # ---- train
+            row = _trained(seen, room)
+            yield row
+            if not row.ok:
+                return
+
+    def again(self, answer: Answer, seen: Seen, room: Room) -> Seen:
+        """The same case once more."""
+        return replace(self._seen(answer, seen.case, room), budget=seen.budget)
+
+    def _seen(self, answer: Answer, case: Case, room: Room) -> Seen:
+        read = room.play(_rows, answer, replace(case, ranks=1, sizes={**case.sizes, "stages": case.ranks}))
+        read = replace(read, case=case, expected=[None])
+        if read.got is None:
+            return read
+        try:
+            schedule = Schedule(read.got[0], name="yours")
+            _right_size(schedule, case)
+            schedule.validate(max_live=self.max_live(case) if self.max_live else None)
+        except ValueError as error:
+            return replace(read, error=str(error), got=None)
+        return replace(read, schedule=schedule, simulated=simulate(schedule, **self.times))
+
+
+def _right_size(schedule: Schedule, case: Case) -> None:
+    if (schedule.ranks, schedule.microbatches) != (case.ranks, case["microbatches"]):
+        raise ValueError(
+            f"the schedule is for {schedule.ranks} ranks and {schedule.microbatches} micro-batches, and asked for were "
+            f"{case.ranks} ranks and {case['microbatches']} micro-batches"
+        )
+
+
+def _rows(ctx: Context, answer: Any, case: Case) -> list[str]:
+    """What the answer says, a line a rank."""
+    if callable(answer):
+        schedule = Schedule(answer, p=case["stages"], m=case["microbatches"])
+    else:
+        schedule = Schedule(answer)
+    return [" ".join(map(str, row)) for row in schedule.rows]
+
+
+def _trained(seen: Seen, room: Room) -> Row:
+    """A small model, trained with the schedule."""
+    schedule = seen.schedule
+    assert schedule is not None
+    model = mlp(schedule.stages, seen.case.seed)
+    x, y = torch.randn(2, 2 * schedule.microbatches, 6, generator=seen.case.generator(), dtype=torch.float64)
+    expected = serial_losses(model, x, y)
+    what = f"losses of {STEPS} steps on {seen.case}"
+    try:
+        run = room.cluster(seen.case.ranks).train(
+            model, [(x, y)], Plan.from_schedule(schedule), loss=nn.functional.mse_loss, optimizer=sgd, steps=STEPS,
+            show=False,
+        )  # fmt: skip
+        losses = run.wait().losses
+    except (RankFailed, ValueError) as error:
+        return Row(what, spell(expected), str(error), False, replace(seen, error=str(error)))
+    wrong = difference(expected, losses)
+    return Row(what, spell(expected), wrong or "equal to serial training's", wrong is None, seen)
+
+
+def mlp(layers: int, seed: int) -> nn.Sequential:
+    """A chain of so many layers of width 6, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    chain = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(layers))).double()
+    with torch.no_grad():
+        for parameter in chain.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+    return chain
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Plain, with a rate that shows a wrong gradient at once."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def serial_losses(model: nn.Module, x: Tensor, y: Tensor) -> list[float]:
+    """What serial training on one device gives; the model is left as it is."""
+    import copy
+
+    model = copy.deepcopy(model)
+    optimizer = sgd(model.parameters())
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,103 @@
+"""The parts of an exercise's file.
+
+text       the module's docstring, Markdown
+given      between `# %% given` and `# %% answer`: code that students get, if there is any
+solution   between `# %% answer` and `# %% checks`, as it stands, with its markers
+stub       the same, without what is between the markers
+wrong      the same, with a mistake
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import re
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from mpkit.classroom.exercise import Mistake
+
+__all__ = ["BEGIN", "END", "Source", "run_cell"]
+
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+"""nbgrader's own markers."""
+
+IMPORTS = """\
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+"""
+"""What the first cell of every exercise notebook has; cells of an exercise use nothing else."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An exercise's file, in its parts.
+
+    Attributes:
+        title: the first line of the docstring.
+        text: the rest of it.
+        given, solution: code.
+    """
+
+    title: str
+    text: str
+    given: str
+    solution: str
+
+    @classmethod
+    def of(cls, module: ModuleType) -> Source:
+        """Read it."""
+        title, _, text = inspect.cleandoc(module.__doc__ or "").partition("\n")
+        code = inspect.getsource(module)
+        found = re.search(r"^# %% given\n(.*?)(?=^# %%)", code, re.S | re.M)
+        answer = re.search(r"^# %% answer\n(.*?)^# %% checks", code, re.S | re.M)
+        assert answer is not None, f"{module.__name__} has no part between '# %% answer' and '# %% checks'"
+        given = found.group(1).strip() if found else ""
+        return cls(title.rstrip("."), text.strip(), given, answer.group(1).strip() + "\n")
+
+    @property
+    def plain(self) -> str:
+        """The solution, without its markers."""
+        return re.sub(rf"^ *({BEGIN}|{END})\n", "", self.solution, flags=re.M)
+
+    @property
+    def stub(self) -> str:
+        """The student's cell: each solution is left out, and what follows `# instead:` in it is there in its place."""
+
+        def left(found: re.Match[str]) -> str:
+            indent, inside = found.group(1), found.group(2)
+            instead = re.findall(rf"^{indent}# instead: ?(.*)\n", inside, re.M)
+            lines = instead or ['raise NotImplementedError("your turn")']
+            return "".join(f"{indent}{line}\n" if line else "\n" for line in lines)
+
+        return re.sub(rf"^( *){BEGIN}\n(.*?)^ *{END}\n", left, self.solution, flags=re.S | re.M)
+
+    def wrong(self, mistake: Mistake) -> str:
+        """The solution with that mistake."""
+        if isinstance(mistake.wrong, str):
+            return inspect.cleandoc(mistake.wrong) + "\n"
+        code = self.plain
+        for old, new in mistake.wrong:
+            assert old in code, f"the mistake {mistake.name!r} replaces {old!r}, which is not in the solution"
+            code = code.replace(old, new)
+        return code
+
+
+def run_cell(code: str, name: str, label: str = "answer", given: str = "") -> Any:
+    """What a cell of that code defines under a name, as a notebook would: it goes to ranks by value.
+
+    Args:
+        code: of the cell.
+        label: of the cell, in tracebacks.
+        given: what the exercise gives, run before it, after the imports that every notebook has.
+    """
+    filename = f"<{label}>"
+    linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(IMPORTS + given, "<given>", "exec"), space)
+    exec(compile(code, filename, "exec"), space)
+    return space[name]

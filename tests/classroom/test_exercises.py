@@ -1,0 +1,62 @@
+"""Every exercise does what it promises: its solution passes, its stub is told so, each wrong answer gets its hint."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpkit.classroom.catalogue import Entry, families, of_family
+from mpkit.classroom.judge import judge
+from mpkit.classroom.room import Answer, Room
+from mpkit.classroom.source import run_cell
+
+ENTRIES = [entry for package in families() for entry in of_family(package.__name__.rsplit(".", 1)[1])]
+MISTAKES = [(entry, mistake) for entry in ENTRIES for mistake in entry.exercise.mistakes]
+
+
+@pytest.fixture(scope="module")
+def room() -> Room:
+    return Room()
+
+
+def answer(entry: Entry, code: str, label: str) -> Answer:
+    """What a cell of that code hands in."""
+    name = entry.exercise.name_of_answer
+    return Answer.of(run_cell(code, name, f"{entry.name} {label}", entry.source.given))
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_the_solution_passes(room: Room, entry: Entry) -> None:
+    checked = judge(entry, answer(entry, entry.source.solution, "solution"), room)
+    assert checked.passed, str(checked)
+    assert checked.hint == ""
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_the_stub_gets_the_first_hint(room: Room, entry: Entry) -> None:
+    assert entry.source.stub != entry.source.plain, "nothing is left for the student to write"
+    checked = judge(entry, answer(entry, entry.source.stub, "stub"), room, draw=False)
+    assert not checked.passed
+    assert checked.hint
+    said = str(checked)
+    assert "Traceback" not in said
+    assert "mpkit/" not in said and "site-packages" not in said, "nothing from inside of the kit"
+
+
+@pytest.mark.parametrize("entry, mistake", MISTAKES, ids=lambda one: one.name)
+def test_a_wrong_answer_gets_its_hint(room: Room, entry: Entry, mistake: object) -> None:
+    code = entry.source.wrong(mistake)
+    wrong = answer(entry, code, mistake.name)
+    assert code != entry.source.plain
+    checked = judge(entry, wrong, room)
+    assert not checked.passed, f"{mistake.name} is not caught"
+    assert checked.mistake == mistake.name, str(checked)
+    assert checked.hint == mistake.hints[0]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_an_exercise_is_whole(entry: Entry) -> None:
+    exercise = entry.exercise
+    assert len(exercise.mistakes) >= 3
+    assert len({mistake.name for mistake in exercise.mistakes}) == len(exercise.mistakes)
+    assert all(len(mistake.hints) >= 2 for mistake in exercise.mistakes), "hints get more specific each time"
+    assert exercise.start and exercise.otherwise and entry.source.title and entry.source.text
