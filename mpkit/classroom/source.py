@@ -61,8 +61,13 @@ class Source:
 
     @property
     def plain(self) -> str:
-        """The solution, without its markers."""
-        return re.sub(rf"^ *({BEGIN}|{END})\n", "", self.solution, flags=re.M)
+        """The solution, without its markers and what is instead of it."""
+        return re.sub(rf"^ *({BEGIN}|{END}|# instead:.*)\n", "", self.solution, flags=re.M)
+
+    @property
+    def has_instead(self) -> bool:
+        """Whether the stub is more than an error: a program to mend, or values to fill in."""
+        return bool(re.search(r"^ *# instead:", self.solution, re.M))
 
     @property
     def stub(self) -> str:
