@@ -50,8 +50,10 @@ class OnRanks(Exercise):
             yield row
             if not row.ok:
                 return
-            for budget in self.budgets:
-                yield budget.row(seen)
+            rows = [budget.row(seen) for budget in self.budgets]
+            yield from rows
+            if not all(row.ok for row in rows):
+                return
 
     def again(self, answer: Answer, seen: Seen, room: Room) -> Seen:
         """The same case once more."""
