@@ -103,12 +103,16 @@ def spell(value: Any, most: int = 4) -> str:
         )
     if isinstance(value, list | tuple):
         inside = ", ".join(spell(each) for each in value[:most])
-        return f"[{inside}{', ...' if len(value) > most else ''}]"
+        return _cut(f"[{inside}{', ...' if len(value) > most else ''}]")
     if isinstance(value, dict):
         pairs = list(value.items())
         inside = ", ".join(f"{key}: {spell(each)}" for key, each in pairs[:most])
-        return f"{{{inside}{', ...' if len(pairs) > most else ''}}}"
-    text = f"{value:.5g}" if isinstance(value, float) else repr(value)
+        return _cut(f"{{{inside}{', ...' if len(pairs) > most else ''}}}")
+    return _cut(f"{value:.5g}" if isinstance(value, float) else repr(value))
+
+
+def _cut(text: str) -> str:
+    """To what a table's cell can hold."""
     return text if len(text) < 60 else text[:57] + "..."
 
 
