@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from mpkit.classroom.seen import Seen
+from mpkit.devices import wire_factor
 from mpkit.trace import CATEGORIES, Kind, Lane
 
-__all__ = ["calls", "collectives", "makespan", "messages", "payload", "peak", "sent"]
+__all__ = ["calls", "collectives", "copied", "makespan", "messages", "payload", "peak", "ring", "sent"]
 
 
 def sent(seen: Seen) -> float:
@@ -43,9 +44,28 @@ def peak(*categories: str) -> Callable[[Seen], float]:
     chosen = categories or CATEGORIES
 
     def of(seen: Seen) -> float:
+        if seen.simulated is None and seen.trace is not None:  # the very bytes, change by change
+            return float(max(_most_held(rank.memory, chosen) for rank in seen.trace.ranks))
         return float(max(sum(held[category] for category in chosen) for held in seen.timeline.peak_memory))
 
     return of
+
+
+def ring(seen: Seen) -> float:
+    """Bytes that the busiest rank sends for its collectives, each done on a ring: an all-reduce counts twice."""
+    assert seen.trace is not None, "nothing was recorded"
+    return max(
+        sum(
+            float(op["bytes"]) * wire_factor(int(op["kind"]), rank.name(int(op["group"])).count(",") + 1)
+            for op in rank.ops[_collective(rank.ops)]
+        )
+        for rank in seen.trace.ranks
+    )
+
+
+def copied(kind: Kind) -> Callable[[Seen], float]:
+    """Bytes that the busiest rank copies between device and host, one way."""
+    return lambda seen: _most(seen, lambda ops: ops["bytes"][ops["kind"] == kind].sum())
 
 
 def makespan(seen: Seen) -> float:
@@ -55,6 +75,12 @@ def makespan(seen: Seen) -> float:
 
 def _collective(ops: Any) -> Any:
     return (ops["lane"] == Lane.COMM) & ~np.isin(ops["kind"], (Kind.SEND, Kind.RECV, Kind.BARRIER))
+
+
+def _most_held(memory: Any, categories: tuple[str, ...]) -> int:
+    numbers = [CATEGORIES.index(category) for category in categories]
+    held = np.cumsum(memory["delta"][np.isin(memory["category"], numbers)])
+    return int(held.max(initial=0))
 
 
 def _most(seen: Seen, of: Callable[[Any], Any]) -> float:

@@ -1,0 +1,197 @@
+"""ZeRO-1: shard the optimizer states.
+
+In plain data parallelism every rank holds Adam's two means of every parameter, and all hold the same ones. Let each
+rank hold an n-th of them, and step the parameters that belong to these:
+
+    backward         every rank has gradients of all parameters, of its own batch
+    reduce-scatter   rank r gets the mean gradient of its own n-th, and of no more
+    step             rank r updates its own n-th
+    all-gather       everybody gets everybody's
+
+`flat` puts all parameters (or gradients) one after the other into one tensor, with zeros at its end so that n divides
+it; `unflat` copies such a tensor back into the parameters. The n-th of rank r is `whole.chunk(n)[r]`.
+
+Your ranks have to end with the parameters of serial training on the batches of all ranks together. Budget: Adam's
+states of an n-th of the parameters, two collectives a step, and no more bytes than an all-reduce of the gradients
+sends: 2ψ(n-1)/n numbers a rank.
+
+Source: Rajbhandari et al., SC 2020, section 5.1 (P_os).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.classroom.exercise import Budget, Case, Mistake
+from mpkit.classroom.measures import collectives, peak, ring
+from mpkit.classroom.memory import Memory
+from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.training import adam, batches, network, parameters, trained, whole_batches
+
+
+# %% given
+def flat(tensors: Iterable[Tensor], n: int) -> Tensor:
+    """All of them, one after the other, and zeros until n divides the length."""
+    whole = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return F.pad(whole, (0, -len(whole) % n))
+
+
+def unflat(whole: Tensor, tensors: Iterable[Tensor]) -> None:
+    """Copy what `flat` put together back into the tensors."""
+    first = 0
+    for tensor in tensors:
+        tensor.detach().copy_(whole[first : first + tensor.numel()].view_as(tensor))
+        first += tensor.numel()
+
+
+# %% answer
+def zero_1(
+    ctx: mk.Context,
+    model: nn.Module,
+    batches: list[tuple[Tensor, Tensor]],
+    make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
+) -> None:
+    """Train `model`, which is the same on every rank, in place: one step a batch, with the loss `F.mse_loss`.
+
+    batches: (x, y) of this rank; the batch of a step is that of all ranks, of which each has as many samples.
+    make_optimizer: such as `make_optimizer([shard])`; it makes an Adam.
+    """
+    ### BEGIN SOLUTION
+    n = ctx.world_size
+    weights = list(model.parameters())
+    shard = flat(weights, n).chunk(n)[ctx.rank].clone()
+    optimizer = make_optimizer([shard])
+    for x, y in batches:
+        F.mse_loss(model(x), y).backward()
+        grads = flat([weight.grad for weight in weights if weight.grad is not None], n)
+        shard.grad = ctx.comm.reduce_scatter(grads) / n
+        optimizer.step()
+        unflat(ctx.comm.all_gather(shard), weights)
+        model.zero_grad()
+    ### END SOLUTION
+
+
+# %% checks
+WIDTHS = (5, 9, 8, 3)
+STEPS, ROWS = 3, 2
+OPTIMIZER = "bytes of optimizer states"
+SENT = "bytes that a rank sends, on a ring"
+
+
+def play(ctx: mk.Context, answer: object, case: Case) -> object:
+    """The model's parameters, once the answer has trained it."""
+    assert callable(answer)
+    model = network(case, *WIDTHS)
+    mine = batches(case, ctx.rank, STEPS, ROWS, WIDTHS[0], WIDTHS[-1])
+    with Memory(ctx, model.parameters()):
+        answer(ctx, model, mine, adam)
+    return parameters(model)
+
+
+def expected(case: Case) -> list[list[Tensor]]:
+    """What serial training gives."""
+    model = network(case, *WIDTHS)
+    return [trained(model, whole_batches(case, STEPS, ROWS, WIDTHS[0], WIDTHS[-1]))] * case.ranks
+
+
+def shard_bytes(case: Case) -> int:
+    """Of one rank's n-th of the parameters."""
+    psi = sum(weight.numel() for weight in network(case, *WIDTHS).parameters())
+    return -(-psi // case.ranks) * 8
+
+
+EXERCISE = OnRanks(
+    solution=zero_1,
+    cases=(Case(2, seed=11), Case(3, seed=12), Case(4, seed=13)),
+    play=play,
+    expected=expected,
+    result=f"the parameters after {STEPS} steps",
+    budgets=(
+        Budget(OPTIMIZER, peak("optimizer"), lambda case: 2 * shard_bytes(case), "bytes"),
+        Budget("collectives", collectives, 2 * STEPS),
+        Budget(SENT, ring, lambda case: STEPS * 2 * (case.ranks - 1) * shard_bytes(case), "bytes"),
+    ),
+    after="03-zero",
+    place=20,
+    start="Before the loop: put all parameters into one tensor with `flat`, take a copy of your n-th of it (your "
+    "shard), and make an optimizer of that alone. In the loop there are four lines, one for each line of the "
+    "drawing.",
+    mistakes=(
+        Mistake(
+            "whole-optimizer",
+            (
+                "The parameters are right. What does every rank's Adam hold two means of?",
+                "An optimizer holds states of all that it is given. Give it this rank's shard, and nothing else.",
+                "`optimizer = make_optimizer([shard])`, with `shard = flat(weights, n).chunk(n)[ctx.rank].clone()`.",
+            ),
+            [
+                (".chunk(n)[ctx.rank].clone()", ""),
+                ("ctx.comm.reduce_scatter(grads) / n", 'ctx.comm.all_reduce(grads, op="mean")'),
+                ("unflat(ctx.comm.all_gather(shard), weights)", "unflat(shard, weights)"),
+            ],
+            when=lambda seen: seen.budget == OPTIMIZER,
+        ),
+        Mistake(
+            "all-reduces-the-gradients",
+            (
+                "Which of the gradients that a rank receives does it use?",
+                "An all-reduce is a reduce-scatter and an all-gather, so you pay for three halves of it. A rank "
+                "needs the sum of its own n-th only.",
+                "`ctx.comm.reduce_scatter(grads)` gives just that n-th.",
+            ),
+            [("ctx.comm.reduce_scatter(grads) / n", "ctx.comm.all_reduce(grads).chunk(n)[ctx.rank] / n")],
+            when=lambda seen: seen.budget == SENT,
+        ),
+        Mistake(
+            "summed-not-averaged",
+            (
+                "A reduce-scatter adds up. The loss of serial training is the mean over how many samples?",
+                "Each rank's gradient is that of a mean over its own samples. Of n such gradients the batch's is the "
+                "mean, not the sum: divide by n.",
+            ),
+            [("reduce_scatter(grads) / n", "reduce_scatter(grads)")],
+        ),
+        Mistake(
+            "no-all-gather",
+            (
+                "Compare the parameters on two ranks after a step. Who has updated which?",
+                "A rank updates its n-th only. The others' it has to be given, before the next forward.",
+                "After the step: `unflat(ctx.comm.all_gather(shard), weights)`.",
+            ),
+            [
+                (
+                    "unflat(ctx.comm.all_gather(shard), weights)",
+                    "whole = list(flat(weights, n).chunk(n))\n        whole[ctx.rank] = shard\n"
+                    "        unflat(torch.cat(whole), weights)",
+                )
+            ],
+        ),
+        Mistake(
+            "gradients-pile-up",
+            (
+                "The first step is right. What is in `weight.grad` before the second backward?",
+                "A backward adds to the gradients that are there. The optimizer knows only your shard, so nobody "
+                "else sets those of the model to zero: `model.zero_grad()`.",
+            ),
+            [("        model.zero_grad()\n", "")],
+        ),
+        Mistake(
+            "own-gradients-only",
+            (
+                "Of whose samples is the gradient that a rank steps with?",
+                "Each rank steps its n-th for all. So that n-th needs the gradient of all ranks' samples: a "
+                "reduce-scatter, before the step.",
+            ),
+            [("ctx.comm.reduce_scatter(grads) / n", "grads.chunk(n)[ctx.rank].clone()")],
+        ),
+    ),
+    otherwise=(
+        "Take one step on 2 ranks, and print on each its shard's gradient and the parameters afterwards.",
+        "Compare with one device: which of the four lines of the drawing gives something else?",
+    ),
+)
