@@ -1,4 +1,4 @@
-"""Exercises whose answer is a pipeline schedule: a function of (p, m), or what else `mk.Schedule` is made from.
+"""Exercises whose answer is a pipeline schedule: a function of (p, m, ...), or what else `mk.Schedule` is made from.
 
 For each case:
 
@@ -50,13 +50,16 @@ class Schedules(Exercise):
     """An exercise whose answer is a schedule.
 
     Attributes:
-        cases: with the size "microbatches"; ranks are the stages' holders: p.
+        cases: with the size "microbatches"; ranks are the stages' holders: p. With the size "virtual_stages", a rank
+            holds so many stages.
+        also: the sizes that an answer which is a function takes after p and m, such as ("virtual_stages",).
         budgets: `bubble`, `live`, `measures.makespan`.
         max_live: max_live(case): the most live micro-batches a rank may have; None: no cap.
         times: of `simulate`: forward, input_grad, weight_grad, hop.
     """
 
     cases: Sequence[Case]
+    also: Sequence[str] = ()
     budgets: Sequence[Budget] = ()
     max_live: Callable[[Case], float] | None = None
     times: dict[str, Any] = field(default_factory=dict)
@@ -93,7 +96,9 @@ class Schedules(Exercise):
         return replace(self._seen(answer, seen.case, room), budget=seen.budget)
 
     def _seen(self, answer: Answer, case: Case, room: Room) -> Seen:
-        read = room.play(_rows, answer, replace(case, ranks=1, sizes={**case.sizes, "stages": case.ranks}))
+        more = [case[name] for name in self.also]
+        asked = {**case.sizes, "stages": case.ranks, "more": more}
+        read = room.play(_rows, answer, replace(case, ranks=1, sizes=asked))
         read = replace(read, case=case, expected=[None])
         if read.got is None:
             return read
@@ -112,12 +117,17 @@ def _right_size(schedule: Schedule, case: Case) -> None:
             f"the schedule is for {schedule.ranks} ranks and {schedule.microbatches} micro-batches, and asked for were "
             f"{case.ranks} ranks and {case['microbatches']} micro-batches"
         )
+    stages = case.ranks * case.sizes.get("virtual_stages", 1)
+    if schedule.stages != stages:
+        raise ValueError(f"the schedule has {schedule.stages} stages, and asked for were {stages}")
 
 
 def _rows(ctx: Context, answer: Any, case: Case) -> list[str]:
     """What the answer says, a line a rank."""
     if callable(answer):
-        schedule = Schedule(answer, p=case["stages"], m=case["microbatches"])
+        schedule = Schedule(
+            lambda p, m: answer(p, m, *case["more"]), p=case["stages"], m=case["microbatches"]
+        )
     else:
         schedule = Schedule(answer)
     return [" ".join(map(str, row)) for row in schedule.rows]
