@@ -74,7 +74,8 @@ EXERCISE = OnRanks(
             "all-receive-first",
             (
                 "Every rank waits in a receive. Who is to send first?",
-                "The token starts on rank 0: that one has to send before it receives; the others the other way round.",
+                "The token starts on rank 0: that one has to send before it receives; the others the other way "
+                "round.",
                 "`if ctx.rank == 0:` send, then receive; `else:` receive, add, send.",
             ),
             """
@@ -85,6 +86,23 @@ EXERCISE = OnRanks(
                 return token
             """,
             when=lambda seen: "never sent it" in seen.hang,
+        ),
+        Mistake(
+            "all-send-first",
+            (
+                "Every rank waits in a send. Who is to receive?",
+                "A send is complete when the other side receives, and here nobody comes to it. Besides, only rank 0 "
+                "has the token in the beginning: what do the others send?",
+                "`if ctx.rank == 0:` send, then receive; `else:` receive, add, send.",
+            ),
+            """
+            def pass_the_token(ctx: mk.Context, token: Tensor) -> Tensor:
+                ctx.comm.send(token, (ctx.rank + 1) % ctx.world_size)
+                ctx.comm.recv(token, (ctx.rank - 1) % ctx.world_size)
+                token += ctx.rank
+                return token
+            """,
+            when=lambda seen: seen.hang and "has finished" not in seen.hang and "never sent" not in seen.hang,
         ),
         Mistake(
             "nobody-closes-the-ring",
@@ -107,6 +125,20 @@ EXERCISE = OnRanks(
                     "send(token, after)\n    return",
                     "send(token, after)\n        token += ctx.rank\n    return",
                 ),
+            ],
+        ),
+        Mistake(
+            "sends-its-own-number",
+            (
+                "Which number goes round, rank 0's, or each rank's own?",
+                "You receive into a buffer, and go on with this rank's own number. Only what has come is the token.",
+                "`ctx.comm.recv(token, before)` puts what comes into `token`; add to that.",
+            ),
+            [
+                (
+                    "ctx.comm.recv(token, before)\n        token +=",
+                    "ctx.comm.recv(token.clone(), before)\n        token +=",
+                )
             ],
         ),
         Mistake(
