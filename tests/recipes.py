@@ -14,8 +14,12 @@ __all__ = ["adamw", "huge_loss", "logits_loss", "sgd"]
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """With a rate at which three steps show."""
-    return torch.optim.AdamW(params, lr=1e-2)
+    """With a rate at which a few steps show.
+
+    Some gradients are zero but for rounding (of a bias before the normalisation of one number, say). Adam divides
+    a gradient by its own size plus eps: so eps is far above what rounding makes, 1e-16, and below what counts.
+    """
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-6)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 
-HOW: dict[str, Any] = {"loss": next_token_loss, "optimizer": adamw, "steps": 3, "max_grad_norm": 0.5}
+HOW: dict[str, Any] = {"loss": next_token_loss, "optimizer": adamw, "steps": 5, "max_grad_norm": 0.5}
 
 
 def tokens(batch: int, length: int, vocab: int) -> list[tuple[Tensor, Tensor]]:
@@ -231,7 +231,7 @@ def test_tied_weights_of_pipelines_with_replicas(train: Train, zero: int, traine
 ], ids=str)  # fmt: skip
 def test_in_single_precision_too(train: Train, plan: mk.Plan) -> None:
     torch.manual_seed(4)
-    how = {**HOW, "optimizer": sgd, "steps": 5}
+    how = {**HOW, "optimizer": sgd}
     check_equal(train, small_gpt().float(), tokens(6, 12, 33), plan, **how)
 
 
@@ -305,7 +305,7 @@ def test_a_recomputed_forward_draws_the_same_on_a_mesh(train: Train) -> None:
 
 
 def held_alike(ctx: Any, job: TrainJob) -> dict[str, Tensor]:
-    """After three steps, the parameters that are no shards."""
+    """After all steps, the parameters that are no shards."""
     training = Training(ctx, job)
     for step in range(job.steps):
         training.step(step)
