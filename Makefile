@@ -9,7 +9,7 @@ PY := .venv/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PYTHON CHROMIUM
 
-.PHONY: help setup demo lab test test-browser check format hooks bench clean distclean
+.PHONY: help setup demo lab test test-browser check format hooks exercises bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,9 @@ format: setup  ## let ruff mend and format what it can
 
 hooks: setup  ## check before every commit from now on
 	@$(PY) -m pre_commit install
+
+exercises: setup  ## write the exercises' notebooks anew, from mpkit/classroom/exercises
+	@$(PY) -m mpkit exercises notebooks/exercises
 
 bench: setup  ## measure, print a table, write benchmarks/results.json
 	@$(PY) -m benchmarks $(ARGS)

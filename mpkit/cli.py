@@ -1,10 +1,11 @@
-"""The command line: `python -m mpkit demo`."""
+"""The command line: `python -m mpkit demo`, `grade`, `exercises`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mpkit.errors import MpkitError
 
@@ -60,7 +61,37 @@ def _parser() -> argparse.ArgumentParser:
         "--plain", action="store_true", help="no live drawing (it is left out in a pipe anyway)"
     )
     demo.set_defaults(run=_demo)
+    _add_classroom(commands)
     return parser
+
+
+def _add_classroom(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    grade = commands.add_parser(
+        "grade",
+        help="grade the exercise notebooks of a class",
+        description="Runs each notebook below FOLDER (STUDENT.ipynb or STUDENT/NOTEBOOK.ipynb) in a process of its "
+        "own, checks its answers on ranks of their own, and writes a table of the class and a page with hints for "
+        "each student. A notebook runs with your rights: grade strangers' in a container.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    grade.add_argument("folder", type=Path, help="with the notebooks")
+    grade.add_argument("-o", "--output", type=Path, default=Path("grades.csv"), help="the table")
+    grade.add_argument("--pages", type=Path, help="folder of the students' pages; left out: beside the table")
+    grade.add_argument(
+        "--exercises", default="", help="names with commas between; left out: all of a notebook's families"
+    )
+    grade.add_argument("--seconds", type=float, default=60.0, help="that running a notebook may take")
+    grade.add_argument("--memory", type=float, default=4.0, help="GiB that a notebook may take")
+    grade.add_argument("--processes", type=int, default=40, help="that a notebook may run at a time")
+    grade.set_defaults(run=_grade)
+    write = commands.add_parser(
+        "exercises",
+        help="write the exercise notebooks",
+        description="Writes the exercises as notebooks: for students into FOLDER, solved into FOLDER/solved, and for "
+        "nbgrader into FOLDER/nbgrader/source.",
+    )
+    write.add_argument("folder", type=Path)
+    write.set_defaults(run=_exercises)
 
 
 def _demo(options: argparse.Namespace) -> None:
@@ -70,3 +101,26 @@ def _demo(options: argparse.Namespace) -> None:
     del given["run"]
     given["strategies"] = tuple(name.strip() for name in given["strategies"].split(",") if name.strip())
     Demo(**given).run()
+
+
+def _grade(options: argparse.Namespace) -> None:
+    from mpkit.classroom.grading.grade import grade
+    from mpkit.classroom.grading.guard import Guard
+    from mpkit.classroom.grading.report import write_pages, write_table
+
+    if not options.output.parent.is_dir():
+        raise ValueError(f"-o {options.output}: there is no folder {options.output.parent} to write it into")
+    guard = Guard(options.seconds, int(options.memory * 2**30), options.processes)
+    names = tuple(name.strip() for name in options.exercises.split(",") if name.strip())
+    grades = grade(options.folder, names, guard=guard)
+    pages = options.pages or options.output.with_suffix("")
+    write_table(grades, options.output)
+    write_pages(grades, pages)
+    print(f"{options.output}: the class; {pages}: a page a student")
+
+
+def _exercises(options: argparse.Namespace) -> None:
+    from mpkit.classroom.notebooks import write_notebooks
+
+    for path in write_notebooks(options.folder):
+        print(path)

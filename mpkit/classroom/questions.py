@@ -45,7 +45,7 @@ class Questions(Exercise):
         for name, right in truth.items():
             value = values.get(name, ...)
             ok = self._right(name, right, value)
-            got = "no answer yet" if value is ... else spell(value)
+            got = "no answer yet" if value in (..., "...") else spell(value)
             yield Row(name, spell(right) if ok else "?", got, ok, seen)
 
     def again(self, answer: Answer, seen: Seen, room: Room) -> Seen:

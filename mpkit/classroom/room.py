@@ -6,7 +6,8 @@ On a rank:
     delay     before each communication, drawn from the case's seed: who relies on luck is found out
     play      the exercise's own function, with the answer and the case
 
-The answer comes as bytes and is unpacked on ranks only: what it does, it does there.
+The answer comes as bytes and is unpacked on ranks only: what it does, it does there. What it returns comes back as
+plain data (`mpkit.classroom.sealed`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from mpkit.classroom.exercise import Case
+from mpkit.classroom.sealed import sealed, unsealed
 from mpkit.classroom.seen import Seen
 from mpkit.cluster import Cluster
-from mpkit.errors import Deadlock, MpkitError, RankFailed
+from mpkit.errors import Deadlock, RankFailed
 
 if TYPE_CHECKING:
     from mpkit.launch.context import Context
 
-__all__ = ["Answer", "Limits", "Room", "shared_room"]
+__all__ = ["Answer", "Limits", "Room", "limit_memory", "shared_room"]
 
 Play = Callable[["Context", Any, Case], Any]
 """What happens on a rank: takes its context, the answer and the case, and returns what is checked."""
@@ -90,12 +92,22 @@ class Room:
     """
 
     def __init__(self, cluster: Cluster | None = None, limits: Limits | None = None) -> None:
+        self._own = cluster is None
         self._cluster = cluster if cluster is not None else Cluster(ranks=1, device="cpu")
         self.limits = limits if limits is not None else Limits()
 
     def cluster(self, ranks: int) -> Cluster:
         """A cluster of so many ranks, from the one helper process."""
+        if self._own and self._cluster.warm_pid is None:  # an answer has ended it
+            self._cluster.close()
+            self._cluster = Cluster(ranks=1, device="cpu")
         return self._cluster.resized(ranks)
+
+    @property
+    def pids(self) -> set[int]:
+        """Of the helper process; empty if there is none now."""
+        pid = self._cluster.warm_pid
+        return {pid} if pid is not None else set()
 
     def close(self) -> None:
         """End the helper process."""
@@ -123,27 +135,27 @@ class Room:
             raise
         found: dict[str, Any] = {"case": case, "trace": launch.trace, "printed": printed}
         try:
-            return Seen(got=launch.results(), **found)
+            return Seen(got=launch.results(unsealed), **found)
         except Deadlock as error:
             return Seen(hang=re.sub(r"\n\(A step that is only slow.*", "", str(error)), **found)
         except RankFailed as error:
             return Seen(**{**found, **_said(error)})
-        except (pickle.UnpicklingError, MpkitError, OSError, EOFError, AttributeError, ImportError) as error:
+        except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError, TypeError) as error:
             return Seen(error=f"its result cannot be read: {type(error).__name__}: {error}", **found)
 
 
 def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:
     """What each rank does."""
     # ---- limit
-    _limit_memory(limits.memory)
+    limit_memory(limits.memory)
     # ---- delay
     if limits.delay:
         ctx.comm.delays(_delays(case, ctx.rank, limits.delay))
     # ---- play
-    return play(ctx, pickle.loads(packed), case)
+    return sealed(play(ctx, pickle.loads(packed), case))
 
 
-def _limit_memory(more: int) -> None:
+def limit_memory(more: int) -> None:
     """Allow this process so many bytes of data besides what it has; where the system can."""
     try:
         import resource
