@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -57,7 +58,7 @@ def model(seed: int, widths: Sequence[int] = WIDTHS) -> nn.Sequential:
     ['0.weight', '0.bias', '2.weight', '2.bias', '4.weight', '4.bias']
     """
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.Tanh()]
     return fill(nn.Sequential(*layers[:-1]), seed)
 

@@ -115,8 +115,8 @@ EXERCISE = OnRanks(
     ),
     after="02-data-parallel",
     place=50,
-    start="First make a list of lists of parameters, without communication: go through `reversed(parameters)`, and open a "
-    "new list when the open one holds `bucket_bytes` or more. `parameter.nbytes` is what one holds.",
+    start="First make a list of lists of parameters, without communication: go through `reversed(parameters)`, and "
+    "open a new list when the open one holds `bucket_bytes` or more. `parameter.nbytes` is what one holds.",
     mistakes=(
         Mistake(
             "forgets-the-last-bucket",
@@ -136,8 +136,8 @@ EXERCISE = OnRanks(
             "one-bucket-for-all",
             (
                 "How large is your largest bucket, and how large may one be?",
-                "With one bucket there is nothing to send before the backward is over. Close a bucket as soon as it holds "
-                "`bucket_bytes` or more, and open the next one.",
+                "With one bucket there is nothing to send before the backward is over. Close a bucket as soon as it "
+                "holds `bucket_bytes` or more, and open the next one.",
             ),
             [("        if held >= bucket_bytes:\n", "        if not buckets:\n")],
             when=lambda seen: seen.budget == "largest bucket" and len(sent(seen)) == 1,
@@ -146,8 +146,8 @@ EXERCISE = OnRanks(
             "a-bucket-for-each-parameter",
             (
                 "How many collectives did a rank call, and how many buckets should there be?",
-                "A bucket holds several gradients: it is closed only once its bytes reach `bucket_bytes`. Are you counting "
-                "bytes (`parameter.nbytes`), and adding them up?",
+                "A bucket holds several gradients: it is closed only once its bytes reach `bucket_bytes`. Are you "
+                "counting bytes (`parameter.nbytes`), and adding them up?",
             ),
             [("held += parameter.nbytes", "held = bucket_bytes")],
             when=lambda seen: (
@@ -159,8 +159,8 @@ EXERCISE = OnRanks(
             "first-parameter-first",
             (
                 "Which gradient comes first in the backward?",
-                "The backward goes from the loss to the inputs: the last layer's gradients are there first. If the first "
-                "bucket holds the first layer's, it is full only when all is over, and everybody waits for it.",
+                "The backward goes from the loss to the inputs: the last layer's gradients are there first. If the "
+                "first bucket holds the first layer's, it is full only when all is over, and everybody waits for it.",
                 "Go through `reversed(parameters)`.",
             ),
             [("in reversed(parameters)", "in parameters")],
@@ -169,7 +169,8 @@ EXERCISE = OnRanks(
             "counts-elements-for-bytes",
             (
                 "Your buckets are too large, all of them by about the same factor. In what do you measure?",
-                "`bucket_bytes` is in bytes, `parameter.numel()` counts elements, of 8 bytes each here: `parameter.nbytes`.",
+                "`bucket_bytes` is in bytes, `parameter.numel()` counts elements, of 8 bytes each here: "
+                "`parameter.nbytes`.",
             ),
             [("held += parameter.nbytes", "held += parameter.numel()")],
         ),
@@ -183,7 +184,7 @@ EXERCISE = OnRanks(
         ),
     ),
     otherwise=(
-        "Print the buckets' sizes for one case, and work them out by hand: from the last parameter to the first, a bucket "
-        "is closed by the gradient that makes it `bucket_bytes` or more.",
+        "Print the buckets' sizes for one case, and work them out by hand: from the last parameter to the first, a "
+        "bucket is closed by the gradient that makes it `bucket_bytes` or more.",
     ),
 )

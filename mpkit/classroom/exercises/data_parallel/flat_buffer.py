@@ -69,15 +69,15 @@ EXERCISE = OnRanks(
     ),
     after="02-data-parallel",
     place=40,
-    start="Three steps: flatten and join (`torch.cat`), all-reduce, cut up again (`Tensor.split` takes a list of sizes). "
-    "Begin with the first, and print the length of the buffer: it is the number of parameters.",
+    start="Three steps: flatten and join (`torch.cat`), all-reduce, cut up again (`Tensor.split` takes a list of "
+    "sizes). Begin with the first, and print the length of the buffer: it is the number of parameters.",
     mistakes=(
         Mistake(
             "the-copy-is-averaged",
             (
                 "The flat buffer is right. Are the gradients?",
-                "`torch.cat` copies. What all_reduce leaves in the buffer does not come back to `parameter.grad` by itself: cut "
-                "the buffer up, and put each part back in its parameter's shape.",
+                "`torch.cat` copies. What all_reduce leaves in the buffer does not come back to `parameter.grad` by "
+                "itself: cut the buffer up, and put each part back in its parameter's shape.",
             ),
             [("        parameter.grad = part.view_as(parameter)\n", "        part.view_as(parameter)\n")],
         ),
@@ -85,8 +85,8 @@ EXERCISE = OnRanks(
             "summed-not-averaged",
             (
                 "Compare one number with the one expected. Which factor lies between?",
-                "all_reduce adds up over ranks, and you want the mean: divide the buffer by `ctx.world_size`. (Dividing the one "
-                "buffer is cheaper than dividing each gradient.)",
+                "all_reduce adds up over ranks, and you want the mean: divide the buffer by `ctx.world_size`. "
+                "(Dividing the one buffer is cheaper than dividing each gradient.)",
             ),
             [("    flat /= ctx.world_size\n", "")],
         ),
@@ -108,8 +108,8 @@ EXERCISE = OnRanks(
             "cut-in-another-order",
             (
                 "Numbers are there, in the wrong parameters. In which order were they joined, and in which cut up?",
-                "The buffer holds the gradients in the order of `parameters`. Cut it in the same order, with the same sizes: "
-                "a running offset, or `flat.split([p.numel() for p in parameters])`.",
+                "The buffer holds the gradients in the order of `parameters`. Cut it in the same order, with the "
+                "same sizes: a running offset, or `flat.split([p.numel() for p in parameters])`.",
             ),
             """
             def average_flat(ctx: mk.Context, parameters: list[nn.Parameter]) -> None:
@@ -124,14 +124,15 @@ EXERCISE = OnRanks(
             "forgets-the-shape",
             (
                 "What shape has a gradient, and what shape has its part of the buffer?",
-                "A part of the flat buffer is one-dimensional; a gradient has its parameter's shape: `part.view_as(parameter)`.",
+                "A part of the flat buffer is one-dimensional; a gradient has its parameter's shape: "
+                "`part.view_as(parameter)`.",
             ),
             [("part.view_as(parameter)", "part")],
             when=lambda seen: "shape" in seen.error or "size" in seen.error,
         ),
     ),
     otherwise=(
-        "On one rank the mean is the gradient itself: after cutting up, each gradient must be what it was before joining. "
-        "Try that without communication first.",
+        "On one rank the mean is the gradient itself: after cutting up, each gradient must be what it was before "
+        "joining. Try that without communication first.",
     ),
 )

@@ -78,16 +78,17 @@ EXERCISE = OnRanks(
     ),
     after="02-data-parallel",
     place=30,
-    start="Write the loop as if there were one rank: zero_grad, forward, loss, backward, step. Where in it do the ranks "
-    "have to talk, and what has to happen before the loop?",
+    start="Write the loop as if there were one rank: zero_grad, forward, loss, backward, step. Where in it do the "
+    "ranks have to talk, and what has to happen before the loop?",
     mistakes=(
         Mistake(
             "each-begins-with-its-own-weights",
             (
                 "All take the same steps. Do all begin at the same place?",
-                "Every rank made its model with random weights of its own. The same gradients, added to different weights, "
-                "leave them different for ever.",
-                "Before the first step: `ctx.comm.broadcast(parameter)` for each parameter, which leaves rank 0's everywhere.",
+                "Every rank made its model with random weights of its own. The same gradients, added to different "
+                "weights, leave them different for ever.",
+                "Before the first step: `ctx.comm.broadcast(parameter)` for each parameter, which leaves rank 0's "
+                "everywhere.",
             ),
             [
                 (
@@ -100,8 +101,8 @@ EXERCISE = OnRanks(
             "summed-not-averaged",
             (
                 "With more ranks the weights are further off. What does all_reduce do with the gradients?",
-                "It adds them up. A rank's loss is a mean over its share, so the gradient of the whole batch is the mean "
-                "over ranks: divide by their number. Unlike the loss, this would still fall: too fast.",
+                "It adds them up. A rank's loss is a mean over its share, so the gradient of the whole batch is the "
+                "mean over ranks: divide by their number. Unlike the loss, this would still fall: too fast.",
             ),
             [("            parameter.grad /= ctx.world_size\n", "")],
         ),
@@ -109,8 +110,8 @@ EXERCISE = OnRanks(
             "steps-before-it-communicates",
             (
                 "In which order do the backward, the all-reduce and the step come?",
-                "A step with the rank's own gradient leads each replica somewhere else; what is summed afterwards comes too "
-                "late. Backward, all-reduce, step.",
+                "A step with the rank's own gradient leads each replica somewhere else; what is summed afterwards "
+                "comes too late. Backward, all-reduce, step.",
             ),
             [
                 ("        optimizer.step()\n", ""),
@@ -130,8 +131,8 @@ EXERCISE = OnRanks(
             "broadcasts-in-every-step",
             (
                 "The weights are right. How often does a rank need rank 0's weights?",
-                "Replicas that begin alike and take the same steps stay alike. A broadcast of all weights in every step "
-                "doubles what travels, and hides bugs: without it you would see that replicas part.",
+                "Replicas that begin alike and take the same steps stay alike. A broadcast of all weights in every "
+                "step doubles what travels, and hides bugs: without it you would see that replicas part.",
                 "One broadcast before the loop is enough.",
             ),
             [
@@ -149,7 +150,7 @@ EXERCISE = OnRanks(
         ),
     ),
     otherwise=(
-        "Take the smallest case, 2 ranks and one step, and print the weights of both ranks before and after it. Are they "
-        "equal? Are they those of serial training?",
+        "Take the smallest case, 2 ranks and one step, and print the weights of both ranks before and after it. Are "
+        "they equal? Are they those of serial training?",
     ),
 )

@@ -76,13 +76,15 @@ EXERCISE = OnRanks(
     after="02-data-parallel",
     place=10,
     start="Three lines of serial training: forward, loss, backward. Which samples does this rank put in? "
-    "`inputs[ctx.rank::ctx.world_size]` is one way to deal them. And afterwards: what do the ranks have to tell each other?",
+    "`inputs[ctx.rank::ctx.world_size]` is one way to deal them. And afterwards: what do the ranks have to tell each "
+    "other?",
     mistakes=(
         Mistake(
             "everybody-takes-everything",
             (
                 "The gradients are right, but how many samples went through the model of one rank?",
-                "If every rank computes the whole batch, four devices take as long as one. A rank takes its share only.",
+                "If every rank computes the whole batch, four devices take as long as one. A rank takes its share "
+                "only.",
                 "`inputs[ctx.rank::ctx.world_size]`, and the same of `targets`.",
             ),
             [("slice(ctx.rank, None, ctx.world_size)", "slice(None)")],
@@ -91,8 +93,8 @@ EXERCISE = OnRanks(
             "summed-not-averaged",
             (
                 "Divide your gradient by the right one. Which number is that, and on what does it depend?",
-                "all_reduce adds up. Each rank's loss is a mean over its own share already, so the whole batch's gradient "
-                "is the mean of the ranks' gradients, not their sum.",
+                "all_reduce adds up. Each rank's loss is a mean over its own share already, so the whole batch's "
+                "gradient is the mean of the ranks' gradients, not their sum.",
                 "Divide by `ctx.world_size` after the all-reduce, or ask for `op='mean'`.",
             ),
             [("        parameter.grad /= ctx.world_size\n", "")],

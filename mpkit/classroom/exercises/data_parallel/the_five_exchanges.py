@@ -5,7 +5,7 @@ others have nothing but their processor. For every batch there are five exchange
 
     scatter     rank 0 deals the inputs out                 each rank gets its share
     broadcast   rank 0 lends its parameters to all          ... and computes the outputs of its share
-    gather      the outputs go to rank 0                    ... which computes the loss, and its gradient for the outputs
+    gather      the outputs go to rank 0                    ... which computes the loss, and its gradient for them
     scatter     rank 0 deals that gradient out              ... each rank does the backward of its share
     reduce      the gradients are summed on rank 0          ... which takes the step
 
@@ -117,15 +117,16 @@ EXERCISE = OnRanks(
     ),
     after="02-data-parallel",
     place=20,
-    start="Write the five exchanges as five comments first. The first is `mine = ctx.comm.scatter(inputs)`; every rank calls "
-    "it, also those whose inputs are garbage. Which of the steps between the exchanges does rank 0 do alone?",
+    start="Write the five exchanges as five comments first. The first is `mine = ctx.comm.scatter(inputs)`; every "
+    "rank calls it, also those whose inputs are garbage. Which of the steps between the exchanges does rank 0 do "
+    "alone?",
     mistakes=(
         Mistake(
             "never-lends-the-parameters",
             (
                 "With which weights do the other ranks compute their outputs?",
-                "The others' parameters are garbage, and rank 0's change with every step: they have to be broadcast anew for "
-                "each batch, before the forward.",
+                "The others' parameters are garbage, and rank 0's change with every step: they have to be broadcast "
+                "anew for each batch, before the forward.",
             ),
             [("    for parameter in model.parameters():\n        ctx.comm.broadcast(parameter)\n", "")],
         ),
@@ -133,8 +134,9 @@ EXERCISE = OnRanks(
             "averages-the-gradients",
             (
                 "The first loss is right, the second is not. By which factor are the gradients wrong?",
-                "Rank 0 computed the loss over all outputs, a mean over the whole batch. Each rank's gradient is already its "
-                "share of that mean, so the sum is right. It is DDP, with a loss on each rank, that has to average.",
+                "Rank 0 computed the loss over all outputs, a mean over the whole batch. Each rank's gradient is "
+                "already its share of that mean, so the sum is right. It is DDP, with a loss on each rank, that has "
+                "to average.",
             ),
             [
                 (
@@ -147,8 +149,8 @@ EXERCISE = OnRanks(
             "keeps-its-own-gradients",
             (
                 "`reduce` gives the sum back. Where does it go in your program?",
-                "`ctx.comm.reduce(tensor)` leaves `tensor` as it is and returns the sum on rank 0. Unless you put that into "
-                "`parameter.grad`, rank 0 steps with the gradient of its own share only.",
+                "`ctx.comm.reduce(tensor)` leaves `tensor` as it is and returns the sum on rank 0. Unless you put "
+                "that into `parameter.grad`, rank 0 steps with the gradient of its own share only.",
             ),
             [
                 (
@@ -163,8 +165,8 @@ EXERCISE = OnRanks(
                 "On whose targets does each rank compute its loss?",
                 "In DP only rank 0 has targets: it gathers the outputs, computes the one loss, and sends each rank the "
                 "gradient of the outputs that came from it.",
-                "On rank 0: `whole.requires_grad_()`, the loss of `whole`, its gradient; then scatter that gradient, and "
-                "`outputs.backward(mine)` on every rank.",
+                "On rank 0: `whole.requires_grad_()`, the loss of `whole`, its gradient; then scatter that gradient, "
+                "and `outputs.backward(mine)` on every rank.",
             ),
             [
                 (
@@ -177,8 +179,8 @@ EXERCISE = OnRanks(
             "all-reduce-instead-of-reduce",
             (
                 "The result is right. Who needs the gradients?",
-                "Only rank 0 steps, so only rank 0 needs the sum: a reduce moves half of what an all-reduce does. (When "
-                "every rank takes the step itself, the all-reduce comes into its own: that is DDP.)",
+                "Only rank 0 steps, so only rank 0 needs the sum: a reduce moves half of what an all-reduce does. "
+                "(When every rank takes the step itself, the all-reduce comes into its own: that is DDP.)",
             ),
             [
                 (
@@ -192,8 +194,8 @@ EXERCISE = OnRanks(
             "backward-through-the-wire",
             (
                 "Autograd says that something has no history. What of what arrives by communication has one?",
-                "The gathered outputs are new tensors: no gradient flows through the gather by itself. Make them a leaf "
-                "(`whole.requires_grad_()`), take the loss's gradient for them, and send it back yourself.",
+                "The gathered outputs are new tensors: no gradient flows through the gather by itself. Make them a "
+                "leaf (`whole.requires_grad_()`), take the loss's gradient for them, and send it back yourself.",
             ),
             [("        whole.requires_grad_()\n", "")],
             when=lambda seen: "does not require grad" in seen.error,

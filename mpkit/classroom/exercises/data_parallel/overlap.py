@@ -1,0 +1,240 @@
+"""Overlapped with the backward.
+
+The backward makes gradients one by one, the last layer's first. Nothing keeps you from sending a gradient while the
+backward goes on with the layer before. That is what hides DDP's communication:
+
+    compute   B4 ━━━ B3 ━━━ B2 ━━━ B1 ━━━ B0 ━━━ · wait · step
+    comm           ──all-reduce 4── ──3── ──2── ──1── ──0──
+
+Write the class `Overlapped`. The checks make one from a model, and then train: forward, `loss.backward()`, your
+`finish()`, optimizer step; and so on. After `finish()` each `parameter.grad` is the mean over all ranks.
+
+- `parameter.register_post_accumulate_grad_hook(hook)` has autograd call `hook(parameter)` during the backward, as soon
+  as `parameter.grad` is complete.
+- `ctx.comm.all_reduce(tensor, async_op=True)` returns at once. What it returns is a promise: `work.wait()` blocks until
+  the sum is in `tensor`. Until then nobody may read or change `tensor`.
+
+Every all-reduce has to be started during the backward, and none waited for before its end.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.2.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import nn
+
+import mpkit as mk
+from mpkit.classroom import serial
+from mpkit.classroom.equal import difference
+from mpkit.classroom.exercise import Budget, Case, Mistake
+from mpkit.classroom.measures import calls
+from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.seen import Seen
+from mpkit.trace import Kind
+
+
+# %% answer
+class Overlapped:
+    """Averages the gradients of `model` over all ranks, while the backward goes on."""
+
+    def __init__(self, ctx: mk.Context, model: nn.Module) -> None:
+        ### BEGIN SOLUTION
+        self.ctx = ctx
+        self.under_way = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.send)
+        ### END SOLUTION
+
+    def send(self, parameter: nn.Parameter) -> None:
+        """`parameter.grad` is complete: let autograd call this for each parameter."""
+        ### BEGIN SOLUTION
+        self.under_way.append((parameter, self.ctx.comm.all_reduce(parameter.grad, async_op=True)))
+        ### END SOLUTION
+
+    def finish(self) -> None:
+        """The backward is over: see to it that every `parameter.grad` is the mean."""
+        ### BEGIN SOLUTION
+        for parameter, work in self.under_way:
+            work.wait()
+            parameter.grad /= self.ctx.world_size
+        self.under_way = []
+        ### END SOLUTION
+
+
+# %% checks
+STEPS, SAMPLES = 3, 12
+
+
+def play(ctx: mk.Context, answer: object, case: Case) -> object:
+    """The weights after each of some steps, whose backwards and optimizer steps are spans of the trace."""
+    assert callable(answer)
+    found = []
+    model = serial.model(case.seed)
+    optimizer = serial.sgd(model)
+    overlapped = answer(ctx, model)
+    for batch in serial.batches(case, SAMPLES, STEPS):
+        x, y = serial.share(batch, ctx.rank, ctx.world_size)
+        optimizer.zero_grad()
+        loss = serial.mse(model(x), y)
+        with ctx.record.span("backward"):
+            loss.backward()
+        overlapped.finish()
+        with ctx.record.span("step"):
+            optimizer.step()
+        found.append(serial.weights(model))
+    return found
+
+
+def expected(case: Case) -> list[object]:
+    """Serial training."""
+    model, data = serial.model(case.seed), serial.batches(case, SAMPLES, STEPS)
+    return [[serial.train(model, data[: step + 1])["weights"] for step in range(STEPS)]] * case.ranks
+
+
+def late(seen: Seen) -> float:
+    """All-reduces that were not started in a backward."""
+    return _most(
+        seen, lambda ops, backward, _: (ops["kind"] == Kind.ALL_REDUCE) & ~_in(ops["start"], backward)
+    )
+
+
+def waits(seen: Seen) -> float:
+    """Waits in a backward."""
+    return _most(seen, lambda ops, backward, _: (ops["kind"] == Kind.WAIT) & _in(ops["start"], backward))
+
+
+def unfinished(seen: Seen) -> float:
+    """All-reduces that nobody had waited for when the optimizer's step began."""
+    return _most(seen, lambda ops, _, step: (ops["kind"] == Kind.ALL_REDUCE) & _open(ops, step))
+
+
+def _open(ops: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """The first step after an op was started came before its end."""
+    after = np.append(step["start"], np.iinfo(np.int64).max)
+    return (ops["end"] == 0) | (ops["end"] > after[np.searchsorted(after, ops["start"])])
+
+
+def _in(times: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    return ((spans["start"] <= times[:, None]) & (times[:, None] <= spans["end"])).any(1)
+
+
+def _most(seen: Seen, which: object) -> float:
+    """Of all ranks, the most such ops."""
+    assert seen.trace is not None and callable(which)
+    counts = []
+    for rank in seen.trace.ranks:
+        names = np.array([rank.name(int(name)) for name in rank.ops["name"]])
+        counts.append(which(rank.ops, rank.ops[names == "backward"], rank.ops[names == "step"]).sum())
+    return float(max(counts))
+
+
+def first_step_is_right(seen: Seen) -> bool:
+    """And later ones are not."""
+    assert seen.got is not None
+    return (
+        not seen.budget
+        and difference([one[0] for one in seen.expected], [one[0] for one in seen.got]) is None
+    )
+
+
+EXERCISE = OnRanks(
+    solution=Overlapped,
+    cases=(Case(2, seed=1), Case(3, seed=2), Case(4, seed=3)),
+    play=play,
+    expected=expected,
+    result="weights after each step",
+    budgets=(
+        Budget("all-reduces", calls(Kind.ALL_REDUCE), STEPS * len(list(serial.model(0).parameters()))),
+        Budget("all-reduces started after the backward", late, 0),
+        Budget("waits during the backward", waits, 0),
+        Budget("all-reduces not waited for before the step", unfinished, 0),
+    ),
+    after="02-data-parallel",
+    place=60,
+    start="Three small parts. `__init__` keeps `ctx` and registers `self.send` as each parameter's hook. `send` "
+    "starts an all-reduce and notes what it returned. `finish` waits. Which of the three has to know the parameters?",
+    mistakes=(
+        Mistake(
+            "hears-of-the-gradient-too-early",
+            (
+                "An all-reduce was asked of None. When exactly is your hook called?",
+                "`register_hook` is called with the gradient before it is put into `parameter.grad`. Use "
+                "`register_post_accumulate_grad_hook`, which is called after that.",
+            ),
+            [
+                (
+                    "parameter.register_post_accumulate_grad_hook(self.send)",
+                    "parameter.register_hook(lambda _, parameter=parameter: self.send(parameter))",
+                )
+            ],
+            when=lambda seen: "NoneType" in seen.error,
+        ),
+        Mistake(
+            "reads-before-it-arrived",
+            (
+                "What is in `parameter.grad` while the all-reduce is under way?",
+                "`async_op=True` returns before the sum is there. Who divides or steps without having waited reads "
+                "whatever is in the buffer just then: sometimes the right thing, which makes it worse. The ranks "
+                "here are delayed on purpose.",
+                "In `finish`, `work.wait()` for each all-reduce first; only then touch its `parameter.grad`.",
+            ),
+            [("            work.wait()\n", "")],
+            when=lambda seen: unfinished(seen) > 0,
+        ),
+        Mistake(
+            "summed-not-averaged",
+            (
+                "By which factor are the gradients wrong, on 2 ranks and on 3?",
+                "all_reduce adds up over ranks. When the sum has arrived, divide it by `ctx.world_size`.",
+            ),
+            [("            parameter.grad /= self.ctx.world_size\n", "")],
+        ),
+        Mistake(
+            "keeps-old-work",
+            (
+                "The first step is right, the second is not. What is left in your list when the next backward begins?",
+                "What has been waited for has to leave the list. Otherwise each `finish` divides the gradients "
+                "again, once for every step so far.",
+            ),
+            [("self.ctx.world_size\n        self.under_way = []\n", "self.ctx.world_size\n")],
+            when=first_step_is_right,
+        ),
+        Mistake(
+            "sends-when-all-is-over",
+            (
+                "Look at the timeline: does anything travel while the backward computes?",
+                "All-reduces that start in `finish` are naive DDP again: the link is idle during the backward, and the "
+                "devices are idle during communication. Start each in the hook.",
+            ),
+            [
+                ("(parameter, self.ctx.comm.all_reduce(parameter.grad, async_op=True))", "parameter"),
+                (
+                    "        for parameter, work in self.under_way:\n            work.wait()\n",
+                    "        for parameter in self.under_way:\n            self.ctx.comm.all_reduce(parameter.grad)\n",
+                ),
+            ],
+            when=lambda seen: "after the backward" in seen.budget,
+        ),
+        Mistake(
+            "waits-in-the-hook",
+            (
+                "The hook is called in the middle of the backward. How long does it stay there?",
+                "An all-reduce without `async_op=True`, or a `wait()` in the hook, stops the backward until the "
+                "others have come. Start it there, and leave the waiting to `finish`.",
+            ),
+            [
+                (
+                    "self.ctx.comm.all_reduce(parameter.grad, async_op=True)))",
+                    "self.ctx.comm.all_reduce(parameter.grad, async_op=True)))\n"
+                    "        self.under_way[-1][1].wait()",
+                )
+            ],
+            when=lambda seen: "waits during" in seen.budget,
+        ),
+    ),
+    otherwise=(
+        "Print the name of each parameter in `send`: in which order do they come? Then print, in `finish`, how many "
+        "all-reduces are under way. It should be the number of parameters, in every step.",
+    ),
+)
