@@ -9,7 +9,7 @@ PY := .venv/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PYTHON CHROMIUM
 
-.PHONY: help setup demo lab test test-browser check format hooks exercises bench clean distclean
+.PHONY: help setup demo lab test test-classroom test-browser check format hooks exercises bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -23,8 +23,11 @@ demo: setup  ## train on 4 processes and watch the pipeline bubble
 lab: setup  ## open JupyterLab on the notebooks
 	@$(PY) -m jupyterlab $(AS_ROOT) notebooks $(ARGS)
 
-test: setup  ## every test, doctest and notebook (not the browser's)
+test: setup  ## every test, doctest and notebook (not the exercises', not the browser's)
 	@$(PY) -m pytest $(ARGS)
+
+test-classroom: setup  ## the exercises: solutions, stubs, wrong answers, notebooks, a class graded
+	@$(PY) -m pytest tests/classroom notebooks/exercises/solved $(ARGS)
 
 test-browser: setup  ## the notebooks in a headless Chromium
 	@CHROMIUM=$$(sh scripts/chromium.sh) && export CHROMIUM && $(PY) -m pytest tests/browser $(ARGS)

@@ -120,7 +120,7 @@ def _grade(options: argparse.Namespace) -> None:
 
 
 def _exercises(options: argparse.Namespace) -> None:
-    from mpkit.classroom.notebooks import write_notebooks
+    from mpkit.classroom.notebooks import link_tutorials, write_notebooks
 
-    for path in write_notebooks(options.folder):
+    for path in (*write_notebooks(options.folder), *link_tutorials(options.folder)):
         print(path)

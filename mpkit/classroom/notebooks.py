@@ -4,7 +4,8 @@
     solved     the solution instead of the stub, and the check has to pass
     nbgrader   a source notebook: solutions and hidden tests between nbgrader's markers, and its metadata
 
-A family makes one notebook of each. What is written depends on the exercises only, so that a test can compare.
+A family makes one notebook of each. What is written depends on the exercises only, so that a test can compare. The
+tutorials get a last cell that leads to the exercises that they prepare for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Literal
 from mpkit.classroom.catalogue import Entry, families, of_family
 from mpkit.classroom.source import BEGIN, END, IMPORTS
 
-__all__ = ["Kind", "notebook", "write_notebooks"]
+__all__ = ["Kind", "link_tutorials", "notebook", "notebooks", "write_notebooks", "your_turn"]
 
 Kind = Literal["student", "solved", "nbgrader"]
 HIDDEN = ("### BEGIN HIDDEN TESTS", "### END HIDDEN TESTS")
@@ -27,6 +28,8 @@ WORDS = {
     "solved": "The solutions. Look at them once yours passes, or does not for too long.",
     "nbgrader": "Write your answer into the cells that say so, and run the check below each.",
 }
+TURN = "your-turn"
+"""The id of the tutorials' last cell."""
 UP = {"student": "../", "solved": "../../"}
 """From the notebook's folder to the tutorials."""
 
@@ -50,10 +53,41 @@ def write_notebooks(folder: Path) -> list[Path]:
 def notebooks() -> Iterator[tuple[Path, Any]]:
     """Where each belongs, and what it is."""
     for package in families():
-        name = f"{package.PLACE}-{_family(package).replace('_', '-')}"
+        name = _name(package)
         yield Path(f"{name}.ipynb"), notebook(package, "student")
         yield Path("solved") / f"{name}.ipynb", notebook(package, "solved")
         yield Path("nbgrader") / "source" / name / f"{name}.ipynb", notebook(package, "nbgrader")
+
+
+def link_tutorials(folder: Path) -> list[Path]:
+    """Give each tutorial in the folder above its last cell; returns those that changed."""
+    import nbformat
+
+    changed = []
+    for path in sorted(folder.absolute().parent.glob("[0-9]*.ipynb")):
+        book = nbformat.read(path, as_version=4)
+        words = your_turn(path.stem)
+        cells = [cell for cell in book.cells if cell.id != TURN]
+        if words:
+            cells.append(nbformat.v4.new_markdown_cell(words, id=TURN))
+        if cells != book.cells:
+            book.cells = cells
+            nbformat.write(book, path)
+            changed.append(path)
+    return changed
+
+
+def your_turn(tutorial: str) -> str:
+    """What a tutorial says of its exercises, in Markdown; "" if it has none."""
+    lines = []
+    for package in families():
+        titles = [e.source.title for e in of_family(_family(package)) if e.exercise.after == tutorial]
+        if titles:
+            lines.append(f"- [{package.TITLE}](exercises/{_name(package)}.ipynb): {'; '.join(titles)}")
+    if not lines:
+        return ""
+    words = "Exercises that check themselves, on real processes, and say what is wrong:"
+    return "\n".join(["## Your turn", "", words, "", *lines])
 
 
 def notebook(package: ModuleType, kind: Kind) -> Any:
@@ -126,3 +160,7 @@ def _graded(name: str, *, solution: bool = False, points: int = 0) -> dict[str, 
 
 def _family(package: ModuleType) -> str:
     return package.__name__.rsplit(".", 1)[1]
+
+
+def _name(package: ModuleType) -> str:
+    return f"{package.PLACE}-{_family(package).replace('_', '-')}"

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
 
 from mpkit.views.checked_text import MOST_LINES, verdict
 from mpkit.views.fallback import image
+from mpkit.views.picture import picture
+from mpkit.views.svg import gutter_of, svg
 
 if TYPE_CHECKING:
+    from mpkit.classroom.exercise import Row
     from mpkit.classroom.judge import Checked
 
 __all__ = ["checked_html"]
 
 GOOD, BAD = "#007a5a", "#c23b00"
 FAINT = "color:var(--jp-ui-font-color2,#656d76)"
+TITLES = {"yours": "Yours", "target": "The solution's"}
 LINE = "1px solid var(--jp-border-color2,#d0d7de)"
 CELL = "padding:3px 14px 3px 0;text-align:left;vertical-align:top;border-bottom:" + LINE
 MONO = (
@@ -25,7 +31,7 @@ MONO = (
 
 def checked_html(checked: Checked) -> str:
     """All of it, every string escaped."""
-    parts = [_head(checked), _table(checked)]
+    parts = [_head(checked), _tables(checked)]
     if checked.lesson:
         happened, *rules = checked.lesson
         parts.append(f'<pre style="{MONO}">{escape(happened)}</pre>')
@@ -51,21 +57,35 @@ def _head(checked: Checked) -> str:
     )
 
 
-def _table(checked: Checked) -> str:
+def _tables(checked: Checked) -> str:
+    """The last case's rows; those of the cases before it only for who asks."""
+    last = checked.rows[-1].seen
+    before = [row for row in checked.rows if row.seen and last and row.seen.case != last.case]
+    rest = [row for row in checked.rows if row not in before]
+    if not before:
+        return _table(rest)
+    words = f"{len(before)} checks in other cases passed before"
+    return (
+        f'<details style="margin:0 0 6px;font-size:13px"><summary style="{FAINT};cursor:pointer">{words}</summary>'
+        f"{_table(before)}</details>{_table(rest)}"
+    )
+
+
+def _table(rows: Sequence[Row]) -> str:
     names = ("", "what was checked", "expected", "got")
     head = "".join(f'<th style="{CELL};font-weight:500;{FAINT}">{name}</th>' for name in names)
-    rows = []
-    for row in checked.rows:
+    lines = []
+    for row in rows:
         colour, mark = (GOOD, "✔") if row.ok else (BAD, "✗")
         words = "".join(
             f'<td style="{CELL}">{escape(each)}</td>' for each in (row.what, row.expected, row.got)
         )
-        rows.append(
+        lines.append(
             f'<tr style="background:transparent"><td style="{CELL};color:{colour}">{mark}</td>{words}</tr>'
         )
     return (
         f'<table style="border-collapse:collapse;margin:0 0 8px;font-size:13px"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table>"
+        f"<tbody>{''.join(lines)}</tbody></table>"
     )
 
 
@@ -78,11 +98,14 @@ def _printed(checked: Checked) -> str:
 
 def _timelines(checked: Checked) -> str:
     """One above the other, on one axis."""
-    from mpkit.comparison import compare
-
     assert checked.timelines is not None
-    both = compare(**checked.timelines)
-    return image(both.to_svg(), f"timelines: {both}")
+    shown = {TITLES[name]: replace(timeline, notes=[]) for name, timeline in checked.timelines.items()}
+    room = max(timeline.makespan for timeline in shown.values())
+    gutter = max(gutter_of(picture(timeline)) for timeline in shown.values())
+    return "".join(
+        image(svg(timeline, 760, title=title, room=room, gutter=gutter), f"{title}: {timeline!r}")
+        for title, timeline in shown.items()
+    )
 
 
 def _code(words: str) -> str:

@@ -1,0 +1,65 @@
+"""The exercise notebooks: written from the exercises, and each runs as a student finds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from mpkit.classroom.catalogue import families, of_family
+from mpkit.classroom.notebooks import notebooks, your_turn
+
+HOME = Path(__file__).parents[2] / "notebooks" / "exercises"
+TUTORIALS = HOME.parent
+STUDENTS = sorted(HOME.glob("*.ipynb"))
+
+
+def test_notebooks_are_what_the_exercises_say() -> None:
+    """`make exercises` writes them."""
+    written = {path: nbformat.writes(book) for path, book in notebooks()}
+    there = {
+        path.relative_to(HOME) for path in HOME.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts
+    }
+    assert there == set(written), "make exercises"
+    for path, text in written.items():
+        assert (HOME / path).read_text(encoding="utf-8").strip() == text.strip(), f"{path}: make exercises"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", STUDENTS, ids=lambda path: path.stem)
+def test_a_students_notebook_runs_before_anything_is_solved(path: Path, tmp_path: Path) -> None:
+    book = nbformat.read(path, as_version=4)
+    NotebookClient(book, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for cell in book.cells:
+        if cell.id.endswith("-check"):
+            said = cell.outputs[-1].data["text/plain"]
+            assert ": not yet" in said and "Hint: " in said
+            assert all(output.output_type != "stream" for output in cell.outputs), "nothing but the table"
+    assert (tmp_path / "mpkit-progress.json").is_file()
+
+
+@pytest.mark.parametrize("path", sorted(TUTORIALS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_tutorials_lead_to_their_exercises(path: Path) -> None:
+    last = nbformat.read(path, as_version=4).cells[-1]
+    assert your_turn(path.stem) == (last.source if last.id == "your-turn" else ""), "make exercises"
+
+
+def test_each_exercise_has_its_place_in_a_tutorial() -> None:
+    for package in families():
+        for entry in of_family(package.__name__.rsplit(".", 1)[1]):
+            assert (TUTORIALS / f"{entry.exercise.after}.ipynb").is_file()
+            assert entry.source.title in your_turn(entry.exercise.after)
+
+
+def test_nbgraders_metadata_is_whole() -> None:
+    for path in sorted((HOME / "nbgrader").rglob("*.ipynb")):
+        cells = [cell for cell in nbformat.read(path, as_version=4).cells if "nbgrader" in cell.metadata]
+        ids = [cell.metadata.nbgrader.grade_id for cell in cells]
+        assert len(set(ids)) == len(ids)
+        for cell in cells:
+            if cell.metadata.nbgrader.solution:
+                assert cell.source.count("### BEGIN SOLUTION") == cell.source.count("### END SOLUTION") >= 1
+            else:
+                assert cell.metadata.nbgrader.points > 0 and "### BEGIN HIDDEN TESTS" in cell.source
