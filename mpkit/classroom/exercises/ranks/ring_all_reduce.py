@@ -85,7 +85,7 @@ def expected(case: Case) -> list[Tensor]:
 
 def volume(case: Case) -> float:
     """2(n-1)/n of the tensor's bytes, where n divides its length; else as if the longest part were everyone's."""
-    part = -(-case["length"] // case.ranks)
+    part = -(-int(case["length"]) // case.ranks)
     return 8 * 2 * (case.ranks - 1) * part
 
 

@@ -1,0 +1,162 @@
+"""Hang: gradients.
+
+A layer's weight is sharded: of its gradient each rank needs only its own rows, averaged over ranks, which is a
+reduce-scatter. Its bias is on every rank, and so its gradient is averaged by an all-reduce. The program below sends the
+larger gradient first, so that it is on its way early.
+
+It waits for ever, with some inputs and not with others. **Check it as it is, and read the report**: which collective is
+each rank in, and what is each one's number in the group? Then mend it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.classroom.exercise import Case, Mistake
+from mpkit.classroom.measures import calls
+from mpkit.classroom.on_ranks import OnRanks
+from mpkit.trace import Kind
+
+
+# %% answer
+def average(ctx: mk.Context, layer: nn.Linear, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """The gradients of the mean loss over all ranks' samples.
+
+    layer: equal on all ranks. x, y: this rank's samples, as many on each. Returns "weight": this rank's rows of it, and
+    "bias": all of it.
+    """
+    F.mse_loss(layer(x), y).backward()
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    averaged = {}
+    ### BEGIN SOLUTION
+    # instead: for name in sorted(gradients, key=lambda name: gradients[name].norm(), reverse=True):
+    for name in sorted(gradients):
+        if name == "weight":
+            averaged[name] = ctx.comm.reduce_scatter(gradients[name]) / ctx.world_size
+        else:
+            averaged[name] = ctx.comm.all_reduce(gradients[name], op="mean")
+    # instead:     if name == "weight":
+    # instead:         averaged[name] = ctx.comm.reduce_scatter(gradients[name]) / ctx.world_size
+    # instead:     else:
+    # instead:         averaged[name] = ctx.comm.all_reduce(gradients[name], op="mean")
+    ### END SOLUTION
+    return averaged
+
+
+# %% checks
+def given(case: Case) -> tuple[nn.Linear, Tensor, Tensor]:
+    """A layer, and samples for each rank: (ranks, 6, ...). Where the inputs are small, so is the weight's gradient."""
+    generator = case.generator()
+    layer = nn.Linear(3, 2 * case.ranks).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    x = torch.randn(case.ranks, 6, 3, generator=generator, dtype=torch.float64)
+    y = torch.randn(case.ranks, 6, 2 * case.ranks, generator=generator, dtype=torch.float64)
+    return layer, x * torch.tensor(([9.0, 0.1] * case.ranks)[: case.ranks]).view(-1, 1, 1), y
+
+
+def play(ctx: mk.Context, answer: object, case: Case) -> object:
+    """The answer, with this rank's samples."""
+    assert callable(answer)
+    layer, x, y = given(case)
+    return answer(ctx, layer, x[ctx.rank], y[ctx.rank])
+
+
+def expected(case: Case) -> list[dict[str, Tensor]]:
+    """Serially, of all samples at once; then the weight's is cut."""
+    layer, x, y = given(case)
+    F.mse_loss(layer(x.flatten(0, 1)), y.flatten(0, 1)).backward()
+    weight, bias = layer.weight.grad, layer.bias.grad
+    assert weight is not None and bias is not None
+    return [{"weight": rows, "bias": bias} for rows in weight.chunk(case.ranks)]
+
+
+LARGEST_FIRST = "for name in sorted(gradients, key=lambda name: gradients[name].norm(), reverse=True):"
+
+EXERCISE = OnRanks(
+    solution=average,
+    cases=(Case(2, 1), Case(3, 2), Case(4, 3)),
+    play=play,
+    expected=expected,
+    result="the averaged gradients",
+    after="03-zero",
+    place=30,
+    start="Check the program as it is, and read the report: who waits, in what, and for whom?",
+    mistakes=(
+        Mistake(
+            "a-barrier",
+            (
+                "Look at the report: did the barrier change which collective each rank calls next?",
+                "A barrier makes the ranks meet, and then they go on in different orders, as before. What has to be "
+                "equal is the order itself.",
+                "Nothing in the loop's order may depend on a rank's own numbers.",
+            ),
+            [
+                ("for name in sorted(gradients):", LARGEST_FIRST),
+                ('        if name == "weight":', '        ctx.comm.barrier()\n        if name == "weight":'),
+            ],
+            when=lambda seen: "different collectives" in seen.hang and calls(Kind.BARRIER)(seen) > 0,
+        ),
+        Mistake(
+            "another-order-on-each-rank",
+            (
+                "The report names the two collectives that met. What does each rank call first, and how does it "
+                "decide that?",
+                "The n-th collective of one rank meets the n-th of every other. Here the order comes from norms of "
+                "gradients, which are different on every rank: one begins with the weight, another with the bias.",
+                "Take an order that is the same everywhere: the names in a fixed order, not sorted by anything a "
+                "rank alone knows.",
+            ),
+            [("for name in sorted(gradients):", LARGEST_FIRST)],
+            when=lambda seen: "different collectives" in seen.hang,
+        ),
+        Mistake(
+            "everything-all-reduced",
+            (
+                "It ends. How many rows of the weight's gradient does a rank have, and how many does it need?",
+                "With one kind of collective the hang is gone, and so is the shard: a rank needs only its own rows, "
+                "and an all_reduce brings all. (With an order that depends on the rank, it would also add weights "
+                "to biases.)",
+                "Keep the reduce_scatter for the weight, and give the loop a fixed order.",
+            ),
+            [
+                (
+                    "averaged[name] = ctx.comm.reduce_scatter(gradients[name]) / ctx.world_size",
+                    'averaged[name] = ctx.comm.all_reduce(gradients[name], op="mean")',
+                )
+            ],
+        ),
+        Mistake(
+            "nobody-communicates",
+            (
+                "It ends. Are these the gradients of all samples, or of this rank's?",
+                "Without communication each rank has the gradients of its own samples only. They have to be "
+                "averaged over the ranks.",
+            ),
+            [
+                (
+                    "ctx.comm.reduce_scatter(gradients[name]) / ctx.world_size",
+                    "gradients[name].chunk(ctx.world_size)[ctx.rank]",
+                ),
+                ('ctx.comm.all_reduce(gradients[name], op="mean")', "gradients[name]"),
+            ],
+        ),
+        Mistake(
+            "summed-not-averaged",
+            (
+                "It ends. How many times too large is the weight's gradient?",
+                "reduce_scatter gives the sum over ranks. The mean loss over all samples has the mean of the "
+                "gradients.",
+                "Divide by `ctx.world_size`, as the program did.",
+            ),
+            [("reduce_scatter(gradients[name]) / ctx.world_size", "reduce_scatter(gradients[name])")],
+        ),
+    ),
+    otherwise=(
+        "It is no longer the hang. Take one rank's samples and then all of them: what has each gradient to be?",
+    ),
+)
