@@ -40,7 +40,7 @@ def in_rounds(case: Case) -> float:
     """The bubble of as few rounds as can be."""
     rounds = -(-case["microbatches"] // case["cap"])
     idle = rounds * (case.ranks - 1)
-    return idle / (case["microbatches"] + idle)
+    return float(idle / (case["microbatches"] + idle))
 
 
 def scheduled(seen: Seen) -> int:

@@ -45,7 +45,8 @@ class Recompute:
         ### BEGIN SOLUTION
         self.kept[i] = x, torch.get_rng_state()
         with torch.no_grad():
-            return self.stage(x)
+            output: Tensor = self.stage(x)
+        return output
         ### END SOLUTION
 
     def backward(self, i: int, grad: Tensor) -> Tensor:
@@ -57,7 +58,8 @@ class Recompute:
             torch.set_rng_state(state)
             output = self.stage(x)
         output.backward(grad)
-        return x.grad
+        given: Tensor = x.grad
+        return given
         ### END SOLUTION
 
 
@@ -71,8 +73,8 @@ def stages(case: Case) -> list[nn.Sequential]:
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(case["dropout"]))
         for _ in range(LAYERS * case.ranks)
     ]
-    whole = fill(nn.Sequential(*layers), case.seed)
-    return [whole[LAYERS * rank : LAYERS * (rank + 1)] for rank in range(case.ranks)]
+    whole = list(fill(nn.Sequential(*layers), case.seed))
+    return [nn.Sequential(*whole[LAYERS * rank : LAYERS * (rank + 1)]) for rank in range(case.ranks)]
 
 
 def batches(case: Case) -> tuple[Tensor, Tensor]:
@@ -211,12 +213,8 @@ EXERCISE = OnRanks(
                 "You run the stage on its own *output*. The input is what has to be kept.",
             ),
             [
-                (
-                    "            return self.stage(x)\n",
-                    "            output = self.stage(x)\n"
-                    "        self.kept[i] = output, self.kept[i][1]\n"
-                    "        return output\n",
-                )
+                ("self.kept[i] = x, torch.get_rng_state()", "state = torch.get_rng_state()"),
+                ("        return output\n", "        self.kept[i] = output, state\n        return output\n"),
             ],
         ),
     ),

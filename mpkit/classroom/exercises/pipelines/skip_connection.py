@@ -66,7 +66,8 @@ class Joined(nn.Module):
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
         """(batch, width), (batch, width) -> (batch, width)."""
-        return self.layer(x) * torch.sigmoid(skip) + 0.5 * skip
+        made: Tensor = self.layer(x) * torch.sigmoid(skip)
+        return made + 0.5 * skip
 
 
 def batch(case: Case) -> tuple[Tensor, Tensor]:
