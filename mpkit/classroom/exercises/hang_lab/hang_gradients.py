@@ -115,6 +115,23 @@ EXERCISE = OnRanks(
             when=lambda seen: "different collectives" in seen.hang,
         ),
         Mistake(
+            "one-kind-in-different-orders",
+            (
+                "Nobody waits for ever, and it crashes. How many bytes does each rank bring to the same all_reduce?",
+                "Now all call all_reduce, but one rank brings the weight's gradient and another the bias's. If they "
+                "had the same size, they would be added up, and nobody would notice.",
+                "It is the order that has to be equal on all ranks: one that no rank's own numbers decide.",
+            ),
+            [
+                ("for name in sorted(gradients):", LARGEST_FIRST),
+                (
+                    "ctx.comm.reduce_scatter(gradients[name]) / ctx.world_size",
+                    'ctx.comm.all_reduce(gradients[name], op="mean").chunk(ctx.world_size)[ctx.rank]',
+                ),
+            ],
+            when=lambda seen: "SIGABRT" in seen.error,  # what gloo does with tensors of different length
+        ),
+        Mistake(
             "everything-all-reduced",
             (
                 "It ends. How many rows of the weight's gradient does a rank have, and how many does it need?",

@@ -104,6 +104,16 @@ def reads_early(seen: Seen) -> bool:
     return late and shapes and not seen.budget
 
 
+def never_waits_for_sends(seen: Seen) -> bool:
+    """Something was sent with isend, and nobody asked whether it has left."""
+    assert seen.trace is not None
+    for rank in seen.trace.ranks:
+        waited = {int(op["ref"]) for op in rank.ops if op["kind"] == Kind.WAIT}
+        if any(op["kind"] == Kind.SEND and at not in waited for at, op in enumerate(rank.ops)):
+            return not seen.budget
+    return False
+
+
 EXERCISE = OnRanks(
     solution=all_reduce,
     cases=(
@@ -170,6 +180,17 @@ EXERCISE = OnRanks(
                 )
             ],
             when=lambda seen: seen.hang.count("waits in recv from rank") >= 2 * seen.case.ranks,
+        ),
+        Mistake(
+            "sends-not-waited-for",
+            (
+                "Who waits for the message that you start with isend?",
+                "`isend` only starts it. If its rank is done and gone before the message has left, the other side "
+                "waits for ever; and if the part changes before, something else is sent.",
+                "Keep what `isend` returns, and call its `wait()` once the receive of the same step is complete.",
+            ),
+            [("ctx.comm.send(mine, after)", "ctx.comm.isend(mine, after)")],
+            when=never_waits_for_sends,
         ),
         Mistake(
             "no-all-gather",
