@@ -46,6 +46,10 @@ RULES = (
 )
 
 
+CELL = r"(?:/\S*ipykernel_\d+/\d+\.py|<[^<>\n]+>):(\d+)"
+"""A line of a notebook's cell, or of what stands for one, as Python names it."""
+
+
 def lesson(seen: Seen) -> list[str]:
     """Paragraphs: what happened, and the rule behind it; none where ranks came to an end.
 
@@ -55,7 +59,7 @@ def lesson(seen: Seen) -> list[str]:
     """
     if seen.hang:
         rule = next((words for pattern, words in RULES if re.search(pattern, seen.hang)), "")
-        return [seen.hang, *([rule] if rule else [])]
+        return [re.sub(CELL, r"line \1 of the cell,", seen.hang), *([rule] if rule else [])]
     if seen.error:
         met = clash(seen)
         return [seen.error, *([f"It comes from {seen.where}"] if seen.where else []), *([met] if met else [])]

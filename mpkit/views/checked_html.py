@@ -100,8 +100,8 @@ def _timelines(checked: Checked) -> str:
     """One above the other, on one axis."""
     assert checked.timelines is not None
     shown = {TITLES[name]: replace(timeline, notes=[]) for name, timeline in checked.timelines.items()}
-    room = max(timeline.makespan for timeline in shown.values())
-    gutter = max(gutter_of(picture(timeline)) for timeline in shown.values())
+    pictures = [picture(timeline) for timeline in shown.values()]
+    room, gutter = max(each.duration for each in pictures), max(map(gutter_of, pictures))
     return "".join(
         image(svg(timeline, 760, title=title, room=room, gutter=gutter), f"{title}: {timeline!r}")
         for title, timeline in shown.items()

@@ -1,18 +1,27 @@
-"""A headless Chromium, and pages that must not complain.
+"""A headless Chromium, a JupyterLab, and pages that must not complain.
 
 `make test-browser` names it in CHROMIUM, or installs Debian's; see scripts/chromium.sh.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from tests.browser.lab import EXPLORE
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 SCREENSHOTS = Path(__file__).parent / "screenshots"
 
 
@@ -58,3 +67,79 @@ def screenshot() -> Callable[[Page, str], None]:
         page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
 
     return take
+
+
+@pytest.fixture(scope="module")
+def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a JupyterLab of our own, on copies of the notebooks, that asks nothing and nobody."""
+    home = tmp_path_factory.mktemp("jupyter")
+    shutil.copytree(NOTEBOOKS, home / "notebooks", ignore=shutil.ignore_patterns(".*"))
+    kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    explore = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(EXPLORE)], metadata=kernel)
+    nbformat.write(explore, home / "notebooks" / "explore.ipynb")
+    news = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
+    news.parent.mkdir(parents=True)
+    quiet = {"checkForUpdates": False, "fetchNews": "false", "doNotDisturbMode": True}
+    news.write_text(json.dumps(quiet), encoding="utf-8")
+    folders = {
+        "JUPYTER_CONFIG_DIR": "config",
+        "JUPYTER_DATA_DIR": "data",
+        "JUPYTER_RUNTIME_DIR": "runtime",
+        "JUPYTERLAB_SETTINGS_DIR": "settings",
+        "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+        "IPYTHONDIR": "ipython",
+    }
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
+            *("--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"),
+            *("--IdentityProvider.token=", "--ServerApp.password=", "--ServerApp.disable_check_xsrf=True"),
+            *("--LabApp.expose_app_in_browser=True", f"--ServerApp.root_dir={home / 'notebooks'}"),
+        ],
+        env={**os.environ, **{name: str(home / folder) for name, folder in folders.items()}},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said: list[str] = []
+    ready = threading.Event()
+
+    def listen() -> None:
+        assert server.stderr is not None
+        for line in server.stderr:
+            said.append(line)
+            if "is running at" in line:
+                ready.set()
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        assert ready.wait(60), "JupyterLab does not start:\n" + "".join(said)
+        yield f"http://127.0.0.1:{port}/lab"
+    finally:
+        server.terminate()  # it ends its kernels first
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        listener.join(5)
+        assert server.stderr is not None
+        server.stderr.close()
+
+
+@pytest.fixture
+def lab_page(chromium: Browser) -> Iterator[Page]:
+    """A page whose errors fail the test. JupyterLab itself warns of this and that."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    errors: list[str] = []
+    page.on("console", lambda m: errors.append(f"{m.text} ({m.location})") if m.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page
+    context.close()
+    assert errors == []

@@ -2,116 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import nbformat
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Locator, Page, expect
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+from tests.browser.lab import CELLS, RUN_ALL, in_cell, look_at, look_at_output, open_notebook
+
 Screenshot = Callable[[Page, str], None]
-EXPLORE = "import mpkit as mk\n\nmk.explore('1f1b', 'zbv', ranks=4, microbatches=8)"
-
-
-@pytest.fixture(scope="module")
-def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a JupyterLab of our own, on copies of the notebooks, that asks nothing and nobody."""
-    home = tmp_path_factory.mktemp("jupyter")
-    shutil.copytree(NOTEBOOKS, home / "notebooks", ignore=shutil.ignore_patterns(".*"))
-    kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    explore = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(EXPLORE)], metadata=kernel)
-    nbformat.write(explore, home / "notebooks" / "explore.ipynb")
-    news = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
-    news.parent.mkdir(parents=True)
-    quiet = {"checkForUpdates": False, "fetchNews": "false", "doNotDisturbMode": True}
-    news.write_text(json.dumps(quiet), encoding="utf-8")
-    folders = {
-        "JUPYTER_CONFIG_DIR": "config",
-        "JUPYTER_DATA_DIR": "data",
-        "JUPYTER_RUNTIME_DIR": "runtime",
-        "JUPYTERLAB_SETTINGS_DIR": "settings",
-        "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
-        "IPYTHONDIR": "ipython",
-    }
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
-            *("--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"),
-            *("--IdentityProvider.token=", "--ServerApp.password=", "--ServerApp.disable_check_xsrf=True"),
-            *("--LabApp.expose_app_in_browser=True", f"--ServerApp.root_dir={home / 'notebooks'}"),
-        ],
-        env={**os.environ, **{name: str(home / folder) for name, folder in folders.items()}},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    said: list[str] = []
-    ready = threading.Event()
-
-    def listen() -> None:
-        assert server.stderr is not None
-        for line in server.stderr:
-            said.append(line)
-            if "is running at" in line:
-                ready.set()
-
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    try:
-        assert ready.wait(60), "JupyterLab does not start:\n" + "".join(said)
-        yield f"http://127.0.0.1:{port}/lab"
-    finally:
-        server.terminate()  # it ends its kernels first
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-        listener.join(5)
-        assert server.stderr is not None
-        server.stderr.close()
-
-
-@pytest.fixture
-def lab_page(chromium: Browser) -> Iterator[Page]:
-    """A page whose errors fail the test. JupyterLab itself warns of this and that."""
-    context = chromium.new_context(viewport={"width": 1280, "height": 900})
-    page = context.new_page()
-    page.set_default_timeout(60_000)
-    errors: list[str] = []
-    page.on("console", lambda m: errors.append(f"{m.text} ({m.location})") if m.type == "error" else None)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    yield page
-    context.close()
-    assert errors == []
-
-
-def open_notebook(page: Page, address: str) -> None:
-    """Open it, with a kernel that is ready."""
-    page.goto(address)
-    page.wait_for_function(
-        "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
-    )
-
-
-def in_cell(page: Page, code: str) -> Locator:
-    """The cell that has this code."""
-    return page.locator(".jp-CodeCell").filter(
-        has=page.locator(".jp-InputArea", has_text=code)
-    ).first  # fmt: skip
 
 
 WATCH = """() => {
@@ -134,41 +34,7 @@ WATCH = """() => {
   look();
 }"""
 
-RUN_ALL = """() => {
-  window.ran = undefined;
-  window.jupyterapp.commands.execute('notebook:run-all-cells').then((ok) => { window.ran = ok; });
-}"""
-
-CELLS = """() => {
-  const notebook = window.jupyterapp.shell.currentWidget.content;
-  return notebook.widgets.filter((cell) => cell.model.type === 'code').map((cell) => ({
-    count: cell.model.executionCount,
-    error: cell.model.outputs.toJSON().filter((output) => output.output_type === 'error'),
-  }));
-}"""
-
 TIMES = "(root) => root.panel.chart.times"
-
-
-def look_at(what: Locator) -> None:
-    """Bring it to the middle of the page; JupyterLab lays out cells as they come into view, so until it stays there."""
-    what.page.wait_for_function(
-        """(element) => {
-          element.scrollIntoView({ block: 'center' });
-          const { top } = element.getBoundingClientRect();
-          element.still = top === element.top ? element.still + 1 : 0;
-          element.top = top;
-          return element.still > 10; // frames
-        }""",
-        arg=what.element_handle(),
-    )
-
-
-def look_at_output(page: Page, code: str) -> None:
-    """At what the cell with that code shows last."""
-    output = in_cell(page, code).locator(".jp-OutputArea-output").last
-    look_at(output)
-    expect(output).to_be_visible()
 
 
 def place(timeline: Locator, share: float, rank: int) -> tuple[float, float]:

@@ -1,0 +1,78 @@
+"""What tests do in JupyterLab: open a notebook, find a cell, look at what it shows, type."""
+
+from __future__ import annotations
+
+from playwright.sync_api import Locator, Page, expect
+
+EXPLORE = "import mpkit as mk\n\nmk.explore('1f1b', 'zbv', ranks=4, microbatches=8)"
+"""The code of `explore.ipynb`, which is there besides the kit's notebooks."""
+
+RUN_ALL = """() => {
+  window.ran = undefined;
+  window.jupyterapp.commands.execute('notebook:run-all-cells').then((ok) => { window.ran = ok; });
+}"""
+
+CELLS = """() => {
+  const notebook = window.jupyterapp.shell.currentWidget.content;
+  return notebook.widgets.filter((cell) => cell.model.type === 'code').map((cell) => ({
+    count: cell.model.executionCount,
+    error: cell.model.outputs.toJSON().filter((output) => output.output_type === 'error'),
+  }));
+}"""
+
+
+def open_notebook(page: Page, address: str) -> None:
+    """Open it, with a kernel that is ready."""
+    page.goto(address)
+    page.wait_for_function(
+        "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
+    )
+
+
+def in_cell(page: Page, code: str) -> Locator:
+    """The cell that has this code."""
+    return page.locator(".jp-CodeCell").filter(
+        has=page.locator(".jp-InputArea", has_text=code)
+    ).first  # fmt: skip
+
+
+def write(page: Page, cell: Locator, code: str) -> None:
+    """Replace the code of a cell, from the keyboard's side."""
+    look_at(cell)
+    cell.locator(".cm-content").click()
+    page.keyboard.press("Control+A")
+    page.keyboard.insert_text(code)
+
+
+def run(page: Page, cell: Locator) -> Locator:
+    """Run a cell and wait until it is done; returns its last output, if it has any."""
+    look_at(cell)
+    cell.locator(".cm-content").click()
+    before = cell.locator(".jp-InputPrompt").first.text_content()
+    page.keyboard.press("Control+Enter")
+    page.wait_for_function(
+        "([prompt, before]) => /\\[\\d+\\]/.test(prompt.textContent) && prompt.textContent !== before",
+        arg=[cell.locator(".jp-InputPrompt").first.element_handle(), before],
+    )
+    return cell.locator(".jp-OutputArea-output").last
+
+
+def look_at(what: Locator) -> None:
+    """Bring it to the middle of the page; JupyterLab lays out cells as they come into view, so until it stays there."""
+    what.page.wait_for_function(
+        """(element) => {
+          element.scrollIntoView({ block: 'center' });
+          const { top } = element.getBoundingClientRect();
+          element.still = top === element.top ? element.still + 1 : 0;
+          element.top = top;
+          return element.still > 10; // frames
+        }""",
+        arg=what.element_handle(),
+    )
+
+
+def look_at_output(page: Page, code: str) -> None:
+    """At what the cell with that code shows last."""
+    output = in_cell(page, code).locator(".jp-OutputArea-output").last
+    look_at(output)
+    expect(output).to_be_visible()

@@ -1,0 +1,90 @@
+"""Exercises as a student does them, in JupyterLab, in a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from mpkit.classroom.catalogue import Entry, find, of_family
+from mpkit.classroom.source import IMPORTS
+from tests.browser.lab import in_cell, look_at, open_notebook, run, write
+
+Screenshot = Callable[[Page, str], None]
+
+
+def open_exercise(page: Page, jupyterlab: str, notebook: str, entry: Entry) -> None:
+    """Its notebook, with all run that comes before the answer."""
+    open_notebook(page, f"{jupyterlab}/workspaces/{notebook}/tree/exercises/{notebook}.ipynb")
+    run(page, in_cell(page, IMPORTS.splitlines()[0]))
+    if entry.source.given:
+        run(page, in_cell(page, entry.source.given.splitlines()[0]))
+
+
+def first_line(entry: Entry) -> str:
+    """Of the student's cell, by which it is found."""
+    return next(line for line in entry.source.stub.splitlines() if line.strip())
+
+
+@pytest.mark.timeout(300)
+def test_an_exercise_failed_twice_and_solved(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None:
+    page, entry = lab_page, find("pass-the-token")
+    open_exercise(page, jupyterlab, "1-ranks", entry)
+    answer, check = in_cell(page, first_line(entry)), in_cell(page, f'mk.check("{entry.name}"')
+    run(page, answer)
+    expect(run(page, check)).to_contain_text("First say who your neighbours are")
+    screenshot(page, "exercise-stub")
+
+    mistake = next(one for one in entry.exercise.mistakes if one.name == "adds-one")
+    write(page, answer, entry.source.wrong(mistake))
+    run(page, answer)
+    for number in (1, 2):  # the stub was the first failure
+        output = run(page, check)
+        expect(output).to_contain_text("not yet")
+        expect(output).to_contain_text(mistake.hints[min(number, len(mistake.hints) - 1)].split("`")[0])
+        screenshot(page, f"exercise-failed-{number}")
+
+    write(page, answer, entry.source.plain)
+    run(page, answer)
+    output = run(page, check)
+    expect(output).to_contain_text("solved, at the 4th try")
+    expect(output.locator("img")).to_have_count(2)
+    look_at(output)
+    screenshot(page, "exercise-solved")
+    expect(run(page, in_cell(page, "mk.progress()"))).to_contain_text("✔ pass-the-token")
+    screenshot(page, "exercise-progress")
+
+
+@pytest.mark.timeout(300)
+def test_a_hang(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None:
+    page, entry = lab_page, of_family("hang_lab")[0]
+    open_exercise(page, jupyterlab, "7-hang-lab", entry)
+    answer, check = in_cell(page, first_line(entry)), in_cell(page, f'mk.check("{entry.name}"')
+    run(page, answer)
+    output = run(page, check)
+    expect(output).to_contain_text("the ranks wait for each other")
+    expect(output).to_contain_text("Hint")
+    look_at(output)
+    screenshot(page, "exercise-hang")
+    write(page, answer, entry.source.plain)
+    run(page, answer)
+    expect(run(page, check)).to_contain_text("solved, at the second try")
+
+
+@pytest.mark.timeout(300)
+def test_a_silent_bug(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None:
+    page, entry = lab_page, of_family("silent_bugs")[0]
+    open_exercise(page, jupyterlab, "8-silent-bugs", entry)
+    answer, check = in_cell(page, first_line(entry)), in_cell(page, f'mk.check("{entry.name}"')
+    run(page, answer)
+    output = run(page, check)
+    expect(output).to_contain_text("not yet")
+    look_at(output)
+    screenshot(page, "exercise-silent-bug")
+    write(page, answer, entry.source.plain)
+    run(page, answer)
+    output = run(page, check)
+    expect(output).to_contain_text("solved")
+    look_at(output)
+    screenshot(page, "exercise-silent-bug-mended")

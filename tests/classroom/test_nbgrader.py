@@ -1,0 +1,46 @@
+"""nbgrader makes an assignment of our sources, and grades it."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import nbgrader
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "notebooks" / "exercises" / "nbgrader" / "source"
+NAME = "1-ranks"
+
+
+def run(course: Path, *words: str) -> None:
+    """A command of nbgrader's; its database tool is beside its package or beside Python."""
+    beside = [str(Path(nbgrader.__file__).parents[1] / "bin"), str(Path(sys.executable).parent)]
+    path = os.pathsep.join([*beside, os.environ.get("PATH", "")])
+    home = {"PATH": path, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-m", "nbgrader", *words]
+    done = subprocess.run(command, cwd=course, env=os.environ | home, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(400)
+def test_it_generates_and_grades(tmp_path: Path) -> None:
+    shutil.copytree(SOURCE / NAME, tmp_path / "source" / NAME)
+    run(tmp_path, "generate_assignment", NAME, "--create")
+    released = tmp_path / "release" / NAME / f"{NAME}.ipynb"
+    text = "\n".join(cell.source for cell in nbformat.read(released, as_version=4).cells)
+    assert "YOUR CODE HERE" in text and "BEGIN SOLUTION" not in text and "require()" not in text
+    for student, book in (("ada", tmp_path / "source" / NAME / f"{NAME}.ipynb"), ("bob", released)):
+        handed_in = tmp_path / "submitted" / student / NAME
+        handed_in.mkdir(parents=True)
+        shutil.copy(book, handed_in)
+    run(tmp_path, "autograde", NAME, "--create")
+    run(tmp_path, "export")
+    with (tmp_path / "grades.csv").open(newline="") as file:
+        rows = {row["student_id"]: row for row in csv.DictReader(file)}
+    assert float(rows["ada"]["raw_score"]) == float(rows["ada"]["max_score"]) > 0
+    assert float(rows["bob"]["raw_score"]) == 0
