@@ -80,7 +80,7 @@ def expected(case: Case) -> list[Tensor]:
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= 0.1 * gradient
+                parameter.sub_(0.1 * gradient)
     return [model.weight.detach()] * case.ranks
 
 

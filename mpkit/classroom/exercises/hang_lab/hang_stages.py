@@ -23,7 +23,7 @@ from mpkit.trace import Kind
 
 
 # %% answer
-def gpipe_step(ctx: mk.Context, stage: nn.Linear, x: Tensor, y: Tensor, size: int) -> Tensor:
+def gpipe_step(ctx: mk.Context, stage: nn.Linear, x: Tensor, y: Tensor, size: int) -> Tensor | None:
     """The gradient of this stage's weight, of the mean loss over the batch.
 
     stage: this rank's, of d inputs and d outputs. x, y: (b, d), the whole batch, on every rank; the first stage takes
