@@ -24,13 +24,16 @@ BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 """nbgrader's own markers."""
 
 IMPORTS = """\
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
 """
-"""What the first cell of every exercise notebook has; cells of an exercise use nothing else."""
+"""What the first cell of every exercise notebook has; cells of an exercise use nothing else, but in annotations, which
+are never evaluated (IPython keeps the `from __future__` of one cell for those after it)."""
 
 
 @dataclass(frozen=True)
