@@ -1,0 +1,38 @@
+"""The table that silent bugs are found by."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpkit.classroom.catalogue import Entry, of_family
+from mpkit.classroom.serial import BesideSerial, beside_serial
+from mpkit.classroom.source import run_cell
+
+ENTRIES = of_family("silent_bugs")
+
+
+def table(entry: Entry, code: str) -> BesideSerial:
+    return beside_serial(
+        entry.name, run_cell(code, entry.exercise.name_of_answer, "cell", entry.source.given)
+    )
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_a_silent_bug_is_silent_and_the_table_shows_it(entry: Entry) -> None:
+    frame = table(entry, entry.source.stub).frame
+    for name in frame.filter(like="loss, rank"):
+        losses = frame[name].astype(float).tolist()
+        assert losses[-1] < losses[0], "the loss falls"
+    assert (frame["weights that differ after it, by"] != "none").all()
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_a_mended_program_is_serial_training(entry: Entry) -> None:
+    frame = table(entry, entry.source.solution).frame
+    assert (frame["weights that differ after it, by"] == "none").all(), str(frame)
+    assert all((frame[name] == frame["loss, serial"]).all() for name in frame.filter(like="loss, rank"))
+
+
+def test_the_table_is_not_cut_off_in_a_notebook() -> None:
+    shown = table(ENTRIES[0], ENTRIES[0].source.stub)
+    assert "4.bias" in shown._repr_html_() and "4.bias" in str(shown)
