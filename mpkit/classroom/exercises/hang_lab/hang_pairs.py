@@ -86,7 +86,7 @@ def expected(case: Case) -> list[dict[str, object]]:
 
 def waits_in_group(seen: Seen, *groups: str) -> bool:
     """Whether somebody waits in a collective of these ranks."""
-    return any(f"of ranks {group} at" in seen.hang for group in groups)
+    return any(f"waits in all_reduce number 0 of ranks {group}" in seen.hang for group in groups)
 
 
 EXERCISE = OnRanks(
