@@ -21,6 +21,8 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from torch import nn
 
@@ -109,13 +111,13 @@ def unfinished(seen: Seen) -> float:
     return _most(seen, lambda ops, _, step: (ops["kind"] == Kind.ALL_REDUCE) & _open(ops, step))
 
 
-def _open(ops: np.ndarray, step: np.ndarray) -> np.ndarray:
+def _open(ops: Any, step: Any) -> Any:
     """The first step after an op was started came before its end."""
     after = np.append(step["start"], np.iinfo(np.int64).max)
     return (ops["end"] == 0) | (ops["end"] > after[np.searchsorted(after, ops["start"])])
 
 
-def _in(times: np.ndarray, spans: np.ndarray) -> np.ndarray:
+def _in(times: Any, spans: Any) -> Any:
     return ((spans["start"] <= times[:, None]) & (times[:, None] <= spans["end"])).any(1)
 
 
