@@ -168,6 +168,10 @@ class Exercise(ABC):
         """What another answer does where that was seen; None where there is nothing to see."""
         return None
 
+    def untouched(self, seen: Seen) -> bool:
+        """Whether the student has written nothing yet."""
+        return "NotImplementedError" in seen.error
+
     def alike(self, seen: Seen, other: Seen) -> bool:
         """Whether two answers did the same there."""
         return seen.like(other)

@@ -116,7 +116,7 @@ def tell(entry: Entry, seen: Seen | None, room: Room) -> tuple[str, Sequence[str
     """The name of the mistake that shows, and its hints."""
     exercise = entry.exercise
     if seen is not None:
-        if "NotImplementedError" in seen.error:
+        if exercise.untouched(seen):
             return "not-written", (exercise.start,)
         for mistake in exercise.mistakes:
             if _shows(entry, mistake, seen, room):

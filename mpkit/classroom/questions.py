@@ -52,6 +52,11 @@ class Questions(Exercise):
         """Another dict."""
         return replace(self._given(answer, room), expected=seen.expected)
 
+    def untouched(self, seen: Seen) -> bool:
+        """Whether no question has an answer."""
+        values = seen.got[0] if seen.got is not None else None
+        return isinstance(values, dict) and all(value in (..., "...") for value in values.values())
+
     def alike(self, seen: Seen, other: Seen) -> bool:
         """Whether some value is wrong, and the other's."""
         if seen.got is None or other.got is None:
