@@ -1,0 +1,142 @@
+"""Name the cause.
+
+Five runs on four GPUs each, A to E. For each say what costs most of the time in which a GPU does not compute:
+
+    "imbalance"               one rank has more work than the others, and they wait for it
+    "exposed communication"   a collective is under way, and nobody computes meanwhile
+    "bubble"                  the pipeline fills and drains: ranks wait for work that is not there yet, or no more
+    "host copy"               something goes between the GPU's memory and the host's
+    "nothing"                 the GPUs compute nearly all the time
+
+`run("A")` is a timeline: `print` it, or `.show()` it in a notebook, where messages and copies have lanes of their own.
+`.busy` and `.idle` are seconds by rank, `.comm_time` and `.exposed_comm` those of communication, all of it and what no
+compute hides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mpkit as mk
+from mpkit.classroom.exercise import Mistake
+from mpkit.classroom.lab import given
+from mpkit.classroom.questions import Questions
+from mpkit.classroom.room import Room
+from mpkit.trace import Lane
+
+
+# %% given
+def run(letter: str) -> mk.Timeline:
+    """The timeline of run A, B, C, D or E."""
+    from mpkit.classroom.lab import timeline
+
+    names = {"A": "few micro-batches", "B": "slow link", "C": "hidden", "D": "offload", "E": "uneven"}
+    return timeline(names[letter])
+
+
+# %% answer
+causes = {
+    ### BEGIN SOLUTION
+    # instead: "A": ...,
+    # instead: "B": ...,
+    # instead: "C": ...,
+    # instead: "D": ...,
+    # instead: "E": ...,
+    "A": "bubble",
+    "B": "exposed communication",
+    "C": "nothing",
+    "D": "host copy",
+    "E": "imbalance",
+    ### END SOLUTION
+}
+
+
+# %% checks
+def cause(t: mk.Timeline) -> str:
+    """The largest part of the idle time, as the kit counts it."""
+    from mpkit.idleness import CAUSES, idle_by_cause
+
+    if t.bubble < 0.05:
+        return "nothing"
+    copies = t.spans[t.spans["lane"] == Lane.HOST]
+    seconds = dict(zip(CAUSES, idle_by_cause(t).sum(axis=0).tolist(), strict=True))
+    found = {
+        "imbalance": seconds["imbalance"],
+        "exposed communication": sum(t.exposed_comm),
+        "bubble": seconds["warm-up"] + seconds["cool-down"] + seconds["message"] - sum(t.exposed_comm),
+        "host copy": float((copies["end"] - copies["start"]).sum()),
+    }
+    return max(found, key=found.__getitem__)
+
+
+def truth(room: Room) -> Mapping[str, str]:
+    """By the numbers."""
+    return {letter: cause(run(letter)) for letter in "ABCDE"}
+
+
+EXERCISE = Questions(
+    solution=causes,
+    called="causes",
+    truth=truth,
+    after="04-schedules",
+    place=10,
+    start="Print the five timelines, one after the other. Where is a rank idle: at the ends, in the middle, on all "
+    "ranks alike?",
+    mistakes=(
+        Mistake(
+            "every-gap-is-a-bubble",
+            (
+                "All five have gaps, but not every gap is a bubble. In which is one rank never idle, while the "
+                "others are?",
+                "A bubble is there with stages that are equal, too: the pipeline fills and drains. Where one rank "
+                "works all the time and its neighbours wait for it in every micro-batch, the work is not cut evenly.",
+                "Compare `.busy` of A and of E, rank by rank.",
+            ),
+            [('"imbalance"', '"bubble"')],
+        ),
+        Mistake(
+            "imbalance-for-a-bubble",
+            (
+                "How much do the ranks of A work, each of them? Look at `.busy`.",
+                "They work about as long as each other, and yet each is idle about half of the time: there are few "
+                "micro-batches to fill the pipeline with. That is the bubble.",
+            ),
+            [('"bubble"', '"imbalance"')],
+        ),
+        Mistake(
+            "all-communication-costs",
+            (
+                "In C there is communication during the backward. What does the compute lane do meanwhile?",
+                "Communication that is hidden behind compute costs nothing. Only what is exposed does: compare "
+                "`.comm_time` and `.exposed_comm`, and both with `.step_time`.",
+            ),
+            [('"nothing"', '"exposed communication"')],
+        ),
+        Mistake(
+            "copies-are-not-communication",
+            (
+                "In which lane is what D waits for? Between which two memories does it go?",
+                "D's gap before and after the optimizer's step is no collective: its communication is short. It is a "
+                "copy between the GPU and its host, where the optimizer's states are kept.",
+                '`t.to_dataframe()` has the lane of each span: "compute", "comm" or "host".',
+            ),
+            [('"host copy"', '"exposed communication"')],
+        ),
+        Mistake(
+            "waiting-for-the-all-reduce",
+            (
+                "In B all GPUs wait together, after the backward. Would other micro-batches help? There is no "
+                "pipeline.",
+                "What B waits for is the all-reduce of its gradients, most of which is still to do when the backward "
+                "ends.",
+            ),
+            [('"exposed communication"', '"bubble"')],
+            when=lambda seen: given(seen, "B") in ("bubble", "imbalance", "host copy", "nothing"),
+        ),
+    ),
+    otherwise=(
+        'The answers are words: "imbalance", "exposed communication", "bubble", "host copy", "nothing", '
+        "each once.",
+        "First sort out the pipelines: in which runs do the GPUs do different things at the same time?",
+    ),
+)

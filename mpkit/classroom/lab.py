@@ -1,0 +1,107 @@
+"""What the reading lab reads: timelines that are the same for everybody, and machines with a faster link.
+
+Runs are played on tensors without content (`mpkit.fake`) and replayed on catalogued machines, so they take a second,
+and come out alike each time.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mpkit.catalogue import hardware
+from mpkit.fake import trace_fake
+from mpkit.plan import Plan
+from mpkit.timeline import Timeline
+
+if TYPE_CHECKING:
+    from mpkit.classroom.room import Room
+    from mpkit.classroom.seen import Seen
+    from mpkit.devices import Hardware
+    from mpkit.trace import Trace
+
+__all__ = ["RUNS", "given", "near", "timeline"]
+
+WIDTH = 4096
+
+RUNS: dict[str, tuple[Plan, int, int, str]] = {
+    "uneven": (Plan(pp=4, schedule="1f1b", microbatches=16, cut=[1, 2, 5]), 6, 32768, "8x-a100-nvlink"),
+    "slow link": (Plan.ddp(4), 4, 4096, "8x-h100-pcie"),
+    "few micro-batches": (Plan.gpipe(4, 3), 8, 12288, "8x-a100-nvlink"),
+    "offload": (Plan.zero(1, 4, offload="optimizer"), 4, 1024, "8x-a100-nvlink"),
+    "hidden": (Plan.ddp(4), 4, 16384, "8x-a100-nvlink"),
+    "ddp": (Plan.ddp(4), 3, 2048, "8x-a100-nvlink"),
+    "zero 1": (Plan.zero(1, 4), 3, 2048, "8x-a100-nvlink"),
+    "zero 2": (Plan.zero(2, 4), 3, 2048, "8x-a100-nvlink"),
+    "zero 3": (Plan.zero(3, 4), 3, 2048, "8x-a100-nvlink"),
+}
+"""By name: the plan, the number of linear layers of the model, the samples of a batch, and the machine."""
+
+
+def timeline(name: str, *, link: float = 1.0, host: float = 1.0, room: Room | None = None) -> Timeline:
+    """The last step of a run, on its machine, or on one like it whose links are so many times as fast.
+
+    >>> timeline("slow link").exposed_comm[0] > 2 * timeline("slow link", link=2).exposed_comm[0]
+    True
+
+    Args:
+        name: one of `RUNS`.
+        link: times the bandwidth between devices.
+        host: times the bandwidth between a device and its host.
+        room: whose helper process plays it; None: the one that all checks share.
+    """
+    whole = Timeline.of(_played(name, host, room), _machine(name, link, host))
+    return whole.step(whole.steps[-1])
+
+
+def _machine(name: str, link: float, host: float) -> Hardware:
+    machine = hardware(RUNS[name][3])
+    wire = machine.link
+    bus = {kind: rate * link for kind, rate in wire.bus.items()}
+    return replace(
+        machine,
+        link=replace(wire, bandwidth=wire.bandwidth * link, bus=bus),
+        device=replace(machine.device, host=machine.device.host * host),
+    )
+
+
+def given(seen: Seen, question: str) -> Any:
+    """What the student answers to a question; None if nothing."""
+    return seen.got[0].get(question) if seen.got else None
+
+
+def near(seen: Seen, question: str, value: float, within: float = 0.02) -> bool:
+    """Whether the student's answer to a question is close to this wrong number, and closer than to the right one."""
+    got, right = given(seen, question), seen.expected[0][question]
+    return (
+        isinstance(got, int | float)
+        and abs(got - value) <= within * abs(value)
+        and abs(got - value) < abs(got - right)
+    )
+
+
+_TRACES: dict[tuple[str, float], Trace] = {}
+
+
+def _played(name: str, host: float, room: Room | None) -> Trace:
+    """Two steps of a run: of DDP's first, buckets are laid out anew."""
+    from mpkit.classroom.room import shared_room
+
+    key = name, host
+    if key not in _TRACES:
+        plan, layers, samples, _ = RUNS[name]
+        batch = torch.empty(samples, WIDTH, device="meta")
+        _TRACES[key] = trace_fake(
+            functools.partial(_model, layers), plan, batch=(batch, batch), loss=nn.functional.mse_loss,
+            optimizer=torch.optim.Adam, steps=2, hardware=_machine(name, 1.0, host),
+            cluster=(room or shared_room()).cluster(1),
+        )  # fmt: skip
+    return _TRACES[key]
+
+
+def _model(layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
