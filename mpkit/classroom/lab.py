@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from mpkit.devices import Hardware
     from mpkit.trace import Trace
 
-__all__ = ["RUNS", "given", "near", "timeline"]
+__all__ = ["PUZZLES", "RUNS", "given", "near", "puzzle", "timeline"]
 
 WIDTH = 4096
 
 RUNS: dict[str, tuple[Plan, int, int, str]] = {
-    "uneven": (Plan(pp=4, schedule="1f1b", microbatches=16, cut=[1, 2, 5]), 6, 32768, "8x-a100-nvlink"),
+    "uneven": (Plan(pp=4, schedule="1f1b", microbatches=8, cut=[1, 2, 5]), 6, 16384, "8x-a100-nvlink"),
     "slow link": (Plan.ddp(4), 4, 4096, "8x-h100-pcie"),
     "few micro-batches": (Plan.gpipe(4, 3), 8, 12288, "8x-a100-nvlink"),
     "offload": (Plan.zero(1, 4, offload="optimizer"), 4, 1024, "8x-a100-nvlink"),
@@ -40,6 +40,29 @@ RUNS: dict[str, tuple[Plan, int, int, str]] = {
     "zero 3": (Plan.zero(3, 4), 3, 2048, "8x-a100-nvlink"),
 }
 """By name: the plan, the number of linear layers of the model, the samples of a batch, and the machine."""
+
+PUZZLES: dict[str, dict[str, str]] = {
+    "name-the-cause": {
+        "A": "few micro-batches",
+        "B": "slow link",
+        "C": "hidden",
+        "D": "offload",
+        "E": "uneven",
+    },
+    "double-the-link": {"A": "slow link", "B": "hidden", "C": "few micro-batches"},
+    "read-the-memory": {"A": "zero 2", "B": "ddp", "C": "zero 3", "D": "zero 1"},
+    "host-copies": {"A": "offload"},
+}
+"""By exercise: which run is behind a letter. Students need not look here."""
+
+
+def puzzle(exercise: str, letter: str, **more: Any) -> Timeline:
+    """The timeline behind a letter of an exercise; more is passed on to `timeline`.
+
+    >>> puzzle("double-the-link", "A")
+    <Timeline of 4 ranks, 1 step, virtual: 0.02329 s, bubble 0.475>
+    """
+    return timeline(PUZZLES[exercise][letter], **more)
 
 
 def timeline(name: str, *, link: float = 1.0, host: float = 1.0, room: Room | None = None) -> Timeline:

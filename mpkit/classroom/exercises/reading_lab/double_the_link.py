@@ -9,7 +9,7 @@ Latency stays as it is, and so does all that is computed. Read the timelines fir
 from when to when, and how much of it is hidden behind the backward? `run("A")` is a timeline: `.step_time`,
 `.comm_time`, `.exposed_comm` (seconds by rank), and `print` or `.show()` it. A prediction may be off by 3 %.
 
-The replay decides. When you are done, see it: `mpkit.classroom.lab.timeline("slow link", link=2).show()`.
+The replay decides. When you are done, see it: `mpkit.classroom.lab.puzzle("double-the-link", "A", link=2).show()`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from collections.abc import Mapping
 
 import mpkit as mk
 from mpkit.classroom.exercise import Mistake
-from mpkit.classroom.lab import near, timeline
+from mpkit.classroom.lab import near, puzzle
 from mpkit.classroom.questions import Questions
 from mpkit.classroom.room import Room
-
-NAMES = {"A": "slow link", "B": "hidden", "C": "few micro-batches"}
 
 
 # %% given
 def run(letter: str) -> mk.Timeline:
     """The timeline of run A, B or C."""
-    from mpkit.classroom.lab import timeline
+    from mpkit.classroom.lab import puzzle
 
-    return timeline({"A": "slow link", "B": "hidden", "C": "few micro-batches"}[letter])
+    return puzzle("double-the-link", letter)
 
 
 # %% answer
@@ -52,7 +50,7 @@ seconds_of_a_step = {
 # %% checks
 def truth(room: Room) -> Mapping[str, float]:
     """By replaying."""
-    return {letter: timeline(name, link=2, room=room).step_time for letter, name in NAMES.items()}
+    return {letter: puzzle("double-the-link", letter, link=2, room=room).step_time for letter in "ABC"}
 
 
 EXERCISE = Questions(
@@ -76,7 +74,7 @@ EXERCISE = Questions(
                 ("0.0928 - 0.0005 / 2", "0.0928 / 2"),
                 ("0.288", "0.288 / 2"),
             ],
-            when=lambda seen: any(near(seen, x, timeline(name).step_time / 2) for x, name in NAMES.items()),
+            when=lambda seen: any(near(seen, letter, run(letter).step_time / 2) for letter in "ABC"),
         ),
         Mistake(
             "halves-what-is-exposed",
@@ -87,9 +85,7 @@ EXERCISE = Questions(
                 "comm_time/2 is left, of which comm_time - exposed_comm is hidden as before; the rest is exposed.",
             ),
             [("0.0233 - 0.0110 + 0.0033", "0.0233 - 0.0110 / 2")],
-            when=lambda seen: near(
-                seen, "A", timeline("slow link").step_time - timeline("slow link").exposed_comm[0] / 2
-            ),
+            when=lambda seen: near(seen, "A", run("A").step_time - run("A").exposed_comm[0] / 2),
         ),
         Mistake(
             "all-communication-goes",
@@ -99,9 +95,7 @@ EXERCISE = Questions(
                 "Half of 15 ms are still longer than the 4 ms that the backward hides.",
             ),
             [("0.0233 - 0.0110 + 0.0033", "0.0233 - 0.0110")],
-            when=lambda seen: near(
-                seen, "A", timeline("slow link").step_time - timeline("slow link").exposed_comm[0]
-            ),
+            when=lambda seen: near(seen, "A", run("A").step_time - run("A").exposed_comm[0]),
         ),
         Mistake(
             "a-pipeline-waits-for-its-link",
@@ -112,9 +106,7 @@ EXERCISE = Questions(
                 "C stays as it is.",
             ),
             [("0.288", "0.288 - 0.146 / 2")],
-            when=lambda seen: near(
-                seen, "C", timeline(NAMES["C"]).step_time * (1 - timeline(NAMES["C"]).bubble / 2), 0.1
-            ),
+            when=lambda seen: near(seen, "C", run("C").step_time * (1 - run("C").bubble / 2), 0.1),
         ),
         Mistake(
             "nothing-changes",
@@ -123,7 +115,7 @@ EXERCISE = Questions(
                 "A waits for its all-reduces for about half of the step: `.exposed_comm[0]`. That does get shorter.",
             ),
             [("0.0233 - 0.0110 + 0.0033", "0.0233")],
-            when=lambda seen: near(seen, "A", timeline("slow link").step_time),
+            when=lambda seen: near(seen, "A", run("A").step_time),
         ),
     ),
     otherwise=(

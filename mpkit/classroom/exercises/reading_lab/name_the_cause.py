@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 import mpkit as mk
 from mpkit.classroom.exercise import Mistake
-from mpkit.classroom.lab import given
+from mpkit.classroom.lab import given, puzzle
 from mpkit.classroom.questions import Questions
 from mpkit.classroom.room import Room
 from mpkit.trace import Lane
@@ -28,10 +28,9 @@ from mpkit.trace import Lane
 # %% given
 def run(letter: str) -> mk.Timeline:
     """The timeline of run A, B, C, D or E."""
-    from mpkit.classroom.lab import timeline
+    from mpkit.classroom.lab import puzzle
 
-    names = {"A": "few micro-batches", "B": "slow link", "C": "hidden", "D": "offload", "E": "uneven"}
-    return timeline(names[letter])
+    return puzzle("name-the-cause", letter)
 
 
 # %% answer
@@ -71,7 +70,7 @@ def cause(t: mk.Timeline) -> str:
 
 def truth(room: Room) -> Mapping[str, str]:
     """By the numbers."""
-    return {letter: cause(run(letter)) for letter in "ABCDE"}
+    return {letter: cause(puzzle("name-the-cause", letter, room=room)) for letter in "ABCDE"}
 
 
 EXERCISE = Questions(
