@@ -32,12 +32,12 @@ RUNS: dict[str, tuple[Plan, int, int, str]] = {
     "uneven": (Plan(pp=4, schedule="1f1b", microbatches=8, cut=[1, 2, 5]), 6, 16384, "8x-a100-nvlink"),
     "slow link": (Plan.ddp(4), 4, 4096, "8x-h100-pcie"),
     "few micro-batches": (Plan.gpipe(4, 3), 8, 12288, "8x-a100-nvlink"),
-    "offload": (Plan.zero(1, 4, offload="optimizer"), 4, 1024, "8x-a100-nvlink"),
+    "offload": (Plan(dp=4, zero=1, offload="optimizer"), 4, 1024, "8x-a100-nvlink"),
     "hidden": (Plan.ddp(4), 4, 16384, "8x-a100-nvlink"),
     "ddp": (Plan.ddp(4), 3, 2048, "8x-a100-nvlink"),
-    "zero 1": (Plan.zero(1, 4), 3, 2048, "8x-a100-nvlink"),
-    "zero 2": (Plan.zero(2, 4), 3, 2048, "8x-a100-nvlink"),
-    "zero 3": (Plan.zero(3, 4), 3, 2048, "8x-a100-nvlink"),
+    "zero 1": (Plan(dp=4, zero=1), 3, 2048, "8x-a100-nvlink"),
+    "zero 2": (Plan(dp=4, zero=2), 3, 2048, "8x-a100-nvlink"),
+    "zero 3": (Plan(dp=4, zero=3), 3, 2048, "8x-a100-nvlink"),
 }
 """By name: the plan, the number of linear layers of the model, the samples of a batch, and the machine."""
 

@@ -34,7 +34,7 @@ from mpkit.mesh import Mesh
 
 
 # %% answer
-def groups_of_a_mesh(ctx: mk.Context, pp: int, dp: int, tp: int) -> dict[str, Any]:
+def groups_of_a_mesh(ctx: mk.Context, pp: int, dp: int, tp: int) -> dict[str, object]:
     """This rank's group along each axis: {"pp": ..., "dp": ..., "tp": ...}, as `ctx.comm.group` makes them."""
     ### BEGIN SOLUTION
     box = torch.arange(pp * dp * tp).view(pp, dp, tp)
@@ -43,7 +43,7 @@ def groups_of_a_mesh(ctx: mk.Context, pp: int, dp: int, tp: int) -> dict[str, An
         "dp": box.permute(0, 2, 1).reshape(-1, dp),
         "tp": box.reshape(-1, tp),
     }
-    mine = {}
+    mine: dict[str, object] = {}
     for axis, rows in along.items():
         for ranks in rows.tolist():
             group = ctx.comm.group(ranks)

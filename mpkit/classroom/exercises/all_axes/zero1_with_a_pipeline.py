@@ -19,8 +19,6 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,7 +33,7 @@ from mpkit.mesh import Mesh
 
 
 # %% given
-def flatten(tensors: list[Tensor], n: int) -> Tensor:
+def flatten(tensors: list[Tensor | None], n: int) -> Tensor:
     """All elements in one row, with zeros at the end up to a multiple of n: (k n,)."""
     row = torch.cat([tensor.detach().flatten() for tensor in tensors])
     return F.pad(row, (0, -len(row) % n))
@@ -57,9 +55,7 @@ class Zero1:
     adam: adam([tensor]) makes an optimizer that steps a tensor by its `.grad`.
     """
 
-    def __init__(
-        self, ctx: mk.Context, stage: nn.Module, dp: int, adam: Callable[..., torch.optim.Optimizer]
-    ) -> None:
+    def __init__(self, ctx: mk.Context, stage: nn.Module, dp: int, adam: type[torch.optim.Adam]) -> None:
         self.ctx, self.dp = ctx, dp
         self.parameters = list(stage.parameters())
         ### BEGIN SOLUTION

@@ -18,8 +18,6 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; GPip
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -38,7 +36,7 @@ class Recompute:
 
     def __init__(self, stage: nn.Module) -> None:
         self.stage = stage
-        self.kept: dict[int, Any] = {}
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def forward(self, i: int, x: Tensor) -> Tensor:
         """Micro-batch i's output, (samples, width), from its input x, (samples, width)."""
