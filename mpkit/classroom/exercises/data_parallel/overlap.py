@@ -14,7 +14,8 @@ Write the class `Overlapped`. The checks make one from a model, and then train: 
 - `ctx.comm.all_reduce(tensor, async_op=True)` returns at once. What it returns is a promise: `work.wait()` blocks until
   the sum is in `tensor`. Until then nobody may read or change `tensor`.
 
-Every all-reduce has to be started during the backward, and none waited for before its end.
+Every all-reduce has to be started during the backward, and none waited for before its end. On the virtual clock your
+steps must be shorter than without overlap.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.2.
 """
@@ -30,7 +31,7 @@ import mpkit as mk
 from mpkit.classroom import serial
 from mpkit.classroom.equal import difference
 from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import calls
+from mpkit.classroom.measures import calls, makespan
 from mpkit.classroom.on_ranks import OnRanks
 from mpkit.classroom.seen import Seen
 from mpkit.trace import Kind
@@ -66,6 +67,10 @@ class Overlapped:
 
 # %% checks
 STEPS, SAMPLES = 3, 12
+FLOPS = 2e9  # as if the model were large: the backward takes 0.1 ms on the clock of the timeline
+
+WITHOUT_OVERLAP = {2: 500e-6, 3: 645e-6, 4: 790e-6}
+"""Seconds on the virtual clock."""
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
@@ -79,7 +84,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
         x, y = serial.share(batch, ctx.rank, ctx.world_size)
         optimizer.zero_grad()
         loss = serial.mse(model(x), y)
-        with ctx.record.span("backward"):
+        with ctx.record.span("backward", flops=FLOPS):
             loss.backward()
         overlapped.finish()
         with ctx.record.span("step"):
@@ -151,6 +156,7 @@ EXERCISE = OnRanks(
         Budget("all-reduces started after the backward", late, 0),
         Budget("waits during the backward", waits, 0),
         Budget("all-reduces not waited for before the step", unfinished, 0),
+        Budget("3 steps on the virtual clock", makespan, lambda case: WITHOUT_OVERLAP[case.ranks], "seconds"),
     ),
     after="02-data-parallel",
     place=60,
