@@ -63,7 +63,7 @@ class OnRanks(Exercise):
         what = f"{self.result}, on {seen.case}"
         first = spell(seen.expected[0])
         if seen.got is None:
-            got = "the ranks hang" if seen.hang else seen.error
+            got = "the ranks hang" if seen.hang else seen.error.partition(". ")[0]
             return Row(what, first, got, False, seen)
         for rank, (expected, got) in enumerate(zip(seen.expected, seen.got, strict=True)):
             wrong = difference(expected, got)
