@@ -29,6 +29,7 @@ from mpkit.classroom.measures import collectives, peak, ring
 from mpkit.classroom.memory import Memory
 from mpkit.classroom.on_ranks import OnRanks
 from mpkit.classroom.serial import model as network
+from mpkit.classroom.staged import staged
 from mpkit.mesh import Mesh
 
 
@@ -106,6 +107,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     assert callable(answer)
     place = Mesh(pp=case.ranks // case["dp"], dp=case["dp"]).place(ctx.rank)
     stage, n = stages(case)[place.pp], case["dp"]
+    staged(ctx, stage, place.pp)
     widths = [part[0].in_features for part in stages(case)]
     with Memory(ctx, stage.parameters()):
         zero = answer(ctx, stage, n, adam)

@@ -22,6 +22,7 @@ import mpkit as mk
 from mpkit.classroom.exercise import Case, Mistake
 from mpkit.classroom.on_ranks import OnRanks
 from mpkit.classroom.schedules import mlp
+from mpkit.classroom.staged import staged
 
 
 # %% answer
@@ -57,7 +58,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     if ctx.rank > 0:
         ctx.comm.recv(x, ctx.rank - 1)
     with torch.no_grad():
-        x = stage(x)
+        x = staged(ctx, stage)(x)
     if ctx.rank + 1 < ctx.world_size:
         ctx.comm.send(x, ctx.rank + 1)
     return {**found, "output": x}

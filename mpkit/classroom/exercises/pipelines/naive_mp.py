@@ -22,6 +22,7 @@ from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.measures import messages
 from mpkit.classroom.on_ranks import OnRanks
 from mpkit.classroom.schedules import mlp
+from mpkit.classroom.staged import staged
 
 
 # %% answer
@@ -63,7 +64,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     x, y = batch(case)
     x = x if ctx.rank == 0 else torch.full_like(x, torch.nan)
     y = y if ctx.rank == ctx.world_size - 1 else torch.full_like(y, torch.nan)
-    answer(ctx, stage, x, y)
+    answer(ctx, staged(ctx, stage), x, y)
     return {name: parameter.grad for name, parameter in stage.named_parameters()}
 
 

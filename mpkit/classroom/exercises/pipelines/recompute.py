@@ -28,6 +28,7 @@ from mpkit.classroom.measures import peak
 from mpkit.classroom.memory import Memory
 from mpkit.classroom.on_ranks import OnRanks
 from mpkit.classroom.serial import fill
+from mpkit.classroom.staged import staged
 
 
 # %% answer
@@ -88,6 +89,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     stage, (xs, ys) = stages(case)[ctx.rank], batches(case)
     first, last = ctx.rank == 0, ctx.rank == case.ranks - 1
     torch.manual_seed(ctx.rank)
+    staged(ctx, stage, microbatches=case["microbatches"])
     with Memory(ctx, stage.parameters()):
         again, gradients = answer(stage), []
         for i, (x, y) in enumerate(zip(xs, ys, strict=True)):

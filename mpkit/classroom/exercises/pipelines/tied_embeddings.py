@@ -25,6 +25,7 @@ from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.measures import collectives, payload
 from mpkit.classroom.on_ranks import OnRanks
 from mpkit.classroom.schedules import mlp
+from mpkit.classroom.staged import staged
 
 
 # %% answer
@@ -56,7 +57,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     """Two steps of naive model parallelism; this rank's parameters after them."""
     assert callable(answer)
     tokens, following, start_weight, layers = start(case)
-    layer, first, last = layers[ctx.rank], ctx.rank == 0, ctx.rank == ctx.world_size - 1
+    layer, first, last = staged(ctx, layers[ctx.rank]), ctx.rank == 0, ctx.rank == ctx.world_size - 1
     weight = nn.Parameter(start_weight) if first or last else None
     optimizer = torch.optim.SGD([*layer.parameters(), *([weight] if weight is not None else [])], lr=0.3)
     for _ in range(STEPS):
