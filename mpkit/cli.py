@@ -104,9 +104,17 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _grade(options: argparse.Namespace) -> None:
-    from mpkit.classroom.grading.grade import grade
-    from mpkit.classroom.grading.guard import Guard
-    from mpkit.classroom.grading.report import write_pages, write_table
+    try:
+        import IPython  # noqa: F401  # the notebooks' processes need it
+        import nbformat  # noqa: F401
+
+        from mpkit.classroom.grading.grade import grade
+        from mpkit.classroom.grading.guard import Guard
+        from mpkit.classroom.grading.report import write_pages, write_table
+    except ImportError as error:
+        raise ValueError(
+            f"grading runs notebooks, and their packages are not here ({error}): pip install 'mpkit[notebook]'"
+        ) from None
 
     if not options.output.parent.is_dir():
         raise ValueError(f"-o {options.output}: there is no folder {options.output.parent} to write it into")

@@ -134,7 +134,7 @@ def _exercise(number: int, entry: Entry, kind: Kind) -> Iterator[tuple[str, str,
         yield f"{entry.name}-given", source.given, None
     answer = {"student": source.stub, "solved": source.plain, "nbgrader": source.solution}[kind]
     if broken:  # nbgrader puts its own stub in place of what is between the markers
-        answer = f"{BEGIN}\n{source.plain}{END}\n"
+        answer = f"{BEGIN}\n{source.plain}\n\n{END}\n"  # two empty lines, as the formatter has them
     yield entry.name, answer, _graded(entry.name, solution=True) if graded else None
     check = f'mk.check("{entry.name}", {exercise.name_of_answer})'
     if kind == "solved":

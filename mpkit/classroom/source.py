@@ -26,6 +26,9 @@ BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 IMPORTS = """\
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -18,10 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
-from IPython.core.interactiveshell import InteractiveShell
-from traitlets.config import Config
-
 import mpkit
 from mpkit.classroom.catalogue import find
 from mpkit.classroom.room import Answer, limit_memory
@@ -33,6 +29,9 @@ LARGEST_FILE = 64 * 2**20
 
 def main(notebook: str, out: str, memory: str) -> None:
     """Run it; see above."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
     # ---- limit
     limit_memory(int(memory))
     _limit_files()
@@ -62,6 +61,8 @@ def main(notebook: str, out: str, memory: str) -> None:
 
 def code_cells(path: Path) -> list[str]:
     """The sources of its code cells."""
+    import nbformat
+
     book = nbformat.read(path, as_version=4)
     return [cell.source for cell in book.cells if cell.cell_type == "code"]
 
