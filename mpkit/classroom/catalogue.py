@@ -1,6 +1,7 @@
 """Exercises by name: each is a module of a family's folder in `mpkit/classroom/exercises/`.
 
-A family is a package, whose docstring is the notebook's beginning: a title, then Markdown.
+A family is a package, whose docstring is the notebook's beginning: a title, then Markdown; and after `# %% given` code
+that all of its exercises use.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from types import ModuleType
 
 import mpkit.classroom.exercises as home
 from mpkit.classroom.exercise import Exercise
-from mpkit.classroom.source import Source
+from mpkit.classroom.source import Source, given_in
 
 __all__ = ["Entry", "families", "find", "of_family"]
 
@@ -42,6 +43,12 @@ class Entry:
         found = import_module(self.module).EXERCISE
         assert isinstance(found, Exercise)
         return found
+
+    @property
+    def given(self) -> str:
+        """The code that a student has before the answer's cell: the family's, and the exercise's own."""
+        package = import_module(self.module.rpartition(".")[0])
+        return f"{given_in(package)}\n\n{self.source.given}\n"
 
     @cached_property
     def source(self) -> Source:

@@ -127,7 +127,7 @@ def tell(entry: Entry, seen: Seen | None, room: Room) -> tuple[str, Sequence[str
 def _shows(entry: Entry, mistake: Mistake, seen: Seen, room: Room) -> bool:
     if mistake.when is None:
         wrong = run_cell(
-            entry.source.wrong(mistake), entry.exercise.name_of_answer, mistake.name, entry.source.given
+            entry.source.wrong(mistake), entry.exercise.name_of_answer, mistake.name, entry.given
         )
         other = entry.exercise.again(Answer.of(wrong), seen, room) if seen.finished else None
         return other is not None and entry.exercise.alike(seen, other)

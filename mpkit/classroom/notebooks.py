@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from mpkit.classroom.catalogue import Entry, families, of_family
-from mpkit.classroom.source import BEGIN, END, IMPORTS
+from mpkit.classroom.source import BEGIN, END, IMPORTS, given_in
 
 __all__ = ["Kind", "link_tutorials", "notebook", "notebooks", "write_notebooks", "your_turn"]
 
@@ -114,6 +114,8 @@ def _cells(package: ModuleType, kind: Kind) -> Iterator[tuple[str, str, dict[str
     contents = "\n".join(f"{i}. {entry.source.title}" for i, entry in enumerate(entries, 1))
     yield "start-text", f"# {title.rstrip('.')}\n\n{text.strip()}\n\n{WORDS[kind]}\n\n{contents}", None
     yield "imports", IMPORTS, None
+    if given := given_in(package):
+        yield "given", given, None
     for i, entry in enumerate(entries, 1):
         yield from _exercise(i, entry, kind)
     if kind != "nbgrader":

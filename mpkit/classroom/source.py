@@ -18,7 +18,7 @@ from typing import Any
 
 from mpkit.classroom.exercise import Mistake
 
-__all__ = ["BEGIN", "END", "Source", "run_cell"]
+__all__ = ["BEGIN", "END", "Source", "given_in", "run_cell"]
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 """nbgrader's own markers."""
@@ -35,8 +35,8 @@ from torch.nn import functional as F
 
 import mpkit as mk
 """
-"""What the first cell of every exercise notebook has; cells of an exercise use nothing else, but in annotations, which
-are never evaluated (IPython keeps the `from __future__` of one cell for those after it)."""
+"""What the first cell of every exercise notebook has, and all that cells use. (Annotations are never evaluated: IPython
+keeps the `from __future__` of one cell for those after it.)"""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,9 @@ class Source:
         """Read it."""
         title, _, text = inspect.cleandoc(module.__doc__ or "").partition("\n")
         code = inspect.getsource(module)
-        found = re.search(r"^# %% given\n(.*?)(?=^# %%)", code, re.S | re.M)
         answer = re.search(r"^# %% answer\n(.*?)^# %% checks", code, re.S | re.M)
         assert answer is not None, f"{module.__name__} has no part between '# %% answer' and '# %% checks'"
-        given = found.group(1).strip() if found else ""
-        return cls(title.rstrip("."), text.strip(), given, answer.group(1).strip() + "\n")
+        return cls(title.rstrip("."), text.strip(), given_in(module), answer.group(1).strip() + "\n")
 
     @property
     def plain(self) -> str:
@@ -96,6 +94,12 @@ class Source:
             assert old in code, f"the mistake {mistake.name!r} replaces {old!r}, which is not in the solution"
             code = code.replace(old, new)
         return code
+
+
+def given_in(module: ModuleType) -> str:
+    """The code that a module gives to students: from `# %% given` to the next mark, or the end; "" if there is none."""
+    found = re.search(r"^# %% given\n(.*?)(?=^# %%|\Z)", inspect.getsource(module), re.S | re.M)
+    return found.group(1).strip() if found else ""
 
 
 def run_cell(code: str, name: str, label: str = "answer", given: str = "") -> Any:

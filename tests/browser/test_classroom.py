@@ -17,9 +17,8 @@ Screenshot = Callable[[Page, str], None]
 def open_exercise(page: Page, jupyterlab: str, notebook: str, entry: Entry) -> None:
     """Its notebook, with all run that comes before the answer."""
     open_notebook(page, f"{jupyterlab}/workspaces/{notebook}/tree/exercises/{notebook}.ipynb")
-    run(page, in_cell(page, IMPORTS.splitlines()[0]))
-    if entry.source.given:
-        run(page, in_cell(page, entry.source.given.splitlines()[0]))
+    for code in (IMPORTS, *entry.given.strip().split("\n\n\n")[:1]):
+        run(page, in_cell(page, code.splitlines()[0]))
 
 
 def first_line(entry: Entry) -> str:

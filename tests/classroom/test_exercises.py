@@ -21,7 +21,7 @@ def room() -> Room:
 def answer(entry: Entry, code: str, label: str) -> Answer:
     """What a cell of that code hands in."""
     name = entry.exercise.name_of_answer
-    return Answer.of(run_cell(code, name, f"{entry.name} {label}", entry.source.given))
+    return Answer.of(run_cell(code, name, f"{entry.name} {label}", entry.given))
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)

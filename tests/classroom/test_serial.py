@@ -12,9 +12,7 @@ ENTRIES = of_family("silent_bugs")
 
 
 def table(entry: Entry, code: str) -> BesideSerial:
-    return beside_serial(
-        entry.name, run_cell(code, entry.exercise.name_of_answer, "cell", entry.source.given)
-    )
+    return beside_serial(entry.name, run_cell(code, entry.exercise.name_of_answer, "cell", entry.given))
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)

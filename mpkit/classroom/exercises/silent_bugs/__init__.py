@@ -5,5 +5,13 @@ only way to know is to train the same model serially, on one device with the who
 weights, step by step. At which step do they part, and which weights part first? That tells where to look.
 """
 
+from __future__ import annotations
+
+# %% given
+from mpkit.classroom.serial import beside_serial
+
+# %% end
+__all__ = ["PLACE", "TITLE", "beside_serial"]
+
 TITLE = "Silent-bug lab"
 PLACE = 8

@@ -5,14 +5,12 @@ whose gradients add up. The loss that is reported is the right one, and it falls
 anew" when the number of micro-batches changed.
 
 It should be the same training as one device does with the whole batch, for any number of micro-batches and ranks.
-`beside_serial(train)` shows step by step where it is not. Look at the last column, how far the weights have moved
-in the first step, as a multiple of how far they should have. (Weight decay blurs the factor a little.) The inputs of
-this table have 3 micro-batches, on 2 ranks.
+`beside_serial("accumulated-gradients", train)` shows step by step where it is not. Look at the last column, how far
+the weights have moved in the first step, as a multiple of how far they should have. (Weight decay blurs the factor a
+little.) The inputs of this table have 3 micro-batches, on 2 ranks.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +20,6 @@ import mpkit as mk
 from mpkit.classroom import serial
 from mpkit.classroom.exercise import Case, Mistake
 from mpkit.classroom.on_ranks import OnRanks
-
-
-# %% given
-def beside_serial(train: Any) -> Any:
-    """A row a step: losses, and the weights that are not those of serial training."""
-    from mpkit.classroom.serial import beside_serial
-
-    return beside_serial("accumulated-gradients", train)
 
 
 # %% answer
@@ -95,7 +85,7 @@ EXERCISE = OnRanks(
     result="losses and weights",
     after="02-data-parallel",
     place=30,
-    start="Run the program as it is, with `beside_serial(train)`. The first loss is right. What was wrong with the "
+    start="Run the program as it is, with `beside_serial`. The first loss is right. What was wrong with the "
     "first step?",
     mistakes=(
         Mistake(

@@ -4,9 +4,9 @@ Data parallelism, with a BatchNorm in the model. BatchNorm subtracts the mean of
 deviation: the samples of a batch are no longer independent of each other. The program runs, the loss falls. With many
 ranks and few samples on each, it falls less.
 
-It should be the training that one device does with the whole batch. `beside_serial(train)` shows that already the first
-loss is another one, though all weights are equal then and every rank has the right samples. What does a rank compute,
-before any step, that needs more than its own samples?
+It should be the training that one device does with the whole batch. `beside_serial("batch-norm-on-ranks", train)`
+shows that already the first loss is another one, though all weights are equal then and every rank has the right
+samples. What does a rank compute, before any step, that needs more than its own samples?
 
 Mend it in `normalize`. `SumOverRanks.apply(tensor, ctx.comm)` is an all-reduce that gradients flow through: each rank's
 contribution has an influence on every rank's loss, so in the backward the gradients are summed over ranks as well.
@@ -30,13 +30,6 @@ from mpkit.classroom.on_ranks import OnRanks
 
 
 # %% given
-def beside_serial(train: Any) -> Any:
-    """A row a step: losses, and the weights that are not those of serial training."""
-    from mpkit.classroom.serial import beside_serial
-
-    return beside_serial("batch-norm-on-ranks", train)
-
-
 class SumOverRanks(torch.autograd.Function):
     """The sum over ranks, on every rank; and so it is with the gradients."""
 
@@ -133,7 +126,7 @@ EXERCISE = OnRanks(
     budgets=(Budget("payload", payload, bound, "bytes"),),
     after="02-data-parallel",
     place=60,
-    start="Run the program as it is, with `beside_serial(train)`. The first loss is wrong before any step. Print "
+    start="Run the program as it is, with `beside_serial`. The first loss is wrong before any step. Print "
     "`mean` on every rank: which mean would one device subtract?",
     mistakes=(
         Mistake(

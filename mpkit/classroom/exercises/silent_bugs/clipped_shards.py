@@ -8,16 +8,14 @@ gradient's norm from being larger than `max_norm`, without changing its directio
 
 The program calls PyTorch's own `clip_grad_norm_`, as the program for one device does. The loss falls.
 
-`beside_serial(train)` shows which weights differ after each step. After the first step all do. The last column says how
-far they have moved, as a multiple of how far they should have: the table is of 2 ranks, so the first, third and fifth
-weight are rank 0's. What do the factors of one rank have in common?
+`beside_serial("clipped-shards", train)` shows which weights differ after each step. After the first step all do. The
+last column says how far they have moved, as a multiple of how far they should have: the table is of 2 ranks, so the
+first, third and fifth weight are rank 0's. What do the factors of one rank have in common?
 
 Source of the norm over all: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +26,6 @@ from mpkit.classroom import serial
 from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.measures import payload
 from mpkit.classroom.on_ranks import OnRanks
-
-
-# %% given
-def beside_serial(train: Any) -> Any:
-    """A row a step: losses, and the weights that are not those of serial training."""
-    from mpkit.classroom.serial import beside_serial
-
-    return beside_serial("clipped-shards", train)
 
 
 # %% answer
@@ -113,7 +103,7 @@ EXERCISE = OnRanks(
     budgets=(Budget("payload", payload, bound, "bytes"),),
     after="03-zero",
     place=80,
-    start="Run the program as it is, with `beside_serial(train)`. The first loss is right, the first step is not. Of "
+    start="Run the program as it is, with `beside_serial`. The first loss is right, the first step is not. Of "
     "which parameters does a rank have the gradients when it clips?",
     mistakes=(
         Mistake(

@@ -8,16 +8,14 @@ the averaged gradients go down to the host, the optimizer steps there, and the n
 
 The copies were moved around a little, for them to overlap. The loss falls, only a bit later than it used to.
 
-`beside_serial(train)` shows the losses, and the weights on the device after each step. Look at the first *two* rows:
-after the first step, which weights does the device have?
+`beside_serial("optimizer-on-the-host", train)` shows the losses, and the weights on the device after each step. Look
+at the first *two* rows: after the first step, which weights does the device have?
 
 Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021. (It has a one-step delayed update
 too, section 5.2, and says so.)
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +25,6 @@ import mpkit as mk
 from mpkit.classroom import serial
 from mpkit.classroom.exercise import Case, Mistake
 from mpkit.classroom.on_ranks import OnRanks
-
-
-# %% given
-def beside_serial(train: Any) -> Any:
-    """A row a step: losses, and the weights that are not those of serial training."""
-    from mpkit.classroom.serial import beside_serial
-
-    return beside_serial("optimizer-on-the-host", train)
 
 
 # %% answer
@@ -95,7 +85,7 @@ EXERCISE = OnRanks(
     result="losses and weights",
     after="03-zero",
     place=70,
-    start="Run the program as it is, with `beside_serial(train)`, and compare the first two losses with those of "
+    start="Run the program as it is, with `beside_serial`, and compare the first two losses with those of "
     "serial training. Which weights does the second forward use?",
     mistakes=(
         Mistake(

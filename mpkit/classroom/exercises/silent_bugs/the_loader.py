@@ -7,13 +7,11 @@ On one device, step i of an epoch trains on `order[i * B : (i + 1) * B]`, where 
 shuffle of the epoch. Together the ranks should train on just these samples, each on its part of them. Which part a rank
 takes does not matter.
 
-`beside_serial(train)` shows, step by step, the losses and the weights that differ. Here the very first loss is wrong
-already, before any step was taken: so look at what goes in, not at what comes out.
+`beside_serial("the-loader", train)` shows, step by step, the losses and the weights that differ. Here the very first
+loss is wrong already, before any step was taken: so look at what goes in, not at what comes out.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +21,6 @@ import mpkit as mk
 from mpkit.classroom import serial
 from mpkit.classroom.exercise import Case, Mistake
 from mpkit.classroom.on_ranks import OnRanks
-
-
-# %% given
-def beside_serial(train: Any) -> Any:
-    """A row a step: losses, and the weights that are not those of serial training."""
-    from mpkit.classroom.serial import beside_serial
-
-    return beside_serial("the-loader", train)
 
 
 # %% answer
@@ -102,7 +92,7 @@ EXERCISE = OnRanks(
     result="losses, weights and samples",
     after="02-data-parallel",
     place=20,
-    start="Run the program as it is, with `beside_serial(train)`, and let each rank print the indices in `mine`.",
+    start="Run the program as it is, with `beside_serial`, and let each rank print the indices in `mine`.",
     mistakes=(
         Mistake(
             "still-the-same-samples",

@@ -10,14 +10,14 @@ parameter. Here both ranks hold a copy of it:
 Activations go down, gradients come back, both ranks step, the loss falls. After a while the model generates nonsense,
 and the two copies of E have little in common.
 
-`beside_serial(train)` shows which weights differ from serial training after each step. The first loss is right. Only
-one weight is wrong after the first step, on both ranks, and each time in another way: what does its gradient lack?
+`beside_serial("two-stages-one-embedding", train)` shows which weights differ from serial training after each step.
+The first loss is right. Only one weight is wrong after the first step, on both ranks, and each time in another way:
+what does its gradient lack?
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,6 @@ import mpkit as mk
 from mpkit.classroom import serial
 from mpkit.classroom.exercise import Case, Mistake
 from mpkit.classroom.on_ranks import OnRanks
-
-
-# %% given
-def beside_serial(train: Any) -> Any:
-    """A row a step: losses, and the weights that are not those of serial training."""
-    from mpkit.classroom.serial import beside_serial
-
-    return beside_serial("two-stages-one-embedding", train)
 
 
 # %% answer
@@ -147,7 +139,7 @@ EXERCISE = OnRanks(
     result="losses and weights",
     after="05-real-models",
     place=40,
-    start="Run the program as it is, with `beside_serial(train)`. Which weight differs first, and which ranks hold it?",
+    start="Run the program as it is, with `beside_serial`. Which weight differs first, and which ranks hold it?",
     mistakes=(
         Mistake(
             "still-two-embeddings",

@@ -17,42 +17,18 @@ Source: Shoeybi et al. 2019, section 3, figure 3b.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.classroom.exercise import Budget, Case, Mistake
+from mpkit.classroom.exercises.tensor_parallel import operator
 from mpkit.classroom.measures import collectives, payload
 from mpkit.classroom.on_ranks import OnRanks
 
 
 # %% given
-class Operator(torch.autograd.Function):
-    """One thing in the forward, another in the backward."""
-
-    @staticmethod
-    def forward(
-        saved: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """From x to y."""
-        saved.backward_of = backward
-        return forward(x.detach().clone())
-
-    @staticmethod
-    def backward(saved: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        """From dy to dx."""
-        return saved.backward_of(dy.detach().clone()), None, None
-
-
-def operator(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    """`forward(x)`, whose backward gives x the gradient `backward(dy)`."""
-    return Operator.apply(x, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def f(ctx: mk.Context, x: Tensor) -> Tensor:
     """Nothing in the forward, an all-reduce in the backward."""
     return operator(x, lambda x: x, lambda dx: ctx.comm.all_reduce(dx))

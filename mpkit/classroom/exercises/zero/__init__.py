@@ -7,5 +7,28 @@ their bytes, and meet the places where a sharded training goes wrong.
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 TITLE = "ZeRO"
 PLACE = 3
+
+
+# %% given
+def flat(tensors: Iterable[Tensor], n: int) -> Tensor:
+    """All of them, one after the other, and zeros until n divides the length."""
+    whole = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return F.pad(whole, (0, -len(whole) % n))
+
+
+def unflat(whole: Tensor, tensors: Iterable[Tensor]) -> None:
+    """Copy what `flat` put together back into the tensors."""
+    first = 0
+    for tensor in tensors:
+        tensor.detach().copy_(whole[first : first + tensor.numel()].view_as(tensor))
+        first += tensor.numel()

@@ -19,7 +19,7 @@ Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -27,26 +27,12 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.classroom.exercise import Budget, Case, Mistake
+from mpkit.classroom.exercises.zero import flat, unflat
 from mpkit.classroom.measures import copied, peak, ring
 from mpkit.classroom.memory import Host, Memory
 from mpkit.classroom.on_ranks import OnRanks
 from mpkit.classroom.training import adam, batches, network, parameters, trained, whole_batches
 from mpkit.trace import Kind
-
-
-# %% given
-def flat(tensors: Iterable[Tensor], n: int) -> Tensor:
-    """All of them, one after the other, and zeros until n divides the length."""
-    whole = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    return F.pad(whole, (0, -len(whole) % n))
-
-
-def unflat(whole: Tensor, tensors: Iterable[Tensor]) -> None:
-    """Copy what `flat` put together back into the tensors."""
-    first = 0
-    for tensor in tensors:
-        tensor.detach().copy_(whole[first : first + tensor.numel()].view_as(tensor))
-        first += tensor.numel()
 
 
 # %% answer

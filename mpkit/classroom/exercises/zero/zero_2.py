@@ -5,8 +5,8 @@ only. Do not wait so long: as soon as the backward has made a parameter's gradie
 and free the rest. Then no rank ever holds the gradients of more than one parameter whole.
 
 `parameter.register_post_accumulate_grad_hook(hook)` calls `hook(parameter)` as soon as `parameter.grad` is complete.
-`flat(tensor, n)` is a tensor flattened, with zeros at its end so that n divides it. The n-th of rank r is
-`flat(tensor, n).chunk(n)[r]`; each parameter is divided by itself here.
+`flat([tensor], n)` is a tensor flattened, with zeros at its end so that n divides it. The n-th of rank r is
+`flat([tensor], n).chunk(n)[r]`; each parameter is divided by itself here.
 
 Budget: bytes of gradients (an n-th of all, and of a few parameters the whole), of optimizer states (an n-th), and what
 is sent: 2ψ(n-1)/n numbers a rank a step, as in ZeRO-1.
@@ -24,21 +24,11 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.classroom.exercise import Budget, Case, Mistake
+from mpkit.classroom.exercises.zero import flat, unflat
 from mpkit.classroom.measures import peak, ring
 from mpkit.classroom.memory import Memory
 from mpkit.classroom.on_ranks import OnRanks
 from mpkit.classroom.training import adam, batches, network, parameters, trained, whole_batches
-
-
-# %% given
-def flat(tensor: Tensor, n: int) -> Tensor:
-    """The tensor in one dimension, and zeros until n divides the length."""
-    return F.pad(tensor.detach().flatten(), (0, -tensor.numel() % n))
-
-
-def unflat(whole: Tensor, tensor: Tensor) -> None:
-    """Copy what `flat` made of it back into the tensor."""
-    tensor.detach().copy_(whole[: tensor.numel()].view_as(tensor))
 
 
 # %% answer
@@ -60,13 +50,13 @@ def zero_2(
     # instead: optimizer = ...
     # instead: ...
     # instead: raise NotImplementedError("your turn: the hooks, and the steps")
-    shards = [flat(weight, n).chunk(n)[ctx.rank].clone() for weight in weights]
+    shards = [flat([weight], n).chunk(n)[ctx.rank].clone() for weight in weights]
     shard_of: dict[Tensor, Tensor] = dict(zip(weights, shards, strict=True))
     optimizer = make_optimizer(shards)
 
     def reduce(weight: Tensor) -> None:
         assert weight.grad is not None
-        shard_of[weight].grad = ctx.comm.reduce_scatter(flat(weight.grad, n)) / n
+        shard_of[weight].grad = ctx.comm.reduce_scatter(flat([weight.grad], n)) / n
         weight.grad = None
 
     for weight in weights:
@@ -75,7 +65,7 @@ def zero_2(
         F.mse_loss(model(x), y).backward()
         optimizer.step()
         for weight, shard in zip(weights, shards, strict=True):
-            unflat(ctx.comm.all_gather(shard), weight)
+            unflat(ctx.comm.all_gather(shard), [weight])
     ### END SOLUTION
 
 
@@ -169,12 +159,12 @@ EXERCISE = OnRanks(
             (
                 "Which part of what a rank receives does it keep?",
                 "An all-reduce gives everybody the sum of everything, and sends twice what a reduce-scatter sends.",
-                "`ctx.comm.reduce_scatter(flat(weight.grad, n))` gives this rank's n-th of the sum.",
+                "`ctx.comm.reduce_scatter(flat([weight.grad], n))` gives this rank's n-th of the sum.",
             ),
             [
                 (
-                    "ctx.comm.reduce_scatter(flat(weight.grad, n)) / n",
-                    "ctx.comm.all_reduce(flat(weight.grad, n)).chunk(n)[ctx.rank] / n",
+                    "ctx.comm.reduce_scatter(flat([weight.grad], n)) / n",
+                    "ctx.comm.all_reduce(flat([weight.grad], n)).chunk(n)[ctx.rank] / n",
                 )
             ],
             when=lambda seen: seen.budget == SENT,
@@ -188,14 +178,14 @@ EXERCISE = OnRanks(
             [
                 (
                     "    optimizer = make_optimizer(shards)",
-                    "    shards = [flat(weight, 1).clone() for weight in weights]\n"
+                    "    shards = [flat([weight], 1).clone() for weight in weights]\n"
                     "    shard_of = dict(zip(weights, shards, strict=True))\n    optimizer = make_optimizer(shards)",
                 ),
                 (
-                    "ctx.comm.reduce_scatter(flat(weight.grad, n)) / n",
-                    'ctx.comm.all_reduce(flat(weight.grad, 1), op="mean")',
+                    "ctx.comm.reduce_scatter(flat([weight.grad], n)) / n",
+                    'ctx.comm.all_reduce(flat([weight.grad], 1), op="mean")',
                 ),
-                ("unflat(ctx.comm.all_gather(shard), weight)", "unflat(shard, weight)"),
+                ("unflat(ctx.comm.all_gather(shard), [weight])", "unflat(shard, [weight])"),
             ],
             when=lambda seen: seen.budget == OPTIMIZER,
         ),
@@ -205,7 +195,7 @@ EXERCISE = OnRanks(
                 "A reduce-scatter adds up the gradients of n ranks. What is the gradient of the batch's mean loss?",
                 "The mean of the ranks' gradients: divide by n.",
             ),
-            [("(flat(weight.grad, n)) / n", "(flat(weight.grad, n))")],
+            [("(flat([weight.grad], n)) / n", "(flat([weight.grad], n))")],
         ),
         Mistake(
             "gradients-pile-up",
@@ -222,7 +212,7 @@ EXERCISE = OnRanks(
                 "Whose parameters does the model of a rank compute with in the second step?",
                 "A rank updates its n-ths only, and the model needs all: all-gather each shard after the step.",
             ),
-            [("unflat(ctx.comm.all_gather(shard), weight)", "unflat(torch.cat([shard] * n), weight)")],
+            [("unflat(ctx.comm.all_gather(shard), [weight])", "unflat(torch.cat([shard] * n), [weight])")],
         ),
     ),
     otherwise=(
