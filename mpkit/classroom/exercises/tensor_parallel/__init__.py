@@ -39,4 +39,4 @@ class Operator(torch.autograd.Function):
 
 def operator(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
     """`forward(x)`, whose backward gives x the gradient `backward(dy)`."""
-    return Operator.apply(x, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
+    return Operator.apply(x, forward, backward)
