@@ -38,7 +38,7 @@ def measure() -> list[dict[str, Any]]:
                 }
                 slowest = max(wrong, key=wrong.__getitem__)
                 rows.append(row(f"check of {entry.name}", solved, LIMIT, "3 s"))
-                rows.append(row(f"its slowest wrong answer, {slowest}", wrong[slowest], LONGEST, "10 s"))
+                rows.append(row(f"{entry.name}, wrong: {slowest}", wrong[slowest], LONGEST, "10 s"))
     finally:
         room.close()
     return rows
