@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mpkit.classroom.beside import BesideSerial, beside_serial
 from mpkit.classroom.catalogue import Entry, of_family
-from mpkit.classroom.serial import BesideSerial, beside_serial
 from mpkit.classroom.source import run_cell
 
 ENTRIES = of_family("silent_bugs")

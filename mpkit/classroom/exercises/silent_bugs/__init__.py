@@ -8,7 +8,7 @@ weights, step by step. At which step do they part, and which weights part first?
 from __future__ import annotations
 
 # %% given
-from mpkit.classroom.serial import beside_serial
+from mpkit.classroom.beside import beside_serial
 
 # %% end
 __all__ = ["PLACE", "TITLE", "beside_serial"]
