@@ -2,15 +2,15 @@
 
 Everything is made from a case's seed, in float64, so it is the same in every process.
 
-    model            linear layers with tanh between them
-    batches          whole batches, one a step; `share`: those of a rank
-    train            on one device
+    model      linear layers with tanh between them
+    batches    whole batches, one a step; `share`: the samples of a rank
+    train      on one device
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from mpkit.classroom.exercise import Case
 __all__ = [
     "Batch",
     "Outcome",
+    "adam",
     "batches",
     "fill",
     "gradients",
@@ -37,7 +38,7 @@ __all__ = [
 M = TypeVar("M", bound=nn.Module)
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs (samples, 6) and targets (samples, 3)."""
+"""Inputs and targets, a row a sample."""
 
 Outcome = dict[str, Any]
 """What training is compared by: "losses", one a step, and "weights", by name."""
@@ -68,7 +69,7 @@ def fill(module: M, seed: int) -> M:
 
 
 def batches(case: Case, samples: int, steps: int) -> list[Batch]:
-    """So many whole batches, of a function that the model can learn."""
+    """So many whole batches, (samples, 6) and (samples, 3), of a function that the model can learn."""
     generator = case.generator()
     truth = torch.randn(6, 3, generator=generator, dtype=torch.float64)
     found = []
@@ -89,9 +90,18 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(outputs, targets)
 
 
-def sgd(module: nn.Module) -> torch.optim.SGD:
+def sgd(what: nn.Module | Iterable[Tensor]) -> torch.optim.SGD:
     """With momentum and weight decay: what is right for plain SGD only, or at the first step, goes wrong here."""
-    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
+    return torch.optim.SGD(_parameters(what), lr=0.1, momentum=0.9, weight_decay=0.05)
+
+
+def adam(what: nn.Module | Iterable[Tensor]) -> torch.optim.Adam:
+    """With an eps that is large, so that a gradient of another size makes another step."""
+    return torch.optim.Adam(_parameters(what), lr=0.05, eps=0.05)
+
+
+def _parameters(what: nn.Module | Iterable[Tensor]) -> Iterable[Tensor]:
+    return what.parameters() if isinstance(what, nn.Module) else what
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.classroom import serial
 from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.exercises.zero import flat, unflat
 from mpkit.classroom.measures import copied, peak, ring
 from mpkit.classroom.memory import Host, Memory
 from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.training import adam, batches, network, parameters, trained, whole_batches
 from mpkit.trace import Kind
 
 
@@ -65,32 +65,31 @@ def offload(
 
 
 # %% checks
-WIDTHS = (5, 9, 8, 3)
-STEPS, ROWS = 3, 2
+SAMPLES, STEPS = 12, 3
 OPTIMIZER = "bytes of optimizer states on the device"
 DOWN, UP = "bytes copied to the host", "bytes copied to the device"
 SENT = "bytes that a rank sends, on a ring"
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The model's parameters, once the answer has trained it."""
+    """The model's weights, once the answer has trained it."""
     assert callable(answer)
-    model = network(case, *WIDTHS)
-    mine = batches(case, ctx.rank, STEPS, ROWS, WIDTHS[0], WIDTHS[-1])
+    model = serial.model(case.seed)
+    mine = [serial.share(batch, ctx.rank, ctx.world_size) for batch in serial.batches(case, SAMPLES, STEPS)]
     with Memory(ctx, model.parameters()) as memory:
-        answer(ctx, Host(ctx, memory), model, mine, adam)
-    return parameters(model)
+        answer(ctx, Host(ctx, memory), model, mine, serial.adam)
+    return serial.weights(model)
 
 
-def expected(case: Case) -> list[list[Tensor]]:
+def expected(case: Case) -> list[dict[str, Tensor]]:
     """What serial training gives."""
-    model = network(case, *WIDTHS)
-    return [trained(model, whole_batches(case, STEPS, ROWS, WIDTHS[0], WIDTHS[-1]))] * case.ranks
+    model, data = serial.model(case.seed), serial.batches(case, SAMPLES, STEPS)
+    return [serial.train(model, data, optimizer=serial.adam)["weights"]] * case.ranks
 
 
 def shard_bytes(case: Case) -> int:
     """Of one rank's n-th of the parameters."""
-    psi = sum(weight.numel() for weight in network(case, *WIDTHS).parameters())
+    psi = sum(weight.numel() for weight in serial.model(0).parameters())
     return -(-psi // case.ranks) * 8
 
 
@@ -99,7 +98,7 @@ EXERCISE = OnRanks(
     cases=(Case(2, seed=51), Case(3, seed=52), Case(4, seed=53)),
     play=play,
     expected=expected,
-    result=f"the parameters after {STEPS} steps",
+    result=f"the weights after {STEPS} steps",
     budgets=(
         Budget(OPTIMIZER, peak("optimizer"), 0, "bytes"),
         Budget(UP, copied(Kind.COPY_TO_DEVICE), lambda case: STEPS * shard_bytes(case), "bytes"),

@@ -22,7 +22,7 @@ import mpkit as mk
 from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.measures import calls, payload
 from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.training import adam
+from mpkit.classroom.serial import Batch, adam
 from mpkit.trace import Kind
 
 
@@ -47,7 +47,6 @@ def skip_the_step(ctx: mk.Context, optimizer: torch.optim.Optimizer, shard: Tens
 STEPS, SCALE = 6, 2.0**15
 FEATURES, SAMPLES = 12, 8
 SENT = "bytes of collectives beside the harness's own"
-Batch = tuple[Tensor, Tensor]
 
 
 def batches(case: Case) -> list[Batch]:

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.classroom import serial
 from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.exercises.zero import flat, unflat
 from mpkit.classroom.measures import collectives, peak, ring
 from mpkit.classroom.memory import Memory
 from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.training import adam, batches, network, parameters, trained, whole_batches
 
 
 # %% answer
@@ -63,31 +63,30 @@ def zero_1(
 
 
 # %% checks
-WIDTHS = (5, 9, 8, 3)
-STEPS, ROWS = 3, 2
+SAMPLES, STEPS = 12, 3
 OPTIMIZER = "bytes of optimizer states"
 SENT = "bytes that a rank sends, on a ring"
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The model's parameters, once the answer has trained it."""
+    """The model's weights, once the answer has trained it."""
     assert callable(answer)
-    model = network(case, *WIDTHS)
-    mine = batches(case, ctx.rank, STEPS, ROWS, WIDTHS[0], WIDTHS[-1])
+    model = serial.model(case.seed)
+    mine = [serial.share(batch, ctx.rank, ctx.world_size) for batch in serial.batches(case, SAMPLES, STEPS)]
     with Memory(ctx, model.parameters()):
-        answer(ctx, model, mine, adam)
-    return parameters(model)
+        answer(ctx, model, mine, serial.adam)
+    return serial.weights(model)
 
 
-def expected(case: Case) -> list[list[Tensor]]:
+def expected(case: Case) -> list[dict[str, Tensor]]:
     """What serial training gives."""
-    model = network(case, *WIDTHS)
-    return [trained(model, whole_batches(case, STEPS, ROWS, WIDTHS[0], WIDTHS[-1]))] * case.ranks
+    model, data = serial.model(case.seed), serial.batches(case, SAMPLES, STEPS)
+    return [serial.train(model, data, optimizer=serial.adam)["weights"]] * case.ranks
 
 
 def shard_bytes(case: Case) -> int:
     """Of one rank's n-th of the parameters."""
-    psi = sum(weight.numel() for weight in network(case, *WIDTHS).parameters())
+    psi = sum(weight.numel() for weight in serial.model(0).parameters())
     return -(-psi // case.ranks) * 8
 
 
@@ -96,7 +95,7 @@ EXERCISE = OnRanks(
     cases=(Case(2, seed=11), Case(3, seed=12), Case(4, seed=13)),
     play=play,
     expected=expected,
-    result=f"the parameters after {STEPS} steps",
+    result=f"the weights after {STEPS} steps",
     budgets=(
         Budget(OPTIMIZER, peak("optimizer"), lambda case: 2 * shard_bytes(case), "bytes"),
         Budget("collectives", collectives, 2 * STEPS),

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.classroom import serial
 from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.exercises.zero import flat, unflat
 from mpkit.classroom.measures import peak, ring
 from mpkit.classroom.memory import Memory
 from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.training import adam, batches, network, parameters, trained, whole_batches
 
 
 # %% answer
@@ -70,32 +70,32 @@ def zero_2(
 
 
 # %% checks
-WIDTHS = (8,) * 8
-STEPS, ROWS = 2, 2
+WIDTHS = (6, *[8] * 7, 3)
+SAMPLES, STEPS = 12, 2
 GRADS = "bytes of gradients"
 OPTIMIZER = "bytes of optimizer states"
 SENT = "bytes that a rank sends, on a ring"
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The model's parameters, once the answer has trained it."""
+    """The model's weights, once the answer has trained it."""
     assert callable(answer)
-    model = network(case, *WIDTHS)
-    mine = batches(case, ctx.rank, STEPS, ROWS, WIDTHS[0], WIDTHS[-1])
+    model = serial.model(case.seed, WIDTHS)
+    mine = [serial.share(batch, ctx.rank, ctx.world_size) for batch in serial.batches(case, SAMPLES, STEPS)]
     with Memory(ctx, model.parameters()):
-        answer(ctx, model, mine, adam)
-    return parameters(model)
+        answer(ctx, model, mine, serial.adam)
+    return serial.weights(model)
 
 
-def expected(case: Case) -> list[list[Tensor]]:
+def expected(case: Case) -> list[dict[str, Tensor]]:
     """What serial training gives."""
-    model = network(case, *WIDTHS)
-    return [trained(model, whole_batches(case, STEPS, ROWS, WIDTHS[0], WIDTHS[-1]))] * case.ranks
+    model, data = serial.model(case.seed, WIDTHS), serial.batches(case, SAMPLES, STEPS)
+    return [serial.train(model, data, optimizer=serial.adam)["weights"]] * case.ranks
 
 
 def shard_bytes(case: Case) -> int:
     """Of the n-ths of all parameters that a rank has."""
-    return sum(-(-weight.numel() // case.ranks) * 8 for weight in network(case, *WIDTHS).parameters())
+    return sum(-(-weight.numel() // case.ranks) * 8 for weight in serial.model(0, WIDTHS).parameters())
 
 
 EXERCISE = OnRanks(
@@ -103,10 +103,10 @@ EXERCISE = OnRanks(
     cases=(Case(2, seed=21), Case(3, seed=22), Case(4, seed=23)),
     play=play,
     expected=expected,
-    result=f"the parameters after {STEPS} steps",
+    result=f"the weights after {STEPS} steps",
     budgets=(
         Budget(OPTIMIZER, peak("optimizer"), lambda case: 2 * shard_bytes(case), "bytes"),
-        Budget(GRADS, peak("grads"), lambda case: shard_bytes(case) + 3 * WIDTHS[0] ** 2 * 8, "bytes"),
+        Budget(GRADS, peak("grads"), lambda case: shard_bytes(case) + 3 * max(WIDTHS) ** 2 * 8, "bytes"),
         Budget(SENT, ring, lambda case: STEPS * 2 * (case.ranks - 1) * shard_bytes(case), "bytes"),
     ),
     after="03-zero",
