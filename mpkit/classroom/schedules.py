@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from mpkit.classroom.equal import difference, spell
 from mpkit.classroom.exercise import Budget, Case, Exercise, Row
 from mpkit.classroom.room import Answer, Room
 from mpkit.classroom.seen import Seen
+from mpkit.classroom.serial import mlp, mse, sgd, train
 from mpkit.errors import RankFailed
 from mpkit.plan import Plan
 from mpkit.schedule import Schedule
@@ -29,7 +29,7 @@ from mpkit.simulation import simulate
 if TYPE_CHECKING:
     from mpkit.launch.context import Context
 
-__all__ = ["Schedules", "bubble", "live"]
+__all__ = ["Schedules", "bubble", "live", "mlp"]
 
 STEPS = 2
 
@@ -139,11 +139,11 @@ def _trained(seen: Seen, room: Room) -> Row:
     assert schedule is not None
     model = mlp(schedule.stages, seen.case.seed)
     x, y = torch.randn(2, 2 * schedule.microbatches, 6, generator=seen.case.generator(), dtype=torch.float64)
-    expected = serial_losses(model, x, y)
+    expected = train(model, [(x, y)] * STEPS)["losses"]
     what = f"losses of {STEPS} steps on {seen.case}"
     try:
         run = room.cluster(seen.case.ranks).train(
-            model, [(x, y)], Plan.from_schedule(schedule), loss=nn.functional.mse_loss, optimizer=sgd, steps=STEPS,
+            model, [(x, y)], Plan.from_schedule(schedule), loss=mse, optimizer=sgd, steps=STEPS,
             show=False,
         )  # fmt: skip
         losses = run.wait().losses
@@ -151,34 +151,3 @@ def _trained(seen: Seen, room: Room) -> Row:
         return Row(what, spell(expected), str(error), False, replace(seen, error=str(error)))
     wrong = difference(expected, losses)
     return Row(what, spell(expected), wrong or "equal to serial training's", wrong is None, seen)
-
-
-def mlp(layers: int, seed: int) -> nn.Sequential:
-    """A chain of so many layers of width 6, in float64."""
-    generator = torch.Generator().manual_seed(seed)
-    chain = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(layers))).double()
-    with torch.no_grad():
-        for parameter in chain.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
-    return chain
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Plain, with a rate that shows a wrong gradient at once."""
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def serial_losses(model: nn.Module, x: Tensor, y: Tensor) -> list[float]:
-    """What serial training on one device gives; the model is left as it is."""
-    import copy
-
-    model = copy.deepcopy(model)
-    optimizer = sgd(model.parameters())
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses

@@ -2,7 +2,7 @@
 
 Everything is made from a case's seed, in float64, so it is the same in every process.
 
-    model      linear layers with tanh between them
+    model      linear layers with tanh between them; `mlp`: for pipelines to cut
     batches    whole batches, one a step; `share`: the samples of a rank
     train      on one device
 """
@@ -26,6 +26,7 @@ __all__ = [
     "batches",
     "fill",
     "gradients",
+    "mlp",
     "model",
     "mse",
     "outcome",
@@ -56,6 +57,15 @@ def model(seed: int, widths: Sequence[int] = WIDTHS) -> nn.Sequential:
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.Tanh()]
     return fill(nn.Sequential(*layers[:-1]), seed)
+
+
+def mlp(layers: int, seed: int) -> nn.Sequential:
+    """So many layers of width 6, each of them with its tanh one item, so that a pipeline can cut between them.
+
+    >>> len(mlp(4, seed=1))
+    4
+    """
+    return fill(nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(layers))), seed)
 
 
 def fill(module: M, seed: int) -> M:
