@@ -29,7 +29,7 @@ from mpkit.simulation import simulate
 if TYPE_CHECKING:
     from mpkit.launch.context import Context
 
-__all__ = ["Schedules", "bubble", "live", "mlp"]
+__all__ = ["Schedules", "bubble", "live"]
 
 STEPS = 2
 

@@ -27,8 +27,8 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.classroom.exercise import Case, Mistake
 from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.schedules import mlp
 from mpkit.classroom.seen import Seen
+from mpkit.classroom.serial import mlp
 from mpkit.mesh import Mesh
 
 

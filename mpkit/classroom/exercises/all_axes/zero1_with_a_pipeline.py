@@ -28,6 +28,7 @@ from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.measures import collectives, peak, ring
 from mpkit.classroom.memory import Memory
 from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.serial import adam
 from mpkit.classroom.serial import model as network
 from mpkit.classroom.staged import staged
 from mpkit.mesh import Mesh
@@ -79,11 +80,6 @@ class Zero1:
 
 # %% checks
 STEPS, SAMPLES = 2, 4
-
-
-def adam(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """With an eps that is large, so that a gradient of another size makes another step."""
-    return torch.optim.Adam(parameters, lr=0.05, eps=0.05)
 
 
 def stages(case: Case) -> list[nn.Sequential]:

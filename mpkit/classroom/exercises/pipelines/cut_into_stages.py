@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import mpkit as mk
 from mpkit.classroom.exercise import Case, Mistake
 from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.schedules import mlp
+from mpkit.classroom.serial import mlp
 from mpkit.classroom.staged import staged
 
 

@@ -21,7 +21,7 @@ import mpkit as mk
 from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.measures import messages, sent
 from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.schedules import mlp
+from mpkit.classroom.serial import mlp
 from mpkit.classroom.staged import staged
 
 

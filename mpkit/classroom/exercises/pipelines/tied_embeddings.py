@@ -24,7 +24,7 @@ import mpkit as mk
 from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.measures import collectives, payload
 from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.schedules import mlp
+from mpkit.classroom.serial import mlp
 from mpkit.classroom.staged import staged
 
 
