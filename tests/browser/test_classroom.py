@@ -17,7 +17,7 @@ Screenshot = Callable[[Page, str], None]
 def open_exercise(page: Page, jupyterlab: str, notebook: str, entry: Entry) -> None:
     """Its notebook, with all run that comes before the answer."""
     open_notebook(page, f"{jupyterlab}/workspaces/{notebook}/tree/exercises/{notebook}.ipynb")
-    for code in (IMPORTS, *entry.given.strip().split("\n\n\n")[:1]):
+    for code in filter(None, (IMPORTS, entry.given.strip())):
         run(page, in_cell(page, code.splitlines()[0]))
 
 
