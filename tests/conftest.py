@@ -1,5 +1,6 @@
 """What every test shares."""
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -80,6 +81,7 @@ def wait_until_gone() -> Callable[[list[int], float], None]:
     def wait(pids: list[int], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not all(map(_is_gone, pids)):
+            os.sched_yield()  # to those that we wait for
             assert time.monotonic() < deadline, f"still there after {seconds} s: {pids}"
 
     return wait

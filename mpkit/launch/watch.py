@@ -63,8 +63,9 @@ class Watch:
             if data is None or place + OP.itemsize > len(data):
                 return Sight(count=count)
         last: Any = np.frombuffer(data, OP, 1, place)[0]
-        waiting = last["kind"] == Kind.WAIT and last["end"] == 0
-        return Sight(count, int(head["state"]), bool(waiting), int(last["end"]))
+        # Plain ints: comparing a numpy scalar with an enum, numpy swallows a Ctrl-C that comes meanwhile.
+        kind, end = int(last["kind"]), int(last["end"])
+        return Sight(count, int(head["state"]), kind == Kind.WAIT and end == 0, end)
 
     def look_at_all(self) -> tuple[Sight, ...]:
         """Every rank, now."""

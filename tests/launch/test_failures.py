@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import mpkit as mk
+from mpkit.launch.watch import Watch
 
 WaitUntilGone = Callable[[list[int], float], None]
 
@@ -135,6 +136,38 @@ def test_ctrl_c_stops_the_ranks(cluster: mk.Cluster, wait_until_gone: WaitUntilG
     still_works(cluster)
 
 
+def test_looking_at_ranks_loses_no_ctrl_c(cluster: mk.Cluster) -> None:
+    """It comes at any moment; numpy, comparing a scalar with an enum, would swallow it."""
+    launch = cluster.launch(lambda ctx: ctx.comm.barrier(), (), sink=print)
+    launch.finish()
+    watch = Watch(launch.folder, 4)
+    came = caught = 0
+    looking = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal came, looking
+        if looking:
+            looking = False
+            came += 1
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
+    try:
+        for _ in range(200):
+            try:
+                looking = True
+                while came == caught:
+                    watch.look_at_all()
+                looking = False
+            except KeyboardInterrupt:
+                caught += 1
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+    assert came == caught == 200
+
+
 LONG = """
 import os, pathlib, signal, mpkit as mk
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
@@ -154,7 +187,7 @@ def test_no_rank_outlives_the_script(
     how: signal.Signals, wait_until_gone: WaitUntilGone, tmp_path: Path
 ) -> None:
     script = subprocess.Popen(
-        [sys.executable, "-c", LONG], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-u", "-c", LONG], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     try:
         assert script.stdout is not None
