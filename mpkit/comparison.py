@@ -7,10 +7,10 @@ measured, of two schedules, or of one run on two machines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from mpkit.trace import Kind
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from mpkit.classroom.beside import BesideSerial
 
 __all__ = ["Compared", "Comparison", "compare"]
 
@@ -146,11 +148,16 @@ class Comparison(Drawn):
         return bundle | super()._repr_mimebundle_(include, exclude)
 
 
-def compare(*timelines: Timeline | Run, **named: Timeline | Run) -> Comparison:
+@overload
+def compare(exercise: str, answer: Callable[..., Any], /) -> BesideSerial: ...
+@overload
+def compare(*timelines: Timeline | Run, **named: Timeline | Run) -> Comparison: ...
+def compare(*timelines: Any, **named: Any) -> Comparison | BesideSerial:
     """Put timelines under each other on one axis, and say what takes the time in each.
 
     A single run of a pipeline is compared with its prediction: the same schedule simulated with the mean times of
-    its last step.
+    its last step. A training loop of the silent-bug lab, `compare("the-loader", train)`, is compared with serial
+    training: losses and weights, step by step.
 
     Args:
         timelines: Timelines, or Runs, whose own clock is taken; called by their schedule and clock.
@@ -158,6 +165,7 @@ def compare(*timelines: Timeline | Run, **named: Timeline | Run) -> Comparison:
 
     Raises:
         ValueError: nothing to compare, or something else than Timelines and Runs.
+        RankFailed, Deadlock: what a training loop of the lab came to.
 
     >>> import mpkit as mk
     >>> times = dict(forward=1, input_grad=1, weight_grad=1)
@@ -173,6 +181,10 @@ def compare(*timelines: Timeline | Run, **named: Timeline | Run) -> Comparison:
         idle: message    -3.00 s
         idle: cool-down  -3.00 s
     """
+    if timelines and isinstance(timelines[0], str):
+        from mpkit.classroom.beside import beside_serial
+
+        return beside_serial(*timelines, **named)
     given = [*(("", each) for each in timelines), *named.items()]
     found: dict[str, Timeline] = {}
     if (

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.classroom.exercise import Case
+from mpkit.classroom.on_ranks import OnRanks
 from mpkit.classroom.serial import Outcome
+from mpkit.errors import Deadlock, RankFailed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,30 +39,43 @@ class BesideSerial:
             return str(self.frame.to_html())
 
 
-def beside_serial(name: str, answer: Any) -> BesideSerial:
-    """A row a step: serial training's loss, the answer's on each rank, and the weights that are no longer equal.
+def beside_serial(name: str, answer: Any = None) -> BesideSerial:
+    """What `mk.compare(name, answer)` is: a row a step, the answer's training beside serial training.
 
-    Of these also how far they have moved since the beginning, as a multiple of how far they should have.
-    The inputs are not those of the check.
+    Serial training's loss, the answer's on each rank, and the weights that are no longer equal; of these also how far
+    they have moved since the beginning, as a multiple of how far they should have. The inputs are not the check's.
 
     Args:
         name: of the exercise; its results are `Outcome`s, and its cases have the size "steps".
         answer: what it is about.
+
+    Raises:
+        ValueError: there is no such exercise, it trains nothing, or there is no answer.
+        RankFailed, Deadlock: what the answer came to.
     """
     import pandas as pd
 
     from mpkit.classroom.catalogue import find
-    from mpkit.classroom.on_ranks import OnRanks
     from mpkit.classroom.room import Answer, shared_room
 
     exercise = find(name).exercise
-    assert isinstance(exercise, OnRanks)
+    if not isinstance(exercise, OnRanks) or "steps" not in exercise.cases[0].sizes:
+        raise ValueError(
+            f"compare({name!r}, ...): that exercise trains nothing; mk.check({name!r}, answer) says what is wrong. "
+            "Exercises of the silent-bug lab can be compared, such as mk.compare('the-loader', train)"
+        )
+    if not callable(answer):
+        raise ValueError(
+            f"compare({name!r}, {answer!r}): give your function too: mk.compare({name!r}, train)"
+        )
     case = replace(exercise.cases[0], seed=0)
     rows = []
     for step in range(case["steps"]):
         seen = shared_room().play(exercise.play, Answer.of(answer), _until(case, step + 1))
+        if seen.hang:
+            raise Deadlock(seen.hang)
         if seen.got is None:
-            raise RuntimeError(seen.hang or f"{seen.error} ({seen.where})")
+            raise RankFailed(f"{seen.error} ({seen.where})")
         begin = exercise.expected(_until(case, 0))
         rows.append(_Row(step, begin, exercise.expected(seen.case), seen.got).cells())
     return BesideSerial(pd.DataFrame(rows).set_index("step"))

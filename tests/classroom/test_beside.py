@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpkit.classroom.beside import BesideSerial, beside_serial
+import mpkit as mk
+from mpkit.classroom.beside import BesideSerial
 from mpkit.classroom.catalogue import Entry, of_family
 from mpkit.classroom.source import run_cell
 
@@ -12,7 +13,7 @@ ENTRIES = of_family("silent_bugs")
 
 
 def table(entry: Entry, code: str) -> BesideSerial:
-    return beside_serial(entry.name, run_cell(code, entry.exercise.name_of_answer, "cell", entry.given))
+    return mk.compare(entry.name, run_cell(code, entry.exercise.name_of_answer, "cell", entry.given))
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -34,3 +35,16 @@ def test_a_mended_program_is_serial_training(entry: Entry) -> None:
 def test_the_table_is_not_cut_off_in_a_notebook() -> None:
     shown = table(ENTRIES[0], ENTRIES[0].source.stub)
     assert "4.bias" in shown._repr_html_() and "4.bias" in str(shown)
+
+
+def test_what_can_not_be_compared_says_what_can() -> None:
+    with pytest.raises(ValueError, match="did you mean 'the-loader'"):
+        mk.compare("the-lodaer", print)
+    with pytest.raises(ValueError, match=r"mk.compare\('the-loader', train\)"):
+        mk.compare("the-loader")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="trains nothing"):
+        mk.compare("pass-the-token", print)
+    with pytest.raises(mk.RankFailed, match="ZeroDivisionError"):
+        mk.compare("the-loader", lambda *_: 1 / 0)
+    with pytest.raises(mk.Deadlock, match="wait"):
+        mk.compare("the-loader", lambda ctx, *_: ctx.comm.barrier() if ctx.rank else [])

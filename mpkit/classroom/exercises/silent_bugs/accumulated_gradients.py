@@ -5,7 +5,7 @@ whose gradients add up. The loss that is reported is the right one, and it falls
 anew" when the number of micro-batches changed.
 
 It should be the same training as one device does with the whole batch, for any number of micro-batches and ranks.
-`beside_serial("accumulated-gradients", train)` shows step by step where it is not. Look at the last column, how far
+`mk.compare("accumulated-gradients", train)` shows step by step where it is not. Look at the last column, how far
 the weights have moved in the first step, as a multiple of how far they should have. (Weight decay blurs the factor a
 little.) The inputs of this table have 3 micro-batches, on 2 ranks.
 """
@@ -85,7 +85,7 @@ EXERCISE = OnRanks(
     result="losses and weights",
     after="02-data-parallel",
     place=30,
-    start="Run the program as it is, with `beside_serial`. The first loss is right. What was wrong with the "
+    start="Run the program as it is, with `mk.compare`. The first loss is right. What was wrong with the "
     "first step?",
     mistakes=(
         Mistake(

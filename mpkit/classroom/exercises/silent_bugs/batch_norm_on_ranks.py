@@ -4,7 +4,7 @@ Data parallelism, with a BatchNorm in the model. BatchNorm subtracts the mean of
 deviation: the samples of a batch are no longer independent of each other. The program runs, the loss falls. With many
 ranks and few samples on each, it falls less.
 
-It should be the training that one device does with the whole batch. `beside_serial("batch-norm-on-ranks", train)`
+It should be the training that one device does with the whole batch. `mk.compare("batch-norm-on-ranks", train)`
 shows that already the first loss is another one, though all weights are equal then and every rank has the right
 samples. What does a rank compute, before any step, that needs more than its own samples?
 
@@ -126,7 +126,7 @@ EXERCISE = OnRanks(
     budgets=(Budget("payload", payload, bound, "bytes"),),
     after="02-data-parallel",
     place=60,
-    start="Run the program as it is, with `beside_serial`. The first loss is wrong before any step. Print "
+    start="Run the program as it is, with `mk.compare`. The first loss is wrong before any step. Print "
     "`mean` on every rank: which mean would one device subtract?",
     mistakes=(
         Mistake(

@@ -8,7 +8,7 @@ gradient's norm from being larger than `max_norm`, without changing its directio
 
 The program calls PyTorch's own `clip_grad_norm_`, as the program for one device does. The loss falls.
 
-`beside_serial("clipped-shards", train)` shows which weights differ after each step. After the first step all do. The
+`mk.compare("clipped-shards", train)` shows which weights differ after each step. After the first step all do. The
 last column says how far they have moved, as a multiple of how far they should have: the table is of 2 ranks, so the
 first, third and fifth weight are rank 0's. What do the factors of one rank have in common?
 
@@ -103,7 +103,7 @@ EXERCISE = OnRanks(
     budgets=(Budget("payload", payload, bound, "bytes"),),
     after="03-zero",
     place=80,
-    start="Run the program as it is, with `beside_serial`. The first loss is right, the first step is not. Of "
+    start="Run the program as it is, with `mk.compare`. The first loss is right, the first step is not. Of "
     "which parameters does a rank have the gradients when it clips?",
     mistakes=(
         Mistake(

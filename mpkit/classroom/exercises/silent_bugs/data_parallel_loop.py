@@ -4,7 +4,7 @@ A loop as in the exercise on naive DDP: every rank takes its share of each batch
 It runs, and the loss falls, at first even faster than with one device. "Data parallelism converges better", somebody
 has written into the minutes.
 
-It should be the same training as on one device with the whole batch. `beside_serial("data-parallel-loop", train)`, in
+It should be the same training as on one device with the whole batch. `mk.compare("data-parallel-loop", train)`, in
 a cell of its own, shows what it is: in each step the loss of serial training and yours, which weights differ after
 it, and how far those have moved, as a multiple of how far they should have. Where the first loss is right and the
 second is not, forward and loss are right, and the first *step* was not.
@@ -78,7 +78,7 @@ EXERCISE = OnRanks(
     result="losses and weights",
     after="02-data-parallel",
     place=10,
-    start="Run the program as it is, with `beside_serial`. In which step do the losses part for the first "
+    start="Run the program as it is, with `mk.compare`. In which step do the losses part for the first "
     "time, and which weights differ after the step before it?",
     mistakes=(
         Mistake(
@@ -143,7 +143,7 @@ EXERCISE = OnRanks(
         ),
     ),
     otherwise=(
-        "`beside_serial` shows the first step after which a weight differs. Everything before that step is "
+        "`mk.compare` shows the first step after which a weight differs. Everything before that step is "
         "right. Print what goes into it: the gradients, on every rank and on one device.",
     ),
 )

@@ -9,7 +9,7 @@ is whole on every rank, and all ranks do the same with it: dropout, and a last l
 "Each rank should have random numbers of its own", somebody thought; which is right in data parallelism. The loss falls.
 
 In serial training the mask of step i is what `F.dropout` draws after `torch.manual_seed(seed + i)`. Use
-`beside_serial("dropout-in-a-group", train)`, and look at one row: what should the loss of all ranks of a
+`mk.compare("dropout-in-a-group", train)`, and look at one row: what should the loss of all ranks of a
 tensor-parallel group be? Which weights are wrong first: those that are cut, or those of which each rank has a copy?
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021; Shoeybi et al.,
@@ -126,7 +126,7 @@ EXERCISE = OnRanks(
     result="losses and weights",
     after="06-tensor-parallel",
     place=50,
-    start="Run the program as it is, with `beside_serial`. All ranks of a tensor-parallel group compute one "
+    start="Run the program as it is, with `mk.compare`. All ranks of a tensor-parallel group compute one "
     "and the same loss. Do they?",
     mistakes=(
         Mistake(

@@ -8,7 +8,7 @@ the averaged gradients go down to the host, the optimizer steps there, and the n
 
 The copies were moved around a little, for them to overlap. The loss falls, only a bit later than it used to.
 
-`beside_serial("optimizer-on-the-host", train)` shows the losses, and the weights on the device after each step. Look
+`mk.compare("optimizer-on-the-host", train)` shows the losses, and the weights on the device after each step. Look
 at the first *two* rows: after the first step, which weights does the device have?
 
 Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021. (It has a one-step delayed update
@@ -85,7 +85,7 @@ EXERCISE = OnRanks(
     result="losses and weights",
     after="03-zero",
     place=70,
-    start="Run the program as it is, with `beside_serial`, and compare the first two losses with those of "
+    start="Run the program as it is, with `mk.compare`, and compare the first two losses with those of "
     "serial training. Which weights does the second forward use?",
     mistakes=(
         Mistake(

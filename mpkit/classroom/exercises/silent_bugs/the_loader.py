@@ -7,7 +7,7 @@ On one device, step i of an epoch trains on `order[i * B : (i + 1) * B]`, where 
 shuffle of the epoch. Together the ranks should train on just these samples, each on its part of them. Which part a rank
 takes does not matter.
 
-`beside_serial("the-loader", train)` shows, step by step, the losses and the weights that differ. Here the very first
+`mk.compare("the-loader", train)` shows, step by step, the losses and the weights that differ. Here the very first
 loss is wrong already, before any step was taken: so look at what goes in, not at what comes out.
 """
 
@@ -92,7 +92,7 @@ EXERCISE = OnRanks(
     result="losses, weights and samples",
     after="02-data-parallel",
     place=20,
-    start="Run the program as it is, with `beside_serial`, and let each rank print the indices in `mine`.",
+    start="Run the program as it is, with `mk.compare`, and let each rank print the indices in `mine`.",
     mistakes=(
         Mistake(
             "still-the-same-samples",

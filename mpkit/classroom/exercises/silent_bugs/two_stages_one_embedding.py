@@ -10,7 +10,7 @@ parameter. Here both ranks hold a copy of it:
 Activations go down, gradients come back, both ranks step, the loss falls. After a while the model generates nonsense,
 and the two copies of E have little in common.
 
-`beside_serial("two-stages-one-embedding", train)` shows which weights differ from serial training after each step.
+`mk.compare("two-stages-one-embedding", train)` shows which weights differ from serial training after each step.
 The first loss is right. Only one weight is wrong after the first step, on both ranks, and each time in another way:
 what does its gradient lack?
 """
@@ -139,7 +139,7 @@ EXERCISE = OnRanks(
     result="losses and weights",
     after="05-real-models",
     place=40,
-    start="Run the program as it is, with `beside_serial`. Which weight differs first, and which ranks hold it?",
+    start="Run the program as it is, with `mk.compare`. Which weight differs first, and which ranks hold it?",
     mistakes=(
         Mistake(
             "still-two-embeddings",
