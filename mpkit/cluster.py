@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from mpkit.timeline import Timeline
     from mpkit.trace import Trace
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "of_any_size"]
 
 MOST_RANKS = 256
 """More processes than that on one machine are a slip of the finger."""
@@ -253,6 +254,23 @@ class Cluster:
             grace=grace,
         )
         return self._current
+
+
+@contextmanager
+def of_any_size(
+    given: Callable[[int], Cluster] | None, device: str = "auto"
+) -> Iterator[Callable[[int], Cluster]]:
+    """clusters(ranks), for runs one after another: those given, or of one helper process, which imports torch once.
+
+    >>> with of_any_size(None, "cpu") as clusters:
+    ...     [clusters(ranks).run(lambda ctx: ctx.world_size) for ranks in (1, 2)]
+    [[1], [2, 2]]
+    """
+    if given is not None:
+        yield given
+        return
+    with Cluster(1, device) as one:
+        yield one.resized
 
 
 def _check_ranks(ranks: Any) -> int:

@@ -110,9 +110,8 @@ class Demo:
             f"documentation: {self.steps} steps of {self.batch} x {self.length} bytes.",
             highlight=False,
         )
-        # Both import torch at once, in the background; the second is ready when it is needed.
-        with Cluster(1, self.device) as one, Cluster(self.ranks, self.device) as all_ranks:
-            outcomes = [self._train("serial", Plan.serial(), one, model, data)]
+        with Cluster(self.ranks, self.device) as all_ranks:
+            outcomes = [self._train("serial", Plan.serial(), all_ranks.resized(1), model, data)]
             for name, plan in plans.items():
                 outcomes.append(self._train(name, plan, all_ranks, model, data))
         self.console.print()

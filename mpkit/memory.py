@@ -19,14 +19,13 @@ Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward T
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from mpkit.cluster import Cluster
+from mpkit.cluster import Cluster, of_any_size
 from mpkit.fake import trace_fake
 from mpkit.plan import Plan
 from mpkit.scale import strategy
@@ -158,7 +157,7 @@ def memory_by_strategy(
         data: as in `Cluster.train`; of a played one, a batch (inputs, targets) as in `mk.trace_fake`.
         plans: which to compare, under names of their own or not; a number n of ranks stands for DDP and ZeRO-1, 2, 3.
         loss, optimizer, steps: as in `Cluster.train`; figures are of the last step.
-        clusters: clusters(ranks) gives one to use; None: new ones, closed afterwards.
+        clusters: clusters(ranks) gives one to use; None: of a helper process of its own, closed afterwards.
 
     Raises:
         ValueError: no plans, or what `Cluster.train` or `trace_fake` raises.
@@ -167,10 +166,9 @@ def memory_by_strategy(
     states = states_of(optimizer)
     plays = not isinstance(model, nn.Module)
     rows: list[MemoryRow] = []
-    for name, plan in named.items():
-        ranks = 1 if plays else plan.ranks
-        with ExitStack() as stack:
-            cluster = clusters(ranks) if clusters else stack.enter_context(Cluster(ranks, device="auto"))
+    with of_any_size(clusters) as sized:
+        for name, plan in named.items():
+            cluster = sized(1 if plays else plan.ranks)
             if isinstance(model, nn.Module):
                 run = cluster.train(
                     model, data, plan, loss=loss, optimizer=optimizer, steps=steps, show=False
@@ -181,7 +179,7 @@ def memory_by_strategy(
                     model, plan, batch=data, loss=loss, optimizer=optimizer, steps=steps, cluster=cluster
                 )
                 timeline = Timeline.of(trace)
-        rows += _rows(name, timeline, states)
+            rows += _rows(name, timeline, states)
     how = "of the last step" + (", played on tensors without content" if plays else ", measured")
     return MemoryByStrategy(tuple(rows), how)
 

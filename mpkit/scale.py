@@ -11,12 +11,11 @@ does, so the batch grows (Gustafson 1988).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mpkit.cluster import Cluster
+from mpkit.cluster import Cluster, of_any_size
 from mpkit.devices import Hardware
 from mpkit.plan import Plan
 from mpkit.shown import data_frame
@@ -178,7 +177,7 @@ def scaling(
         weak: keep the samples a rank, so that the batch grows with the ranks; else (strong) keep the batch.
         hardware: replay the runs on this machine; None: on the one they run on.
         device: as in `Cluster`.
-        clusters: clusters(ranks) gives one to use; None: new ones, closed afterwards.
+        clusters: clusters(ranks) gives one to use; None: of a helper process of its own, closed afterwards.
 
     Raises:
         ValueError: no plans, fewer than 2 steps, or what `Cluster.train` raises.
@@ -190,10 +189,10 @@ def scaling(
         raise ValueError(f"scaling(steps={steps}): the first step is not counted, so 2 or more; steps=4, say")
     least = min(plan.ranks for plan in asked)
     found = []
-    for plan in asked:
-        grown = _grown(data, plan.ranks, least, steps) if weak else data
-        with ExitStack() as stack:
-            cluster = clusters(plan.ranks) if clusters else stack.enter_context(Cluster(plan.ranks, device))
+    with of_any_size(clusters, device) as sized:
+        for plan in asked:
+            grown = _grown(data, plan.ranks, least, steps) if weak else data
+            cluster = sized(plan.ranks)
             run = cluster.train(
                 model, grown, plan, loss=loss, optimizer=optimizer, steps=steps, show=False
             ).wait()
