@@ -52,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--strategies",
         default="naive,gpipe,ddp,zero3",
-        help="any of naive, gpipe, gpipe-recompute, dp, ddp, zero1, zero2, zero3; with commas between",
+        help="any of naive, gpipe, gpipe-recompute, 1f1b, zb-h1, dp, ddp, zero1, zero2, zero3, tp, 2d, 3d; "
+        "with commas between",
     )
     demo.add_argument("--device", default="auto", help="auto, cpu or cuda")
     demo.add_argument("--html", default="mpkit-demo.html", help="where the interactive timelines go")

@@ -9,6 +9,7 @@ keep       the interactive timelines in one HTML file
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +28,34 @@ from mpkit.views.units import bytes_text, percent, seconds
 
 __all__ = ["Demo", "Outcome"]
 
-STRATEGIES = ("naive", "gpipe", "gpipe-recompute", "dp", "ddp", "zero1", "zero2", "zero3")
+STRATEGIES: dict[str, Callable[[int, int], tuple[str, Plan]]] = {
+    "naive": lambda n, m: ("naive MP", Plan.naive_mp(n)),
+    "gpipe": lambda n, m: (f"GPipe, {m} micro-batches", Plan.gpipe(n, m)),
+    "gpipe-recompute": lambda n, m: ("GPipe, recomputing", Plan.gpipe(n, m, recompute="full")),
+    "1f1b": lambda n, m: (f"1F1B, {m} micro-batches", Plan.pipeline("1f1b", n, m)),
+    "zb-h1": lambda n, m: (f"ZB-H1, {m} micro-batches", Plan.pipeline("zb_h1", n, m)),
+    "dp": lambda n, m: ("DP", Plan(dp=n, data_parallel="dp")),
+    "ddp": lambda n, m: ("DDP", Plan.ddp(n)),
+    "zero1": lambda n, m: ("ZeRO-1", Plan(dp=n, zero=1)),
+    "zero2": lambda n, m: ("ZeRO-2", Plan(dp=n, zero=2)),
+    "zero3": lambda n, m: ("ZeRO-3", Plan(dp=n, zero=3)),
+    "tp": lambda n, m: ("TP", Plan(tp=n)),
+    "2d": lambda n, m: ("ZeRO-3 x TP", Plan(dp=_share(n, 2), tp=2, zero=3)),
+    "3d": lambda n, m: (
+        "DP x PP x TP",
+        Plan(pp=2, dp=_share(n, 4), tp=2, schedule="1f1b", microbatches=m, zero=int(n > 4)),
+    ),
+}
+"""By what the option calls them: of so many ranks and micro-batches the name in the table, and the plan."""
+
+
+def _share(ranks: int, others: int) -> int:
+    """The replicas, where the other axes take so many ranks a replica."""
+    if ranks % others:
+        raise ValueError(
+            f"--ranks {ranks}: this strategy takes {others} ranks a replica, and so --ranks {others} or {2 * others}"
+        )
+    return ranks // others
 
 
 @dataclass
@@ -75,27 +103,16 @@ class Demo:
         """The Plans asked for, by the name in the table.
 
         Raises:
-            ValueError: a strategy that there is not.
+            ValueError: a strategy that there is not, or that so many ranks cannot do.
         """
         found = {}
         for name in self.strategies:
-            if name == "naive":
-                found["naive MP"] = Plan.naive_mp(self.ranks)
-            elif name == "gpipe":
-                found[f"GPipe, {self.microbatches} micro-batches"] = Plan.gpipe(self.ranks, self.microbatches)
-            elif name == "gpipe-recompute":
-                found["GPipe, recomputing"] = Plan.gpipe(self.ranks, self.microbatches, recompute="full")
-            elif name == "dp":
-                found["DP"] = Plan(dp=self.ranks, data_parallel="dp")
-            elif name == "ddp":
-                found["DDP"] = Plan.ddp(self.ranks)
-            elif name in ("zero1", "zero2", "zero3"):
-                stage = int(name[-1])
-                found[f"ZeRO-{stage}"] = Plan(dp=self.ranks, zero=stage)
-            else:
+            if name not in STRATEGIES:
                 raise ValueError(
                     f"--strategies {name}: there are {', '.join(STRATEGIES)}; for example --strategies naive,gpipe"
                 )
+            title, plan = STRATEGIES[name](self.ranks, self.microbatches)
+            found[title] = plan
         return found
 
     def run(self) -> list[Outcome]:

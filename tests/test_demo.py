@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from mpkit.cli import main
-from mpkit.demo import Demo
+from mpkit.demo import STRATEGIES, Demo
 
 
 def test_it_compares_the_strategies_and_keeps_the_timelines(tmp_path: Path) -> None:
@@ -41,6 +41,7 @@ def test_it_compares_the_strategies_and_keeps_the_timelines(tmp_path: Path) -> N
     ("arguments", "says"),
     [
         (["--strategies", "gpip"], "there are naive, gpipe"),
+        (["--strategies", "3d", "--ranks", "6"], "so --ranks 4 or 8"),
         (["--microbatches", "33"], "microbatches=32 works"),
         (["--ranks", "0"], "pp is a whole number, 1 or more"),
     ],
@@ -53,6 +54,25 @@ def test_mistakes_end_in_one_message(
     assert left.value.code == 2
     said = capsys.readouterr().err
     assert says in said and "Traceback" not in said
+
+
+def test_every_strategy_that_it_knows(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=300)
+    demo = Demo(
+        device="cpu", html=str(tmp_path / "demo.html"), console=console, plain=True,
+        layers=4, width=32, length=16, batch=16, steps=2, strategies=tuple(STRATEGIES),
+    )  # fmt: skip
+    outcomes = demo.run()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert len(outcomes) == 1 + len(STRATEGIES)
+    assert text.count("yes") == len(STRATEGIES) and "NO" not in text
+
+
+def test_the_help_names_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"any of {', '.join(STRATEGIES)}; with commas" in said
 
 
 def test_it_needs_nothing_that_only_notebooks_need(tmp_path: Path) -> None:
