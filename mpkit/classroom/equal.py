@@ -20,6 +20,8 @@ def difference(expected: Any, got: Any, at: str = "") -> str | None:
 
     >>> difference([torch.ones(2), 3], [torch.ones(2), 4])
     '[1] is 4, not 3'
+    >>> difference({"losses": [0.5, 0.4], "w.0": 1}, {"losses": [0.5, 0.3], "w.0": 1})
+    'losses[1] is 0.3, not 0.4'
     >>> difference(torch.zeros(2), torch.zeros(3))
     'it has shape [3], not [2]'
     >>> difference({"w": 1.0}, {"w": 1.0 + 1e-9}) is None
@@ -53,12 +55,14 @@ def difference(expected: Any, got: Any, at: str = "") -> str | None:
         faults += [f"has {key!r} too many" for key in got if key not in expected][:1]
         if faults:
             return f"{it} " + " and ".join(faults)
-        pairs = [(repr(key), expected[key], got[key]) for key in expected]
+        # "losses[1]", not "['losses'][1]": most results are a dict of lists
+        named = {key: key if not at and str(key).isidentifier() else f"{at}[{key!r}]" for key in expected}
+        pairs = [(named[key], expected[key], got[key]) for key in expected]
     else:
         if len(expected) != len(got):
             return f"{it} has {len(got)} items, not {len(expected)}"
-        pairs = [(str(i), each, got[i]) for i, each in enumerate(expected)]
-    return next((said for key, a, b in pairs if (said := difference(a, b, f"{at}[{key}]"))), None)
+        pairs = [(f"{at}[{i}]", each, got[i]) for i, each in enumerate(expected)]
+    return next((said for place, a, b in pairs if (said := difference(a, b, place))), None)
 
 
 def _tensors(expected: Tensor, got: Any, it: str) -> str | None:

@@ -40,9 +40,12 @@ class Case:
         return self.sizes[name]
 
     def __str__(self) -> str:
-        words = [f"{self.ranks} rank{'s' * (self.ranks > 1)}"]
-        words += [f"{name.replace('_', ' ')} {value}" for name, value in self.sizes.items()]
-        return ", ".join(words)
+        """In words.
+
+        >>> print(Case(2, sizes={"microbatches": 6, "max_norm": 0.3, "steps": 1}))
+        2 ranks, 6 micro-batches, max norm 0.3, 1 step
+        """
+        return ", ".join(_words(name, value) for name, value in {"ranks": self.ranks, **self.sizes}.items())
 
     def generator(self, rank: int = 0) -> torch.Generator:
         """Random numbers of a rank; the same in every process.
@@ -54,6 +57,14 @@ class Case:
         import torch
 
         return torch.Generator().manual_seed(1000 * self.seed + rank)
+
+
+def _words(name: str, value: Any) -> str:
+    """What is counted comes after its number: "4 steps", and "length 4"."""
+    name = name.replace("_", " ").replace("microbatch", "micro-batch").replace("gpus", "GPUs")
+    if isinstance(value, int) and name.endswith("s") and not name.endswith("bytes"):
+        return f"{value} {name}" if value != 1 else f"1 {name.removesuffix('s').replace('batche', 'batch')}"
+    return f"{name} {value}"
 
 
 @dataclass(frozen=True)
