@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mpkit.models import GPT, ConvNet
 from mpkit.parallel.split_backward import input_grads
-from mpkit.record.flops import count, flops_of
+from mpkit.record.flops import count
+from mpkit.record.operators import flops_of
 
 
 def outputs_of(stage: nn.Module, x: Tensor) -> list[Tensor]:

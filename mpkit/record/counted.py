@@ -19,9 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
-from mpkit.record.flops import flops_of, moved_by
+from mpkit.record.operators import flops_of, moved_by, tensors_in
 from mpkit.record.recorder import Recorder
 from mpkit.trace import HEADER, OP, Kind
 
@@ -83,9 +82,8 @@ class Counting(TorchDispatchMode):
         if func.overloadpacket is _FROM_NUMBERS:
             self._numbers[out.untyped_storage()] = args[0]
         elif len(self._numbers) and func._schema.is_mutable:
-            for written in tree_leaves((args, kwargs.get("out"))):
-                if isinstance(written, Tensor):
-                    self._numbers.pop(written.untyped_storage(), None)
+            for written in tensors_in((args, kwargs.get("out"))):
+                self._numbers.pop(written.untyped_storage(), None)
         flops, nbytes = flops_of(func, args, kwargs, out), moved_by(func, args, kwargs, out)
         if flops or nbytes:
             self.flops += flops
@@ -114,8 +112,8 @@ class Counting(TorchDispatchMode):
 
 def _dtype(args: Any, out: Any) -> str:
     """What an operator computes in: the dtype of the first tensor of floating point that it is given or makes."""
-    for value in tree_leaves((args, out)):
-        if isinstance(value, Tensor) and value.is_floating_point():
+    for value in tensors_in((args, out)):
+        if value.is_floating_point():
             return str(value.dtype).removeprefix("torch.")
     return "float32"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,17 +25,12 @@ from torch._subclasses.fake_tensor import (  # private: tests/record/test_flops.
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-    shape_wrapper,
-)
 from torch.utils.module_tracker import ModuleTracker
 
+from mpkit.record.operators import flops_of, moved_by, tensors_in
 from mpkit.trace import Kind
 
-__all__ = ["FlopTable", "Flops", "count", "flops_of", "moved_by"]
+__all__ = ["Flops", "count"]
 
 
 @dataclass(frozen=True)
@@ -101,32 +96,6 @@ def count(target: Callable[..., Any], *inputs: Any) -> Flops:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         return Flops(why=f"{type(error).__name__}: {reason}")
-
-
-class FlopTable:
-    """Counts each target and shape once; copies of it travel to the ranks with what was counted.
-
-    >>> table = FlopTable()
-    >>> layer = nn.Linear(3, 5)
-    >>> table.of("stage 0", layer, torch.zeros(2, 3)) is table.of("stage 0", layer, torch.ones(2, 3))
-    True
-    """
-
-    def __init__(self) -> None:
-        self._counted: dict[Hashable, Flops] = {}
-
-    def of(self, name: Hashable, target: Callable[..., Any], *inputs: Any) -> Flops:
-        """The Flops of `target`, called `name`, on inputs of these shapes."""
-        key = (name, *map(_shape_of, tree_leaves(inputs)))
-        if key not in self._counted:
-            self._counted[key] = count(target, *inputs)
-        return self._counted[key]
-
-
-def _shape_of(value: Any) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype, value.requires_grad
-    return repr(value)
 
 
 def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:
@@ -201,15 +170,6 @@ def _leaves_of(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-_MOVES_NOTHING = {  # besides what is declared to be a view
-    torch.ops.aten._unsafe_view,
-    torch.ops.aten.empty,
-    torch.ops.aten.empty_like,
-    torch.ops.aten.new_empty,
-    torch.ops.aten.new_empty_strided,
-}
-
-
 class _Costs(TorchDispatchMode):
     """Sums what operators cost, none of which compute.
 
@@ -232,7 +192,7 @@ class _Costs(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # every second call: a fake tensor is asked for its device
             return func(*args, **kwargs)
-        if not all(isinstance(value, FakeTensor) for value in _tensors((args, kwargs))):
+        if not all(isinstance(value, FakeTensor) for value in tensors_in((args, kwargs))):
             args, kwargs = tree_map_only(torch.Tensor, self._without_content, (args, kwargs))
         out = func(*args, **kwargs)
         self.nbytes += moved_by(func, args, kwargs, out)
@@ -246,50 +206,6 @@ class _Costs(TorchDispatchMode):
         """The tensor itself, or a stand-in for one that has data."""
         fake: torch.Tensor = tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
         return fake
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those among an operator's arguments or results, which are nested in tuples, lists and dicts only.
-
-    torch's own tree_leaves knows more kinds of trees and takes ten times as long, at every operator.
-    """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-
-
-def moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Bytes that one operator reads and writes: all that it is given and makes, unless that is a view."""
-    if func.is_view or func.namespace in ("prim", "c10d") or func.overloadpacket in _MOVES_NOTHING:
-        return 0
-    return sum(value.nbytes for value in _tensors((args, kwargs, out)))
-
-
-def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """FLOPs of one operator; 0 for all but matrix products, convolutions and attention."""
-    formula = _FORMULAS.get(func.overloadpacket)
-    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
-def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient, query, key, value))
-
-
-# PyTorch counts its GPU kernels for attention and, as of 2.13, not the one for CPUs.
-_ATTENTION_ON_CPU = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
-_FORMULAS = {**flop_registry, **{op: shape_wrapper(f) for op, f in _ATTENTION_ON_CPU.items()}}
 
 
 @contextmanager

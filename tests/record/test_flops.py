@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpkit.record.flops import Flops, FlopTable, count
+from mpkit.record.flops import Flops, count
 
 B, T, H, HEADS = 2, 16, 64, 4
 
@@ -131,22 +131,6 @@ def test_what_cannot_be_counted_costs_nothing_and_says_why(target: object, why: 
     flops = count(target, torch.ones(2, 3))
     assert flops.why.startswith(why)
     assert (flops.forward, flops.backward, flops.forward_bytes, flops.backward_bytes) == (0, 0, 0, 0)
-
-
-def test_a_table_counts_once_a_shape() -> None:
-    table, calls = FlopTable(), []
-
-    def target(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        calls.append(x.shape)
-        return x @ x.t() * scale
-
-    for rows in (2, 3, 2, 3):
-        assert table.of("stage 0", target, torch.ones(rows, 4)).forward == 2 * rows * rows * 4
-    assert len(calls) == 2
-    table.of("stage 1", target, torch.ones(2, 4))
-    table.of("stage 0", target, torch.ones(2, 4, dtype=torch.float64))
-    table.of("stage 0", target, torch.ones(2, 4), 2.0)
-    assert len(calls) == 5
 
 
 def test_no_flops_are_zeros() -> None:

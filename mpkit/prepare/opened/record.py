@@ -13,7 +13,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mpkit.parallel.anymodel.graph import Constant, Given, Graph, Leaf, New, Node
 from mpkit.parallel.anymodel.structure import flatten, rebuild
@@ -22,7 +21,8 @@ from mpkit.parallel.anymodel.walk import Call, Walk
 from mpkit.parallel.microbatch import Value as Data
 from mpkit.parallel.stage import call
 from mpkit.prepare.opened.refusals import CannotCut
-from mpkit.record.flops import Flops, flops_of, moved_by
+from mpkit.record.flops import Flops
+from mpkit.record.operators import flops_of, moved_by, tensors_in
 
 __all__ = ["record"]
 
@@ -215,23 +215,22 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         recording = self._recording
         given = set(self._given)
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                given.add(_storage(leaf))
-                maker = recording.made_in(leaf)
-                if maker is not None and maker != self._node and _storage(leaf) not in self._given:
-                    node = recording.graph.nodes[maker]
-                    raise CannotCut(
-                        recording.scopes[-1],
-                        f"a tensor that {node.name} made is read without having been handed over (kept in an "
-                        "attribute, a cache or a closure)",
-                    )
+        for leaf in tensors_in((args, kwargs)):
+            given.add(_storage(leaf))
+            maker = recording.made_in(leaf)
+            if maker is not None and maker != self._node and _storage(leaf) not in self._given:
+                node = recording.graph.nodes[maker]
+                raise CannotCut(
+                    recording.scopes[-1],
+                    f"a tensor that {node.name} made is read without having been handed over (kept in an "
+                    "attribute, a cache or a closure)",
+                )
         out = func(*args, **kwargs)
         self.random = self.random or _draws(func, args, kwargs)
         self._forward += flops_of(func, args, kwargs, out)
         self._bytes += moved_by(func, args, kwargs, out)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and _storage(leaf) not in given:  # no view of what was there before
+        for leaf in tensors_in(out):
+            if _storage(leaf) not in given:  # no view of what was there before
                 recording.keep(leaf, self._node)
         return out
 

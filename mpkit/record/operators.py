@@ -1,0 +1,72 @@
+"""What one operator costs: FLOPs by torch's formulas, bytes by what it is given and makes.
+
+For dispatch modes, which see every operator of a forward or a backward: `flops.count` on tensors without data, ranks
+that are played, models that are walked through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+    shape_wrapper,
+)
+
+__all__ = ["flops_of", "moved_by", "tensors_in"]
+
+_MOVES_NOTHING = {  # besides what is declared to be a view
+    torch.ops.aten._unsafe_view,
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Those among an operator's arguments or results, which are nested in tuples, lists and dicts only.
+
+    torch's own tree_leaves knows more kinds of trees and takes ten times as long, at every operator.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_in(each)
+
+
+def moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Bytes that one operator reads and writes: all that it is given and makes, unless that is a view."""
+    if func.is_view or func.namespace in ("prim", "c10d") or func.overloadpacket in _MOVES_NOTHING:
+        return 0
+    return sum(value.nbytes for value in tensors_in((args, kwargs, out)))
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """FLOPs of one operator; 0 for all but matrix products, convolutions and attention."""
+    formula = _FORMULAS.get(func.overloadpacket)
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+
+# PyTorch counts its GPU kernels for attention and, as of 2.13, not the one for CPUs.
+_ATTENTION_ON_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+_FORMULAS = {**flop_registry, **{op: shape_wrapper(f) for op, f in _ATTENTION_ON_CPU.items()}}
