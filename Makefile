@@ -9,7 +9,7 @@ PY := .venv/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PYTHON CHROMIUM
 
-.PHONY: help setup demo lab test test-classroom test-browser check format hooks exercises bench clean distclean
+.PHONY: help setup demo lab test test-classroom test-browser test-zoo check format hooks exercises bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,9 @@ test-classroom: setup  ## the exercises: solutions, stubs, wrong answers, notebo
 
 test-browser: setup  ## the notebooks in a headless Chromium
 	@CHROMIUM=$$(sh scripts/chromium.sh) && export CHROMIUM && $(PY) -m pytest tests/browser $(ARGS)
+
+test-zoo: setup  ## some 60 architectures of transformers by each strategy, against plain PyTorch
+	@$(PY) -m tests.zoo $(ARGS)
 
 check: setup  ## ruff, format, strict mypy
 	@$(PY) -m ruff check .

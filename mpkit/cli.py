@@ -72,7 +72,9 @@ def _add_classroom(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         help="grade the exercise notebooks of a class",
         description="Runs each notebook below FOLDER (STUDENT.ipynb or STUDENT/NOTEBOOK.ipynb) in a process of its "
         "own, checks its answers on ranks of their own, and writes a table of the class and a page with hints for "
-        "each student. A notebook runs with your rights: grade strangers' in a container.",
+        "each student. The table grows with each notebook; a grading that was stopped goes on where it stopped, and "
+        "one that is repeated grades only notebooks that are new or changed. A notebook is enclosed as far as this "
+        "system allows without root, which is said first: where it allows nothing, grade strangers' in a container.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     grade.add_argument("folder", type=Path, help="with the notebooks")
@@ -81,6 +83,12 @@ def _add_classroom(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     grade.add_argument(
         "--exercises", default="", help="names with commas between; left out: all of a notebook's families"
     )
+    grade.add_argument(
+        "--roster",
+        type=Path,
+        help="names of all students, one a line or a CSV: the table tells who is missing",
+    )
+    grade.add_argument("--again", action="store_true", help="grade also what is graded already and unchanged")
     grade.add_argument("--seconds", type=float, default=60.0, help="that running a notebook may take")
     grade.add_argument("--memory", type=float, default=4.0, help="GiB that a notebook may take")
     grade.add_argument("--processes", type=int, default=40, help="that a notebook may run at a time")
@@ -107,11 +115,10 @@ def _demo(options: argparse.Namespace) -> None:
 def _grade(options: argparse.Namespace) -> None:
     try:
         import IPython  # noqa: F401  # the notebooks' processes need it
-        import nbformat  # noqa: F401
 
         from mpkit.classroom.grading.grade import grade
         from mpkit.classroom.grading.guard import Guard
-        from mpkit.classroom.grading.report import write_pages, write_table
+        from mpkit.classroom.grading.report import read_roster
     except ImportError as error:
         raise ValueError(
             f"grading runs notebooks, and their packages are not here ({error}): pip install 'mpkit[notebook]'"
@@ -121,10 +128,11 @@ def _grade(options: argparse.Namespace) -> None:
         raise ValueError(f"-o {options.output}: there is no folder {options.output.parent} to write it into")
     guard = Guard(options.seconds, int(options.memory * 2**30), options.processes)
     names = tuple(name.strip() for name in options.exercises.split(",") if name.strip())
-    grades = grade(options.folder, names, guard=guard)
     pages = options.pages or options.output.with_suffix("")
-    write_table(grades, options.output)
-    write_pages(grades, pages)
+    roster = read_roster(options.roster) if options.roster is not None else ()
+    grade(
+        options.folder, names, output=options.output, pages=pages, roster=roster, again=options.again, guard=guard
+    )  # fmt: skip
     print(f"{options.output}: the class; {pages}: a page a student")
 
 

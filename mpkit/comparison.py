@@ -7,10 +7,10 @@ measured, of two schedules, or of one run on two machines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,13 +23,12 @@ from mpkit.simulation import simulate
 from mpkit.timeline import Timeline
 from mpkit.times import stage_times
 from mpkit.trace import Kind
+from mpkit.visible import visible
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mpkit.classroom.beside import BesideSerial
-
-__all__ = ["Compared", "Comparison", "compare"]
+__all__ = ["Compared", "Comparison", "compare_timelines"]
 
 
 @dataclass(frozen=True)
@@ -148,44 +147,8 @@ class Comparison(Drawn):
         return bundle | super()._repr_mimebundle_(include, exclude)
 
 
-@overload
-def compare(exercise: str, answer: Callable[..., Any], /) -> BesideSerial: ...
-@overload
-def compare(*timelines: Timeline | Run, **named: Timeline | Run) -> Comparison: ...
-def compare(*timelines: Any, **named: Any) -> Comparison | BesideSerial:
-    """Put timelines under each other on one axis, and say what takes the time in each.
-
-    A single run of a pipeline is compared with its prediction: the same schedule simulated with the mean times of
-    its last step. A training loop of the silent-bug lab, `compare("the-loader", train)`, is compared with serial
-    training: losses and weights, step by step.
-
-    Args:
-        timelines: Timelines, or Runs, whose own clock is taken; called by their schedule and clock.
-        named: more of them, by names of your own.
-
-    Raises:
-        ValueError: nothing to compare, or something else than Timelines and Runs.
-        RankFailed, Deadlock: what a training loop of the lab came to.
-
-    >>> import mpkit as mk
-    >>> times = dict(forward=1, input_grad=1, weight_grad=1)
-    >>> both = mk.compare(mk.simulate(mk.Plan.gpipe(4, 8), **times),
-    ...                   mk.simulate(mk.Plan.pipeline("zb_h1", 4, 8), **times))
-    >>> print(both)
-                      step time     bubble       work    warm-up    message  cool-down
-    gpipe, simulated     33.0 s     27.3 %     24.0 s     1.50 s     4.50 s     3.00 s
-    zb_h1, simulated     27.0 s     11.1 %     24.0 s     1.50 s     1.50 s        0 s
-    Work and idle time by cause: seconds a rank, averaged over ranks; they add up to the makespan.
-    <BLANKLINE>
-    zb_h1, simulated is 6.00 s (18.2%) shorter than gpipe, simulated, of it
-        idle: message    -3.00 s
-        idle: cool-down  -3.00 s
-    """
-    if timelines and isinstance(timelines[0], str):
-        from mpkit.classroom.beside import beside_serial
-
-        return beside_serial(*timelines, **named)
-    given = [*(("", each) for each in timelines), *named.items()]
+def compare_timelines(given: Sequence[tuple[str, Timeline | Run]]) -> Comparison:
+    """What `mk.compare` is of Timelines and Runs, each with its name or ""."""
     found: dict[str, Timeline] = {}
     if (
         len(given) == 1
@@ -201,7 +164,7 @@ def compare(*timelines: Any, **named: Any) -> Comparison | BesideSerial:
                 f"compare({each!r}): give Timelines or finished Runs, such as "
                 "compare(mk.simulate(plan), run) or compare(before=run.timeline(), after=run.timeline(hardware='cpu'))"
             )
-        name = name or _title(timeline)
+        name = visible(name or _title(timeline))
         found[name if name not in found else f"{name} ({1 + sum(n.startswith(name) for n in found)})"] = (
             timeline
         )

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mpkit.loss.quotient import Quotient
 from mpkit.plan import Plan
+from mpkit.tracebacks import public
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,6 +83,7 @@ class Cut:
         return "\n".join([f"balanced by {self.by} ({BY[self.by]}); cut={self.points}", *lines, *tied])
 
 
+@public
 def find_cut(
     model: nn.Module,
     batch: tuple[Any, Any],
@@ -96,7 +99,7 @@ def find_cut(
         model: any module; left as it is.
         batch: (inputs, targets), such as training takes.
         stages: how many.
-        loss: loss(outputs, targets) -> scalar.
+        loss: loss(outputs, targets) -> scalar, or (total, count).
         by: what is balanced: "time" (measured here, on the CPU), "flops", or "memory".
         microbatches: the parts that the batch is split into; a block is looked at on one of them.
 
@@ -118,7 +121,7 @@ def find_cut(
     if by not in BY:
         raise ValueError(f"find_cut(by={by!r}): there are {', '.join(map(repr, BY))}, such as by='flops'")
     plan = Plan(pp=stages, microbatches=microbatches)
-    return find(model, batch, plan, loss, by)
+    return find(model, batch, plan, Quotient(loss), by)
 
 
 def _bytes(n: int) -> str:

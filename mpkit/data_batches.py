@@ -16,13 +16,25 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from mpkit.calls import answers
 from mpkit.parallel.microbatch import Value, leaves, map_tensors, signature
+from mpkit.tracebacks import public
 
 __all__ = ["Batches"]
+
+MEANT = {
+    "collate_fn": "Samples are put together by torch's default_collate: pad or cut them in the dataset's __getitem__.",
+    "persistent_workers": "Workers stay for the whole run as it is.",
+    "prefetch_factor": "It is called prefetch here.",
+    "sampler": "The order is that of shuffle and seed, dealt out to the ranks without a sampler.",
+    "workers": "It is called num_workers here.",
+}
+"""What DataLoader calls arguments of `Batches`, or has and `Batches` has not."""
 
 WANTED = "mk.Batches(torch.utils.data.TensorDataset(inputs, targets), batch_size=8)"
 
 
+@public
 class Batches:
     """A dataset in batches; the `data` of `Cluster.train`.
 
@@ -46,20 +58,41 @@ class Batches:
         shuffle: anew in each epoch; if not, the dataset's own order.
         seed: of the order, not of the ranks.
         drop_last: leave out an epoch's last batch if it is smaller than the others.
+        num_workers: processes on each rank that load its samples ahead of time, as DataLoader's do; 0: the rank loads
+            them itself, step by step. How long a rank waits for its samples is on the timeline, on a lane of its own.
+        pin_memory: put samples that go to a GPU into page-locked memory, from where they are copied while it computes.
+        prefetch: batches that each worker loads ahead; None: 2, as in DataLoader.
 
     Raises:
         ValueError: the dataset has no length or no samples, or makes no batch.
     """
 
+    loads = True
+
+    @answers("mk.Batches(dataset, batch_size=32)", MEANT)
     def __init__(
-        self, dataset: Any, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+        self,
+        dataset: Any,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.samples = _check_dataset(dataset)
         self.batch_size = _check_integer("batch_size", batch_size, 1)
         self.shuffle = bool(shuffle)
         self.seed = _check_integer("seed", seed, 0)
+        if self.seed > 2**62:
+            raise ValueError(f"seed={seed!r}: a seed is at most 2**62, since each epoch counts on from it")
         self.drop_last = bool(drop_last)
+        self.num_workers = _check_integer("num_workers", num_workers, 0)
+        self.pin_memory = bool(pin_memory)
+        self.prefetch = _check_prefetch(prefetch, self.num_workers)
         self._order: tuple[int, list[int]] = (-1, [])  # the epoch looked at last, and its order
         if not len(self):
             raise ValueError(
@@ -81,9 +114,10 @@ class Batches:
 
     def __repr__(self) -> str:
         kind = type(self.dataset).__name__
+        workers = f", num_workers={self.num_workers}, prefetch={self.prefetch}" if self.num_workers else ""
         return (
             f"Batches({kind} of {self.samples}, batch_size={self.batch_size}, shuffle={self.shuffle}, "
-            f"seed={self.seed}, drop_last={self.drop_last})"
+            f"seed={self.seed}, drop_last={self.drop_last}{workers}{', pin_memory=True' * self.pin_memory})"
         )
 
     def indices(self, step: int) -> list[int]:
@@ -155,7 +189,31 @@ def _as_value(value: Any, what: str) -> Value:
             f"The {what} of a sample are {type(value).__name__} of something that makes no tensors: a tensor, a number "
             "or an array, or a tuple or dict of those is wanted, without more within."
         )
+    for tensor in leaves(value):
+        check_tensor(tensor, f"the {what} of a sample")
     return map_tensors(lambda tensor: tensor.detach().cpu(), value)
+
+
+def check_tensor(tensor: Tensor, what: str) -> None:
+    """A tensor with numbers in rows, which can be cut into micro-batches and sent.
+
+    Raises:
+        ValueError: it is on the meta device, sparse, nested or quantized.
+    """
+    reason = ""
+    if tensor.is_meta:
+        reason = "are on the meta device and hold no numbers: make them on the CPU, as torch.randn(8, 4) does"
+    elif tensor.is_nested:
+        reason = "are a nested tensor: pad its rows to one length, tensor.to_padded_tensor(0.0)"
+    elif tensor.layout != torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        reason = (
+            f"are {kind}, whose rows cannot be taken one by one: tensor.to_dense() makes a dense tensor of it"
+        )
+    elif tensor.is_quantized:
+        reason = "are quantized, and nothing trains on that: tensor.dequantize() makes numbers of them"
+    if reason:
+        raise ValueError(f"{what} {reason}")
 
 
 def value_is_flat(value: Value) -> bool:
@@ -196,6 +254,16 @@ def _check_integer(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or number < least:
         raise ValueError(f"{name}={value!r}: {name} is a whole number, {least} or more")
     return number
+
+
+def _check_prefetch(prefetch: int | None, workers: int) -> int | None:
+    if not workers:
+        if prefetch is not None:
+            raise ValueError(
+                f"prefetch={prefetch!r} without workers: nobody loads ahead. Such as num_workers=2, prefetch={prefetch}"
+            )
+        return None
+    return 2 if prefetch is None else _check_integer("prefetch", prefetch, 1)
 
 
 def _some(indices: list[int]) -> str:

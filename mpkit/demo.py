@@ -19,6 +19,7 @@ from rich.table import Table
 
 from mpkit.cluster import Cluster
 from mpkit.data import text_batches
+from mpkit.disk import write_whole
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan import Plan
 from mpkit.timeline import Timeline
@@ -40,22 +41,22 @@ STRATEGIES: dict[str, Callable[[int, int], tuple[str, Plan]]] = {
     "zero2": lambda n, m: ("ZeRO-2", Plan(dp=n, zero=2)),
     "zero3": lambda n, m: ("ZeRO-3", Plan(dp=n, zero=3)),
     "tp": lambda n, m: ("TP", Plan(tp=n)),
-    "2d": lambda n, m: ("ZeRO-3 x TP", Plan(dp=_share(n, 2), tp=2, zero=3)),
+    "2d": lambda n, m: ("ZeRO-3 x TP", Plan(dp=_replicas(n, 2), tp=2, zero=3)),
     "3d": lambda n, m: (
-        "DP x PP x TP",
-        Plan(pp=2, dp=_share(n, 4), tp=2, schedule="1f1b", microbatches=m, zero=int(n > 4)),
+        "PP x DP x TP, ZeRO-1",
+        Plan(pp=2, dp=_replicas(n, 4), tp=2, zero=1, schedule="1f1b", microbatches=m),
     ),
 }
 """By what the option calls them: of so many ranks and micro-batches the name in the table, and the plan."""
 
 
-def _share(ranks: int, others: int) -> int:
-    """The replicas, where the other axes take so many ranks a replica."""
-    if ranks % others:
+def _replicas(ranks: int, each: int) -> int:
+    """How many there are, two or more, if each takes so many ranks."""
+    if ranks < 2 * each or ranks % each:
         raise ValueError(
-            f"--ranks {ranks}: this strategy takes {others} ranks a replica, and so --ranks {others} or {2 * others}"
+            f"--ranks {ranks}: this strategy takes two replicas or more, of {each} ranks each: --ranks {2 * each}"
         )
-    return ranks // others
+    return ranks // each
 
 
 @dataclass
@@ -213,7 +214,7 @@ class Demo:
         }
         path = Path(self.html)
         page = html({o.name: o.timeline for o in shown}, title="mpkit demo", facts=facts)
-        path.write_text(page, encoding="utf-8")
+        write_whole(path, page.encode())
         self.console.print(
             f"Interactive timelines: [bold]{path.resolve()}[/bold] (open it in a browser)", highlight=False
         )

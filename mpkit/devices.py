@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mpkit.trace import Kind
+from mpkit.tracebacks import public
 
 __all__ = ["Device", "Hardware", "Link", "hops", "wire_factor"]
 
@@ -52,6 +53,7 @@ def hops(kind: int, n: int) -> int:
     return n - 1  # a message has two ends, and so one hop
 
 
+@public
 @dataclass(frozen=True)
 class Link:
     """What connects two devices; the same in both directions at once.
@@ -87,6 +89,7 @@ class Link:
         return wire_factor(kind, n) * nbytes / self.bus.get(kind, self.bandwidth)  # type: ignore[call-overload,no-any-return]
 
 
+@public
 @dataclass(frozen=True)
 class Device:
     """What computes: a GPU, or a core of a CPU.
@@ -124,6 +127,7 @@ class Device:
         return max(flops / self.rate(dtype), nbytes / self.bandwidth)
 
 
+@public
 @dataclass(frozen=True)
 class Hardware:
     """A machine, or several: devices, and what connects them. Device d is on node d // per_node.

@@ -6,15 +6,32 @@ can go wrong while ranks run, or with a file that they left; and one warning.
 
 from __future__ import annotations
 
-__all__ = ["Deadlock", "MpkitError", "RankFailed", "TraceError", "UnwisePlan"]
+from typing import Any
+
+__all__ = [
+    "ArgumentError",
+    "CommMismatch",
+    "Deadlock",
+    "MpkitError",
+    "RankFailed",
+    "TraceError",
+    "UnwisePlan",
+]
 
 
 class MpkitError(Exception):
     """Base of the kit's own exceptions."""
 
 
+class ArgumentError(TypeError, ValueError):
+    """A call without an argument that is needed, or with one that there is not; the message has a call to paste."""
+
+
 class UnwisePlan(UserWarning):
-    """A plan that works, and costs more than another that does the same; the message says how much, and which."""
+    """A plan that works, and costs more than another that does the same; the message says how much, and which.
+
+    Or one by which the model's buffers are not quite those of serial training.
+    """
 
 
 class TraceError(MpkitError):
@@ -53,3 +70,16 @@ class RankFailed(MpkitError):
 
 class Deadlock(RankFailed):
     """The ranks wait for each other for ever; the message says who waits where, and who never came."""
+
+
+class CommMismatch(RankFailed):
+    """Two ranks' calls of one communication do not fit; the message names both, their lines and what would work.
+
+    Attributes:
+        rank: the one that noticed.
+        other: the one whose call its own does not fit.
+    """
+
+    def __init__(self, message: str, *, rank: int, other: int, **where: Any) -> None:
+        super().__init__(message, rank=rank, **where)
+        self.other = other

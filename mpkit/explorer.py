@@ -14,6 +14,7 @@ from mpkit.schedule import Schedule
 from mpkit.schedule.catalogue import LOOPED, V_SHAPED
 from mpkit.simulation import simulate
 from mpkit.timeline import Timeline
+from mpkit.tracebacks import public
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,6 +108,7 @@ class Explored:
         return "\n".join(self.schedule.spelled())
 
 
+@public
 def explore(
     *schedules: str,
     model: torch.nn.Module | None = None,

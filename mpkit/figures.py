@@ -37,8 +37,11 @@ class Figures:
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds from the step's first action to the end of its last, over all ranks: what a bubble is a share of."""
-        start, end = metrics.extent(metrics.work(self._last))
+        """Seconds from the step's first action to the end of its last, over all ranks: what a bubble is a share of.
+
+        Loading the step's data belongs to it: ranks are idle meanwhile.
+        """
+        start, end = metrics.extent(metrics.done(self._last))
         return end - start
 
     @property
@@ -97,6 +100,14 @@ class Figures:
             metrics.exposed(comm, compute)
             for comm, compute in zip(self._lanes(Lane.COMM), self._lanes(Lane.COMPUTE), strict=True)
         ]
+
+    @property
+    def data_time(self) -> list[float]:
+        """Seconds by rank in which it gets its share of the batch: reads and collates it, or waits for who does.
+
+        What workers load while the rank computes is not in it.
+        """
+        return [metrics.length(metrics.covered(spans)) for spans in self._lanes(Lane.DATA)]
 
     @property
     def overlap(self) -> float:

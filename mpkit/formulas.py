@@ -66,7 +66,7 @@ class _Passes(NamedTuple):
         step: by stage, bytes that pass once a step.
     """
 
-    region: int
+    region: float
     others: Sequence[float]
     symbols: str
     words: str
@@ -89,7 +89,7 @@ def _whole_sequence(known: Known) -> dict[Kind, _Passes]:
 def _divided_sequence(known: Known) -> dict[Kind, _Passes]:
     """With f_bar and g_bar within the divided sequence; its ends; and the vocabulary, which is outside of it."""
     last = len(known.holders) - 1
-    ends = [float((stage == 0) + (stage == last) * (1 + known.again)) for stage in range(last + 1)]
+    ends = [float((stage == 0) + (stage == last) * (1 + known.ends_again)) for stage in range(last + 1)]
     gathers = "all-gathers: into a region, back out of it" + ", again for its weights" * known.gathers_again
     scatters = "reduce-scatters: out of a region, and of gradients back out of its beginning"
     vocabulary = [2.0 * count for count in _vocabulary(known)]
@@ -108,13 +108,13 @@ def _divided_sequence(known: Known) -> dict[Kind, _Passes]:
 def _vocabulary(known: Known) -> list[int]:
     """All-reduces by stage: an embedding's forward, a head's backward."""
     both = zip(known.embeddings, known.heads, strict=False)
-    return [embeddings * (1 + known.again) + heads for embeddings, heads in both]
+    return [embeddings * (1 + known.ends_again) + heads for embeddings, heads in both]
 
 
 def _of_loss(known: Known) -> tuple[float, float]:
     """Bytes that pass for the loss: in all-reduces, and in all-gathers."""
     reduced, gathered = known.loss
-    return 2.0 * reduced * (1 + known.again), gathered * (1 + known.again)
+    return 2.0 * reduced * (1 + known.ends_again), gathered * (1 + known.ends_again)
 
 
 def _tensor(known: Known, kind: Kind) -> Formula | None:
@@ -140,7 +140,7 @@ def _tensor(known: Known, kind: Kind) -> Formula | None:
 def _symbols(passes: _Passes) -> str:
     """As the papers write it."""
     unit = "b s h (t-1)/t"
-    told = [f"{2 * passes.region} {unit} a layer"] if passes.region else []
+    told = [f"{2 * passes.region:g} {unit} a layer"] if passes.region else []
     if passes.symbols:
         number, _, what = passes.symbols.partition(" ")
         told.append(f"{number} {what}" if told else f"{number} {unit} {what}")
@@ -176,7 +176,7 @@ def _replicas(known: Known, kind: Kind) -> Formula | None:
     n, m = known.mesh.dp * known.mesh.cp, known.microbatches
     zero = int(known.plan.get("zero", 0))
     every = f"{m} x " if m > 1 else ""  # ZeRO-2 and -3 have nowhere to accumulate whole gradients
-    gathers = 2 + known.again
+    gathers = 2 + known.ends_again  # a block is whole while it is recomputed, as its backward needs it
     halves = ", once more where it is split" if any(known.split) else ""
     by_kind = {
         (0, Kind.ALL_REDUCE): (2, "2 psi (n-1)/n", "gradients, summed over the replicas"),

@@ -4,12 +4,13 @@
     message         between its actions: another rank has not yet made what it waits for
     communication   so too, but it has been made, and is on its way
     cool-down       after its last action: others still work
-    imbalance       what of all this would not be if every action of a kind took the mean of its kind, on every rank
+    data            what of all this would not be if every rank had its share of the batch at once
+    imbalance       what of the rest would not be if every action of a kind took the mean of its kind, on every rank
     other           nothing is known that it waits for: a copy, or time between ops on the measured clock
 
-A schedule changes the first two and the cool-down, a faster link the communication, a better cut the imbalance. That
-last one is found by playing the step once more with equal actions: who waits for whom stays, only how long things take
-changes.
+A schedule changes the first two and the cool-down, a faster link the communication, more workers the data, a better
+cut the imbalance. Data and imbalance are found by playing the step once more, without loading and with equal
+actions: who waits for whom stays, only how long things take changes.
 
     pieces    what each rank does, in order, and which communication it waits for before each piece
     played    when each piece would begin and end, given how long it takes
@@ -33,8 +34,8 @@ __all__ = ["CAUSES", "idle_by_cause"]
 
 Array = npt.NDArray[Any]
 
-CAUSES = ("warm-up", "message", "imbalance", "communication", "cool-down", "other")
-WARM_UP, MESSAGE, IMBALANCE, COMMUNICATION, COOL_DOWN, OTHER = range(len(CAUSES))
+CAUSES = ("warm-up", "message", "imbalance", "communication", "data", "cool-down", "other")
+WARM_UP, MESSAGE, IMBALANCE, COMMUNICATION, DATA, COOL_DOWN, OTHER = range(len(CAUSES))
 
 
 def idle_by_cause(timeline: Timeline) -> Array:
@@ -53,7 +54,12 @@ def idle_by_cause(timeline: Timeline) -> Array:
     one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
     graph = _Graph(one.spans, timeline.world_size)
     found = graph.causes(graph.play(1.0))
-    equal = graph.causes(graph.play(0.0))
+    if graph.loads:
+        at_once = graph.causes(graph.play(1.0, data=False), data=False)
+        at_once[:, DATA] = np.maximum(found.sum(axis=1) - at_once.sum(axis=1), 0.0)
+        found = at_once
+    equal = graph.causes(graph.play(0.0, data=False), data=False)
+    equal[:, DATA] = found[:, DATA]
     # The slowest rank would wait more if all were equal: its idle time is as it is.
     excess = found.sum(axis=1) - equal.sum(axis=1)
     less = excess > 1e-12 * max(float(found.sum()), 1e-30)
@@ -71,6 +77,7 @@ class _Piece:
         start, took: seconds.
         usual: seconds that it would take if all actions of its kind took the same.
         pause: seconds before it in which its rank did nothing that is known.
+        data: seconds before it in which its rank got its share of the batch.
         needs: communication that is waited for before it.
     """
 
@@ -79,6 +86,7 @@ class _Piece:
     took: float
     usual: float
     pause: float = 0.0
+    data: float = 0.0
     needs: list[_Message] = field(default_factory=list)
 
 
@@ -107,7 +115,9 @@ class _Graph:
     def __init__(self, spans: Array, world_size: int) -> None:
         self._world_size = world_size
         work, waits = metrics.work(spans), spans[spans["kind"] == Kind.WAIT]
-        begin = metrics.extent(work)[0]
+        data = metrics.loading(spans)
+        self.loads = len(data) > 0
+        begin = self._begin = metrics.extent(metrics.done(spans))[0]
         took = (work["end"] - work["start"]) - _waited_within(work, metrics.waits_within(spans))
         usual = {kind: float(took[work["kind"] == kind].mean()) for kind in np.unique(work["kind"]).tolist()}
         # ---- pieces, by when they start: so whatever one needs is before it
@@ -115,14 +125,16 @@ class _Graph:
         causes: list[list[int]] = []
         for rank in range(world_size):
             mine, own_waits = work["rank"] == rank, waits[waits["rank"] == rank]
+            own_data = data[data["rank"] == rank]
             at, before = begin, None
             for action, whole in zip(work[mine], took[mine].tolist(), strict=True):
                 share = usual[int(action["kind"])] / whole if whole > 0 else 1.0
                 for start, end in _uninterrupted(action, own_waits):
                     gap = own_waits[(own_waits["end"] > at) & (own_waits["start"] < start)]
                     waited = metrics.length(metrics.covered(_clipped(gap, at, start)))
-                    pause = 0.0 if before is None else max(start - at - waited, 0.0)
-                    before = _Piece(rank, start, end - start, (end - start) * share, pause)
+                    loaded = metrics.length(metrics.covered(_clipped(own_data, at, start)))
+                    pause = 0.0 if before is None else max(start - at - waited - loaded, 0.0)
+                    before = _Piece(rank, start, end - start, (end - start) * share, pause, loaded)
                     self._pieces.append(before)
                     causes.append([int(cause) for cause in gap["cause"] if cause >= 0])
                     at = end
@@ -180,19 +192,20 @@ class _Graph:
             return number, done / piece.took if piece.took else 1.0, 0.0
         return number, 1.0, done - piece.took
 
-    def play(self, real: float) -> list[tuple[_Piece, float, float, float, float]]:
+    def play(self, real: float, *, data: bool = True) -> list[tuple[_Piece, float, float, float, float]]:
         """When each piece begins and ends: (piece, when its rank was free, when the last it needs began, start, end).
 
         Args:
             real: 1 for the times that there are, 0 for equal ones.
+            data: whether data has to be loaded, or is there.
         """
-        begin = min((piece.start for piece in self._pieces), default=0.0)
+        begin = self._begin
         played: list[tuple[_Piece, float, float, float, float]] = []
         free: dict[int, float] = {}
         for piece in self._pieces:
             first = piece.rank not in free
-            at = free.get(piece.rank, begin)
-            ready = at if not first or piece.needs else begin + real * (piece.start - begin)
+            at = free.get(piece.rank, begin) + piece.data * data
+            ready = at if not first or piece.needs else at + real * (piece.start - begin - piece.data)
             began = ready
             for message in piece.needs:
                 starts = [
@@ -208,17 +221,19 @@ class _Graph:
             played.append((piece, at, min(max(began, at), ready), start, end))
         return played
 
-    def causes(self, played: list[tuple[_Piece, float, float, float, float]]) -> Array:
-        """(ranks, causes) seconds."""
+    def causes(self, played: list[tuple[_Piece, float, float, float, float]], *, data: bool = True) -> Array:
+        """(ranks, causes) seconds, of what was played with data to be loaded, or without."""
         found = np.zeros((self._world_size, len(CAUSES)))
         if not played:
             return found
-        begin, end = min(p[3] for p in played), max(p[4] for p in played)
+        begin = self._begin if data else min(p[3] for p in played)
+        end = max(p[4] for p in played)
         last = np.full(self._world_size, np.nan)
         for piece, free, began, start, stop in played:
             rank = piece.rank
+            found[rank, DATA] += piece.data * data
             if np.isnan(last[rank]):
-                found[rank, WARM_UP] += start - begin
+                found[rank, WARM_UP] += start - begin - piece.data * data
             else:
                 found[rank, MESSAGE] += began - free
                 found[rank, COMMUNICATION] += start - piece.pause - began

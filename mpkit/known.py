@@ -34,6 +34,7 @@ class Known:
         partial: by stage, bytes of gradients that are summed over the ranks of a sequence once a step.
         tied: by place along pp, bytes of tied weights and their gradients that it sends once a step.
         split: by place along pp, the share of its backwards that are done in two halves.
+        blocks: how many of the model's repeated blocks are recomputed, and of how many.
     """
 
     mesh: Mesh
@@ -50,6 +51,7 @@ class Known:
     partial: Sequence[float] = ()
     tied: Sequence[float] = ()
     split: Sequence[float] = ()
+    blocks: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, meta: Mapping[str, Any], ranks: int) -> Known | None:
@@ -68,6 +70,7 @@ class Known:
             embeddings=told.get("embeddings_tp") or (), heads=told.get("heads_tp") or (),
             keys_values=told.get("kv_bytes") or (), loss=told.get("loss_bytes") or (0.0, 0.0),
             partial=told.get("partial_bytes") or (), tied=told.get("tied_bytes") or (), split=told.get("split") or (),
+            blocks=tuple(meta.get("blocks") or (0, 0)),
         )  # fmt: skip
 
     @property
@@ -76,9 +79,15 @@ class Known:
         return int(self.plan.get("microbatches", 1))
 
     @property
-    def again(self) -> int:
-        """Forwards of a stage that are done again before its backward."""
-        return int(self.plan.get("recompute") == "full")
+    def again(self) -> float:
+        """Forwards of a block that are done again before its backward, on average."""
+        recomputed, of = self.blocks
+        return recomputed / of if of else self.ends_again
+
+    @property
+    def ends_again(self) -> int:
+        """Forwards of what lies beside the blocks that are done again: none, unless whole stages are."""
+        return int(self.plan.get("recompute") == "full" and not self.blocks[1])
 
     @property
     def gathers_again(self) -> int:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any
 
+from mpkit.tracebacks import public
+
 __all__ = ["ScalingRule", "linear_scaling", "sqrt_scaling"]
 
 
@@ -71,6 +73,7 @@ class ScalingRule:
         return f"{self.name.capitalize()} scaling: {times}, {by}: {why} ({source}).{warm}"
 
 
+@public
 def linear_scaling(lr: float, base_batch: int, batch: int, warmup_steps: int = 0) -> ScalingRule:
     """The linear rule: lr x batch / base_batch, with a gradual warm-up. For SGD.
 
@@ -94,6 +97,7 @@ def linear_scaling(lr: float, base_batch: int, batch: int, warmup_steps: int = 0
     return _scaled("linear", "linear_scaling", lr, base_batch, batch, warmup_steps)
 
 
+@public
 def sqrt_scaling(lr: float, base_batch: int, batch: int, warmup_steps: int = 0) -> ScalingRule:
     """The square-root rule: lr x sqrt(batch / base_batch). Often taken for Adam and its like.
 

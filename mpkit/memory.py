@@ -25,13 +25,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mpkit.cluster import Cluster, of_any_size
+from mpkit.cluster import Cluster
 from mpkit.fake import trace_fake
+from mpkit.lent import lent_of_any_size
 from mpkit.plan import Plan
 from mpkit.scale import strategy
 from mpkit.shown import Charted, data_frame
 from mpkit.timeline import Timeline
 from mpkit.trace import CATEGORIES
+from mpkit.tracebacks import public
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -130,6 +132,7 @@ class MemoryByStrategy(Charted):
         return "\n".join(lines)
 
 
+@public
 def memory_by_strategy(
     model: nn.Module | Callable[[], nn.Module],
     data: Any,
@@ -166,7 +169,7 @@ def memory_by_strategy(
     states = states_of(optimizer)
     plays = not isinstance(model, nn.Module)
     rows: list[MemoryRow] = []
-    with of_any_size(clusters) as sized:
+    with lent_of_any_size(clusters) as sized:
         for name, plan in named.items():
             cluster = sized(1 if plays else plan.ranks)
             if isinstance(model, nn.Module):

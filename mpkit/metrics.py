@@ -20,10 +20,12 @@ __all__ = [
     "bytes_by_kind",
     "common",
     "covered",
+    "done",
     "exposed",
     "extent",
     "extents",
     "length",
+    "loading",
     "peak",
     "steps",
     "within",
@@ -39,6 +41,17 @@ def work(spans: Array) -> Array:
         (spans["lane"] == Lane.COMPUTE) & (spans["depth"] == 0) & (spans["kind"] != Kind.WAIT)
     ]
     return of_lane
+
+
+def loading(spans: Array) -> Array:
+    """The times in which a rank gets its share of a batch."""
+    of_lane: Array = spans[spans["lane"] == Lane.DATA]
+    return of_lane
+
+
+def done(spans: Array) -> Array:
+    """Work and loading: what a rank does itself, from the first of which on a step counts."""
+    return np.concatenate([work(spans), loading(spans)])
 
 
 def steps(spans: Array, world_size: int) -> list[int]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from mpkit.mesh import Mesh
 from mpkit.shown import Drawn
 from mpkit.whereabouts import long_axes
+from mpkit.zero_shares import Share
 
 if TYPE_CHECKING:
     from mpkit.devices import Hardware, Link
@@ -56,6 +57,8 @@ class Placement(Drawn):
         shards: what tp divides; see `Parts`.
         hardware: with its nodes and links; None: not said.
         notes: what a reader should know.
+        zero: the stage of ZeRO; 0: replicas hold the same.
+        shares: under ZeRO, which elements of each parameter a replica updates; in stage 3 it holds no others.
     """
 
     mesh: Mesh
@@ -64,6 +67,13 @@ class Placement(Drawn):
     shards: Parts = field(default_factory=dict)
     hardware: Hardware | None = None
     notes: tuple[str, ...] = ()
+    zero: int = 0
+    shares: tuple[Share, ...] = ()
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks share what replicas would hold alike: dp x cp."""
+        return self.mesh.dp * self.mesh.cp
 
     def stages_of(self, rank: int) -> list[int]:
         """The numbers of the stages that a rank holds."""
@@ -126,6 +136,8 @@ def place(
     *,
     holders: Sequence[int] | None = None,
     notes: Sequence[str] = (),
+    zero: int = 0,
+    shares: Sequence[Share] = (),
 ) -> Placement:
     """The placement of what is known already.
 
@@ -142,6 +154,7 @@ def place(
         hardware: a catalogued machine's name, or a `Hardware`.
         holders: by stage, the place along pp that holds it; None: one after the other, over and over.
         notes: what a reader should know.
+        zero, shares: as a Placement's.
 
     Raises:
         ValueError: a machine with fewer devices than ranks.
@@ -157,7 +170,9 @@ def place(
             "'Ethernet', latency=20e-6, bandwidth=12.5e9))"
         )
     held = tuple(i % mesh.pp for i in range(len(stages))) if holders is None else tuple(holders)
-    return Placement(mesh, tuple(map(tuple, stages)), held, shards or {}, machine, tuple(notes))
+    return Placement(
+        mesh, tuple(map(tuple, stages)), held, shards or {}, machine, tuple(notes), zero, tuple(shares)
+    )
 
 
 def brief(names: Sequence[str]) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpkit.places import Parts, Placement, place
+from mpkit.tracebacks import public
 from mpkit.whereabouts import holders_of, mesh_of
+from mpkit.zero_shares import shares_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["placement", "placement_of", "shard_words", "shards_by"]
 
 
+@public
 def placement(
     plan: Plan,
     model: nn.Module | None = None,
@@ -26,6 +29,8 @@ def placement(
     hardware: Hardware | str | None = None,
 ) -> Placement:
     """Where a plan puts a model: on which rank which layers, on which node, and who talks to whom over which link.
+
+    Under ZeRO it shows which model states are sharded, and of a model in one stage who has which elements.
 
     A run balances its stages by FLOPs, which takes a batch; `placement_of` shows what it really did.
 
@@ -53,11 +58,14 @@ def placement(
     """
     holders = plan.build().stage_to_rank if plan.pp > 1 else [0]
     if model is None:
-        return place(plan.mesh, (), shards, hardware, holders=holders)
+        return place(plan.mesh, (), shards, hardware, holders=holders, zero=plan.zero)
     stages, notes = _stages(plan, model)
     if shards is None and plan.tp > 1:
         shards = shards_by(plan, model)
-    return place(plan.mesh, stages, shards, hardware, holders=holders, notes=notes)
+    shares = shares_of(plan, model) if plan.zero and plan.pp == plan.tp == 1 else ()
+    return place(
+        plan.mesh, stages, shards, hardware, holders=holders, notes=notes, zero=plan.zero, shares=shares
+    )
 
 
 def shards_by(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
@@ -124,7 +132,17 @@ def placement_of(
     divided = meta.get("shards")
     if model is not None and mesh.tp > 1:
         divided = shards_by(Plan.from_json(meta["plan"]), model)
-    return place(mesh, meta.get("stages", ()), divided, machine, holders=holders_of(meta))
+    plan = Plan.from_json(meta["plan"])
+    shares = shares_of(plan, model) if model is not None and plan.zero and plan.pp == plan.tp == 1 else ()
+    return place(
+        mesh,
+        meta.get("stages", ()),
+        divided,
+        machine,
+        holders=holders_of(meta),
+        zero=plan.zero,
+        shares=shares,
+    )
 
 
 def shard_words(shards: Mapping[str, Sequence[Shard]]) -> dict[str, list[str]]:
@@ -141,5 +159,6 @@ def shard_words(shards: Mapping[str, Sequence[Shard]]) -> dict[str, list[str]]:
 
 
 def _words(shard: Shard) -> str:
-    along = ("rows" if len(shard.whole) > 1 else "elements", "columns")[min(shard.dim, 1)]
-    return f"{along} " + ", ".join(f"{part.start}-{part.stop - 1}" for part in shard.ranges if len(part))
+    return f"{shard.along} " + ", ".join(
+        f"{part.start}-{part.stop - 1}" for part in shard.ranges if len(part)
+    )

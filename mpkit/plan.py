@@ -9,16 +9,19 @@ from difflib import get_close_matches
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from mpkit.calls import answers
 from mpkit.mesh import Mesh
 from mpkit.plan_checks import call_of, checked_cut, checked_degree, checked_recompute
 from mpkit.plan_constructors import NAMED_AS_FIELDS
 from mpkit.plan_data_checks import check_data_parallel, with_options
 from mpkit.plan_schedule_checks import checked_schedule, checked_virtual_stages, own_schedule
+from mpkit.plan_synonyms import MEANT, asked
 from mpkit.plan_tensor_checks import check_shared_layers
 from mpkit.plan_words import describe
 from mpkit.schedule import Schedule, build
 from mpkit.schedule.theory import bubble_in_theory
 from mpkit.tensor_plan import TensorPlan
+from mpkit.tracebacks import public
 
 if TYPE_CHECKING:
     from mpkit.schedule.read import Source
@@ -38,8 +41,10 @@ class Plan:
         microbatches: the parts that a batch is split into: m.
         virtual_stages: stages a rank, v: any number for "looped_bfs", "interleaved_1f1b" and "interleaved_zb",
             2 for "zbv" and "dualpipev" (which 1 becomes), 1 for the others.
-        recompute: "none"; "full": keep a stage's input only, and compute the rest again before the backward; or
-            "selective": only what is inside of an attention, which is much to keep and little to compute.
+        recompute: what is not kept for the backward, and computed again there: "none"; "full": all within the model's
+            repeated blocks (`mpkit.models.repeated_blocks`), of which only the inputs are kept, and where a model has
+            none, all within a stage; "every=k": within every k-th block; or "selective": only what is inside of an
+            attention, which is much to keep and little to compute.
         cut: the first layer of each stage but stage 0, by number or name; None balances the stages by FLOPs.
         data_parallel: how replicas work together: "ddp", or "dp", as nn.DataParallel does it.
         zero: what ZeRO shards among the replicas: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
@@ -101,24 +106,29 @@ class Plan:
     # ------------------------------------------------------------ the classics by name
 
     @classmethod
+    @answers("Plan.serial(microbatches=4)", MEANT)
     def serial(cls, microbatches: int = 1, *, precision: str = "full") -> Plan:
         """One rank, the whole model; with micro-batches, gradients accumulate over them.
 
         >>> Plan.serial().ranks
         1
         """
+        asked("Plan.serial(microbatches=4)", microbatches=microbatches)
         return cls(schedule="naive", microbatches=microbatches, precision=precision)
 
     @classmethod
+    @answers("Plan.naive_mp(stages=4)", MEANT)
     def naive_mp(cls, stages: int, *, cut: Sequence[int | str] | None = None) -> Plan:
         """Naive model parallelism: cut over ranks, one of which works at a time.
 
         >>> Plan.naive_mp(4).bubble_in_theory
         Fraction(3, 4)
         """
+        asked("Plan.naive_mp(stages=4)", stages=stages)
         return cls(pp=stages, schedule="naive", cut=cut)
 
     @classmethod
+    @answers("Plan.gpipe(stages=4, microbatches=8)", MEANT)
     def gpipe(
         cls,
         stages: int,
@@ -132,9 +142,11 @@ class Plan:
         >>> Plan.gpipe(4, 8, recompute="full")
         Plan(pp=4, schedule='gpipe', microbatches=8, recompute='full')
         """
+        asked("Plan.gpipe(stages=4, microbatches=8)", stages=stages, microbatches=microbatches)
         return cls(pp=stages, microbatches=microbatches, recompute=recompute, cut=cut)
 
     @classmethod
+    @answers('Plan.pipeline("1f1b", ranks=4, microbatches=8)', MEANT)
     def pipeline(cls, schedule: str, ranks: int, microbatches: int, **options: Any) -> Plan:
         """A pipeline by the name of its schedule.
 
@@ -145,9 +157,11 @@ class Plan:
         >>> Plan.pipeline("interleaved_1f1b", 4, 8, virtual_stages=2).bubble_in_theory
         Fraction(3, 19)
         """
+        asked('Plan.pipeline("1f1b", ranks=4, microbatches=8)', ranks=ranks, microbatches=microbatches)
         return with_options(cls, {"schedule": schedule, "pp": ranks, "microbatches": microbatches}, options)
 
     @classmethod
+    @answers("Plan.ddp(replicas=4)", MEANT)
     def ddp(cls, replicas: int, **options: Any) -> Plan:
         """Distributed data parallelism (Li et al., "PyTorch Distributed", VLDB 2020): every rank has the model.
 
@@ -160,9 +174,11 @@ class Plan:
         >>> Plan.ddp(4, bucket_mb=1)
         Plan(dp=4, bucket_mb=1)
         """
+        asked("Plan.ddp(replicas=4)", replicas=replicas)
         return with_options(cls, {"dp": replicas}, options)
 
     @classmethod
+    @answers('Plan.from_schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"])', MEANT)
     def from_schedule(
         cls, schedule: Source, pp: int | None = None, microbatches: int | None = None, **options: Any
     ) -> Plan:
@@ -285,3 +301,5 @@ class Plan:
 # Put here, since within the class body they would be taken for the fields' defaults.
 for _name, _make in NAMED_AS_FIELDS.items():
     setattr(Plan, _name, classmethod(_make))
+setattr(Plan, "__init__", answers("Plan(pp=4, schedule='1f1b', microbatches=8)", MEANT)(Plan.__init__))  # noqa: B010
+public(Plan)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from itertools import pairwise
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpkit.plan import Plan
 
-__all__ = ["call_of", "checked_cut", "checked_degree", "checked_recompute", "whole"]
+__all__ = ["call_of", "checked_cut", "checked_degree", "checked_recompute", "every", "real", "whole"]
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -39,13 +40,30 @@ def checked_recompute(plan: Plan) -> str:
     Raises:
         ValueError: there is no such choice.
     """
-    if plan.recompute not in RECOMPUTE:
+    given: Any = plan.recompute
+    if isinstance(given, str) and given.startswith("every=") and every(given):
+        return f"every={every(given)}"
+    if not isinstance(given, str) or given not in RECOMPUTE:
         near = (get_close_matches(str(plan.recompute), RECOMPUTE, 1, 0.3) or ["full"])[0]
+        if whole(given) or str(given).lower().startswith("every"):
+            near = f"every={max(whole(given) or 2, 1)}"
         raise ValueError(
-            f"Plan(recompute={plan.recompute!r}): recompute is one of {', '.join(map(repr, RECOMPUTE))}. "
-            f"Did you mean {call_of(plan, {'recompute': near})}"
+            f"Plan(recompute={plan.recompute!r}): recompute is one of {', '.join(map(repr, RECOMPUTE))}, or 'every=k': "
+            f"every k-th block, such as 'every=2'. Did you mean {call_of(plan, {'recompute': near})}"
         )
     return plan.recompute
+
+
+def every(recompute: str) -> int:
+    """How many blocks there are for each one that is recomputed: 1 of "full", k of "every=k", else 0.
+
+    >>> every("full"), every("every=2"), every("selective"), every("every=0"), every("every=two")
+    (1, 2, 0, 0, 0)
+    """
+    if recompute == "full":
+        return 1
+    number = recompute.removeprefix("every=")
+    return int(number) if recompute.startswith("every=") and number.isdecimal() else 0
 
 
 def checked_cut(plan: Plan) -> tuple[int | str, ...] | None:
@@ -94,6 +112,11 @@ def whole(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def real(value: object) -> float | None:
+    """A real number of any make (numpy's too) as a float, else None."""
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
 
 
 def call_of(plan: Plan, changes: dict[str, Any] | None = None, *, bare: bool = False) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mpkit.calls import answers
+from mpkit.plan_checks import whole
 from mpkit.plan_data_checks import with_options
+from mpkit.plan_synonyms import MEANT, asked
 
 if TYPE_CHECKING:
     from mpkit.plan import Plan
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["NAMED_AS_FIELDS"]
 
 
+@answers("Plan.dp(replicas=4)", MEANT)
 def dp(cls: type[Plan], replicas: int, **options: Any) -> Plan:
     """Data parallelism as torch.nn.DataParallel does it: rank 0 has the model, lends it out, and steps.
 
@@ -24,9 +28,11 @@ def dp(cls: type[Plan], replicas: int, **options: Any) -> Plan:
     >>> Plan.dp(2)
     Plan(dp=2, data_parallel='dp')
     """
+    asked("Plan.dp(replicas=4)", replicas=replicas)
     return with_options(cls, {"dp": replicas, "data_parallel": "dp"}, options)
 
 
+@answers("Plan.zero(stage=3, replicas=4)", MEANT)
 def zero(cls: type[Plan], stage: int, replicas: int | None = None, **options: Any) -> Plan:
     """ZeRO (Rajbhandari et al. 2020): what replicas hold alike is sharded among them.
 
@@ -44,9 +50,17 @@ def zero(cls: type[Plan], stage: int, replicas: int | None = None, **options: An
             f"Plan.zero({stage}): among how many ranks? The stage comes first, then the number of replicas: "
             f"Plan.zero({stage if stage in (1, 2, 3) else 3}, 4)"
         )
+    asked("Plan.zero(stage=3, replicas=4)", replicas=replicas)
+    if whole(stage) not in (1, 2, 3):
+        raise ValueError(
+            f"Plan.zero(stage={stage!r}, replicas={replicas}): the stages of ZeRO are 1 (optimizer states sharded), 2 "
+            f"(and gradients) and 3 (and parameters); without sharding it is Plan.ddp({replicas}). Such as "
+            f"Plan.zero(stage=1, replicas={replicas})"
+        )
     return with_options(cls, {"dp": replicas, "zero": stage}, options)
 
 
+@answers("Plan.tp(ranks=2)", MEANT)
 def tp(cls: type[Plan], ranks: int, **options: Any) -> Plan:
     """Tensor parallelism (Shoeybi et al., "Megatron-LM", 2019): every layer is shared among the ranks.
 
@@ -58,9 +72,11 @@ def tp(cls: type[Plan], ranks: int, **options: Any) -> Plan:
     >>> Plan.tp(2, sequence_parallel=True)
     Plan(tp=2, sequence_parallel=True)
     """
+    asked("Plan.tp(ranks=2)", ranks=ranks)
     return with_options(cls, {"tp": ranks}, options)
 
 
+@answers("Plan.cp(ranks=2)", MEANT)
 def cp(cls: type[Plan], ranks: int, **options: Any) -> Plan:
     """Context parallelism (Liu et al., "Ring Attention", 2023): every sequence is shared among the ranks.
 
@@ -72,6 +88,7 @@ def cp(cls: type[Plan], ranks: int, **options: Any) -> Plan:
     >>> Plan.cp(2, cp_order="zigzag")
     Plan(cp=2, cp_order='zigzag')
     """
+    asked("Plan.cp(ranks=2)", ranks=ranks)
     return with_options(cls, {"cp": ranks}, options)
 
 

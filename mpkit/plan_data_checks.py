@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 from difflib import get_close_matches
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from mpkit.plan_checks import call_of, whole
+from mpkit.errors import ArgumentError
+from mpkit.plan_checks import call_of, real, whole
+from mpkit.plan_synonyms import MEANT
 
 if TYPE_CHECKING:
     from mpkit.plan import Plan
@@ -25,6 +28,8 @@ CHOICES = {
 def check_data_parallel(plan: Plan) -> None:
     """The fields that say how replicas are kept, each by itself and with each other.
 
+    Numbers of any make (numpy's, say) become Python's own.
+
     Raises:
         ValueError: they cannot work.
     """
@@ -36,18 +41,21 @@ def check_data_parallel(plan: Plan) -> None:
             f"Plan(zero={plan.zero!r}): ZeRO has the stages 1 (optimizer states sharded), 2 (and gradients) and 3 (and "
             f"parameters); 0 is plain DDP. Such as {call_of(plan, {'zero': 1})}"
         )
+    object.__setattr__(plan, "zero", stage)
     prefetch = whole(plan.prefetch)
     if prefetch is None or prefetch < 0:
         raise ValueError(
             f"Plan(prefetch={plan.prefetch!r}): how many layers ahead ZeRO-3 gathers, a whole number, 0 or more: "
             f"{call_of(plan, {'prefetch': 1})}"
         )
-    bucket: Any = plan.bucket_mb
-    if isinstance(bucket, bool) or not isinstance(bucket, (int, float)) or not bucket > 0:
+    object.__setattr__(plan, "prefetch", prefetch)
+    bucket = real(plan.bucket_mb)
+    if bucket is None or not bucket > 0 or not isfinite(bucket):
         raise ValueError(
             f"Plan(bucket_mb={plan.bucket_mb!r}): the size of a bucket of gradients in MiB, a number above 0, such as "
             f"{call_of(plan, {'bucket_mb': 10})}"
         )
+    object.__setattr__(plan, "bucket_mb", whole(plan.bucket_mb) or bucket)
     _check_together(plan)
 
 
@@ -59,10 +67,12 @@ def with_options(make: type[Plan], given: dict[str, Any], options: dict[str, Any
     """
     names = [field.name for field in fields(make) if field.name not in given]
     for name in options:
+        if name in MEANT:
+            raise ArgumentError(f"{name}={options[name]!r}: there is no such option here. {MEANT[name]}")
         if name not in names:
             near = get_close_matches(name, names, 1, 0.5)
             meant = f"Did you mean {near[0]}={options[name]!r}?" if near else ""
-            raise ValueError(
+            raise ArgumentError(
                 f"{name}={options[name]!r}: there is no such option here. {meant} There are {', '.join(names)}."
             )
     return make(**given, **options)
@@ -70,7 +80,7 @@ def with_options(make: type[Plan], given: dict[str, Any], options: dict[str, Any
 
 def _check_choice(plan: Plan, name: str, choices: tuple[str, ...]) -> None:
     value: Any = getattr(plan, name)
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         near = (get_close_matches(str(value).lower(), choices, 1, 0.3) or [choices[0]])[0]
         raise ValueError(
             f"Plan({name}={value!r}): {name} is one of {', '.join(map(repr, choices))}. "

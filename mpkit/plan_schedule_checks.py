@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,10 @@ def checked_schedule(plan: Plan) -> str | Schedule:
         return given
     spelled = isinstance(given, str) and len(given.split()) > 1
     if not (
-        spelled or callable(given) or (isinstance(given, Iterable | Schedule) and not isinstance(given, str))
+        spelled
+        or callable(given)
+        or isinstance(given, Schedule)
+        or (_iterates(given) and not isinstance(given, str))
     ):
         near = (get_close_matches(str(given).lower(), NAMES, 1, 0.4) or ["gpipe"])[0]
         several = {"virtual_stages": max(plan.virtual_stages, 2)} if near in (*LOOPED, *V_SHAPED) else {}
@@ -46,6 +48,15 @@ def checked_schedule(plan: Plan) -> str | Schedule:
         )
     validate(own, own.stages, own.microbatches)
     return own
+
+
+def _iterates(given: Any) -> bool:
+    """Whether it really can be gone through: a tensor without dimensions has `__iter__` too."""
+    try:
+        iter(given)
+    except TypeError:
+        return False
+    return True
 
 
 def own_schedule(given: Source, p: int | None, m: int | None) -> Schedule:

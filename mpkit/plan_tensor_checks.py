@@ -22,7 +22,8 @@ def check_shared_layers(plan: Plan) -> None:
     Raises:
         ValueError: they cannot work.
     """
-    if plan.cp_order not in ORDERS:
+    order: Any = plan.cp_order
+    if not isinstance(order, str) or order not in ORDERS:
         raise ValueError(
             f"Plan(cp_order={plan.cp_order!r}): a rank's part of a sequence is 'contiguous', or in two pieces, "
             f"'zigzag', so that causal attention is as much work for each: {call_of(plan, {'cp_order': 'zigzag'})}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mpkit.plan_checks import every
 from mpkit.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -59,10 +60,23 @@ def _pipeline(plan: Plan) -> str:
         "none": "",
         "selective": ", attentions computed again in the backward",
         "full": ", activations computed again in the backward",
-    }[plan.recompute]
+    }.get(
+        plan.recompute,
+        f", activations of every {_nth(every(plan.recompute))} block computed again in the backward",
+    )
     bubble = plan.bubble_in_theory
     theory = "" if bubble is None else f" Bubble in theory {bubble} = {float(bubble):.3f}."
     return f"{title}: {stages}, each batch {parts}{again}.{theory if plan.pp > 1 else ''}"
+
+
+def _nth(k: int) -> str:
+    """Say which one counts, such as the 2nd.
+
+    >>> [_nth(k) for k in (1, 2, 3, 4, 11, 22)]
+    ['1st', '2nd', '3rd', '4th', '11th', '22nd']
+    """
+    end = "th" if k % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(k % 10, "th")
+    return f"{k}{end}"
 
 
 def _replicas(plan: Plan) -> str:

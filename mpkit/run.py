@@ -10,30 +10,38 @@ import atexit
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpkit.errors import MpkitError
+from mpkit.launch.output_reader import flush_stdout
+from mpkit.losses import Losses
 from mpkit.onlooker import Onlooker
+from mpkit.parallel.checkpoint_lock import FolderLock
 from mpkit.parallel.digest import read_taken
 from mpkit.parallel.shard import put_together_by_name
+from mpkit.tracebacks import public
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from mpkit.cluster import Cluster
     from mpkit.devices import Hardware
+    from mpkit.feeding import Feeder
     from mpkit.live import LiveFeed
     from mpkit.places import Placement
     from mpkit.prepare import TrainJob
     from mpkit.timeline import Timeline
     from mpkit.trace import Trace
 
-__all__ = ["Onlooker", "Run"]
+__all__ = ["Onlooker", "Run", "in_notebook"]
 
 TICK = 0.1
 """Seconds between two looks."""
 
 
+@public
 class Run:
     """A training that goes on, or went, on the ranks of a cluster. Made by `Cluster.train`.
 
@@ -83,15 +91,27 @@ class Run:
             (job,),
             timeout=timeout,
             sink=self._output,
+            flush=self._flush,
             meta=job.meta,
             modules=installed_modules(job.model),
+            compares=False,
         )
         self._dashboard: Any = None
-        if show or (show is None and _in_notebook()):
-            self.show()
+        try:
+            self._saves_alone = self._lock()
+            self._feeder = self._fed_by(job)
+            if show or (show is None and in_notebook()):
+                self.show()
+        except BaseException:
+            self._launch.end()
+            raise
         self._thread = threading.Thread(target=self._follow, name="mpkit-run", daemon=True)
         atexit.register(self._abandon)
         self._thread.start()
+
+    def _lock(self) -> FolderLock | None:
+        """Keep other trainings from saving where this one does; no rank has been started yet."""
+        return None if self._job.saving is None else FolderLock(Path(self._job.saving.folder))
 
     # ---- while it goes ------------------------------------------------------------------------------------
 
@@ -115,6 +135,11 @@ class Run:
         return self._launch.pids
 
     @property
+    def waiting_for(self) -> str | None:
+        """Which ranks have waited for others for 10 s and more, where those are, and whether they use CPU time."""
+        return self._launch.waiting_for
+
+    @property
     def error(self) -> Exception | None:
         """What went wrong, or None."""
         return self._launch.error
@@ -127,18 +152,21 @@ class Run:
             Deadlock: the ranks waited for each other.
         """
         try:
-            while not self._over.wait(0.2):  # a wait without end could not be interrupted everywhere
-                pass
+            self.join()
         except KeyboardInterrupt:
             self.stop()
             raise
-        if self._launch.error is not None:
-            raise self._launch.error
+        self._launch.raise_error()
         return self
+
+    def join(self) -> None:
+        """Wait until it is over, however it ends."""
+        while not self._over.wait(0.2):  # a wait without end could not be interrupted everywhere
+            pass
 
     def stop(self) -> Run:
         """End the ranks now. Losses and trace stay as far as they came; returns the Run."""
-        self._launch.kill()
+        self._launch.end()
         self._over.wait(10.0)
         return self
 
@@ -152,9 +180,24 @@ class Run:
     # ---- what it left -------------------------------------------------------------------------------------
 
     @property
-    def losses(self) -> list[float]:
-        """The loss of every step finished so far, equal to serial training's; the first is that of `first_step`."""
-        return self.trace.losses
+    def losses(self) -> Losses:
+        """The loss of every step finished so far, equal to serial training's; the first is that of `first_step`.
+
+        A list, which says so when it is shown while the run goes on.
+        """
+        going = not self.done  # before the look, which may be the last
+        found = self.trace.losses
+        return Losses(found, self._so_far(len(found), going))
+
+    def _so_far(self, done: int, going: bool) -> str:
+        """Why there is nothing after so many steps; "" if all that were asked for are done."""
+        at = self.first_step + done
+        if going:
+            return f"{at} of {self.steps} steps are done and the run goes on; run.wait() waits for its end"
+        return "" if at >= self.steps else f"the run {self._ended_how()} after step {at} of {self.steps}"
+
+    def _ended_how(self) -> str:
+        return {"failed": "failed", "stopped": "was stopped"}.get(self.status, "ended")
 
     @property
     def data_digest(self) -> list[list[str]]:
@@ -196,7 +239,18 @@ class Run:
         """
         from mpkit.replay import replay
 
-        return replay(self.trace, hardware, clock)
+        going = not self.done
+        read = self._launch.meta.get("read_before")
+        found = replay(self.trace, hardware, clock)
+        if read is not None:
+            found.notes.append(
+                f"What the DataLoader gave was read before the start, in {read['seconds']:.3g} s, which "
+                "is in none of these times; mk.Batches(dataset, batch_size) loads on the ranks, where it counts."
+            )
+        if going:
+            found.so_far = self._so_far(len(self.trace.losses), going)
+            found.notes.append(f"So far: {found.so_far}.")
+        return found
 
     def placement(self, hardware: Hardware | str | None = None) -> Placement:
         """Which rank holds which layers and which rows and columns of them, and who talks over which link: a picture.
@@ -215,8 +269,7 @@ class Run:
             RankFailed: the run failed.
             MpkitError: the run was stopped before its end, or still goes on.
         """
-        if self._launch.error is not None:
-            raise self._launch.error
+        self._launch.raise_error()
         if self.status != "finished":
             raise MpkitError(
                 f"this run is {self.status}: its weights are known when it has finished; run.wait() first"
@@ -228,13 +281,18 @@ class Run:
 
     def show(self) -> None:
         """The run's picture: in a notebook the live one, else the newest step as text."""
-        if not _in_notebook():
+        if not in_notebook():
             print(self.timeline())
             return
         from mpkit.views.dashboard import show_run
 
         self._dashboard = show_run(self)
         self.look(self._dashboard)
+
+    @property
+    def shown(self) -> bool:
+        """Whether a live view of it was shown in a notebook."""
+        return self._dashboard is not None
 
     def __repr__(self) -> str:
         losses = self.losses
@@ -253,17 +311,48 @@ class Run:
 
     def _follow(self) -> None:
         looked = 0.0
+
+        def tick() -> None:
+            nonlocal looked
+            self._look_at_data()
+            if time.monotonic() - looked >= TICK:
+                looked = time.monotonic()
+                self._tell("tick", self)
+
         try:
-            while not self._launch.poll(TICK):
-                if time.monotonic() - looked >= TICK:
-                    looked = time.monotonic()
-                    self._tell("tick", self)
+            self._launch.finish(TICK, tick)
+        except BaseException as error:  # the launch has ended with it, and whoever waits is told
+            self._launch.end(error)
         finally:
             atexit.unregister(self._abandon)
-            with self._telling:
-                self._ended = True
-                self._tell("end", self)
-            self._over.set()
+            if self._feeder is not None:
+                self._feeder.close()
+            if self._saves_alone is not None:
+                self._saves_alone.release()
+            try:
+                with self._telling:
+                    self._ended = True
+                    self._tell("end", self)
+            finally:
+                self._over.set()
+
+    def _fed_by(self, job: TrainJob) -> Feeder | None:
+        """What reads data that come one after the other, for the ranks."""
+        from mpkit.data_stream import Stream
+
+        if not isinstance(job.batches, Stream):
+            return None
+        from mpkit.feeding import Feeder
+
+        steps = range(job.first_step, job.steps)
+        return Feeder(job.batches, self._launch.folder, steps, self._launch.ranks)
+
+    def _look_at_data(self) -> None:
+        """If there is no more of it, that is what the run ends with."""
+        error = self._feeder.error if self._feeder is not None else None
+        if error is not None and self._launch.error is None:
+            self._launch.error = error
+            self._launch.kill()
 
     def _tell(self, what: str, value: Any) -> None:
         """Tell every onlooker; one that fails is told nothing more, and the run goes on."""
@@ -274,26 +363,35 @@ class Run:
                 except Exception as error:
                     self._onlookers.remove(onlooker)
                     trouble = f"{type(error).__name__}: {error}"
-                    print(f"mpkit: a view of the run stopped ({trouble}); the run goes on", file=sys.stderr)
+                    with suppress(OSError, ValueError):  # standard error may be closed
+                        print(
+                            f"mpkit: a view of the run stopped ({trouble}); the run goes on", file=sys.stderr
+                        )
 
     def _output(self, line: str) -> None:
         if self._onlookers:
             self._tell("output", line)
         else:
-            print(line, flush=True)
+            print(line)
+
+    def _flush(self) -> None:
+        if not self._onlookers:
+            flush_stdout()
 
     def _abandon(self) -> None:
         """The script ends while ranks still train."""
-        done = self.first_step + len(self.losses)
-        print(
-            f"mpkit: the script ended after step {done} of {self.steps}, and the ranks with it; "
-            "run.wait() waits for them",
-            file=sys.stderr,
-        )
-        self.stop()
+        try:
+            done = self.first_step + len(self.losses)
+            print(
+                f"mpkit: the script ended after step {done} of {self.steps}, and the ranks with it; "
+                "run.wait() waits for them",
+                file=sys.stderr,
+            )
+        finally:
+            self.stop()
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
     """Whether output goes to a Jupyter front end."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None

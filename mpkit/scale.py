@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mpkit.cluster import Cluster, of_any_size
+from mpkit.cluster import Cluster
 from mpkit.devices import Hardware
+from mpkit.lent import lent_of_any_size
 from mpkit.plan import Plan
 from mpkit.shown import data_frame
+from mpkit.tracebacks import public
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -144,6 +146,7 @@ def strategy(plan: Plan) -> str:
     return plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
 
 
+@public
 def scaling(
     model: torch.nn.Module,
     data: Any,
@@ -189,7 +192,7 @@ def scaling(
         raise ValueError(f"scaling(steps={steps}): the first step is not counted, so 2 or more; steps=4, say")
     least = min(plan.ranks for plan in asked)
     found = []
-    with of_any_size(clusters, device) as sized:
+    with lent_of_any_size(clusters, device) as sized:
         for plan in asked:
             grown = _grown(data, plan.ranks, least, steps) if weak else data
             cluster = sized(plan.ranks)
@@ -221,6 +224,7 @@ def _plan_of(plan: Any) -> Plan:
 
 def _grown(data: Any, ranks: int, least: int, steps: int) -> list[Any]:
     """The data with batches as many times as large as there are more ranks: the same samples again."""
+    from mpkit.data_stream import Stream
     from mpkit.parallel.microbatch import map_tensors
     from mpkit.prepare.batches import take_batches
 
@@ -231,6 +235,11 @@ def _grown(data: Any, ranks: int, least: int, steps: int) -> list[Any]:
         )
     times = ranks // least
     batches = take_batches(data, steps)
+    if isinstance(batches, Stream):
+        raise ValueError(
+            "weak scaling makes larger batches of the same samples, and these data come one after the other, "
+            "once: give a list of batches, such as list(itertools.islice(data, 4))"
+        )
     return [
         tuple(map_tensors(lambda t: t.repeat(times, *[1] * (t.dim() - 1)), value) for value in batches[i])
         for i in range(min(steps, len(batches)))

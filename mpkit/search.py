@@ -19,6 +19,7 @@ from random import Random
 from typing import NamedTuple
 
 from mpkit.plan import Plan
+from mpkit.plan_checks import every
 from mpkit.schedule import NAMES, Schedule, build, named
 from mpkit.schedule.catalogue import LOOPED, V_SHAPED
 from mpkit.schedule.greedy import Costs, Policy, greedy
@@ -27,6 +28,7 @@ from mpkit.schedule.live import live
 from mpkit.schedule.validate import each
 from mpkit.simulation import Times, by_stage, simulate, time_of, whole_backward
 from mpkit.timeline import Timeline
+from mpkit.tracebacks import public
 
 __all__ = ["Found", "search_schedule"]
 
@@ -82,6 +84,7 @@ class Found:
     __repr__ = __str__
 
 
+@public
 def search_schedule(
     plan: Plan,
     forward: Times = 1.0,
@@ -172,7 +175,8 @@ def _length(plan: Plan, costs: Costs, backward: Times | None) -> Callable[[Sched
 
 def _again(plan: Plan, costs: Costs) -> Sequence[float]:
     """Seconds by stage of a forward done again before its backward; none, where none is."""
-    return costs.f if plan.recompute == "full" else ()
+    k = every(plan.recompute)
+    return [time / k for time in costs.f] if k else ()
 
 
 def _order(one: _Scored) -> tuple[float, float, bool]:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpkit.disk import write_whole
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -31,7 +33,7 @@ class Drawn:
         """The picture as SVG; written to `path` as well if that is given."""
         text = self._svg()
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            write_whole(Path(path), text.encode())
         return text
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:

@@ -15,17 +15,19 @@ from math import isfinite
 import numpy as np
 
 from mpkit.plan import Plan
-from mpkit.plan_checks import whole
+from mpkit.plan_checks import every, whole
 from mpkit.schedule import Action, Schedule, build
 from mpkit.schedule.play import timed
 from mpkit.simulated import Done, held, spans
 from mpkit.timeline import Timeline
+from mpkit.tracebacks import public
 
 __all__ = ["Times", "by_stage", "simulate", "time_of", "whole_backward"]
 
 Times = float | Sequence[float]
 
 
+@public
 def simulate(
     plan: Plan | Schedule,
     forward: Times = 1.0,
@@ -73,7 +75,8 @@ def simulate(
         by_stage(name, value, schedule.stages)
         for name, value in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
     )
-    again = f if plan.recompute == "full" else [0.0] * schedule.stages
+    k = every(plan.recompute)
+    again = [time / k if k else 0.0 for time in f]
     slots = {"F": f, "I": i, "W": w, "B": whole_backward(backward, i, w)}
     rows, stuck = timed(schedule, slots, time_of("hop", hop), again)
     assert not stuck, "a plan's schedule is valid"

@@ -46,12 +46,19 @@ class Region:
         entry: the module whose first argument (or the one named `hidden_states`) is x; f is there. What it adds to x
             itself, such as a residual, has to be outside. Whole parameters within it are used on this rank's features
             or heads, such as a normalization of queries: their gradients are summed over the ranks.
-        column: layers of x divided by outputs: linear ones, and convolutions where there is no `row`.
-        row: the linear layer that is divided by inputs, with g after it; None: the column layers' outputs are gathered.
+        column: layers of x divided by outputs: linear ones, and convolutions where there is no `row`. With a `row` they
+            may all be parameters, [..., outputs, inputs], such as those of a mixture's experts.
+        row: the linear layer that is divided by inputs, with g after it; if it is a parameter, g is after the entry.
+            None: the column layers' outputs are gathered.
         heads: how many, or the name of the entry's attribute that says so; None: no heads.
         sections: the ratio of widths of what lies one after another in a column layer's outputs.
         local: attributes of the entry by which its forward counts heads, or features of heads: they become what this
             rank has.
+        inputs: arguments of the entry that are inputs of column layers too, such as the encoder's output in a
+            cross-attention: f is there too.
+        apart: arguments of the entry that have a gradient and are no inputs of column layers: a residual that is added
+            after the row layer, or a bias of the scores with this rank's heads already.
+        per_head: parameters whose last dimension is the heads, such as a relative position bias; where there are any.
     """
 
     entry: str
@@ -60,9 +67,12 @@ class Region:
     heads: int | str | None = None
     sections: tuple[int, ...] = (1,)
     local: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    per_head: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("column", "sections", "local"):
+        for name in ("column", "sections", "local", "inputs", "apart", "per_head"):
             given = getattr(self, name)
             if isinstance(given, str):
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit import metrics
+from mpkit.disk import write_whole
 from mpkit.figures import Figures
 from mpkit.mesh import Mesh
 from mpkit.shown import data_frame
 from mpkit.trace import Kind, Lane
+from mpkit.tracebacks import public
 from mpkit.whereabouts import mesh_of
 
 if TYPE_CHECKING:
@@ -62,6 +65,7 @@ HELD = np.dtype(
 )
 
 
+@public
 @dataclass(repr=False)
 class Timeline(Figures):
     """Operations with times, of a run or of a simulation.
@@ -77,6 +81,7 @@ class Timeline(Figures):
         clock: "measured", "virtual" or "simulated".
         meta: as of the Trace, with "hardware" set to the name of what was replayed on.
         notes: sentences a reader should see (ops left out since a rank was killed, ...).
+        so_far: why more is to come, of a run that goes on; else "".
 
     >>> import mpkit as mk
     >>> t = mk.simulate(mk.Plan.gpipe(4, 8))
@@ -91,6 +96,7 @@ class Timeline(Figures):
     clock: str
     meta: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    so_far: str = ""
 
     @classmethod
     def of(cls, trace: Trace, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
@@ -228,7 +234,7 @@ class Timeline(Figures):
         """Write a trace that ui.perfetto.dev and chrome://tracing open; returns its path."""
         from mpkit.views.perfetto import perfetto
 
-        Path(path).write_bytes(perfetto(self))
+        write_whole(Path(path), perfetto(self))
         return Path(path)
 
     def show(self) -> Any:
@@ -245,14 +251,25 @@ class Timeline(Figures):
     def __repr__(self) -> str:
         steps = len(self.steps)
         length = f"{self.makespan:.4g} s, bubble {self.bubble:.3f}"
-        return (
-            f"<Timeline of {self.world_size} ranks, {steps} step{'s' * (steps != 1)}, {self.clock}: {length}>"
-        )
+        more = f"; {self.so_far}" if self.so_far else ""
+        return f"<Timeline of {self.world_size} ranks, {steps} step{'s' * (steps != 1)}, {self.clock}: {length}{more}>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """As a cell's last line: the interactive timeline, and a picture where no kernel or no widget is."""
+        from mpkit.views.fallback import static_bundle
+
+        if not len(self.spans):
+            return {"text/plain": repr(self)}
+        found: dict[str, Any] = {}
+        with suppress(ImportError):  # then the picture has to do
+            shown = self.show()._repr_mimebundle_()
+            found = dict(shown[0] if isinstance(shown, tuple) else shown)
+        return found or static_bundle(self)
 
 
 def _written(text: str, path: str | Path | None) -> str:
     if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(Path(path), text.encode())
     return text
 
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from mpkit.timeline import Timeline
 from mpkit.trace import Kind, Lane
+from mpkit.tracebacks import public
 
 if TYPE_CHECKING:
     from mpkit.run import Run
@@ -18,6 +19,7 @@ __all__ = ["stage_times"]
 Array = npt.NDArray[Any]
 
 
+@public
 def stage_times(run: Run | Timeline) -> dict[str, Any]:
     """How long a run's forwards and backwards took, by stage, and its messages: what `simulate` takes.
 

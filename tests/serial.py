@@ -39,8 +39,9 @@ def serial(
 ) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
     """Losses by step, and the weights afterwards. Micro-batches matter to what mixes samples, such as BatchNorm."""
     model = copy.deepcopy(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    opt = optimizer(trained)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [p for _, p in named]
+    opt = optimizer(named if getattr(optimizer, "by_name", False) else trained)
     rates = [group["lr"] for group in opt.param_groups]
     losses = []
     for step in range(steps):

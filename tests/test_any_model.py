@@ -28,6 +28,7 @@ from mpkit.prepare import prepare
 from mpkit.run import Run
 from mpkit.trace import Kind
 from tests.serial import Train, check_equal, serial
+from tests.zoo.architectures import ARCHITECTURES, batch_of, build, loss_of
 
 # Ranks get this module's functions by value, and need not import the module and what tests need.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -134,6 +135,24 @@ PAIRS = [
     ("llama", "interleaved"),
     ("bert", "zb_h1"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "microbatches"),
+    [
+        ("llama+states", mk.Plan.gpipe(2, 2), 2),
+        ("llama+states", mk.Plan.zero(3, 2), 1),
+        ("segformer+masks", mk.Plan.ddp(2), 1),
+    ],
+    ids=str,
+)
+def test_models_that_record_hidden_states_equal_serial_training(
+    train: Train, name: str, plan: mk.Plan, microbatches: int
+) -> None:
+    # The hooks that do so look at a ContextVar of transformers, and at what making the model noted there.
+    (one,) = (one for one in ARCHITECTURES if one.name == name)
+    data, loss = [batch_of(one.task) for _ in range(2)], loss_of(one.task)
+    check_equal(train, build(one), data, plan, microbatches=microbatches, steps=2, loss=loss, optimizer=sgd)
 
 
 @pytest.mark.parametrize("kind, plan", PAIRS)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import mpkit as mk
 from mpkit.mesh import Mesh
 from mpkit.parallel.checkpoint_boxes import Box, boxes_of, disjoint, rows_and_columns, tile
-from mpkit.parallel.checkpoint_files import Damaged
+from mpkit.parallel.checkpoint_head import Damaged
 from mpkit.parallel.checkpoint_index import read_index
 from mpkit.parallel.checkpoint_planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
 from mpkit.parallel.shard import Shard

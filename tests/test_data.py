@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -19,8 +21,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import mpkit as mk
+from mpkit.idleness import CAUSES, idle_by_cause
 from mpkit.parallel.microbatch import share
 from mpkit.run import Run
+from mpkit.trace import Kind
 
 Clusters = Callable[[int], mk.Cluster]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -289,3 +293,105 @@ def test_samples_of_another_shape_than_the_first_fail_with_their_step(clusters: 
     samples = [(torch.zeros(4 + 2 * (i > 5)).double(), torch.zeros(2).double()) for i in range(8)]
     with pytest.raises(mk.RankFailed, match=r"samples of step 3 have other shapes"):
         clusters(2).train(net(), mk.Batches(samples, 2, shuffle=False), mk.Plan.ddp(2), steps=4, **HOW).wait()
+
+
+# ---------------------------------------------------------------- loading on the ranks, and its time
+
+
+class Computed(Dataset[Any]):
+    """Samples that take some time to make; each says which process made it."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        sum(range(20_000))
+        return points(12)[i]
+
+
+def test_workers_load_what_the_rank_would_and_the_wait_is_on_the_timeline(
+    clusters: Clusters, tmp_path: Path
+) -> None:
+    for plan in (mk.Plan.ddp(2, microbatches=2), mk.Plan.dp(2), mk.Plan.gpipe(2, 2)):
+        losses = {}
+        for workers in (0, 2):
+            data = mk.Batches(Computed(), batch_size=5, num_workers=workers)
+            run = clusters(2).train(net(), data, plan, steps=4, **HOW).wait()
+            losses[workers] = list(run.losses)
+            for clock in ("virtual", "measured"):
+                t = run.timeline(clock=clock)
+                assert all(0 < data < t.step_time for data in t.data_time)
+                assert t.throughput() < 5 / max(t.data_time)
+                assert t.idle == pytest.approx([t.makespan - busy for busy in t.busy])
+            spans = t.spans[t.spans["kind"] == Kind.DATA]
+            assert sorted(spans["step"].tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert losses[0] == losses[2] == pytest.approx(serial(net(), data, 4)[0], rel=1e-12)
+    causes = dict(zip(CAUSES, idle_by_cause(run.timeline()).sum(axis=0), strict=True))
+    assert causes["data"] > 0 and sum(causes.values()) == pytest.approx(sum(run.timeline().idle))
+    assert "data loading" in str(t) and "data 0" in str(t) and "data loading" in t.to_svg()
+    assert set(t.to_dataframe()["lane"]) >= {"compute", "data"}
+    assert any(event["cat"] == "data" for event in _events(t.to_perfetto(tmp_path / "trace.json")))
+    run.trace.save(tmp_path / "run.mpk")
+    assert mk.Timeline.of(mk.Trace.load(tmp_path / "run.mpk"), clock="measured").data_time == t.data_time
+    replayed = run.timeline("2x-rtx-4090")
+    assert replayed.data_time == run.timeline().data_time, "another GPU does not read data faster"
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    return [event for event in json.loads(path.read_text())["traceEvents"] if "cat" in event]
+
+
+def test_lists_are_there_and_take_no_time(clusters: Clusters) -> None:
+    run = clusters(1).train(net(), [mk.Batches(points(4), 4)[0]], **HOW).wait()
+    assert run.timeline().data_time == [0.0]
+    assert "data loading" not in str(run.timeline())
+
+
+def test_workers_end_with_their_rank(
+    clusters: Clusters, wait_until_gone: Callable[[list[int], float], None]
+) -> None:
+    data = mk.Batches(Computed(), batch_size=4, num_workers=1, prefetch=3)
+    run = clusters(2).train(net(), data, mk.Plan.ddp(2), steps=10**6, **HOW)
+    while len(run.losses) < 2:
+        assert not run.done
+    children = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in run.pids]
+    workers = [int(pid) for each in children for pid in each]
+    assert len(workers) == 2
+    os.kill(run.pids[1], signal.SIGKILL)
+    with pytest.raises(mk.RankFailed, match="rank 1 of 2 was killed by SIGKILL"):
+        run.wait()
+    wait_until_gone(workers, 2.0)
+
+
+def test_arguments_of_workers() -> None:
+    for how, said in [
+        ({"num_workers": -1}, "num_workers=-1"),
+        ({"prefetch": 2}, "num_workers=2, prefetch=2"),
+        ({"num_workers": 1, "prefetch": 0}, "prefetch=0"),
+        ({"collate_fn": len}, "default_collate"),
+        ({"workers": 2}, "It is called num_workers here"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            mk.Batches(points(4), 2, **how)  # type: ignore[arg-type]
+    assert "num_workers=2, prefetch=2, pin_memory=True" in repr(
+        mk.Batches(points(4), 2, num_workers=2, pin_memory=True)
+    )
+
+
+def test_a_loader_that_gives_one_ranks_share_is_refused(clusters: Clusters) -> None:
+    class Shares(DataLoader[Any]):
+        num_processes = 4
+
+    sampler = DistributedSampler(points(8), num_replicas=2, rank=0)  # type: ignore[var-annotated]
+    for data in (
+        DataLoader(points(8), batch_size=2, sampler=sampler),
+        DataLoader(points(8), batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False)),
+        Shares(points(8), batch_size=2),
+    ):
+        with pytest.raises(ValueError, match=r"gives one rank's share.*mk.Batches\(dataset, batch_size\)"):
+            clusters(2).train(net(), data, mk.Plan.ddp(2), **HOW)
+    alone = DistributedSampler(points(8), num_replicas=1, rank=0)  # type: ignore[var-annotated]
+    run = clusters(1).train(net(), DataLoader(points(8), batch_size=8, sampler=alone), **HOW).wait()
+    assert "What the DataLoader gave was read before the start" in " ".join(run.timeline().notes), (
+        "its time is not passed over"
+    )

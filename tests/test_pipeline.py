@@ -139,7 +139,7 @@ def gradients(ctx: Any, jobs: list[TrainJob]) -> list[tuple[float, dict[str, Ten
         training = Training(ctx, job)
         training.replica.begin_step()
         with ctx.record.step(0):
-            loss = training.pipeline.step(0, training.feed.take(0))
+            (loss,) = training.pipeline.step(0, training.feed.take(0))
         found.append((loss, {piece.name: piece.parameter.grad for piece in training.replica.pieces}))
     return found
 

@@ -134,7 +134,7 @@ def test_every_named_schedule_makes_a_plan() -> None:
         (lambda: mk.Plan.ddp(4, bucketmb=3), "Did you mean bucket_mb=3"),
         (lambda: mk.Plan.dp(4, dp=3), "no such option here"),
         (lambda: mk.Plan.zero(3), r"among how many ranks.*Plan.zero\(3, 4\)"),
-        (lambda: mk.Plan.ddp(0), r"such as in Plan\(dp=4\)"),
+        (lambda: mk.Plan.ddp(0), r"Plan.ddp\(replicas=4\)"),
     ],
 )
 def test_named_constructors_say_what_is_wrong(make, says: str) -> None:

@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a string for an optimizer": ({"optimizer": "adam"}, r"optimizer is str 'adam'; it is a function"),
     "an optimizer that fails": (
         {"optimizer": lambda params: torch.optim.SGD(params, lr=-1)},
-        r"failed for stage 0's \d parameters: ValueError: Invalid learning rate",
+        r"failed for the model's 6 parameters: ValueError: Invalid learning rate",
     ),
     "nothing for an optimizer": ({"optimizer": lambda params: None}, r"optimizer\(params\) gave NoneType"),
     "one that needs a closure": ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss anew"),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.models import MLP
+from mpkit.run import Run
 
 mse = torch.nn.functional.mse_loss
 
@@ -42,6 +43,36 @@ def test_train_returns_at_once_and_leaves_the_caller_alone(cluster: mk.Cluster) 
     assert list(run.state_dict()) == list(before)
     assert all(not torch.equal(before[name], value) for name, value in run.state_dict().items())
     model.load_state_dict(run.state_dict())
+
+
+def test_a_busy_cluster_stops_waits_or_refuses(
+    cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, data = toy()
+
+    def start(steps: int, **how: str) -> Run:
+        return cluster.train(model, data, mk.Plan.naive_mp(4), loss=mse, optimizer=sgd, steps=steps, **how)
+
+    first = start(10**6)
+    with pytest.raises(ValueError, match=r'on_busy="stop"'):
+        start(1)
+    with pytest.raises(ValueError, match="on_busy='later'"):
+        start(1, on_busy="later")
+    with pytest.raises(
+        IndexError, match=r"0 of 1000000 steps are done and the run goes on; run.wait\(\)|number 999999"
+    ):
+        first.losses[999_999]
+    timeline = first.timeline()
+    assert "the run goes on" in repr(timeline) and "run.wait()" in " ".join(timeline.notes)
+    assert repr(first.losses).endswith("the run goes on; run.wait() waits for its end")
+    second = start(3, on_busy="stop")
+    assert first.status == "stopped" and "was stopped after step" in capsys.readouterr().out
+    third = start(2, on_busy="wait").wait()
+    assert (second.status, len(second.losses), len(third.losses)) == ("finished", 3, 2)
+    assert repr(third.losses) == repr(list(third.losses)) and "goes on" not in repr(third.timeline())
+    with pytest.raises(IndexError, match="list index"):
+        third.losses[2]
+    assert cluster.run(lambda ctx: ctx.rank, on_busy="stop") == [0, 1, 2, 3]
 
 
 def test_it_goes_on_while_this_thread_is_busy(cluster: mk.Cluster) -> None:
@@ -141,6 +172,7 @@ def test_layers_are_recorded_if_asked() -> None:
 UNFINISHED = """
 import torch, mpkit as mk
 from mpkit.models import MLP
+from mpkit.run import Run
 run = mk.Cluster(2, device="cpu").train(
     MLP(4, 2), [(torch.randn(8, 4), torch.randn(8, 2))], mk.Plan.naive_mp(2),
     loss=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=10**9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -139,3 +140,20 @@ def test_what_cannot_be(clusters: Callable[[int], mk.Cluster]) -> None:
         clusters(3).train(nn.BatchNorm1d(3), data, mk.Plan.ddp(3, microbatches=2), **how)
     with pytest.raises(ValueError, match="0 is a Own, whose forward is its own"):
         clusters(3).train(nn.Sequential(Own(3)), data, mk.Plan.ddp(3), **how)
+
+
+def test_a_run_says_that_it_synchronizes_and_what_it_costs(
+    clusters: Callable[[int], mk.Cluster], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    data = [(torch.randn(8, 4), torch.randn(8, 2))]
+    how = {
+        "loss": nn.functional.mse_loss,
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "steps": 2,
+    }
+    for plan, says in ((mk.Plan.ddp(2), True), (mk.Plan.ddp(2, batchnorm="local"), False)):
+        clusters(2).train(model, data, plan, **how).wait()
+        printed = capsys.readouterr().out
+        assert ("batchnorm='local' in the Plan" in printed) == says
+        assert bool(re.search(r"BatchNorm's synchronization took \d+% of rank 0's time", printed)) == says

@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -17,6 +18,10 @@ import mpkit as mk
 from mpkit.models import GPT, MLP
 from mpkit.parallel.axis import Pretended
 from mpkit.parallel.tensor import check, shard_model
+from mpkit.prepare import prepare
+from tests.serial import Train, check_equal
+from tests.zoo.architectures import ARCHITECTURES, batch_of, build, loss_of
+from tests.zoo.plain import sgd
 
 # Ranks get this module's functions by value, and need not import the module and what tests need.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -178,3 +183,118 @@ def test_what_else_cannot_be() -> None:
         mk.Region("a", ("b",), sections=(0,))
     with pytest.raises(ValueError, match="is several names"):
         mk.TensorPlan((), "embedding")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- plans of transformers
+
+ZOO = {one.name: one for one in ARCHITECTURES}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "qwen3_moe", "gpt_oss", "t5"])
+def test_transformers_own_plans_equal_serial_training(train: Train, name: str) -> None:
+    # Norms by head, fused layers that are gathered, experts, sinks by head, a bias by head and a cross-attention.
+    model, task = build(ZOO[name]), ZOO[name].task
+    data = [batch_of(task) for _ in range(2)]
+    check_equal(train, model, data, mk.Plan(tp=2), steps=2, loss=loss_of(task), optimizer=sgd)
+
+
+def test_a_plan_with_an_entry_that_cannot_be_executed_is_refused() -> None:
+    model: Any = build(ZOO["mistral"])
+    model._tp_plan["model.layers.*.self_attn.v_proj"] = "mla_kv_a_proj"
+    with pytest.raises(ValueError, match=r"says 'mla_kv_a_proj' of 'model\.layers\.\*\.self_attn\.v_proj'"):
+        mk.find_tensor_plan(model)
+    model._tp_plan["model.layers.*.self_attn.v_proj"] = "rowwise"
+    with pytest.raises(ValueError, match="which makes no region of column layers and one row layer"):
+        mk.find_tensor_plan(model)
+
+
+def test_a_parameter_of_which_the_plan_says_nothing_is_refused() -> None:
+    # Its gradients may be partial sums or whole: nobody knows.
+    model: Any = build(ZOO["qwen3"])
+    del model._tp_plan["model.layers.*.self_attn.q_norm"]
+    with pytest.raises(
+        ValueError, match=r"does not say what becomes of model.layers.0.self_attn.q_norm.weight"
+    ):
+        mk.find_tensor_plan(model)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.down(self.up(x).relu() * self.up(y))
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.mixed = nn.Linear(4, 4), Mixed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return self.mixed(x, y=x.flip(0))
+
+
+def test_a_second_input_of_a_region_is_named_or_refused(train: Train) -> None:
+    model, data = Around().double(), [(torch.randn(4, 4).double(), torch.randn(4, 4).double())]
+    plan = region("mixed", ("mixed.up",), "mixed.down")
+    how: dict[str, Any] = {"loss": nn.functional.mse_loss, "optimizer": sgd, "steps": 2}
+    with pytest.raises(ValueError, match=r"its argument y has a gradient too.*inputs=\('y',\)"):
+        train(model, data, mk.Plan(tp=2, tensor=plan), **how)
+    plan = region("mixed", ("mixed.up",), "mixed.down", inputs=("y",))
+    check_equal(train, model, data, mk.Plan(tp=2, tensor=plan), **how)
+
+
+# ---------------------------------------------------------------- plans that would compute something else
+
+
+class Residual(nn.Module):
+    """What it adds to its input is inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def attention_without_sections() -> tuple[nn.Module, mk.TensorPlan]:
+    model = GPT(**SIZES | {"layers": 1, "heads": 2})
+    plan = mk.find_tensor_plan(model)
+    attention, mlp = plan.regions
+    return model, replace(plan, regions=(replace(attention, sections=(1,)), mlp))
+
+
+def residual_inside() -> tuple[nn.Module, mk.TensorPlan]:
+    return nn.Sequential(nn.Linear(4, 4), Residual()), region("1", ("1.up",), "1.down")
+
+
+def norms_of_each_head() -> tuple[nn.Module, None]:
+    stablelm = ZOO["stablelm"]
+    return build(replace(stablelm, settings=stablelm.settings | {"qk_layernorm": True})), None
+
+
+def mean_of_words(outputs: Any, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(getattr(outputs, "logits", outputs).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (attention_without_sections, r"gradient of block0.attention.* in Region\(entry='block0.attention'\)"),
+        (residual_inside, "the gradient of 0.* differs by"),
+        (norms_of_each_head, r"in Region\(entry='model.layers.\d.self_attn'\)"),
+    ],
+)
+def test_a_plan_by_which_the_model_computes_something_else_is_refused(make: Any, says: str) -> None:
+    torch.manual_seed(9)
+    model, plan = make()
+    batch: Any = torch.randint(20, (4, 6)), torch.randint(20, (4, 6))
+    loss: Any = mean_of_words
+    if type(model) is nn.Sequential:
+        batch, loss = (torch.randn(4, 4), torch.randn(4, 4)), nn.functional.mse_loss
+    with pytest.raises(ValueError, match=f"does not compute what it computes whole.*{says}"):
+        prepare(model, [batch], mk.Plan(tp=2, tensor=plan), ranks=2, loss=loss, optimizer=sgd, steps=1)

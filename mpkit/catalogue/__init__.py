@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from html import escape
 from typing import overload
 
 from mpkit.catalogue.machines import MACHINES
 from mpkit.devices import Hardware
+from mpkit.visible import escape
 
 __all__ = ["Catalogue", "hardware"]
 

@@ -10,6 +10,7 @@ from mpkit.classroom.exercise import Case
 from mpkit.classroom.on_ranks import OnRanks
 from mpkit.classroom.serial import Outcome
 from mpkit.errors import Deadlock, RankFailed
+from mpkit.shown import data_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,8 +54,6 @@ def beside_serial(name: str, answer: Any = None) -> BesideSerial:
         ValueError: there is no such exercise, it trains nothing, or there is no answer.
         RankFailed, Deadlock: what the answer came to.
     """
-    import pandas as pd
-
     from mpkit.classroom.catalogue import find
     from mpkit.classroom.room import Answer, shared_room
 
@@ -69,16 +68,17 @@ def beside_serial(name: str, answer: Any = None) -> BesideSerial:
             f"compare({name!r}, {answer!r}): give your function too: mk.compare({name!r}, train)"
         )
     case = replace(exercise.cases[0], seed=0)
+    packed, begin = Answer.of(answer), exercise.expected(_until(case, 0))
     rows = []
     for step in range(case["steps"]):
-        seen = shared_room().play(exercise.play, Answer.of(answer), _until(case, step + 1))
+        # From the beginning for each row: the weights after a step are those that the answer leaves behind.
+        seen = shared_room().play(exercise.play, packed, _until(case, step + 1))
         if seen.hang:
             raise Deadlock(seen.hang)
         if seen.got is None:
-            raise RankFailed(f"{seen.error} ({seen.where})")
-        begin = exercise.expected(_until(case, 0))
+            raise RankFailed(seen.error + (f" ({seen.where})" if seen.where else ""))
         rows.append(_Row(step, begin, exercise.expected(seen.case), seen.got).cells())
-    return BesideSerial(pd.DataFrame(rows).set_index("step"))
+    return BesideSerial(data_frame(rows).set_index("step"))
 
 
 def _until(case: Case, steps: int) -> Case:

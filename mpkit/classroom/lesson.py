@@ -1,7 +1,6 @@
 """A failure on ranks, as a lesson: what a student is told before any hint of the exercise's own.
 
 hang     from the launcher's report: the rule of communication that was broken
-clash    from the trace: ranks that met in one collective, and were not at the same one
 error    the student's own line, without what is inside of torch and the kit
 """
 
@@ -9,20 +8,11 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
-
 from mpkit.classroom.seen import Seen
-from mpkit.trace import Kind, Lane
-from mpkit.views.units import bytes_text
 
-__all__ = ["clash", "lesson"]
+__all__ = ["lesson"]
 
 RULES = (
-    (
-        r"call different collectives",
-        "All ranks of a group call the same collectives in the same order. Here two ranks met in different ones: "
-        "both wait for ever.",
-    ),
     (
         r"never came to (\w+)",
         "A collective is complete only when every rank of its group has called it, as often as the others. Look for "
@@ -61,27 +51,6 @@ def lesson(seen: Seen) -> list[str]:
         rule = next((words for pattern, words in RULES if re.search(pattern, seen.hang)), "")
         return [re.sub(CELL, r"line \1 of the cell,", seen.hang), *([rule] if rule else [])]
     if seen.error:
-        met = clash(seen)
-        return [seen.error, *([f"It comes from {seen.where}"] if seen.where else []), *([met] if met else [])]
+        where = [f"It comes from {seen.where}"] if seen.where else []
+        return [re.sub(CELL, r"line \1 of the cell", seen.error), *where]
     return []
-
-
-def clash(seen: Seen) -> str:
-    """The first collective in which ranks met with different ones, or with tensors of different sizes; "" if none."""
-    met: dict[tuple[str, int], dict[tuple[int, int], str]] = {}  # by group and number: a rank of each sort
-    for number, rank in enumerate(seen.trace.ranks if seen.trace is not None else ()):
-        chosen = (rank.ops["lane"] == Lane.COMM) & ~np.isin(rank.ops["kind"], (Kind.SEND, Kind.RECV))
-        for op in rank.ops[chosen]:
-            kind, nbytes = int(op["kind"]), int(op["bytes"])
-            line = rank.name(int(op["where"])).rpartition(":")[2]
-            words = f"rank {number} calls {Kind(kind).word} of {bytes_text(nbytes)} (line {line})"
-            met.setdefault((rank.name(int(op["group"])), int(op["number"])), {}).setdefault(
-                (kind, nbytes), words
-            )
-    for (group, number), sorts in met.items():
-        if len(sorts) > 1:
-            return (
-                f"Collective {number} of ranks {group}: {', '.join(sorts.values())}. All ranks of a group call the "
-                "same collectives, in the same order, with tensors of one size."
-            )
-    return ""

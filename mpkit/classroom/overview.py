@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from mpkit.classroom.catalogue import Entry
 from mpkit.classroom.progress import Done
+from mpkit.visible import escape
 
 __all__ = ["Overview"]
 

@@ -26,7 +26,7 @@ from mpkit.classroom.exercise import Case
 from mpkit.classroom.sealed import sealed, unsealed
 from mpkit.classroom.seen import Seen
 from mpkit.cluster import Cluster
-from mpkit.errors import Deadlock, RankFailed
+from mpkit.errors import CommMismatch, Deadlock, RankFailed
 
 if TYPE_CHECKING:
     from mpkit.launch.context import Context
@@ -138,6 +138,8 @@ class Room:
             return Seen(got=launch.results(unsealed), **found)
         except Deadlock as error:
             return Seen(hang=re.sub(r"\n\(A step that is only slow.*", "", str(error)), **found)
+        except CommMismatch as error:
+            return Seen(error=str(error), mismatch=str(error), **found)
         except RankFailed as error:
             return Seen(**{**found, **_said(error)})
         except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError, TypeError) as error:

@@ -11,17 +11,24 @@ import pickle
 from collections.abc import Mapping
 from typing import IO, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 __all__ = ["sealed", "unsealed"]
 
+_KINDS: tuple[Any, ...] = (bool, int, float, str, bytes)
+
 
 def sealed(value: Any) -> bytes:
     """A result as bytes: tensors, numbers, strings, lists, tuples and dicts of them; of all else what it is.
 
+    NumPy's numbers and arrays become Python's, as do ranges, so what comes from a data frame counts.
+
     >>> unsealed(io.BytesIO(pickle.dumps(sealed({"sum": torch.ones(2), "odd": object}))))
     {'sum': tensor([1., 1.]), 'odd': '<type>'}
+    >>> unsealed(io.BytesIO(pickle.dumps(sealed({np.int64(1): np.float64(0.5), "all": np.arange(2), "r": range(2)}))))
+    {1: 0.5, 'all': [0, 1], 'r': [0, 1]}
     """
     file = io.BytesIO()
     torch.save(_plain(value), file)
@@ -48,12 +55,20 @@ class _NamesNothing(pickle.Unpickler):
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().cpu().clone().as_subclass(Tensor)
+    if isinstance(value, np.generic):
+        number = value.item()
+        return f"<{type(value).__name__}>" if isinstance(number, np.generic) else _plain(number)
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
     if isinstance(value, Mapping):
         return {_plain(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | torch.Size):
+    if isinstance(value, list | tuple | range):
         items = [_plain(each) for each in value]
         return tuple(items) if type(value) is tuple else items
-    if value is None or isinstance(value, bool | int | float | str | bytes):
+    if isinstance(value, bool | int | float | str | bytes):
+        # Of a subclass its value: the pickle may name no class.
+        return next(kind(value) for kind in _KINDS if isinstance(value, kind))
+    if value is None:
         return value
     if value is ...:
         return "..."

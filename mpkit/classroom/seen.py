@@ -31,6 +31,7 @@ class Seen:
         got: what each rank has; None where the ranks did not finish.
         error: the error that a rank ended with, such as "IndexError: ..."; "" without.
         where: the line of the answer that raised it.
+        mismatch: the same as `error`, where two ranks' calls of one communication do not fit; "" otherwise.
         hang: the report of who waits where, if they hang; "" otherwise.
         trace: what the ranks recorded.
         printed: lines that the ranks printed.
@@ -44,6 +45,7 @@ class Seen:
     got: list[Any] | None = None
     error: str = ""
     where: str = ""
+    mismatch: str = ""
     hang: str = ""
     trace: Trace | None = None
     printed: list[str] = field(default_factory=list)

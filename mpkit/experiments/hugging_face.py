@@ -16,7 +16,6 @@ DDP without. How much slower DP is than DDP follows from them and from what DP d
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -30,11 +29,13 @@ from mpkit.catalogue.tables import rows
 from mpkit.cluster import Cluster
 from mpkit.devices import Hardware
 from mpkit.fake import trace_fake
+from mpkit.lent import lent
 from mpkit.models import GPT
 from mpkit.plan import Plan
 from mpkit.shown import data_frame
 from mpkit.timeline import Timeline
 from mpkit.trace import Trace
+from mpkit.tracebacks import public
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -143,6 +144,7 @@ class HFExperiment:
         return "\n".join(lines)
 
 
+@public
 def hf_experiment(cluster: Cluster | None = None) -> HFExperiment:
     """Play the guide's three runs on tensors without content, and put them on the clock of its machine.
 
@@ -152,8 +154,7 @@ def hf_experiment(cluster: Cluster | None = None) -> HFExperiment:
     Returns:
         The three rows beside the published ones: `print` it, or `to_dataframe()`.
     """
-    with ExitStack() as stack:
-        used = cluster or stack.enter_context(Cluster(ranks=1, device="cpu"))
+    with lent(cluster) as used:
         ddp = play(Plan.ddp(GPUS), hardware(NVLINK), used)
         dp = play(Plan(dp=GPUS, data_parallel="dp"), hardware(NVLINK), used)
     return HFExperiment(

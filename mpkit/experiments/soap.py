@@ -15,7 +15,6 @@ Source: Jia, Zaharia, Aiken, "Beyond Data and Model Parallelism for Deep Neural 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,6 +24,8 @@ from mpkit.cluster import Cluster
 from mpkit.experiments.soap_found import RANKS, Sent, Soap, Way, exchanged
 from mpkit.experiments.soap_operator import Box, Operator, Pieces, whole
 from mpkit.experiments.soap_ranks import WAYS, on_a_rank
+from mpkit.lent import lent
+from mpkit.tracebacks import public
 
 __all__ = ["Sent", "Soap", "Way", "soap"]
 
@@ -45,6 +46,7 @@ ABOUT = {
 }  # fmt: skip
 
 
+@public
 def soap(
     layer: str | nn.Module = "linear",
     *,
@@ -90,8 +92,7 @@ def soap(
     }
     alone = _alone(operator, given)
     # ---- its parts
-    with ExitStack() as stack:
-        used = cluster if cluster is not None else stack.enter_context(Cluster(ranks=RANKS, device="cpu"))
+    with lent(cluster, RANKS) as used:
         found: list[dict[str, Pieces]] = used.run(on_a_rank, operator, given)
         trace = used.trace
     sent = exchanged(trace)

@@ -10,7 +10,6 @@ Phases:
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +18,10 @@ from mpkit.catalogue import hardware as find
 from mpkit.cluster import Cluster
 from mpkit.devices import Hardware
 from mpkit.fake.mirror import Mirror
+from mpkit.lent import lent
 from mpkit.plan import Plan
 from mpkit.trace import Trace
+from mpkit.tracebacks import public
 
 if TYPE_CHECKING:
     from mpkit.fake.play import Played
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["trace_fake"]
 
 
+@public
 def trace_fake(
     model_fn: Callable[[], torch.nn.Module],
     plan: Plan,
@@ -71,7 +73,7 @@ def trace_fake(
         plan: any.
         batch: (inputs, targets) of the whole global batch, as for `Cluster.train`, or a function that makes them.
             Only the shapes matter: `torch.empty(..., device="meta")` takes no memory.
-        loss: loss(outputs, targets) -> scalar, the mean over the batch.
+        loss: loss(outputs, targets) -> scalar, the mean over the batch, or (total, count).
         optimizer: optimizer(params) -> torch.optim.Optimizer.
         steps: how many. DDP's first differs from the rest: buckets are laid out anew after it.
         rank: play this one's places along dp and tp, for all others there; None: the first of each kind. Along pp and
@@ -91,8 +93,7 @@ def trace_fake(
     _check(model_fn, plan, rank)
     script = Script(model_fn, batch, plan, loss, optimizer, steps, max_grad_norm, machine.device, rank)
     # ---- play
-    with ExitStack() as stack:
-        used = cluster if cluster is not None else stack.enter_context(Cluster(ranks=1, device="cpu"))
+    with lent(cluster) as used:
         played = used.run(play, script)[0]
     if played.error:
         raise ValueError(played.error)

@@ -6,13 +6,18 @@ this order: an exception that is no mere consequence, by time; a signal; a rank 
 
 from __future__ import annotations
 
+import errno
 import signal
 from pathlib import Path
 from typing import Any
 
-from mpkit.errors import RankFailed
-from mpkit.launch.folder import read_error
+from mpkit.disk import full_disk
+from mpkit.errors import CommMismatch, RankFailed
+from mpkit.launch.cells import in_cells
+from mpkit.launch.folder import UNREPORTED, part, read_error
+from mpkit.launch.unmatched import first_mismatch
 from mpkit.trace import Kind, RankTrace, Trace
+from mpkit.tracebacks import fold_stack, internals_shown
 
 __all__ = ["failure"]
 
@@ -31,11 +36,21 @@ def failure(folder: Path, statuses: dict[int, int], trace: Trace) -> RankFailed 
     causes = {rank: found for rank, found in errors.items() if not found["secondary"]}
     if causes:
         return _raised(min(causes, key=lambda rank: causes[rank]["time"]), causes, trace)
+    unfit = first_mismatch(trace)
+    if unfit is not None:  # connections that closed and aborts in C++ code may come of it
+        return unfit
     # The nursery kills the others with SIGKILL once one has ended: the first to end is the cause.
     for rank, status in statuses.items():
         if rank not in errors:
             if status < 0:
-                return _killed(rank, signal.Signals(-status).name, trace)
+                stack = crash_stack(part(folder, rank, "stack"))
+                return _killed(rank, signal.Signals(-status).name, trace, stack)
+            if status == UNREPORTED:
+                return RankFailed(
+                    f"rank {rank} of {trace.world_size} failed, and its error could not be written: "
+                    f"{full_disk(OSError(errno.ENOSPC, ''), folder).strerror}?",
+                    rank=rank,
+                )
             if trace.ranks[rank].state != "finished":
                 return _left(rank, status, trace)
     if errors:
@@ -50,9 +65,13 @@ def _all_finished(trace: Trace) -> bool:
 def _raised(rank: int, errors: dict[int, dict[str, Any]], trace: Trace) -> RankFailed:
     found = errors[rank]
     place = {key: found.get(key) for key in ("step", "stage", "microbatch")}
+    if found.get("other") is not None:
+        return CommMismatch(
+            in_cells(found["message"]), rank=rank, other=found["other"], traceback=found["traceback"], **place
+        )
     return RankFailed(
         f"rank {rank} of {trace.world_size} failed{_place(place)}: {found['type']}: {found['message']}\n\n"
-        f"rank {rank}'s own traceback:\n{found['traceback'].rstrip()}",
+        f"rank {rank}'s own traceback:\n{found['traceback' if internals_shown() else 'folded'].rstrip()}",
         rank=rank,
         step=place["step"],
         stage=place["stage"],
@@ -61,20 +80,34 @@ def _raised(rank: int, errors: dict[int, dict[str, Any]], trace: Trace) -> RankF
     )
 
 
-def _killed(rank: int, name: str, trace: Trace) -> RankFailed:
+def crash_stack(path: Path) -> str:
+    """The stack of the main thread that faulthandler wrote when a rank crashed, without inner frames; "" if none."""
+    try:
+        crash = path.read_text(errors="replace").rpartition("Fatal Python error")[2]
+    except FileNotFoundError:
+        return ""
+    main = crash.rpartition("(most recent call first):\n")[2].partition("\n\n")[0]
+    return fold_stack(main) if main else ""
+
+
+def _killed(rank: int, name: str, trace: Trace, stack: str) -> RankFailed:
     place, last = _last_seen(trace.ranks[rank])
     why = {
         "SIGKILL": "Out of memory, or somebody killed it: `dmesg` tells; smaller micro-batches, more stages or "
         "recompute='full' need less memory.",
+        "SIGBUS": "A mapped file that could not be written to: is the disk of the run's folder full?",
         "SIGSEGV": "A crash in C++ code.",
         "SIGABRT": "C++ code gave up; what it printed is in the output above.",
     }.get(name, "")
+    if stack:
+        why = f"{why}\n\nrank {rank} was here:\n{stack}".strip()
     return RankFailed(
         f"rank {rank} of {trace.world_size} was killed by {name}{_place(place)}. {last}. {why}".rstrip(),
         rank=rank,
         step=place["step"],
         stage=place["stage"],
         microbatch=place["microbatch"],
+        traceback=stack,
         signal=name,
     )
 

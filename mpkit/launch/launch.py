@@ -1,43 +1,54 @@
 """The parent's half: one launch, from the payload to its outcome.
 
-pack      function and arguments by value into the launch's folder, the ranks started from the warm process
 poll      events, output, time-outs; called by one thread until the launch is over
+end       all ranks gone, whatever they and the nursery do
 outcome   results by rank, or the error that the first failing rank left
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import linecache
 import os
 import pickle
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import cloudpickle
-
+from mpkit.disk import name_full_disk
 from mpkit.errors import Deadlock, MpkitError, RankFailed
 from mpkit.launch.failure import failure
-from mpkit.launch.folder import Settings, part
-from mpkit.launch.hang import GRACE, Patience, explain
-from mpkit.launch.output import OutputReader
-from mpkit.launch.warm import Warm
+from mpkit.launch.folder import Settings, part, reserve
+from mpkit.launch.hang import GRACE, LIMIT, Patience, explain
+from mpkit.launch.output_reader import OutputReader
+from mpkit.launch.stacks import place_of, read_stack, request_stack
+from mpkit.launch.unmatched import first_mismatch
+from mpkit.launch.vitals import is_stopped
+from mpkit.launch.waiting import IDLE, NOTICE_AFTER, Waiting, ranks_spelt, stopped_words
+from mpkit.launch.warm import STOPPED, STOPPED_FOR, Warm
 from mpkit.launch.watch import Watch
 from mpkit.trace import Trace
 
-__all__ = ["Launch", "pack"]
+__all__ = ["Launch"]
 
 LOOK_EVERY = 0.1
 """Seconds between two looks at what the ranks do."""
 
-STACKS_TAKE = 0.3
-"""Seconds that ranks get to write their stacks before they are killed."""
+STACKS_TAKE = 0.6
+"""Seconds that ranks get to write their stacks, by their own thread and then by a signal."""
+
+SAID_RANKS = 4
+"""Ranks that others wait for, of which it is said where they are."""
+
+KILL_TAKES = 5.0
+"""Seconds within which killed ranks are gone, if the nursery answers."""
 
 
 class Launch:
@@ -48,9 +59,14 @@ class Launch:
         settings: what every rank is told.
         payload: what `pack` made.
         timeout, grace: see `mpkit.launch.hang.Patience`.
-        sink: takes a labelled line of output.
+        sink: takes a labelled line of output. If it raises, it gets no more lines, and the ranks go on; a
+            BrokenPipeError, which says that nobody reads what this program prints, ends them.
+        flush: called after some lines have gone into `sink`.
         meta: goes into the trace's meta.
         modules: that the ranks need; see `Warm.launch`.
+
+    Raises:
+        OSError: no space for what the ranks need.
     """
 
     def __init__(
@@ -61,30 +77,50 @@ class Launch:
         *,
         timeout: float | None,
         sink: Callable[[str], None],
+        flush: Callable[[], None] = lambda: None,
         meta: dict[str, Any],
         modules: Sequence[str] = (),
         grace: float = GRACE,
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="mpkit-run-"))
-        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self.ranks = settings.ranks
         self.over = False
-        self.error: RankFailed | None = None
+        self.error: Exception | None = None
         self.stopped = False
+        self.waiting_for: str | None = None  # who waits for whom for long, in words
         self.pids: list[int] = []  # by rank, once they are started
+        self.meta = {"world_size": self.ranks, "device": settings.device, "backend": settings.backend, **meta}
         self._warm, self._modules = warm, modules
-        self._sink = sink
+        self.folder = self._write(settings, payload)
+        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._sink: Callable[[str], None] | None = sink
+        self._flush = flush
         self._statuses: dict[int, int] = {}  # exit status by rank, in the order in which they ended
         self._watch = Watch(self.folder, self.ranks)
         self._patience = Patience(timeout, grace)
         self._output = OutputReader(self.folder, self.ranks)
+        self._polling = threading.RLock()
+        self._waiting = Waiting(NOTICE_AFTER)
+        self._noticed: set[str] = set()
         self._looked = 0.0
+        self._stopped_looks = 0  # in a row that found the nursery stopped
+        self._killed_at: float | None = None
         self._trace: Trace | None = None
-        settings.write(self.folder)
-        (self.folder / "payload.pkl").write_bytes(payload)
-        self.meta = {"world_size": self.ranks, "device": settings.device, "backend": settings.backend, **meta}
-        (self.folder / "meta.json").write_text(json.dumps(self.meta))
         self._id: int | None = None  # set when the ranks are started, by the first poll
+
+    def _write(self, settings: Settings, payload: bytes) -> Path:
+        """Make the folder of the launch, with all that ranks read."""
+        with name_full_disk(tempfile.gettempdir(), len(payload)):
+            folder = Path(tempfile.mkdtemp(prefix="mpkit-run-"))
+            self._warm.tell(do="folder", folder=str(folder))  # which it removes if this process is killed
+            try:
+                settings.write(folder)
+                (folder / "meta.json").write_text(json.dumps(self.meta))
+                (folder / "payload.pkl").write_bytes(payload)
+                reserve(folder, self.ranks)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+        return folder
 
     @property
     def trace(self) -> Trace:
@@ -96,36 +132,60 @@ class Launch:
             self._trace = trace
         return trace
 
+    # ---- while it goes ------------------------------------------------------------------------------------
+
     def poll(self, wait: float) -> bool:
         """Take in what happens within `wait` seconds; returns whether the launch is over.
 
         The first call starts the ranks, waiting for torch to be imported in the warm process if need be.
         """
-        if self._id is None and not self.over:
-            self._start()
-        for event in [] if self.over else self._warm.events(wait):
-            if event["event"] == "gone":
-                self._finish(MpkitError("the process that ranks are started from has died"))
-            elif event.get("id") != self._id:
-                continue  # of an earlier launch
-            elif event["event"] == "started":
-                self.pids = list(event["pids"])
-            elif event["event"] == "exit":
-                self._statuses.setdefault(event["rank"], event["status"])
-            elif event["event"] == "over":
-                self._finish(None)
-        now = time.monotonic()
-        if not self.over and now - self._looked > LOOK_EVERY:
-            self._looked = now
-            self._output.pump(self._sink)
-            self._check_for_hang()
+        with self._polling:
+            if self._id is None and not self.over:
+                self._start()
+            if not self.over:
+                self._take_events(wait)
+            if not self.over and time.monotonic() - self._looked > LOOK_EVERY:
+                self._looked = time.monotonic()
+                self._look()
         return self.over
 
+    def finish(self, pause: float = LOOK_EVERY, tick: Callable[[], None] = lambda: None) -> None:
+        """Poll until it is over; an exception on the way (Ctrl-C, an unreadable trace) ends the ranks first.
+
+        Args:
+            pause: seconds of one poll.
+            tick: called after each.
+        """
+        try:
+            while not self.poll(pause):
+                tick()
+        except BaseException as error:
+            self.end(error)
+            raise
+
     def kill(self) -> None:
-        """End all ranks at once; what they recorded stays. May be called from any thread."""
+        """End all ranks at once; what they recorded stays. May be called from any thread, and does not wait."""
         self.stopped = True
-        if self._id is not None:
-            self._warm.tell(do="kill", id=self._id)
+        self._kill_ranks()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End all ranks, and return when they are gone and the cluster can be used again. From any thread.
+
+        Args:
+            error: why; None: the user wants it. It is what the launch ends with.
+        """
+        if error is not None and self.error is None:
+            self.error = error if isinstance(error, Exception) else MpkitError(_spell_interrupt(error))
+        self.kill()
+        while not self.over:
+            if self._polling.acquire(timeout=LOOK_EVERY):  # else the thread that polls takes it in
+                try:
+                    if self._id is None:
+                        self._finish(None)
+                    elif not self.over:
+                        self._take_events(0.05)
+                finally:
+                    self._polling.release()
 
     def _start(self) -> None:
         try:
@@ -140,27 +200,209 @@ class Launch:
         if self.stopped:  # meanwhile, by another thread
             self.kill()
 
-    def finish(self, pause: float = LOOK_EVERY) -> None:
-        """Poll until it is over; an exception on the way (Ctrl-C) ends the ranks first."""
+    def _take_events(self, wait: float) -> None:
+        assert self._id is not None
+        for event in self._warm.events(self._id, wait):
+            if event["event"] == "gone":
+                self._force(MpkitError("the process that ranks are started from has died"))
+            elif event["event"] == "started":
+                self.pids = list(event["pids"])
+            elif event["event"] == "exit":
+                self._statuses.setdefault(event["rank"], event["status"])
+            elif event["event"] == "over":
+                self._finish(None)
+            if self.over:
+                return
+        if self._killed_at is not None and time.monotonic() - self._killed_at > KILL_TAKES:
+            self._force(
+                MpkitError("the process that ranks are started from did not answer; it has been ended")
+            )
+
+    def _look(self) -> None:
+        self._stopped_looks = self._stopped_looks + 1 if is_stopped(self._warm.pid) else 0
+        if self._stopped_looks * LOOK_EVERY > STOPPED_FOR:
+            self._force(MpkitError(STOPPED.format(pid=self._warm.pid)))
+            return
+        self._show_output()
+        self._check_for_hang()
+
+    def _show_output(self, last: bool = False) -> None:
+        """Bring new lines into the sink. One that fails gets no more."""
+        shown = False
+        for line in self._output.lines(last):
+            shown = self._tell_sink(line) or shown
+        if shown:
+            self._tell_sink(None)
+
+    def _tell_sink(self, line: str | None) -> bool:
+        """Give the sink a line, or flush it; return whether it took it."""
+        if self._sink is None:
+            return False
         try:
-            while not self.poll(pause):
-                pass
-        except BaseException:
-            self.kill()
-            deadline = time.monotonic() + 5.0
-            while not self.poll(0.05) and time.monotonic() < deadline:
-                pass
-            raise
+            self._flush() if line is None else self._sink(line)
+        except Exception as error:
+            self._sink = None
+            if isinstance(error, BrokenPipeError):
+                self.error = self.error or error
+                self._kill_ranks()
+            else:
+                with contextlib.suppress(
+                    OSError, ValueError, AttributeError
+                ):  # standard error may be gone as well
+                    print(
+                        "mpkit: what the ranks print cannot be shown any more "
+                        f"({type(error).__name__}: {error}); they go on",
+                        file=sys.stderr,
+                    )
+            return False
+        return True
+
+    def _kill_ranks(self) -> None:
+        if self._killed_at is None:
+            self._killed_at = time.monotonic()
+        if self._id is not None:
+            self._warm.tell(do="kill", id=self._id)
+
+    def _force(self, error: MpkitError) -> None:
+        """End everything without the nursery's help, and the nursery too."""
+        living = [pid for rank, pid in enumerate(self.pids) if rank not in self._statuses]
+        if living:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pids[0], signal.SIGKILL)
+        for pid in living:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        self._warm.kill()
+        self._finish(error)
+
+    def _check_for_hang(self) -> None:
+        if self.error is not None or self._killed_at is not None:
+            return
+        sights = self._watch.look_at_all()
+        trace = self.trace if self._patience.wants_trace(sights) else None
+        stopped = self._stopped_ranks() if self._patience.still > 0.3 or self._patience.holds else {}
+        if self._patience.is_over(sights, trace, stopped):
+            self.give_up()
+            return
+        waiting, others = self._waiting.look(sights, self.pids)
+        if not others:
+            self.waiting_for = None
+        elif self.waiting_for is None:
+            self._notice(waiting, others)
+
+    def _stopped_ranks(self) -> dict[int, int]:
+        """Ranks that SIGSTOP holds, with their process ids."""
+        return {rank: pid for rank, pid in enumerate(self.pids) if is_stopped(pid)}
+
+    def _notice(self, waiting: list[int], others: list[int]) -> None:
+        """Say for whom ranks wait, and where it is; once for each place."""
+        stacks = self._stacks(others)
+        if self.over:
+            return
+        stopped = self._stopped_ranks()
+        places = []
+        for rank in others[:SAID_RANKS]:
+            share = self._waiting.cpu_share(rank, self.pids)
+            busy = "" if share is None else ", using CPU time" if share >= IDLE else ", using no CPU time"
+            place = place_of(stacks[rank])
+            places.append(
+                stopped_words(rank, stopped[rank])
+                if rank in stopped
+                else f"rank {rank} {f'is at {place}' if place else 'is in C code'}{busy}"
+            )
+        more = [f"{len(others) - SAID_RANKS} more"] * (len(others) > SAID_RANKS)
+        for_whom = f"for {ranks_spelt(others)}" if waiting != others else "and none uses CPU time"
+        have = "has" if len(waiting) == 1 else "have"
+        self.waiting_for = (
+            f"{ranks_spelt(waiting)} {have} waited for {self._waiting.after:g} s {for_whom}: "
+            + "; ".join(places + more)
+        )
+        if self.waiting_for not in self._noticed:
+            self._noticed.add(self.waiting_for)
+            limit = self._patience.timeout or LIMIT
+            if self._tell_sink(f"mpkit: {self.waiting_for}. (An error after {limit:g} s: timeout=...)"):
+                self._tell_sink(None)
+
+    def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Python stacks of these ranks, "" for a rank that does not answer; exits meanwhile are taken in."""
+        paths = {rank: part(self.folder, rank, "stack") for rank in ranks}
+        ends = {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
+        found = dict.fromkeys(ranks, "")
+        stopped = self._stopped_ranks()
+        for by_signal in (False, True):
+            missing = [rank for rank in ranks if not found[rank] and rank not in stopped]
+            for rank in missing:
+                if by_signal and rank < len(self.pids) and rank not in self._statuses:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(self.pids[rank], signal.SIGUSR1)
+                else:
+                    request_stack(self.folder, rank)
+            deadline = time.monotonic() + STACKS_TAKE
+            while missing and time.monotonic() < deadline and not self.over:
+                self._take_events(0.02)
+                found |= {rank: read_stack(self.folder, rank, ends[rank]) for rank in missing}
+                missing = [rank for rank in missing if not found[rank]]
+        return found
+
+    def give_up(self) -> None:
+        """End all ranks as hung, with the report of who waits where; for `poll` and who calls it."""
+        trace, now, stopped = self.trace, time.monotonic_ns(), self._stopped_ranks()
+        still = self._patience.still
+        stacks = self._stacks(range(self.ranks))
+        if self.over:
+            return
+        self.error = first_mismatch(trace) or Deadlock(explain(trace, stacks, still, now, stopped))
+        self._kill_ranks()
+
+    # ---- when it is over ----------------------------------------------------------------------------------
+
+    def _finish(self, error: MpkitError | None) -> None:
+        """The ranks are gone: find out what became of them, show the last they printed, keep no files open."""
+        try:
+            if self.error is None and not self.stopped:
+                lost = error is not None and not self._statuses
+                self.error = (
+                    RankFailed(str(error)) if lost else failure(self.folder, self._statuses, self.trace)
+                )
+        except Exception as unreadable:
+            self.error = unreadable
+        finally:
+            self.over = True
+            self._watch.close()
+            if self._id is not None:
+                self._warm.forget(self._id)
+            self._show_output(last=True)
+
+    def raise_error(self) -> None:
+        """Raise what went wrong, if something did.
+
+        Where nobody reads what this program prints (`python train.py | head -1`), it ends as other programs do:
+        with exit code 141 (128 + SIGPIPE), and without a traceback.
+        """
+        if self.error is None:
+            return
+        if (
+            isinstance(self.error, BrokenPipeError)
+            and sys.stdout is sys.__stdout__
+            and sys.stdout is not None
+        ):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at the end
+            raise SystemExit(128 + 13)
+        raise self.error.with_traceback(None)  # not the frames of an earlier raise
 
     def results(self, load: Callable[[IO[bytes]], Any] = pickle.load) -> list[Any]:
         """What the function returned, by rank; raises what went wrong instead.
 
         Args:
             load: reads a result's file; for who does not trust the ranks.
+
+        Raises:
+            MpkitError: it was stopped before its end.
         """
         assert self.over, "asked for results before the launch was over"
-        if self.error is not None:
-            raise self.error
+        self.raise_error()
+        if self.stopped:
+            raise MpkitError("this run was stopped before its end: there are no results")
         return [self.result(rank, load) for rank in range(self.ranks)]
 
     def result(self, rank: int, load: Callable[[IO[bytes]], Any] = pickle.load) -> Any:
@@ -168,80 +410,6 @@ class Launch:
         with part(self.folder, rank, "result").open("rb") as file:
             return load(file)
 
-    def _check_for_hang(self) -> None:
-        if self.error is not None:
-            return
-        sights = self._watch.look_at_all()
-        trace = self.trace if self._patience.wants_trace(sights) else None
-        if self._patience.is_over(sights, trace):
-            self.give_up()
 
-    def give_up(self) -> None:
-        """End all ranks as hung, with the report of who waits where; for `poll` and who calls it."""
-        self._warm.tell(do="stacks", id=self._id)
-        deadline = time.monotonic() + STACKS_TAKE
-        while time.monotonic() < deadline:  # exits that happen meanwhile are taken in
-            for event in self._warm.events(0.05):
-                if event["event"] == "exit" and event["id"] == self._id:
-                    self._statuses.setdefault(event["rank"], event["status"])
-        stacks = {rank: _read(part(self.folder, rank, "stack")) for rank in range(self.ranks)}
-        message = explain(self.trace, stacks, self._patience.still, time.monotonic_ns())
-        self.error = Deadlock(message)
-        self._warm.tell(do="kill", id=self._id)
-
-    def _finish(self, error: MpkitError | None) -> None:
-        self.over = True
-        self._output.pump(self._sink)
-        if self.error is None and not self.stopped:
-            lost = error is not None and not self._statuses
-            self.error = RankFailed(str(error)) if lost else failure(self.folder, self._statuses, self.trace)
-
-
-def pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """Function and arguments as bytes; what lives in a notebook, script or REPL goes by value.
-
-    Raises:
-        ValueError: something in them cannot leave this process (a lock, an open file, a generator).
-    """
-    try:
-        return bytes(cloudpickle.dumps((function, tuple(args))))
-    except Exception as error:
-        name = getattr(function, "__name__", type(function).__name__)
-        raise ValueError(
-            f"{name} or what it uses cannot be sent to other processes ({type(error).__name__}: {error}). "
-            "Locks, open files, sockets, generators and widgets stay in the process that made them: create such "
-            "things inside the function, or pass the plain data they hold."
-        ) from error
-
-
-def here(ranks: int, device: str, backend: str, devices: int, layers: bool) -> Settings:
-    """The settings of a launch from this process, as it is now."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Settings(
-        ranks=ranks,
-        device=device,
-        backend=backend,
-        devices=devices,
-        threads=1 if device == "cpu" else max(1, cores // ranks),
-        path=[os.path.abspath(p) if p else os.getcwd() for p in sys.path],
-        cwd=os.getcwd(),
-        argv=list(sys.argv),
-        sources=_sources_without_file(),
-        layers=layers,
-    )
-
-
-def _sources_without_file() -> dict[str, str]:
-    """Notebook cells and REPL input, whose lines a rank's traceback should show."""
-    found: dict[str, str] = {}
-    for name, entry in list(linecache.cache.items()):
-        if len(entry) == 4 and not os.path.exists(name) and len(found) < 2000:
-            found[name] = "".join(entry[2])
-    return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except FileNotFoundError:
-        return ""
+def _spell_interrupt(error: BaseException) -> str:
+    return f"the thread that follows the ranks was ended by {type(error).__name__}"

@@ -11,8 +11,10 @@ It is spoken to in JSON lines, over its standard input and output:
                                                                  {"event": "exit", "id": 7, "rank": 2, "status": -9}
                                                                  {"event": "over", "id": 7}
     {"do": "kill", "id": 7}         every rank of that launch, at once
-    {"do": "stacks", "id": 7}       every rank writes its Python stacks to rank*.stack
-    end of file                     whoever started us is gone: kill all ranks and leave
+    {"do": "folder", "folder": "..."}               of a launch to come
+    {"do": "close"}                 an orderly end is next
+    end of file                     whoever started us is gone: kill all ranks and leave; without a "close" before,
+                                    remove the launches' folders too, which nobody else will do
 
 The life of a rank, so that no peer sees a closed connection before its time:
 
@@ -27,8 +29,8 @@ import importlib
 import json
 import os
 import selectors
+import shutil
 import signal
-import socket
 import sys
 import warnings
 from dataclasses import dataclass, field
@@ -74,6 +76,8 @@ class Nursery:
     out: int
     fork: bool
     broods: dict[int, Brood] = field(default_factory=dict)
+    folders: set[str] = field(default_factory=set)
+    orderly: bool = False
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def say(self, event: str, **values: Any) -> None:
@@ -112,32 +116,30 @@ class Nursery:
     def obey(self, command: dict[str, Any]) -> None:
         if command["do"] == "launch":
             self.launch(command["id"], command["folder"], command["ranks"])
+        elif command["do"] == "folder":
+            self.folders.add(command["folder"])
+        elif command["do"] == "close":
+            self.orderly = True
         elif command["do"] == "import":
             import_installed(command["modules"])
         elif command["id"] in self.broods:
-            brood = self.broods[command["id"]]
-            brood.signal(signal.SIGKILL if command["do"] == "kill" else signal.SIGUSR1)
+            self.broods[command["id"]].signal(signal.SIGKILL)
 
     def launch(self, number: int, folder: str, ranks: int) -> None:
-        """Fork the ranks. They meet at a socket that is bound and listening before the first of them runs."""
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(4 * ranks)
+        """Fork the ranks. They meet in a file of the launch's folder."""
         done_read, done_write = os.pipe()
         release_read, release_write = os.pipe()
-        inherited = {"listener": listener.fileno(), "done": done_write, "release": release_read}
+        inherited = {"done": done_write, "release": release_read}
         mine = [done_read, release_write, self.out]
-        port = listener.getsockname()[1]
         pids: dict[int, int] = {}
         group = 0
         for rank in range(ranks):
-            pid = self.start(rank, group, folder, port, inherited, mine)
+            pid = self.start(rank, group, folder, inherited, mine)
             group = group or pid
             # Parent and child both set it, so that it holds for whichever comes first.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.setpgid(pid, group)
             pids[pid] = rank
-        listener.close()
         os.close(done_write)
         os.close(release_read)
         brood = Brood(number, pids, group, done_read, release_write, ranks)
@@ -145,18 +147,20 @@ class Nursery:
         self.selector.register(done_read, selectors.EVENT_READ, brood)
         self.say("started", id=number, pids=list(pids))
 
-    def start(
-        self, rank: int, group: int, folder: str, port: int, fds: dict[str, int], mine: list[int]
-    ) -> int:
+    def start(self, rank: int, group: int, folder: str, fds: dict[str, int], mine: list[int]) -> int:
         """One rank, by fork where that is safe, else as a fresh interpreter that imports torch again."""
         parent = os.getpid()
         if not self.fork:
             import subprocess
 
-            config = json.dumps([rank, group, folder, port, fds, parent])
-            command = [sys.executable, "-c", f"from mpkit.launch.rank import spawned; spawned({config!r})"]
+            from mpkit.launch.boot import boot_command
+
+            config = json.dumps([rank, group, folder, fds, parent])
             return subprocess.Popen(
-                command, pass_fds=list(fds.values()), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+                boot_command("mpkit.launch.rank:spawned", config),
+                pass_fds=list(fds.values()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
             ).pid
         with warnings.catch_warnings():
             # Python warns that threads do not survive a fork. Those there are belong to numpy's BLAS,
@@ -176,7 +180,7 @@ class Nursery:
                 self.selector.close()
                 from mpkit.launch.rank import main as rank_main
 
-                rank_main(rank, group, folder, port, fds, parent)
+                rank_main(rank, group, folder, fds, parent)
             finally:
                 os._exit(70)  # never back into the nursery's loop
         return pid
@@ -229,6 +233,8 @@ class Nursery:
             for pid in brood.pids:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
+        for folder in [] if self.orderly else self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def warm_up() -> None:
@@ -254,8 +260,13 @@ def import_installed(modules: list[str]) -> None:
     gc.freeze()
 
 
-def main(fork: bool) -> None:
-    """Run by a Cluster in a process and session of its own, so that no Ctrl-C of the terminal reaches it."""
+def main(*options: str) -> None:
+    """Run by a Cluster in a process and session of its own, so that no Ctrl-C of the terminal reaches it.
+
+    Args:
+        options: "--spawn" for ranks that are fresh interpreters and not forked.
+    """
+    fork = "--spawn" not in options
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Events leave by a private copy of standard output: nothing printed by an import may come between them.
     out = os.dup(1)
@@ -268,4 +279,4 @@ def main(fork: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(fork="--spawn" not in sys.argv)
+    main(*sys.argv[1:])

@@ -1,31 +1,51 @@
-"""What ranks print, brought to whoever launched them: labelled by rank, in order.
+"""What ranks print: a rank's sys.stdout and sys.stderr.
 
 All ranks append records to one file. The system appends each write as a whole, so lines of different ranks never
 mix, and the file's order is the order in which they were printed. What bypasses Python (C++ code, child processes)
-goes to a file a rank, since it comes without a label.
+goes to a file per rank, since it comes without a label. `mpkit.launch.output_reader` is the other end.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable
 
-from mpkit.launch.folder import OUTPUT, OUTPUT_LIMIT, part
+from mpkit.launch.folder import MAGIC, OUTPUT, OUTPUT_LIMIT
 
-__all__ = ["Labelled", "OutputReader"]
+__all__ = ["Labelled", "cut_note"]
+
+UNFINISHED_LIMIT = 1_000_000
+"""Characters of a line that are kept until it is finished."""
+
+
+def cut_note() -> str:
+    """Return what stands in place of the output beyond the limit."""
+    return f"(more than {OUTPUT_LIMIT:,} bytes printed: the rest is left out)"
 
 
 class Labelled(io.TextIOBase):
-    """A rank's sys.stdout or sys.stderr: whole lines, each a record of output.log."""
+    """A rank's sys.stdout or sys.stderr: whole lines, each a record of output.log.
 
-    def __init__(self, file: int, rank: int, stream: int) -> None:
+    Args:
+        file: descriptor of output.log.
+        rank: whose output it is.
+        stream: 1 for stdout, 2 for stderr.
+        on_failure: told why, if there is no space for output. Nothing is written then, and the rank goes on.
+    """
+
+    def __init__(
+        self, file: int, rank: int, stream: int, on_failure: Callable[[OSError], None] = lambda error: None
+    ) -> None:
         self._file = file
         self._rank = rank
         self._stream = stream
-        self._pending = ""
+        self._on_failure = on_failure
+        self._pieces: deque[str] = deque()  # of the unfinished line; appended to and drained by any thread
+        self._size = 0
         self._written = 0
+        self._unfinished = False  # what was sent last had no line end
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -41,66 +61,45 @@ class Labelled(io.TextIOBase):
         return False
 
     def write(self, text: str) -> int:
-        """Keep `text` until its line is complete."""
-        self._pending += text
-        if "\n" in self._pending:
-            whole, self._pending = self._pending.rsplit("\n", 1)
+        """Keep `text` until its line is finished."""
+        self._pieces.append(text)
+        self._size += len(text)
+        if "\n" in text:
+            whole, _, rest = self._drain().rpartition("\n")
+            self._pieces.appendleft(rest)
+            self._size = len(rest)
             self._send(whole + "\n")
+        elif self._size > UNFINISHED_LIMIT:
+            self.flush()
         return len(text)
 
     def flush(self) -> None:
         """Send what there is, even of an unfinished line."""
-        if self._pending:
-            pending, self._pending = self._pending, ""
-            self._send(pending)
+        self._size = 0
+        if text := self._drain():
+            self._send(text)
+
+    def _drain(self) -> str:
+        taken = []
+        while self._pieces:
+            taken.append(self._pieces.popleft())
+        return "".join(taken)
 
     def _send(self, text: str) -> None:
-        if self._written > OUTPUT_LIMIT:
+        room = OUTPUT_LIMIT - self._written
+        if room < 0 or self._file < 0:
             return
         data = text.encode("utf-8", "replace")
         self._written += len(data)
-        if self._written > OUTPUT_LIMIT:
-            data = f"(more than {OUTPUT_LIMIT:,} bytes printed: the rest is left out)\n".encode()
-        os.write(self._file, OUTPUT.pack(self._rank, self._stream, len(data)) + data)
-
-
-class OutputReader:
-    """The other end: yields what was printed since the last look, a labelled line at a time."""
-
-    def __init__(self, folder: Path, ranks: int) -> None:
-        self._folder = folder
-        self._ranks = ranks
-        self._places: dict[Path, int] = {}
-
-    def _new_bytes(self, path: Path) -> bytes:
+        if len(data) > room:
+            data = data[:room].decode("utf-8", "ignore").encode()
+            data += b"\n" * bool(data[-1:] not in (b"", b"\n") or (not data and self._unfinished))
+            data += f"{cut_note()}\n".encode()
+        self._unfinished = not data.endswith(b"\n")
+        record = OUTPUT.pack(MAGIC, self._rank, self._stream, len(data)) + data
         try:
-            with path.open("rb") as file:
-                file.seek(self._places.get(path, 0))
-                return file.read(OUTPUT_LIMIT)
-        except FileNotFoundError:
-            return b""
-
-    def lines(self) -> Iterator[str]:
-        """Lines such as "[rank 2] loss 3.1", without their line ends."""
-        path = self._folder / "output.log"
-        data = self._new_bytes(path)
-        place = 0
-        while place + OUTPUT.size <= len(data):
-            rank, _, length = OUTPUT.unpack_from(data, place)
-            if place + OUTPUT.size + length > len(data):
-                break
-            text = data[place + OUTPUT.size : place + OUTPUT.size + length].decode("utf-8", "replace")
-            place += OUTPUT.size + length
-            yield from (f"[rank {rank}] {line}" for line in text.splitlines())
-        self._places[path] = self._places.get(path, 0) + place
-        for rank in range(self._ranks):
-            path = part(self._folder, rank, "std")
-            whole = self._new_bytes(path)
-            whole = whole[: whole.rfind(b"\n") + 1]
-            self._places[path] = self._places.get(path, 0) + len(whole)
-            yield from (f"[rank {rank}] {line}" for line in whole.decode("utf-8", "replace").splitlines())
-
-    def pump(self, sink: Callable[[str], None]) -> None:
-        """All new lines into `sink`."""
-        for line in self.lines():
-            sink(line)
+            while record:
+                record = record[os.write(self._file, record) :]
+        except OSError as error:
+            self._file = -1
+            self._on_failure(error)

@@ -16,7 +16,6 @@ import linecache
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -27,18 +26,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from mpkit.disk import FULL, full_disk, write_whole
+from mpkit.errors import CommMismatch
 from mpkit.launch.context import Context
-from mpkit.launch.folder import Settings, part, write_error
+from mpkit.launch.folder import UNREPORTED, Settings, part, write_error, write_note
 from mpkit.launch.output import Labelled
+from mpkit.launch.stacks import answer_requests
+from mpkit.launch.store import store_of
+from mpkit.parallel.call_checks import CallChecks
 from mpkit.parallel.comm import Comm
 from mpkit.record.recorder import Recorder
+from mpkit.tracebacks import fold_chain
 
 __all__ = ["main", "spawned"]
 
 
-def main(rank: int, group: int, folder: str, port: int, fds: dict[str, int], parent: int) -> None:
+def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -> None:
     """Never returns: a rank leaves by os._exit, whatever its threads do."""
     place = Path(folder)
     recorder: Recorder | None = None
@@ -46,8 +50,9 @@ def main(rank: int, group: int, folder: str, port: int, fds: dict[str, int], par
         settings = detach(rank, group, place, parent)
         device = device_of(rank, settings)
         recorder = Recorder(place, rank, device, layers=settings.layers)
-        store = meet(rank, settings, port, fds["listener"])
-        comm = Comm(rank, settings.ranks, recorder, device, settings.backend)
+        store = meet(rank, settings, place)
+        checks = CallChecks(place, rank) if settings.compares else None
+        comm = Comm(rank, settings.ranks, recorder, device, settings.backend, checks)
         context = Context(rank, settings.ranks, device, comm, recorder)
         work(context, place)
         recorder.close("finished")
@@ -55,14 +60,16 @@ def main(rank: int, group: int, folder: str, port: int, fds: dict[str, int], par
         del store
         os._exit(0)
     except BaseException as error:  # SystemExit too: a rank that leaves early leaves its peers waiting
-        report(error, rank, place, recorder)
+        try:
+            report(error, rank, place, recorder)
+        except BaseException:
+            os._exit(UNREPORTED)
         os._exit(1)
 
 
 def spawned(config: str) -> None:
     """Where ranks are not forked: the same, in a fresh interpreter."""
-    rank, group, folder, port, fds, parent = json.loads(config)
-    main(rank, group, folder, port, fds, parent)
+    main(*json.loads(config))
 
 
 def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
@@ -83,14 +90,23 @@ def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
     os.dup2(std, 1)
     os.dup2(std, 2)
     log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    sys.stdout, sys.stderr = Labelled(log, rank, 1), Labelled(log, rank, 2)
-    stack = os.open(part(folder, rank, "stack"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
 
+    def say_where_output_ends(error: OSError) -> None:
+        reason = full_disk(error, folder) if error.errno in FULL else error
+        write_note(folder, rank, f"mpkit: what rank {rank} printed after this is lost: {reason.strerror}")
+
+    sys.stdout, sys.stderr = (Labelled(log, rank, stream, say_where_output_ends) for stream in (1, 2))
+    stack = answer_requests(folder, rank)
+    faulthandler.enable(file=stack)  # where Python was when C++ code gave up, in whatever thread
+
+    for name, value in settings.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     sys.path[:] = settings.path
     sys.argv[:] = settings.argv
-    with contextlib.suppress(OSError):
-        os.chdir(settings.cwd)
+    os.chdir(settings.cwd)
     for name, text in settings.sources.items():
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     return settings
@@ -106,27 +122,16 @@ def device_of(rank: int, settings: Settings) -> torch.device:
     return device
 
 
-def meet(rank: int, settings: Settings, port: int, listener: int) -> TCPStore:
-    """Find the other ranks and form the process group, over the loopback interface.
+def meet(rank: int, settings: Settings, folder: Path) -> Any:
+    """Find the other ranks in the launch's folder and form the process group, over the loopback interface.
 
-    Rank 0 serves the store on a socket that has been listening since before the fork: no port to guess, nobody
-    to wait for. Collectives get a time-out of a day, since the launcher tells a hang from slow work far sooner.
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are the user's if they are set. Collectives get a time-out of a day,
+    since the launcher tells a hang from slow work far sooner.
     """
     loopback = "lo" if sys.platform == "linux" else "lo0"
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = (
-        loopback  # gloo's only way to be told
-    )
-    store = TCPStore(
-        "127.0.0.1",
-        port,
-        settings.ranks,
-        is_master=rank == 0,
-        wait_for_workers=False,
-        master_listen_fd=listener if rank == 0 else None,
-        timeout=timedelta(seconds=60),
-    )
-    if rank != 0:
-        socket.socket(fileno=listener).close()
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # gloo's only way to be told
+        os.environ.setdefault(name, loopback)
+    store = store_of(folder, settings.ranks, settings.backend)
     dist.init_process_group(
         settings.backend, store=store, rank=rank, world_size=settings.ranks, timeout=timedelta(days=1)
     )
@@ -140,12 +145,9 @@ def work(context: Context, folder: Path) -> None:
     result = function(context, *args)
     sys.stdout.flush()
     sys.stderr.flush()
-    import cloudpickle
+    from mpkit.launch.packing import dumps
 
-    partial = part(folder, context.rank, "result.partial")
-    with partial.open("wb") as file:
-        cloudpickle.dump(result, file)
-    partial.replace(part(folder, context.rank, "result"))
+    write_whole(part(folder, context.rank, "result"), dumps(result))
 
 
 def leave(fds: dict[str, int]) -> None:
@@ -157,20 +159,27 @@ def leave(fds: dict[str, int]) -> None:
 def report(error: BaseException, rank: int, folder: Path, recorder: Recorder | None) -> None:
     """Leave behind what the parent needs to say what failed, and where."""
     now = time.monotonic_ns()
+    try:
+        message = str(error)
+    except Exception as worse:  # its own __str__ fails
+        message = f"(its __str__ raises {type(worse).__name__})"
     found: dict[str, Any] = {
         "time": now,
         "type": type(error).__name__,
-        "message": str(error),
+        "message": message,
         "traceback": "".join(traceback.format_exception(type(error), error, _own_frames(error))),
         # A peer's death closes connections: an error of its kind is an effect, seldom a cause.
         "secondary": isinstance(error, dist.DistError)
-        or "Connection closed by peer" in str(error)
-        or "Connection reset by peer" in str(error),
+        or "Connection closed by peer" in message
+        or "Connection reset by peer" in message,
+        "other": error.other if isinstance(error, CommMismatch) else None,
     }
+    fold_chain(error)
+    found["folded"] = "".join(traceback.format_exception(error))
     if recorder is not None:
         current = recorder.current
         found |= {"step": current.step, "stage": current.stage, "microbatch": current.microbatch}
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(Exception):  # they may be the user's own, and the error comes first
         sys.stdout.flush()
         sys.stderr.flush()
     write_error(folder, rank, found)

@@ -70,3 +70,7 @@ class Watch:
     def look_at_all(self) -> tuple[Sight, ...]:
         """Every rank, now."""
         return tuple(self.look(rank) for rank in range(len(self._maps)))
+
+    def close(self) -> None:
+        """Keep no file open; for when the ranks are gone."""
+        self._maps = [None] * len(self._maps)

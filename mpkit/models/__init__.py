@@ -1,5 +1,6 @@
 """Models to train, most of them chains of layers, and what cuts a chain into stages."""
 
+from mpkit.models.blocks import repeated_blocks
 from mpkit.models.chain import chain
 from mpkit.models.convnet import ConvNet
 from mpkit.models.cut import balance, cut
@@ -19,4 +20,5 @@ __all__ = [
     "chain",
     "cut",
     "next_token_loss",
+    "repeated_blocks",
 ]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from mpkit.models.hooks import is_bare
+
 __all__ = ["chain", "is_chain", "layers_of", "prefix_of"]
 
 
@@ -31,8 +33,8 @@ def prefix_of(layer: str) -> str:
 def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers of a model that is a chain, in order, with the names that its state dict knows them by.
 
-    A chain is an `nn.Sequential`, or a class made from it that leaves its `forward` as it is, such as the kit's own
-    models. Sequentials inside one are taken apart too.
+    A chain is an `nn.Sequential`, or a class made from it that leaves its `forward` and `__call__` as they are, such as
+    the kit's own models; without hooks, which would see the whole of it. Sequentials inside one are taken apart too.
 
     >>> [name for name, _ in chain(nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1))))]
     ['0', '1.0', '1.1']
@@ -43,7 +45,7 @@ def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if not is_chain(model):
         kind = type(model).__name__
         why = (
-            f"{kind} is made from nn.Sequential but has a forward of its own"
+            f"{kind} is made from nn.Sequential but has a forward, a __call__ or hooks of its own"
             if isinstance(model, nn.Sequential)
             else f"{kind} has a forward that may do anything"
         )
@@ -62,12 +64,17 @@ def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Whether a module is an `nn.Sequential` that leaves its `forward` as it is.
+    """Whether a module is an `nn.Sequential` whose call calls its layers one after the other, and nothing else.
 
     >>> is_chain(nn.Sequential()), is_chain(nn.ReLU())
     (True, False)
     """
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return (
+        isinstance(module, nn.Sequential)
+        and type(module).forward is nn.Sequential.forward
+        and type(module).__iter__ is nn.Sequential.__iter__
+        and is_bare(module)
+    )
 
 
 def _flatten(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:

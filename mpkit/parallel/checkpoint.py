@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from mpkit.errors import MpkitError
 from mpkit.parallel.checkpoint_files import (
-    Head,
     Resume,
     Saving,
     clean,
@@ -37,7 +36,9 @@ from mpkit.parallel.checkpoint_files import (
     partial_of,
     publish,
 )
+from mpkit.parallel.checkpoint_head import Head
 from mpkit.parallel.checkpoint_index import read_index
+from mpkit.parallel.checkpoint_lock import FolderLock
 from mpkit.parallel.checkpoint_planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
 from mpkit.parallel.checkpoint_state import (
     held,
@@ -83,6 +84,7 @@ class Checkpoints:
             self._resume(job.resume)
         if job.saving is not None:
             if context.rank == 0:
+                self._lock = FolderLock(Path(job.saving.folder), joins=True)  # until this process ends
                 clean(Path(job.saving.folder))
             context.comm.barrier()
 

@@ -2,7 +2,7 @@
 
     step-00000010.partial     being written; whoever finds it later throws it away
     step-00000010             whole: it got this name when every byte was on the disk
-        mpkit.json            what it is: `Head`
+        mpkit.json            what it is: `Head`, with a digest of itself and of all other files
         .metadata, *.distcp   torch.distributed.checkpoint's own files
     step-00000010.replaced    only while a newer one of the same step takes its place
 
@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from mpkit.parallel.checkpoint_head import Damaged, Head, read_told
 
 __all__ = [
-    "Damaged",
-    "Head",
     "Resume",
     "Saving",
     "candidates",
@@ -35,8 +33,6 @@ __all__ = [
     "read_head",
 ]
 
-FORMAT = 2  # 1: of each parameter flattened, before tensor parallelism
-HEAD = "mpkit.json"
 PARTIAL, REPLACED = ".partial", ".replaced"
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -56,42 +52,6 @@ class Saving:
     keep: int
 
 
-@dataclass
-class Head:
-    """What a checkpoint says about itself, in JSON.
-
-    Attributes:
-        step: how many steps were done, and so the number of the next one.
-        number: of the checkpoint, counted in its folder; the newest has the highest.
-        plan: of the training that wrote it.
-        world_size: how many ranks that had.
-        facts: of model and optimizer: `mpkit.prepare.resume.facts_of`.
-        scaler: of the loss: its scale, and steps since it changed.
-        skipped: steps that an overflow made everybody skip.
-        layout: names of the parameters in the order in which their gradients were sent, stage after stage.
-        files: by name, bytes and SHA-256.
-        format: of all this.
-    """
-
-    step: int
-    number: int
-    plan: dict[str, Any]
-    world_size: int
-    facts: dict[str, Any]
-    scaler: dict[str, Any]
-    skipped: int
-    layout: list[str]
-    files: dict[str, tuple[int, str]] = field(default_factory=dict)
-    format: int = FORMAT
-
-    def write(self, folder: Path) -> None:
-        """Into a checkpoint's folder, down to the disk."""
-        with (folder / HEAD).open("w") as file:
-            json.dump(asdict(self), file)
-            file.flush()
-            os.fsync(file.fileno())
-
-
 @dataclass(frozen=True)
 class Resume:
     """Where a training goes on from: a whole checkpoint."""
@@ -100,39 +60,14 @@ class Resume:
     head: Head
 
 
-class Damaged(Exception):
-    """A checkpoint that is not whole; says why."""
-
-
 def read_head(folder: Path) -> Head:
-    """What a checkpoint says about itself, if its files are what it says.
+    """Return what a checkpoint says about itself, if its files are what it says.
 
     Raises:
-        Damaged: they are not, or it says nothing.
+        Damaged: they are not, or it says nothing that a training could have written.
     """
-    try:
-        values = json.loads((folder / HEAD).read_text())
-        if values["format"] > FORMAT:
-            raise Damaged(
-                f"a later mpkit wrote it (format {values['format']}; this one reads up to {FORMAT})"
-            )
-        if values["format"] < FORMAT:
-            raise Damaged(
-                f"an mpkit from before tensor parallelism wrote it (format {values['format']}; this one reads format "
-                f"{FORMAT}). That one can go on from it, and its run.state_dict() takes the weights here"
-            )
-        head = Head(**values)
-        files = {str(name): (int(nbytes), str(sha)) for name, (nbytes, sha) in head.files.items()}
-        step, number = int(head.step), int(head.number)
-    except FileNotFoundError:
-        raise Damaged(f"it has no {HEAD}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(f"its {HEAD} cannot be read ({type(error).__name__}: {str(error)[:100]})") from None
-    if step < 0 or number < 0 or ".metadata" not in files:
-        raise Damaged(f"its {HEAD} is not one that mpkit wrote")
-    for name, (nbytes, sha) in files.items():
-        if Path(name).name != name:
-            raise Damaged(f"it names a file elsewhere, {name!r}")
+    head = read_told(folder)
+    for name, (nbytes, sha) in head.files.items():
         path = folder / name
         if not path.is_file():
             raise Damaged(f"{name} is missing")
@@ -164,8 +99,8 @@ def candidates(folder: Path, *, doubtful_first: bool = False) -> list[Path]:
 
 def _number(path: Path) -> int:
     try:
-        return int(json.loads((path / HEAD).read_text())["number"])
-    except (OSError, ValueError, TypeError, KeyError):
+        return read_told(path).number
+    except Damaged:
         return -1
 
 

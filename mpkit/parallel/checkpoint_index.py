@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,9 +18,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mpkit.parallel.checkpoint_boxes import Box, tile
-from mpkit.parallel.checkpoint_files import Damaged
+from mpkit.parallel.checkpoint_head import HEAD, Damaged, Head
 
-__all__ = ["read_index"]
+__all__ = ["check_told", "read_index"]
 
 
 def read_index(folder: Path) -> dcp.Metadata:
@@ -42,6 +43,29 @@ def read_index(folder: Path) -> dcp.Metadata:
     except (AttributeError, TypeError):  # from within an object that is not what its class makes
         pass
     raise Damaged("its .metadata is not an index of tensors that mpkit wrote")
+
+
+def check_told(head: Head, index: dcp.Metadata) -> None:
+    """Check that a checkpoint has the tensors of which it tells: parameters, buffers and random states.
+
+    Raises:
+        Damaged: one is not there, or of another size.
+    """
+    wanted = {
+        f"{kind}/{name}": prod(map(int, form[1 : form.index("]")].split(", "))) if form[1] != "]" else 1
+        for kind, facts in (("weight", head.facts["trained"]), ("model", head.facts["others"]))
+        for name, form in facts.items()
+    }
+    tensors: Any = index.state_dict_metadata
+    for name, numel in wanted.items():
+        there = prod(tensors[name].size) if name in tensors else 0
+        if there != numel:
+            raise Damaged(f"its {HEAD} tells of {numel} elements of {name}, and {there} are there")
+    for rank in range(head.world_size):
+        if f"random/{rank}" not in tensors:
+            raise Damaged(
+                f"its {HEAD} tells of {head.world_size} ranks; rank {rank}'s random state is not there"
+            )
 
 
 class _Unpickler(pickle.Unpickler):

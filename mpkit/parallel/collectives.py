@@ -67,8 +67,9 @@ class Collectives(Groups):
             return tensor.div_(group.size) if op == "mean" else tensor
 
         work = self._collective(
-            Kind.ALL_REDUCE, group, tensor.nbytes,
-            lambda: dist.all_reduce(wire, reduction, group.handle, async_op=True), result, waits=not async_op,
+            Kind.ALL_REDUCE, group, tensor, tensor.nbytes,
+            lambda: dist.all_reduce(wire, reduction, group.handle, async_op=True), result,
+            reduction=op, waits=not async_op,
         )  # fmt: skip
         return work if async_op else work.wait()
 
@@ -95,7 +96,7 @@ class Collectives(Groups):
         wire = self._wire.outgoing(tensor if tensor.dim() else tensor[None])
         whole = self._into(out, (group.size * wire.shape[0], *wire.shape[1:]), wire, "all_gather")
         work = self._collective(
-            Kind.ALL_GATHER, group, group.size * tensor.nbytes,
+            Kind.ALL_GATHER, group, wire, group.size * tensor.nbytes,
             lambda: start_all_gather(whole, wire, group, self.rank, gloo=self._gloo),
             lambda: self._wire.arrived(whole, out), waits=not async_op,
         )  # fmt: skip
@@ -125,7 +126,7 @@ class Collectives(Groups):
         wire = self._wire.outgoing(tensor)
         mine = self._into(out, part, wire, "reduce_scatter")
         work = self._collective(
-            Kind.REDUCE_SCATTER, group, tensor.nbytes,
+            Kind.REDUCE_SCATTER, group, tensor, tensor.nbytes,
             lambda: start_reduce_scatter(mine, wire, group, gloo=self._gloo),
             lambda: self._wire.arrived(mine, out), waits=not async_op,
         )  # fmt: skip
@@ -143,7 +144,7 @@ class Collectives(Groups):
         wire = self._wire.outgoing(tensor)
         swapped = self._wire.incoming(wire.shape, wire)
         return self._collective(
-            Kind.ALL_TO_ALL, group, tensor.nbytes,
+            Kind.ALL_TO_ALL, group, tensor, tensor.nbytes,
             lambda: dist.all_to_all_single(swapped, wire, group=group.handle, async_op=True),
             lambda: self._wire.arrived(swapped),
         ).wait()  # fmt: skip
@@ -153,5 +154,10 @@ class Collectives(Groups):
         group = self._check(group, "barrier")
         nothing = torch.empty(0)
         self._collective(
-            Kind.BARRIER, group, 0, lambda: dist.barrier(group.handle, async_op=True), lambda: nothing
+            Kind.BARRIER,
+            group,
+            nothing,
+            0,
+            lambda: dist.barrier(group.handle, async_op=True),
+            lambda: nothing,
         ).wait()

@@ -6,6 +6,7 @@ these: whoever waits, waits in an open WAIT, and whoever never came has no op of
 
     wire           what all communication shares
     groups         which ranks communicate
+    call_checks    do their calls fit each other?
     collectives    what a group of ranks does together, all alike
     rooted         the same with a root, which gives or gets
     comm           Comm: all of that, and messages between two ranks
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpkit.parallel.call_checks import Call, CallChecks
 from mpkit.parallel.collectives import Collectives
 from mpkit.parallel.message import tag_number
 from mpkit.parallel.rooted import RootedCollectives
@@ -37,9 +39,15 @@ class Comm(Collectives, RootedCollectives):
     """
 
     def __init__(
-        self, rank: int, world_size: int, record: Recorder, device: torch.device, backend: str
+        self,
+        rank: int,
+        world_size: int,
+        record: Recorder,
+        device: torch.device,
+        backend: str,
+        checks: CallChecks | None = None,
     ) -> None:
-        super().__init__(rank, world_size, record, device, backend)
+        super().__init__(rank, world_size, record, device, backend, checks)
         self._messages: dict[str, int] = {}  # messages so far, by "src>dst#tag"
 
     def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> Work:
@@ -56,6 +64,7 @@ class Comm(Collectives, RootedCollectives):
         return self._wire.issue(
             Kind.SEND, channel, number, dst, tensor.nbytes,
             lambda: dist.isend(wire, dst, tag=tag_number(tag)), lambda: tensor,
+            call=self._message(Kind.SEND, channel, number, dst, tag, tensor),
         )  # fmt: skip
 
     def irecv(self, buffer: Tensor, src: int, tag: int | str = 0) -> Work:
@@ -71,6 +80,7 @@ class Comm(Collectives, RootedCollectives):
             Kind.RECV, channel, number, src, buffer.nbytes,
             lambda: dist.irecv(wire, src, tag=tag_number(tag)),
             lambda: self._wire.arrived(wire, buffer),
+            call=self._message(Kind.RECV, channel, number, src, tag, buffer),
         )  # fmt: skip
 
     def send(self, tensor: Tensor, dst: int, tag: int | str = 0) -> None:
@@ -92,6 +102,14 @@ class Comm(Collectives, RootedCollectives):
         number = self._messages.get(channel, 0)
         self._messages[channel] = number + 1
         return channel, number
+
+    def _message(
+        self, kind: Kind, channel: str, number: int, peer: int, tag: int | str, tensor: Tensor
+    ) -> Call | None:
+        """This end of a message, to be compared with the other one."""
+        if self._checks is None:
+            return None
+        return self._checks.message(kind, channel, number, peer, tag, tensor)
 
     def _check_peer(self, peer: int, what: str) -> None:
         if peer == self.rank or not 0 <= peer < self.world_size:

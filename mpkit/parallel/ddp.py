@@ -32,7 +32,7 @@ from mpkit.plan import Plan
 if TYPE_CHECKING:
     from mpkit.launch.context import Context
 
-__all__ = ["DDP", "broadcast_all", "unused_error"]
+__all__ = ["DDP", "broadcast_all", "unused_error", "unused_message"]
 
 AT_ONCE = 8 * 2**20
 """Bytes that are broadcast at once at the start: large enough for the link, and little beside a model."""
@@ -209,9 +209,14 @@ def broadcast_all(replicas: Axis, module: nn.Module) -> None:
 
 def unused_error(names: list[str]) -> MpkitError:
     """The error of parameters without a gradient."""
+    return MpkitError(unused_message(names, "in this step", "on this rank"))
+
+
+def unused_message(names: list[str], when: str = "in any step", where: str = "for any sample") -> str:
+    """What is said of parameters without a gradient."""
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return MpkitError(
-        f"No gradient came for {shown} in this step: the loss does not depend on "
-        f"{'it' if len(names) == 1 else 'them'} on this rank, and the other ranks wait for the sum. If that is meant, "
+    return (
+        f"No gradient came for {shown} {when}: the loss does not depend on "
+        f"{'it' if len(names) == 1 else 'them'} {where}, and the other ranks wait for the sum. If that is meant, "
         "unused='allow' in the Plan; if not, use them in the forward, or freeze them: parameter.requires_grad_(False)."
     )

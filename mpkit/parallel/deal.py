@@ -50,6 +50,15 @@ class Deal(Feed):
         super().__init__(context, job, needed=True)
         self._rank = context.rank
 
+    def _wanted(self, step: int) -> list[slice]:
+        """This rank's parts of a step's batch; on rank 0 everybody's."""
+        if self._rank:
+            return super()._wanted(step)
+        cut = split(self._source.size(step), self._m)
+        return [
+            share(start, end, r, self._n) for start, end in cut for r in range(self._n) if start + r < end
+        ]
+
     def take(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step, each a `Dealt`."""
         size = self._source.size(step)

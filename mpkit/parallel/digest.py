@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpkit.disk import FULL, full_disk
 from mpkit.parallel.microbatch import Value, leaves
 
 __all__ = ["Taken", "data_digest", "read_taken", "sample_digests"]
@@ -110,13 +112,27 @@ class Taken:
     """Writes what one rank took in each step. A line is one write: a rank that is killed loses none."""
 
     def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
         self._fd = os.open(_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(self, step: int, parts: list[tuple[Value, Value]]) -> None:
         """Step number `step` took these parts of its batch."""
         raw = _raw_digests(parts)
         samples = ",".join(one.hex()[:SHORT] for one in raw)
-        os.write(self._fd, f"{step} {digest_of(raw)} {samples}\n".encode())
+        line = f"{step} {digest_of(raw)} {samples}\n".encode()
+        try:
+            while line and self._fd >= 0:
+                line = line[os.write(self._fd, line) :]
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            os.close(self._fd)
+            self._fd = -1
+            warnings.warn(
+                f"digests of data stop before step {step}, the run goes on: {full_disk(error, self._folder).strerror}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _path(folder: Path, rank: int) -> Path:

@@ -90,7 +90,7 @@ class DP(Replica):
         self._came.clear()
         self._computed = False
 
-    def step(self, number: int, microbatches: list[MicroBatch]) -> float | None:
+    def step(self, number: int, microbatches: list[MicroBatch]) -> list[float]:
         """Forward and backward of a batch; rank 0 ends with the gradients.
 
         Args:
@@ -98,13 +98,13 @@ class DP(Replica):
             microbatches: this rank's share of the batch, on rank 0 everybody's (`Dealt`).
 
         Returns:
-            The mean loss over the batch on rank 0, None on the others.
+            The mean loss over the batch on rank 0, with the count if it has one; nothing on the others.
         """
         self._work.step = number
         losses = [self._microbatch(m, dealt) for m, dealt in enumerate(microbatches)]
-        return float(sum(loss.item() for loss in losses if loss is not None)) if self._rank == 0 else None
+        return [float(sum(each)) for each in zip(*losses, strict=True)]
 
-    def _microbatch(self, m: int, dealt: MicroBatch) -> Tensor | None:
+    def _microbatch(self, m: int, dealt: MicroBatch) -> list[float]:
         assert isinstance(dealt, Dealt)
         inputs = self._scatter(dealt)
         # ---- replicate
@@ -116,7 +116,8 @@ class DP(Replica):
         specs = self._specs(dealt)
         whole = self._gather(dealt, specs, kept.outputs if kept is not None else ())
         # ---- loss
-        loss, gradients = None, None
+        loss: list[float] = []
+        gradients = None
         if self._rank == 0:
             wants = [spec.requires_grad for spec in self._boundary(dealt).specs]
             loss, gradients = self._work.loss(m, dealt, whole, wants, self.loss_scale)

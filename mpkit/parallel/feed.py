@@ -1,7 +1,7 @@
 """Feed: this rank's share of each step's batch, in micro-batches.
 
     split     the batch into micro-batches, and each among the replicas
-    load      the share: of the ranks of a pipeline those take it that hold the first or the last stage
+    load      the share (`loader`): of the ranks of a pipeline those take it that hold the first or the last stage
     cut       its sequences, where ranks share those (context parallelism)
     account   digests of what was taken, for `Run.data_digest`
 
@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpkit.errors import MpkitError
 from mpkit.parallel.context.sequence import sequence_part
 from mpkit.parallel.digest import Taken
+from mpkit.parallel.fed import FedBatches
+from mpkit.parallel.loader import Loader, Parts
 from mpkit.parallel.microbatch import Value, batch_size, leaves, part, share, signature, split
 
 if TYPE_CHECKING:
@@ -31,7 +33,19 @@ __all__ = ["Feed", "MicroBatch", "Source", "WholeBatches"]
 
 
 class Source(Protocol):
-    """Where batches come from; `mpkit.Batches` is one too."""
+    """Where batches come from; `mpkit.Batches` is one too.
+
+    Attributes:
+        loads: a part has to be read, which takes time; else it is there.
+        num_workers: processes that read on each rank; 0: the rank itself.
+        prefetch: batches that each worker reads ahead; None without workers.
+        pin_memory: parts that go to a GPU are put into page-locked memory, from where copies overlap compute.
+    """
+
+    loads: bool
+    num_workers: int
+    prefetch: int | None
+    pin_memory: bool
 
     def __len__(self) -> int:
         """How many batches there are before they repeat, in whatever order."""
@@ -47,7 +61,17 @@ class Source(Protocol):
 
 
 class WholeBatches(list[tuple[Value, Value]]):
-    """Batches that are there: step i takes number i % len."""
+    """Batches that are there: step i takes number i % len.
+
+    Attributes:
+        read_in: seconds that a loader took for them, before the start; 0 of a list.
+    """
+
+    loads = False
+    num_workers = 0
+    prefetch: int | None = None
+    pin_memory = False
+    read_in = 0.0
 
     def size(self, step: int) -> int:
         """How many samples the batch of a step has."""
@@ -89,7 +113,9 @@ class Feed:
     """
 
     def __init__(self, context: Context, job: TrainJob, *, needed: bool) -> None:
-        self._source: Source = job.batches
+        self._source = cast(Source, job.batches)
+        if isinstance(job.batches, FedBatches):
+            job.batches.connect(context.record.folder, context.rank)
         self._known = job.numbers
         self._m, self._n = job.plan.microbatches, job.plan.dp
         place = job.plan.mesh.place(context.rank)
@@ -97,17 +123,22 @@ class Feed:
         self._cut = partial(sequence_part, index=place.cp, n=job.plan.cp, order=job.plan.cp_order)
         self._parts = job.plan.cp
         self._needed = needed
+        self._parts_of_step: Parts = {}
         self._taken = Taken(context.record.folder, context.rank)
+        steps = range(job.first_step, job.steps)
+        on_gpu = context.device.type == "cuda"
+        self._loader = Loader(self._source, self._wanted, steps, context.record, pins=on_gpu)
 
     def take(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step."""
+        # ---- load
+        self._parts_of_step = self._loader.load(step) if self._needed else {}
+        # ---- split
         size = self._source.size(step)
         found = []
         for start, end in split(size, self._m):
-            # ---- split
             which = share(start, end, self._place, self._n)
             k = len(range(size)[which]) if start + self._place < end else 0
-            # ---- load
             key = self._source.key(step, which)
             inputs, targets = self._load(step, which, key) if self._needed else ((), ())
             found.append(MicroBatch(inputs, targets, key, k / size / self._parts))
@@ -117,8 +148,17 @@ class Feed:
             self._taken.write(step, taken)
         return found
 
+    def close(self) -> None:
+        """There are no more steps."""
+        self._loader.close()
+
+    def _wanted(self, step: int) -> list[slice]:
+        """The parts of a step's batch that this rank takes."""
+        size = self._source.size(step)
+        return [share(start, end, self._place, self._n) for start, end in split(size, self._m)]
+
     def _load(self, step: int, which: slice, key: Hashable) -> tuple[Value, Value]:
-        inputs, targets = self._source.part(step, which)
+        inputs, targets = self._parts_of_step[which.start, which.stop, which.step or 1]
         found = signature(inputs, targets)
         if found != key or found not in self._known:
             raise MpkitError(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from mpkit.parallel.call_checks import CallChecks
 from mpkit.parallel.wire import Group, Wire, Work
 from mpkit.record.recorder import Recorder
 from mpkit.trace import Kind
@@ -30,12 +31,19 @@ class Groups:
     """
 
     def __init__(
-        self, rank: int, world_size: int, record: Recorder, device: torch.device, backend: str
+        self,
+        rank: int,
+        world_size: int,
+        record: Recorder,
+        device: torch.device,
+        backend: str,
+        checks: CallChecks | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.world = Group(tuple(range(world_size)), None)
         self._wire = Wire(record, device, backend)
+        self._checks = checks  # None: calls are not compared with their peers'
         self._gloo = backend == "gloo"
         self.by_name = backend != "nccl"
         self._groups = {self.world.ranks: self.world}
@@ -45,6 +53,7 @@ class Groups:
 
         Raises:
             ValueError: ranks that do not exist, or none, or one twice.
+            CommMismatch: another rank makes another group, or calls a collective of all ranks.
         """
         members = tuple(sorted(ranks))
         unique = len(set(members)) == len(members)
@@ -53,7 +62,24 @@ class Groups:
                 f"group({list(ranks)}) needs different ranks out of 0 to {self.world_size - 1}, at least one; "
                 f"for all of them leave group=None"
             )
-        return self._groups.get(members) or self.adopt(members, dist.new_group(list(members)))
+        return self._groups.get(members) or self.adopt(members, self._new_group(members))
+
+    def _new_group(self, ranks: tuple[int, ...]) -> Any:
+        """Torch's group: making one is a collective of all ranks, and takes a number among these."""
+        if self._checks is None or self.world_size == 1:
+            return dist.new_group(list(ranks))
+        number = self.world.issued
+        self.world.issued += 1
+        call = self._checks.group(self.world.ranks, number, ranks)
+        record = self._wire.record
+        waiting = record.begin(
+            Kind.WAIT, call.text, group=self.world.name, number=number, where=self._wire.where()
+        )
+        call.publish()
+        handle = dist.new_group(list(ranks))
+        call.compare()
+        record.end(waiting)
+        return handle
 
     def adopt(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Group:
         """The group of these ranks, ascending, whose torch group there is already (or need not be: of one rank)."""
@@ -73,17 +99,29 @@ class Groups:
         self,
         kind: Kind,
         group: Group,
+        tensor: Tensor,
         nbytes: int,
         start: Callable[[], Any],
         result: Callable[[], Tensor],
         root: int = -1,
         *,
+        reduction: str = "",
         waits: bool = True,
     ) -> Work:
-        """The group's next collective; `waits`: for which the caller waits at once."""
+        """The group's next collective.
+
+        Args:
+            kind, nbytes, start, result, root, waits: as `Wire.issue` has them.
+            group: whose.
+            tensor: of the dtype and shape that all members have to give.
+            reduction: that all members have to name.
+        """
         number = group.issued
         group.issued += 1
-        return self._wire.issue(kind, group.name, number, root, nbytes, start, result, waits=waits)
+        call = None
+        if self._checks is not None and len(group.ranks) > 1:
+            call = self._checks.collective(group.ranks, number, kind, tensor, root, reduction)
+        return self._wire.issue(kind, group.name, number, root, nbytes, start, result, waits=waits, call=call)
 
     def _check(self, group: Group | None, what: str, root: int | None = None) -> Group:
         group = group or self.world

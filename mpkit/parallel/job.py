@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.data_batches import Batches
+from mpkit.models.hooks import Hook
 from mpkit.parallel.checkpoint_files import Resume, Saving
 from mpkit.parallel.feed import WholeBatches
 from mpkit.plan import Plan
 from mpkit.record.flops import Flops
 
 if TYPE_CHECKING:
+    from mpkit.data_stream import Stream
     from mpkit.parallel.anymodel.graph import Opened
+    from mpkit.parallel.fed import FedBatches
 
 __all__ = ["Boundary", "LayerNumbers", "LocalNumbers", "Route", "Shared", "Spec", "TrainJob"]
 
@@ -126,8 +129,8 @@ class TrainJob:
         model: on the CPU; a rank takes its own layers out and lets go of the rest.
         stages: the layers of each stage, by number.
         batches: what each step takes; on the CPU.
-        loss: loss(outputs, targets) -> scalar, the mean over the batch.
-        optimizer: optimizer(params) -> torch.optim.Optimizer.
+        loss: loss(outputs, targets) -> scalar, the mean over the batch, or (total, count).
+        optimizer: optimizer(params) -> torch.optim.Optimizer, of all parameters that are trained.
         steps: how many.
         seed: of the ranks' random state.
         local: by place along tp, what a rank there makes of a micro-batch; one, if all are alike.
@@ -139,13 +142,16 @@ class TrainJob:
         resume: the checkpoint that is gone on from.
         facts: of model and optimizer, which a checkpoint has to share.
         shared: the tied weights that several stages compute with.
+        parameter_hooks: on the model's parameters, by their first names; pickling drops those.
         place: this rank's along tp.
+        nominal: about the count of a batch, for a loss that returns (total, count) (`mpkit.loss.quotient`); None for
+            a mean over samples.
     """
 
     plan: Plan
     model: nn.Module | None
     stages: list[range]
-    batches: WholeBatches | Batches
+    batches: WholeBatches | Batches | Stream | FedBatches
     loss: Callable[[Any, Any], Tensor]
     optimizer: Callable[[Any], torch.optim.Optimizer]
     steps: int
@@ -159,7 +165,9 @@ class TrainJob:
     resume: Resume | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     shared: list[Shared] = field(default_factory=list)
+    parameter_hooks: list[Hook] = field(default_factory=list)
     place: int = 0
+    nominal: float | None = None
 
     @property
     def numbers(self) -> dict[Hashable, list[LayerNumbers]]:
@@ -196,6 +204,25 @@ class TrainJob:
             return []
         specs = self.boundary(key, stage).specs
         return [Route(stage, stage + 1, tuple(range(len(specs))), specs)]
+
+    def block_cost(self, key: Hashable, stage: int, names: list[str], block: str) -> tuple[float, int]:
+        """FLOPs and bytes of a block's forward, as far as they were counted, for micro-batches of this signature.
+
+        Args:
+            stage, names: whose block it is, and the names of the stage's layers.
+            block: its name.
+        """
+        if self.opened is not None:
+            nodes = self.opened.divisions[key].graph.nodes
+            found = [node.flops for node in nodes if node.block and f"{node.name}.".startswith(f"{block}.")]
+            return sum(flops.forward for flops in found), sum(flops.forward_bytes for flops in found)
+        for name, i in zip(names, self.stages[stage], strict=True):
+            flops = self.numbers[key][i].flops
+            if name == block:
+                return flops.forward, flops.forward_bytes
+            if not name or block.startswith(f"{name}."):
+                return flops.layers.get(block.removeprefix(f"{name}.") if name else block, (0.0, 0.0))[0], 0
+        return 0.0, 0
 
     def flops(self, key: Hashable, stage: int) -> Flops:
         """FLOPs and bytes of a stage, the last with the loss, for micro-batches of this signature."""

@@ -113,15 +113,15 @@ class Mail:
     # ---- the loss -----------------------------------------------------------------------------------------
 
     def tell(self, loss: Tensor) -> None:
-        """Send the loss from the rank that has the last stage to those with the others."""
-        value = loss.detach().to(torch.float64).reshape(1)
+        """Send the loss, [1] or [2], from the rank that has the last stage to those with the others."""
+        value = loss.detach().to(torch.float64)
         others = sorted(set(self._rank_of) - {self._rank_of[-1]})
         self._told += [self._context.comm.isend(value, rank, "L0") for rank in others]
 
-    def hear(self) -> float:
-        """The loss, from the rank that has the last stage; waits until it is there."""
-        value = torch.empty(1, dtype=torch.float64, device=self._context.device)
-        return self._context.comm.irecv(value, self._rank_of[-1], "L0").wait().item()
+    def hear(self, numbers: int) -> Tensor:
+        """The loss, from the rank that has the last stage: so many numbers; waits until it is there."""
+        value = torch.empty(numbers, dtype=torch.float64, device=self._context.device)
+        return self._context.comm.irecv(value, self._rank_of[-1], "L0").wait()
 
     def drain(self) -> None:
         """Wait until all that was sent has left."""

@@ -17,7 +17,8 @@ Serial training is the case of one stage, naive model parallelism that of one mi
 
 The loss of a micro-batch of k samples out of K counts k/K, so that the sum over micro-batches is the mean over
 the batch, and its gradient the batch's gradient, also if they are not of one size. Where replicas share a batch
-each is given its share of every micro-batch, and the sum goes over replicas too.
+each is given its share of every micro-batch, and the sum goes over replicas too. A loss that returns (total, count)
+adds up in `mpkit.loss.quotient`'s way.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Hashable
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mpkit.parallel.anymodel.work import PartWork
@@ -87,7 +89,7 @@ class Pipeline:
         rank_of = tuple(axes.of("pp").ranks[place] for place in schedule.stage_to_rank)
         self._mail = Mail(context, rank_of, schedule.microbatches)
         self._microbatches: list[MicroBatch] = []
-        self._loss: list[Tensor] = []  # the micro-batches' shares
+        self._loss: list[Tensor] = []  # the micro-batches' shares, [1], or [2] with the count
         self._tells_early = context.comm.by_name
         self._known_routes: dict[tuple[Hashable, int], Routes] = {}  # by signature and stage
 
@@ -96,7 +98,7 @@ class Pipeline:
         """Whether this rank needs inputs or targets: it holds the first stage or the last."""
         return 0 in self._work or self.tells or self._job.opened is not None  # whose forward runs everywhere
 
-    def step(self, number: int, microbatches: list[MicroBatch]) -> float:
+    def step(self, number: int, microbatches: list[MicroBatch]) -> list[float]:
         """Forward and backward of a batch; gradients are added to the parameters'.
 
         Args:
@@ -104,7 +106,8 @@ class Pipeline:
             microbatches: this rank's share of the batch.
 
         Returns:
-            The mean loss over the batch, or this replica's share of it.
+            The mean loss over the batch, or this replica's share of it; of a loss that counts, its total / nominal and
+            its count.
         """
         self._microbatches = microbatches
         for work in self._work.values():
@@ -120,11 +123,11 @@ class Pipeline:
         # ---- tell
         if self.tells and not self._tells_early:
             self._mail.tell(sum_of(self._loss))
-        loss = sum_of(self._loss).item() if self.tells else self._mail.hear()
+        heard = sum_of(self._loss) if self.tells else self._mail.hear(1 if self._job.nominal is None else 2)
         self._loss.clear()
         # ---- drain
         self._mail.drain()
-        return loss
+        return [value.item() for value in heard]
 
     # ---- execute ------------------------------------------------------------------------------------------
 
@@ -159,7 +162,10 @@ class Pipeline:
         s, m = action.stage, action.microbatch
         outputs = self._work[s].forward(m, self._input(s, routes.arriving, m))
         if s == self._last:
-            self._loss.append(outputs[0].detach())
+            wide = self._job.nominal is not None  # sums of many, whose counts are of float64
+            self._loss.append(
+                torch.stack([each.detach().double() if wide else each.detach() for each in outputs])
+            )
             if self._tells_early and len(self._loss) == len(self._microbatches):
                 self._mail.tell(sum_of(self._loss))  # long before the others ask: nobody waits
         for route in routes.leaving:

@@ -29,7 +29,7 @@ class RootedCollectives(Groups):
         group = self._check(group, "broadcast", src)
         wire = self._wire.outgoing(tensor)
         return self._collective(
-            Kind.BROADCAST, group, tensor.nbytes,
+            Kind.BROADCAST, group, tensor, tensor.nbytes,
             lambda: dist.broadcast(wire, src, group.handle, async_op=True),
             lambda: self._wire.arrived(wire, tensor), src,
         ).wait()  # fmt: skip
@@ -50,7 +50,7 @@ class RootedCollectives(Groups):
         if not in_place:
             wire = wire.clone()  # gloo leaves partial sums in everybody's
         return self._collective(
-            Kind.REDUCE, group, tensor.nbytes,
+            Kind.REDUCE, group, tensor, tensor.nbytes,
             lambda: dist.reduce(wire, dst, group=group.handle, async_op=True),
             lambda: self._wire.arrived(wire, tensor if in_place else None) if self.rank == dst else tensor, dst,
         ).wait()  # fmt: skip
@@ -69,7 +69,7 @@ class RootedCollectives(Groups):
         whole = self._wire.incoming((rows, *wire.shape[1:]), wire)
         parts = list(whole.chunk(group.size)) if self.rank == dst else None
         return self._collective(
-            Kind.GATHER, group, group.size * tensor.nbytes,
+            Kind.GATHER, group, wire, group.size * tensor.nbytes,
             lambda: dist.gather(wire, parts, dst, group.handle, async_op=True),
             lambda: self._wire.arrived(whole), dst,
         ).wait()  # fmt: skip
@@ -89,7 +89,7 @@ class RootedCollectives(Groups):
         mine = self._wire.incoming(part, wire)
         parts = list(wire.chunk(group.size)) if self.rank == src else None
         return self._collective(
-            Kind.SCATTER, group, tensor.nbytes,
+            Kind.SCATTER, group, tensor, tensor.nbytes,
             lambda: dist.scatter(mine, parts, src, group.handle, async_op=True),
             lambda: self._wire.arrived(mine), src,
         ).wait()  # fmt: skip

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from mpkit.parallel.anymodel.value import Value
+
 __all__ = ["AttentionAgain"]
 
 
@@ -44,7 +46,7 @@ class AttentionAgain(TorchFunctionMode):
         first = args[0] if args else kwargs.get("query")
         if (
             func is not scaled_dot_product_attention
-            or type(first) is not Tensor
+            or isinstance(first, Value)
             or not torch.is_grad_enabled()
         ):
             return func(*args, **kwargs)  # a stand-in for what another rank computes has nothing to keep

@@ -59,6 +59,12 @@ class Shard:
         """Of the local parameter."""
         return (*self.whole[: self.dim], sum(map(len, self.ranges)), *self.whole[self.dim + 1 :])
 
+    @property
+    def along(self) -> str:
+        """What the ranges count: "rows", "columns", or of a vector "elements"; of experts' [E, rows, columns] too."""
+        matrix = self.dim - (len(self.whole) == 3)
+        return "elements" if len(self.whole) == 1 else "columns" if matrix == 1 else "rows"
+
     def take(self, whole: Tensor) -> Tensor:
         """The local part of a whole tensor; a copy."""
         parts = [whole.narrow(self.dim, part.start, len(part)) for part in self.ranges]

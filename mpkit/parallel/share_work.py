@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mpkit.loss.quotient import shares
+from mpkit.parallel.block_recompute import Around
 from mpkit.parallel.deal import Dealt
 from mpkit.parallel.job import Boundary, LayerNumbers, TrainJob
 from mpkit.parallel.microbatch import Value, leaves, map_tensors
@@ -51,7 +54,7 @@ class ShareWork:
     def __init__(self, context: Context, job: TrainJob, stage: Stage) -> None:
         self._record, self._device = context.record, context.device
         self._job, self._stage = job, stage
-        self._recompute = job.plan.recompute == "full"
+        self._recompute = job.plan.recompute == "full" and not stage.blocks
         self._inside = AttentionAgain if job.plan.recompute == "selective" else nullcontext
         self._randomness = Randomness(job.seed, job.plan.mesh.place(context.rank).dp, context.device)
         self.step = -1
@@ -61,8 +64,9 @@ class ShareWork:
         op = self._begin(Kind.FORWARD, Action("F", 0, m), self._numbers(key))
         with (
             torch.set_grad_enabled(not self._recompute),
-            saving(self._record, 0, key) as saved,
+            saving(self._record, 0, key, every=bool(self._stage.recomputed)) as saved,
             self._inside(),
+            self._stage.recomputing(Around(self._record, costs=partial(self._cost, key))),
         ):
             outputs = self._outputs(m, key, inputs)
         track(outputs, self._record)
@@ -84,8 +88,8 @@ class ShareWork:
 
     def loss(
         self, m: int, dealt: Dealt, outputs: tuple[Tensor, ...], wants: list[bool], scale: float
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """The micro-batch's share of the loss, of everybody's outputs; and the gradient of each output."""
+    ) -> tuple[list[float], tuple[Tensor | None, ...]]:
+        """The micro-batch's share of the loss (`shares`), of everybody's outputs; and the gradient of each output."""
         job, record = self._job, self._record
         targets = self.to_device(_joined([targets for _, targets in dealt.dealt]))
         numbers = [job.numbers[key][-1] for key, rows in zip(dealt.keys, dealt.rows, strict=True) if rows]
@@ -95,7 +99,7 @@ class ShareWork:
             output = job.boundary(dealt.keys[0], 0).pack(ends)
             if job.plan.precision != "full":
                 output = cast(output, torch.float32)  # a loss sums much, which 16 bits are too few for
-            loss = job.loss(output, targets) * dealt.whole
+            loss, *count = shares(job.loss(output, targets), dealt.whole, job.nominal)
         record.end(op)
         op = self._begin(Kind.BACKWARD, "loss", numbers, m)
         torch.autograd.backward([loss], [torch.full_like(loss, scale)])
@@ -103,7 +107,7 @@ class ShareWork:
         gradients = tuple(end.grad for end in ends)
         track(tuple(gradient for gradient in gradients if gradient is not None), self._record)
         record.end(op)
-        return loss.detach(), gradients
+        return [loss.item(), *(each.item() for each in count)], gradients
 
     def backward(
         self, m: int, key: Hashable, kept: Kept, wanted: list[int], gradients: tuple[Tensor, ...]
@@ -120,6 +124,9 @@ class ShareWork:
             torch.autograd.backward([kept.outputs[i] for i in wanted], list(gradients))
         kept.saved.release()
         self._record.end(op)
+
+    def _cost(self, key: Hashable, block: str) -> tuple[float, int]:
+        return self._job.block_cost(key, 0, self._stage.names, block)
 
     # ---- record and device --------------------------------------------------------------------------------
 

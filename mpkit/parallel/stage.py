@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mpkit.models.blocks import repeated_blocks
 from mpkit.models.chain import prefix_of
 from mpkit.parallel.anymodel.structure import flatten, rebuild
+from mpkit.parallel.block_recompute import Around, RecomputedBlock
 from mpkit.parallel.microbatch import Value, map_tensors
 from mpkit.parallel.randomness import Draws, may_draw
 from mpkit.parallel.shard import Sharded
@@ -30,6 +32,8 @@ class Stage:
         layers: the layers, in order, by name.
         names: those that the model knows them by.
         sharded: which of its parameters are parts of the model's.
+        blocks: the model's repeated blocks, on this stage or not.
+        recomputed: those here that compute themselves again in the backward.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Stage:
         *,
         in_place: bool = False,
         sharded: Sharded | None = None,
+        blocks: Collection[nn.Module] | None = None,
     ) -> None:
         self.number = number
         self.sharded = sharded or Sharded()
@@ -47,6 +52,8 @@ class Stage:
         # An nn.Module allows no dots in a name, and no empty one.
         named = OrderedDict((name.replace(".", "/") or "model", layer) for name, layer in layers)
         self.layers = nn.Sequential(named).to(device)
+        self.blocks = set(repeated_blocks(self.layers).values() if blocks is None else blocks)
+        self.recomputed: list[RecomputedBlock] = []
         self._in_place = in_place
         self._draws = [may_draw(layer) for layer in self.layers]
 
@@ -67,6 +74,17 @@ class Stage:
                 draws.begin(self.names[i])
             value = call(layer, value, first=i == 0 and self.number == 0)
         return value
+
+    @contextmanager
+    def recomputing(self, around: Around) -> Iterator[None]:
+        """Inside, a forward's recomputed blocks keep their inputs only."""
+        for block in self.recomputed:
+            block.around = around
+        try:
+            yield
+        finally:
+            for block in self.recomputed:
+                block.around = None
 
     @contextmanager
     def spare_buffers(self) -> Iterator[None]:

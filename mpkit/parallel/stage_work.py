@@ -11,7 +11,7 @@ What a forward leaves for its backward is kept here, by micro-batch, and let go 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mpkit.loss.quotient import shares
+from mpkit.loss.whole_batch import WholeBatchLoss
 from mpkit.parallel.axis import Line
+from mpkit.parallel.block_recompute import Around
 from mpkit.parallel.feed import MicroBatch
 from mpkit.parallel.job import Boundary, TrainJob
 from mpkit.parallel.local_model import attention_over
@@ -50,12 +53,14 @@ class Kept:
         outputs: empty if they are recomputed.
         saved: what autograd saved.
         weight_grads: what I leaves for W.
+        of_blocks: likewise, of blocks that were recomputed in I.
     """
 
     inputs: Value
     outputs: tuple[Tensor, ...] = ()
     saved: Saved = field(default_factory=Saved)
     weight_grads: WeightGrads | None = None
+    of_blocks: list[WeightGrads] | None = None
 
 
 class StageWork:
@@ -85,7 +90,7 @@ class StageWork:
         self._last = stage.number == len(job.stages) - 1
         self._split = frozenset(split)
         self._dtype = PRECISIONS.get(job.plan.precision)
-        self._recompute = job.plan.recompute == "full"
+        self._recompute = job.plan.recompute == "full" and not stage.blocks  # the stage as a whole
         self._inside = AttentionAgain if job.plan.recompute == "selective" else nullcontext
         self._randomness = Randomness(job.seed, job.plan.mesh.replica(context.rank), context.device)
         self._attention = attention_over(job.plan, cp)
@@ -107,7 +112,7 @@ class StageWork:
         return inputs if self._dtype is None else cast(inputs, self._dtype)
 
     def forward(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
-        """The stage's outputs for its inputs; at the last stage, the micro-batch's share of the loss.
+        """The stage's outputs for its inputs; at the last stage, the micro-batch's share of the loss (`shares`).
 
         Args:
             inputs: leaves; what is wanted a gradient of requires one.
@@ -118,7 +123,9 @@ class StageWork:
             with torch.no_grad():
                 outputs = self._compute(m, inputs)
         else:
-            with self._saving(m) as kept.saved, self._inside():
+            kept.of_blocks = [] if m in self._split else None
+            around = Around(self._record, self._attention, self._costs(m), kept.of_blocks)
+            with self._saving(m) as kept.saved, self._inside(), self._stage.recomputing(around):
                 outputs = kept.outputs = self._compute(m, inputs)
         track(outputs, self._record)
         self._record.end(op)
@@ -141,7 +148,7 @@ class StageWork:
         with draws.apart(), self._attention():
             output = self._stage(inputs, draws)
             if self._last:
-                return (self._loss_of(output, m, draws),)
+                return self._loss_of(output, m, draws)
         expected, made = self._job.boundary(microbatch.key, s), Boundary.of(output)
         if made is None or made.shapes != expected.shapes:
             raise ValueError(
@@ -151,14 +158,18 @@ class StageWork:
             )
         return (output,) if isinstance(output, Tensor) else output
 
-    def _loss_of(self, output: Any, m: int, draws: Draws) -> Tensor:
-        """The micro-batch's share of the loss."""
+    def _loss_of(self, output: Any, m: int, draws: Draws) -> tuple[Tensor, ...]:
+        """The micro-batch's share of the loss, and its count where the loss has one."""
         microbatch = self._microbatches[m]
         if self._dtype is not None:
             output = cast(output, torch.float32)  # a loss sums much, which 16 bits are too few for
         draws.begin("the loss")
-        loss = self._job.loss(output, onto_device(microbatch.targets, self._device, self._record))
-        return loss * microbatch.weight
+        targets = onto_device(microbatch.targets, self._device, self._record)
+        if isinstance(self._job.loss, WholeBatchLoss):
+            loss = self._job.loss(output, targets, counts=microbatch.weight > 0)
+        else:
+            loss = self._job.loss(output, targets)
+        return shares(loss, microbatch.weight, self._job.nominal)
 
     # ---- B ------------------------------------------------------------------------------------------------
 
@@ -173,7 +184,7 @@ class StageWork:
         """
         kept = self._kept.pop(m)
         op = self._begin(Kind.BACKWARD, "B", m)
-        outputs, gradients = self._wanted(kept, gradients)
+        outputs, gradients = self._wanted(m, kept, gradients)
         if outputs:
             torch.autograd.backward(outputs, gradients)
         kept.saved.release()
@@ -187,7 +198,7 @@ class StageWork:
         """The backward's first half: as `backward`, but for the weights."""
         kept = self._kept[m]
         op = self._begin(Kind.INPUT_GRAD, "I", m)
-        outputs, gradients = self._wanted(kept, gradients)
+        outputs, gradients = self._wanted(m, kept, gradients)
         found, kept.weight_grads = input_grads(outputs, gradients, _wanting(kept.inputs))
         of_inputs = self._of_inputs(kept, found)
         # What W needs is in `weight_grads`.
@@ -205,18 +216,30 @@ class StageWork:
         assert kept.weight_grads is not None, "a valid schedule has I before W"
         op = self._begin(Kind.WEIGHT_GRAD, "W", m)
         kept.weight_grads.run()
+        while kept.of_blocks:
+            kept.of_blocks.pop(0).run()
         kept.saved.release()
         self._replica.after_backward()
         self._record.end(op)
 
     def _wanted(
-        self, kept: Kept, gradients: tuple[Tensor, ...] | None
+        self, m: int, kept: Kept, gradients: tuple[Tensor, ...] | None
     ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """The outputs that require a gradient, and those gradients."""
-        outputs = [output for output in kept.outputs if output.requires_grad]
+        """Return the outputs that want a gradient, as the dry run found them, and those gradients.
+
+        A block that is recomputed makes outputs of which each might want one.
+        """
         if gradients is None:
-            gradients = tuple(torch.full_like(loss, self._loss_scale) for loss in outputs)
-        return outputs, gradients
+            outputs = [loss for loss in kept.outputs if loss.requires_grad]
+            return outputs, tuple(torch.full_like(loss, self._loss_scale) for loss in outputs)
+        routes = self._job.leaving(self._microbatches[m].key, self._s)
+        wanting = {
+            i
+            for route in routes
+            for i, spec in zip(route.which, route.specs, strict=True)
+            if spec.requires_grad
+        }
+        return [kept.outputs[i] for i in sorted(wanting)], gradients
 
     def _of_inputs(self, kept: Kept, found: list[Tensor | None]) -> tuple[Tensor, ...]:
         pairs = zip(_wanting(kept.inputs), found, strict=True)
@@ -228,7 +251,14 @@ class StageWork:
 
     def _saving(self, m: int) -> Saved:
         """Count what a forward saves; a backward in halves lets go of it otherwise than a whole one."""
-        return saving(self._record, self._s, (self._microbatches[m].key, m in self._split))
+        key = self._microbatches[m].key, m in self._split
+        # What recomputed blocks hold comes and goes within a backward: nothing to be reused.
+        return saving(self._record, self._s, key, every=bool(self._stage.recomputed))
+
+    def _costs(self, m: int) -> Callable[[str], tuple[float, int]]:
+        """FLOPs and bytes of a block's forward, by its name."""
+        key = self._microbatches[m].key
+        return lambda block: self._job.block_cost(key, self._s, self._stage.names, block)
 
     def _begin(self, kind: Kind, letter: str, m: int) -> int:
         """Record that compute begins, with its FLOPs and bytes."""
@@ -237,6 +267,10 @@ class StageWork:
         if flops is None:
             flops = self._flops[key] = self._job.flops(key, self._s)
         done, nbytes = flops.of(kind)
+        if kind in (Kind.BACKWARD, Kind.INPUT_GRAD):  # blocks are recomputed within
+            for block in self._stage.recomputed:
+                more = self._costs(m)(block.name)
+                done, nbytes = done + more[0], nbytes + more[1]
         name = str(Action(letter, self._s, m))
         return self._record.begin(kind, name, stage=self._s, microbatch=m, flops=done, nbytes=nbytes)
 

@@ -14,9 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from mpkit.loss.guard import Guarded
+from mpkit.loss.mean import MeanLoss
+from mpkit.loss.whole_batch import WholeBatchLoss
+from mpkit.models.blocks import repeated_blocks
 from mpkit.models.chain import layers_of, prefix_of
+from mpkit.models.hooks import register
 from mpkit.parallel.anymodel.part import place_parts
 from mpkit.parallel.axis import MeshAxes
+from mpkit.parallel.block_recompute import RecomputedBlock, recompute_blocks
 from mpkit.parallel.checkpoint import Checkpoints
 from mpkit.parallel.ddp import DDP
 from mpkit.parallel.deal import Deal
@@ -24,11 +30,13 @@ from mpkit.parallel.dp import DP
 from mpkit.parallel.feed import Feed
 from mpkit.parallel.job import TrainJob
 from mpkit.parallel.local_model import localize
+from mpkit.parallel.optimizer import trained_parameters
 from mpkit.parallel.pipeline import Pipeline
-from mpkit.parallel.replica import Replica
+from mpkit.parallel.replica import Replica, named_parameters
 from mpkit.parallel.shard import PartOfWhole
 from mpkit.parallel.stage import PRECISIONS, Stage
 from mpkit.parallel.sync_batchnorm import over_whole_batch
+from mpkit.parallel.sync_cost import SyncCost
 from mpkit.parallel.tied import Tied, late_parameters
 from mpkit.parallel.update import Update
 from mpkit.parallel.zero import Zero
@@ -48,8 +56,13 @@ def train(context: Context, job: TrainJob) -> dict[str, Tensor | PartOfWhole]:
         The rank's part of the trained model's state dict, on the CPU.
     """
     training = Training(context, job)
+    if training.sync_cost is not None:
+        training.sync_cost.begin()
     for step in range(job.first_step, job.steps):
         training.step(step)
+    if training.sync_cost is not None:
+        training.sync_cost.end()
+    training.feed.close()
     return training.state_dict()
 
 
@@ -63,14 +76,23 @@ class Training:
 
     def __init__(self, context: Context, job: TrainJob) -> None:
         torch.manual_seed(job.seed + context.rank)
-        self._record, self._job = context.record, job
+        self._record, self._job, self._device = context.record, job, context.device
         # ---- place
         job.place = job.plan.mesh.place(context.rank).tp
+        assert job.model is not None
+        trained = trained_parameters(job.model)
         axes = self._axes = MeshAxes(context.comm, context.device, job.plan.mesh)
-        stages, self.rest = _place(context, job, axes)
+        self.sync_cost: SyncCost | None = None
+        if job.plan.dp > 1 and job.plan.batchnorm == "sync" and job.model is not None:
+            self.sync_cost = SyncCost(context, axes.of("dp"), job.model)
+        stages, self.rest = _place(context, job, axes, self.sync_cost)
+        self._replicas = axes.of("dp", "cp")
+        if isinstance(job.loss, WholeBatchLoss) and job.plan.data_parallel != "dp":
+            job.loss = job.loss.over(axes.of("dp"))
         wide = _narrow(job, stages)
+        register(job.parameter_hooks, {trained[1][n]: p for n, p in named_parameters(stages).items()})
         self.replica = make_replica(context, job, axes, stages)
-        self.update = Update(context, job, axes, self.replica, wide)
+        self.update = Update(context, job, axes, self.replica, wide, trained)
         _watch(context, job, stages)
         self.pipeline: Pipeline | DP
         self.feed: Feed
@@ -84,17 +106,38 @@ class Training:
 
     def step(self, number: int) -> None:
         """One training step, on its batch."""
-        batch = self.feed.take(number)
         with self._record.step(number):
+            batch = self.feed.take(number)
+            if isinstance(self._job.loss, Guarded) and self.pipeline.tells:
+                for microbatch in batch:
+                    self._job.loss.check(microbatch.inputs, microbatch.targets)
             self.pipeline.loss_scale = self.update.scaler.scale
             self.replica.begin_step()
-            loss = self.pipeline.step(number, batch)
+            known = self.pipeline.step(number, batch)
+            self.replica.finish()
+            loss, factor = self._counted(known)
             if loss is not None:
                 self._record.loss(loss)
                 self._told = self._told or not self.pipeline.tells or _tell(number, loss)
-            self.replica.finish()
-            self.update.step(number)
+            self.update.step(number, factor)
         self._checkpoints.after(number)
+
+    def _counted(self, known: list[float]) -> tuple[float | None, float | None]:
+        """The loss, or this replica's share of it, as far as it is known here; and what the gradients lack.
+
+        Args:
+            known: what the pipeline found out: nothing, [loss], or [total / nominal, count].
+        """
+        if self._job.nominal is None or not known:
+            return (known[0] if known else None), None
+        total, count = torch.tensor(known, dtype=torch.float64, device=self._device).split(1)
+        if not isinstance(self.replica, DP):  # which has counted all of the batch on rank 0
+            count = self._replicas.all_reduce(count.clone())
+        factor = self._job.nominal / count
+        loss = (total * factor).item()
+        # Of nothing the mean is NaN, and torch's losses then have gradients of 0.
+        empty = isinstance(self._job.loss, MeanLoss) and count.item() == 0
+        return loss, 1.0 if empty else factor.item()
 
     def state_dict(self) -> dict[str, Tensor | PartOfWhole]:
         """This rank's part of the model's state, on the CPU; every rank calls it.
@@ -142,19 +185,24 @@ def _narrow(job: TrainJob, stages: dict[int, Stage]) -> dict[nn.Parameter, Tenso
     return wide
 
 
-def _place(context: Context, job: TrainJob, axes: MeshAxes) -> tuple[dict[int, Stage], dict[str, Tensor]]:
+def _place(
+    context: Context, job: TrainJob, axes: MeshAxes, cost: SyncCost | None
+) -> tuple[dict[int, Stage], dict[str, Tensor]]:
     """This rank's stages by number; and what of the model's state is in no layer, which stays as it is."""
     model, job.model = job.model, None  # the other ranks' layers are let go
     assert model is not None
     sharded = localize(model, job.plan, axes.of("tp"), axes.of("cp"))
-    if job.plan.dp > 1 and job.plan.batchnorm == "sync":
-        over_whole_batch(model, axes.of("dp"))
+    if cost is not None:
+        over_whole_batch(model, cost)
     numbers = build(job.plan).stages_of(axes.place.pp)
+    recomputed = recompute_blocks(model, job.plan.recompute, job.opened)
     if job.opened is not None:
-        return place_parts(
+        parts, rest = place_parts(
             model, job.opened, numbers, context.device, PRECISIONS.get(job.plan.precision), sharded
         )
-    layers = layers_of(model)
+        _hold(recomputed, parts)
+        return parts, rest
+    layers, blocks = layers_of(model), repeated_blocks(model).values()
     names = tuple(prefix_of(name) for name, _ in layers)
     rest = {key: value for key, value in model.state_dict().items() if not key.startswith(names)}
     in_place = [any(numbers[i].in_place for numbers in job.numbers.values()) for i in range(len(layers))]
@@ -163,9 +211,17 @@ def _place(context: Context, job: TrainJob, axes: MeshAxes) -> tuple[dict[int, S
         held = job.stages[number]
         stages[number] = Stage(
             number, [layers[i] for i in held], context.device,
-            in_place=any(in_place[i] for i in held), sharded=sharded,
+            in_place=any(in_place[i] for i in held), sharded=sharded, blocks=blocks,
         )  # fmt: skip
+    _hold(recomputed, stages)
     return stages, rest if context.rank == 0 else {}
+
+
+def _hold(recomputed: list[RecomputedBlock], stages: dict[int, Stage]) -> None:
+    """Tell each stage which of the recomputed blocks are its own."""
+    for stage in stages.values():
+        here = set(stage.layers.modules())
+        stage.recomputed = [block for block in recomputed if block.block in here]
 
 
 def _watch(context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:

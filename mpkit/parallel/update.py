@@ -3,6 +3,7 @@
     rate        the learning rate of this step, where it changes from step to step
     sum         gradients that are partial sums over tensor-parallel ranks (sequence parallelism)
     unscale     undo the loss scale; a gradient that is not finite, on whichever rank, skips the step on all
+    count       divide by the count of the batch, where the loss returned (total, count)
     clip        scale all gradients down to the global norm that is allowed
     step        the optimizer, on what this rank updates
     renew       the parameters from what the optimizer changed
@@ -12,9 +13,9 @@ In 16 bits, and where the optimizer works on the host, it works on copies of its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from mpkit.parallel.axis import MeshAxes
 from mpkit.parallel.job import TrainJob
 from mpkit.parallel.masters import Masters
+from mpkit.parallel.optimizer import Held, Take, Whole, make_optimizer
 from mpkit.parallel.replica import Piece, Replica
 from mpkit.parallel.scaler import LossScaler
 from mpkit.record.hooks import watch_optimizer
@@ -41,6 +43,7 @@ class Update:
         axes: of the mesh.
         replica: whose pieces are updated.
         wide: parameters as they were before they were cast to 16 bits, whole.
+        trained: what `trained_parameters` says of the whole model.
 
     Attributes:
         optimizer: None if this rank updates nothing.
@@ -56,6 +59,7 @@ class Update:
         axes: MeshAxes,
         replica: Replica,
         wide: Mapping[nn.Parameter, Tensor],
+        trained: tuple[Sequence[Whole], Mapping[str, str]],
     ) -> None:
         self._comm, self._device = context.comm, context.device
         self._replica = replica
@@ -67,38 +71,32 @@ class Update:
         self.scaler = LossScaler(enabled=job.plan.precision == "fp16")
         self.norm: float | None = None
         self.skipped = 0
-        self.optimizer = self._make(job)
+        self.optimizer = self._make(job, *trained)
         if self.optimizer is not None:
             watch_optimizer(context.record, self.optimizer, elsewhere=job.plan.offload != "none")
 
-    def _make(self, job: TrainJob) -> torch.optim.Optimizer | None:
-        """The user's optimizer: made of whole parameters, so that it can group them by shape, then given the parts."""
-        pieces = self._replica.pieces
-        if not pieces:
-            return None
-        held = [self.masters.of(piece) for piece in pieces]
-        whole = [_stand_in(part, piece.shape) for part, piece in zip(held, pieces, strict=True)]
-        parts = {id(p): (part, piece) for p, part, piece in zip(whole, held, pieces, strict=True)}
-        optimizer = job.optimizer(whole)
-        for stand_in, state in list(
-            optimizer.state.items()
-        ):  # that there is before the first step: Adagrad's
-            del optimizer.state[stand_in]
-            part, piece = parts[id(stand_in)]
-            optimizer.state[part] = {
-                name: value if name == "step" else _part(value, part, piece) for name, value in state.items()
-            }
-        for group in optimizer.param_groups:
-            group["params"] = [parts[id(p)][0] for p in group["params"] if parts[id(p)][0].numel()]
-            group["initial_lr"] = group["lr"]
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        return optimizer if optimizer.param_groups else None
+    def _make(
+        self, job: TrainJob, whole: Sequence[Whole], first_names: Mapping[str, str]
+    ) -> torch.optim.Optimizer | None:
+        """Make the user's optimizer of this rank's pieces, grouped as the whole model's."""
+        held = {
+            first_names[piece.name]: Held(self.masters.of(piece), _taking(piece))
+            for piece in self._replica.pieces
+        }
+        if job.plan.precision != "full":  # masters are wide
+            whole = [w._replace(dtype=torch.float32) if w.dtype.is_floating_point else w for w in whole]
+        optimizer = make_optimizer(job.optimizer, whole, held)
+        if optimizer is not None and self._schedule is not None:
+            for group in optimizer.param_groups:
+                group["initial_lr"] = group["lr"]
+        return optimizer
 
-    def step(self, number: int) -> None:
+    def step(self, number: int, factor: float | None = None) -> None:
         """Update from the pieces' gradients.
 
         Args:
             number: of the step, for the learning rate.
+            factor: nominal / count, of a loss that returns (total, count).
         """
         # ---- rate
         if self.optimizer is not None and self._schedule is not None:
@@ -109,7 +107,7 @@ class Update:
         self._sum([gradient for piece, gradient in gradients.items() if piece.partial])
         # ---- unscale
         if self.scaler.enabled:
-            finite = self._finite_everywhere(gradients)
+            finite = self._finite_everywhere(gradients, factor)
             scale = self.scaler.scale
             self.scaler.update(finite)
             if not finite:
@@ -118,6 +116,10 @@ class Update:
                 return
             for gradient in gradients.values():
                 gradient.div_(scale)
+        # ---- count
+        if factor is not None:
+            for gradient in gradients.values():
+                gradient.mul_(factor)
         # ---- clip
         if self._limit is not None:
             self._clip(gradients, self._limit)
@@ -139,8 +141,10 @@ class Update:
             for gradient, part in zip(those, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
 
-    def _finite_everywhere(self, gradients: Mapping[Piece, Tensor]) -> bool:
-        mine = all(bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
+    def _finite_everywhere(self, gradients: Mapping[Piece, Tensor], factor: float | None) -> bool:
+        mine = (factor is None or isfinite(factor)) and all(
+            bool(torch.isfinite(gradient).all()) for gradient in gradients.values()
+        )
         flag = torch.tensor([0.0 if mine else 1.0], device=self._device)
         return self._comm.all_reduce(flag, op="max").item() == 0.0
 
@@ -162,13 +166,14 @@ class Update:
                 gradient.mul_(factor)
 
 
-def _stand_in(part: Tensor, shape: torch.Size) -> nn.Parameter:
-    """Like the whole parameter, and takes no memory: all its elements are the same zero."""
-    return nn.Parameter(torch.zeros((), dtype=part.dtype, device=part.device).expand(shape))
+def _taking(piece: Piece) -> Take | None:
+    """What makes a tensor like the whole parameter one like the piece; None where the piece is all of it."""
+    shape = piece.held.shape
+    if piece.shard is None and piece.held is piece.parameter:
+        return None
 
+    def take(whole: Tensor) -> Tensor:
+        local = whole if piece.shard is None else piece.shard.take(whole)
+        return local.reshape(-1)[piece.start : piece.end].view(shape)
 
-def _part(value: Any, part: Tensor, piece: Piece) -> Any:
-    """Of a state that is like the whole parameter this rank's part."""
-    if not isinstance(value, Tensor) or value.shape != piece.shape:
-        return value
-    return value.reshape(-1)[piece.start : piece.end].clone().view(part.shape)
+    return take

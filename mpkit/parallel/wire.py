@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpkit.parallel.call_checks import Call
 from mpkit.record.recorder import Recorder
 from mpkit.trace import Kind
 
@@ -61,16 +62,23 @@ class Work:
     _result: Callable[[], Tensor]
     _where: str
     _waiting: int = -1
+    _call: Call | None = None
     _value: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Block until complete; returns the result (a receive's buffer, an all-reduce's tensor, ...)."""
+        """Block until complete; returns the result (a receive's buffer, an all-reduce's tensor, ...).
+
+        Raises:
+            CommMismatch: what came is of a call that does not fit this one.
+        """
         if self._value is None:
             record, waiting = self._wire.record, self._waiting
             if waiting < 0:
                 waiting = record.begin(Kind.WAIT, ref=self._op, where=self._where)
             if self._handle is not None:
                 self._handle.wait()
+            if self._call is not None:
+                self._call.compare()
             record.end(waiting)
             record.end(self._op)
             self._value = self._result()
@@ -103,6 +111,7 @@ class Wire:
         result: Callable[[], Tensor],
         *,
         waits: bool = False,
+        call: Call | None = None,
     ) -> Work:
         """Record a communication and start it.
 
@@ -112,20 +121,27 @@ class Wire:
             result: once it is complete, what `Work.wait` returns.
             waits: the caller waits for it at once: then starting it is waiting already, and not work that it hides
                 behind. (A backend's thread may take the core while it is started.)
+            call: to compare with its peers', before it starts and once it is complete; None: it is not.
+
+        Raises:
+            CommMismatch: a peer's call does not fit.
         """
         if self.before is not None:
             self.before()
-        where = self._where()
-        op = self.record.begin(kind, group=group, number=number, peer=peer, nbytes=nbytes, where=where)
+        where = self.where()
+        text = "" if call is None else call.text
+        op = self.record.begin(kind, text, group=group, number=number, peer=peer, nbytes=nbytes, where=where)
+        if call is not None:
+            call.publish()
         if not waits:
-            return Work(self, op, start(), result, where)
+            return Work(self, op, start(), result, where, -1, call)
         waiting = self.record.begin(Kind.WAIT, ref=op, where=where)
         try:
             handle = start()
         except BaseException:
             self.record.end(waiting)
             raise
-        return Work(self, op, handle, result, where, waiting)
+        return Work(self, op, handle, result, where, waiting, call)
 
     def outgoing(self, tensor: Tensor) -> Tensor:
         """`tensor` as the backend can take it: contiguous, without history, in host memory if staged."""
@@ -153,7 +169,7 @@ class Wire:
                 self.record.end(op)
         return into
 
-    def _where(self) -> str:
+    def where(self) -> str:
         """The line that asked, outside of the files of communication itself."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__") in _OWN:

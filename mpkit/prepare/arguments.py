@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from mpkit.plan import Plan
+from mpkit.plan_checks import real, whole
 from mpkit.schedule import NAMES, Action, Schedule, build
 
 __all__ = [
+    "a_kind_of",
     "check_integers",
     "check_loss",
     "check_model",
-    "check_optimizer",
     "check_plan",
     "check_update",
     "one_line",
 ]
 
+MOST_STEPS = 2**31 - 1
+MOST_SEED = 2**62
+SEED_WHY = " (torch's generators hold 64 bits, and each rank and step has a seed of its own that is counted on from it)"
 ADAM = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
 CROSS_ENTROPY = "loss=torch.nn.functional.cross_entropy"
 
@@ -35,7 +36,7 @@ def check_model(model: Any) -> None:
     """An nn.Module whose parameters are there.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else, or makes sparse gradients.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ValueError(
@@ -43,7 +44,7 @@ def check_model(model: Any) -> None:
         )
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model is {_a(model)}; what is trained is a torch.nn.Module, such as mpkit.models.GPT() or "
+            f"model is {a_kind_of(model)}; what is trained is a torch.nn.Module, such as mpkit.models.GPT() or "
             "torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))"
         )
     lazy = [name for name, value in model.named_parameters() if isinstance(value, UninitializedParameter)]
@@ -58,6 +59,13 @@ def check_model(model: Any) -> None:
             f"The model's {elsewhere[0]} is on the meta device and holds no numbers: "
             "build the model on the CPU, or fill it: model.to_empty(device='cpu'), then its initialization."
         )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"The model's {name or type(module).__name__} makes sparse gradients (sparse=True), and ranks keep, "
+                "sum and send dense ones. The same numbers without: "
+                f"model{'.get_submodule(' + repr(name) + ')' if name else ''}.sparse = False"
+            )
 
 
 def check_plan(plan: Any, ranks: int) -> None:
@@ -72,7 +80,7 @@ def check_plan(plan: Any, ranks: int) -> None:
             if plan in _names(plan)
             else f"mk.Plan.gpipe({ranks}, 8)"
         )
-        raise ValueError(f"plan is {_a(plan)}; it is an mk.Plan, such as {named}")
+        raise ValueError(f"plan is {a_kind_of(plan)}; it is an mk.Plan, such as {named}")
     if plan.ranks != ranks:
         degrees = " x ".join(
             f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "tp", "cp") if getattr(plan, name) > 1
@@ -86,8 +94,10 @@ def check_plan(plan: Any, ranks: int) -> None:
         raise ValueError(
             f"{plan} is for {takes}, and the cluster has {ranks}: mk.Cluster(ranks={plan.ranks}) fits it{instead}"
         )
+    if plan.data_parallel != "dp":
+        return
     split = next((a for row in build(plan).rows for a in row if a.kind in ("I", "W")), None)
-    if split is not None and plan.data_parallel == "dp":
+    if split is not None:
         raise ValueError(
             f"{plan}: the schedule splits its backward ({split}), and DP lends parameters for a whole one: write B for "
             f"I and W, as in {Action('B', split.stage, split.microbatch)}"
@@ -123,26 +133,36 @@ def _for_ranks(plan: Plan, ranks: int) -> Plan:
                 changes |= {"schedule": "gpipe", "virtual_stages": 1}
         with suppress(ValueError):  # a schedule may want other micro-batches
             found = replace(plan, **changes, sequence_parallel=plan.sequence_parallel and mesh["tp"] > 1)
-            build(found)
+            build(_with_few(found))
             return found
     return Plan.ddp(ranks)
 
 
+def _with_few(plan: Plan) -> Plan:
+    """The plan with fewer micro-batches, of which a schedule can be made if one can of the plan's: as many modulo p."""
+    few = 4 * plan.pp
+    return replace(plan, microbatches=min(plan.microbatches, few + plan.microbatches % few))
+
+
 def check_integers(steps: Any, seed: Any) -> tuple[int, int]:
-    """Steps, 1 or more, and a seed.
+    """Steps, 1 or more, and a seed, as Python's own integers.
 
     Raises:
         ValueError: they are none.
     """
     found = []
-    for name, value, least, good in (("steps", steps, 1, 3), ("seed", seed, 0, 0)):
-        try:
-            number = operator.index(value)
-        except TypeError:
-            number = -1
-        if isinstance(value, bool) or number < least:
+    for name, value, least, most, good in (
+        ("steps", steps, 1, MOST_STEPS, 3),
+        ("seed", seed, 0, MOST_SEED, 0),
+    ):
+        number = whole(value)
+        if number is None or number < least:
             raise ValueError(
                 f"{name}={value!r}: {name} is a whole number, {least} or more, such as {name}={good}"
+            )
+        if number > most:
+            raise ValueError(
+                f"{name}={value!r}: {name} is at most {most:,}{SEED_WHY * (name == 'seed')}, such as {name}={good}"
             )
         found.append(number)
     return found[0], found[1]
@@ -154,11 +174,7 @@ def check_update(max_grad_norm: Any, lr_schedule: Any, steps: int) -> None:
     Raises:
         ValueError: they are something else.
     """
-    if max_grad_norm is not None and (
-        isinstance(max_grad_norm, bool)
-        or not isinstance(max_grad_norm, (int, float))
-        or not max_grad_norm > 0
-    ):
+    if max_grad_norm is not None and not (real(max_grad_norm) or 0.0) > 0:
         raise ValueError(
             f"max_grad_norm={max_grad_norm!r}: the norm that gradients are clipped to is a number above 0, such as "
             "max_grad_norm=1.0; None clips nothing"
@@ -167,14 +183,15 @@ def check_update(max_grad_norm: Any, lr_schedule: Any, steps: int) -> None:
         return
     wanted = "lr_schedule(step) gives what the learning rate is multiplied by, such as lambda step: 0.9**step"
     if not callable(lr_schedule):
-        raise ValueError(f"lr_schedule is {_a(lr_schedule)}; {wanted}")
+        raise ValueError(f"lr_schedule is {a_kind_of(lr_schedule)}; {wanted}")
     for step in sorted({0, steps - 1}):
         try:
             factor = lr_schedule(step)
         except Exception as error:
             raise ValueError(f"lr_schedule({step}) failed: {one_line(error)}; {wanted}") from None
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor >= 0:
-            raise ValueError(f"lr_schedule({step}) gave {_a(factor)}; {wanted}")
+        number = real(factor)
+        if number is None or not number >= 0:
+            raise ValueError(f"lr_schedule({step}) gave {a_kind_of(factor)}; {wanted}")
 
 
 def check_loss(loss: Any) -> None:
@@ -189,63 +206,14 @@ def check_loss(loss: Any) -> None:
         )
     if not callable(loss):
         raise ValueError(
-            f"loss is {_a(loss)}; it is a function loss(outputs, targets) -> scalar, such as {CROSS_ENTROPY}"
+            f"loss is {a_kind_of(loss)}; it is a function loss(outputs, targets) -> scalar, such as {CROSS_ENTROPY}"
         )
     reduction = getattr(loss, "reduction", "mean")
     if reduction not in ("mean", "batchmean"):
         raise ValueError(
             f"loss={type(loss).__name__}(reduction={reduction!r}): the loss is the mean over the batch, from which "
-            f"that over micro-batches is put together: loss=torch.nn.{type(loss).__name__}()"
+            f"that over micro-batches is put together: loss=torch.nn.{type(loss).__name__}(), or (total, count)"
         )
-
-
-def check_optimizer(
-    optimizer: Callable[[Any], Any], layers: list[tuple[str, nn.Module]], stages: list[range]
-) -> None:
-    """A function that makes an optimizer of any stage's parameters; tried on stand-ins for them.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise ValueError(
-            f"optimizer is an optimizer already, {kind}, and holds the parameters of your copy of the model. Each rank "
-            f"makes its own, for its part: optimizer=lambda params: torch.optim.{kind}(params, lr="
-            f"{optimizer.param_groups[0].get('lr', 1e-3)})"
-        )
-    if not callable(optimizer):
-        raise ValueError(f"optimizer is {_a(optimizer)}; it is a function of parameters: {ADAM}")
-    for number, stage in enumerate(stages):
-        held = nn.ModuleList(layers[i][1] for i in stage)
-        params = [nn.Parameter(torch.empty_like(p), p.requires_grad) for p in held.parameters()]
-        if not params:
-            continue
-        try:
-            made = optimizer(params)
-        except Exception as error:
-            raise ValueError(
-                f"optimizer(params) failed for stage {number}'s {len(params)} parameters: {one_line(error)}. It is "
-                f"called on every rank with the parameters of that rank: {ADAM}"
-            ) from None
-        if not isinstance(made, torch.optim.Optimizer):
-            raise ValueError(
-                f"optimizer(params) gave {_a(made)}; it gives a torch.optim.Optimizer of the parameters: {ADAM}"
-            )
-        if isinstance(made, torch.optim.LBFGS):
-            raise ValueError(
-                "optimizer: LBFGS computes the loss anew within its step, which a step split over ranks cannot; "
-                f"one that takes a step from the gradients works: {ADAM}"
-            )
-        given, taken = (
-            {id(p) for p in params},
-            {id(p) for group in made.param_groups for p in group["params"]},
-        )
-        if not taken <= given:
-            raise ValueError(
-                "optimizer(params) made an optimizer of other parameters than those it was called with (of your copy "
-                f"of the model, perhaps); it has to use its argument: {ADAM}"
-            )
 
 
 def one_line(error: BaseException) -> str:
@@ -255,7 +223,8 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {said[:300]}"
 
 
-def _a(value: Any) -> str:
+def a_kind_of(value: Any) -> str:
+    """The value and its class, for a message."""
     shown = repr(value)
     return f"{type(value).__name__} {shown if len(shown) < 60 else ''}".strip()
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from mpkit.data_batches import Batches
+from mpkit.data_pairs import WANTED, checked_batch
+from mpkit.data_stream import Stream, is_stream
 from mpkit.parallel.feed import WholeBatches
-from mpkit.parallel.microbatch import Value, batch_size, leaves, map_tensors, part
+from mpkit.parallel.microbatch import Value, batch_size, part
 from mpkit.parallel.sync_batchnorm import batch_norms, has_own_forward
 from mpkit.plan import Plan
+from mpkit.prepare.sampler import check_undivided
 
 __all__ = ["check_shares", "check_split", "of_every_size", "take_batches"]
 
-WANTED = "data is a sequence of (inputs, targets), each a whole batch, such as [(torch.randn(8, 4), torch.randn(8, 2))]"
 
+def take_batches(data: Any, steps: int) -> WholeBatches | Batches | Stream:
+    """The batches that the steps take, on the CPU; of a DataLoader or another sized iterable, the first ones it gives.
 
-def take_batches(data: Any, steps: int) -> WholeBatches | Batches:
-    """The batches that the steps take, on the CPU; of a DataLoader or another iterable, the first ones it gives.
-
-    Of `Batches` only one sample is loaded yet.
+    Of `Batches` only one sample is loaded yet, and of what comes one after the other (`is_stream`) the first batches.
 
     Raises:
         ValueError: the data is no sequence of pairs of tensors, batch first.
@@ -40,6 +43,10 @@ def take_batches(data: Any, steps: int) -> WholeBatches | Batches:
                 ". This is one tensor: with its targets, data=[(inputs, targets)] trains on it in every step"
             )
         raise ValueError(f"data is {type(data).__name__}; {WANTED}{hint}")
+    check_undivided(data)
+    if is_stream(data):
+        return Stream(data, steps)
+    began = time.perf_counter()
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         items = [data[i] for i in range(min(steps, len(data)))]
     else:
@@ -50,68 +57,23 @@ def take_batches(data: Any, steps: int) -> WholeBatches | Batches:
         raise ValueError(
             f"data is a pair of tensors, one batch; {WANTED}. For one batch again and again: data=[data]"
         )
-    return WholeBatches(_batch(item, i) for i, item in enumerate(items))
+    found = WholeBatches(checked_batch(item, i) for i, item in enumerate(items))
+    if isinstance(data, DataLoader):
+        found.read_in = time.perf_counter() - began
+    return found
 
 
-def of_every_size(batches: WholeBatches | Batches, steps: int) -> list[tuple[Value, Value]]:
+def of_every_size(batches: WholeBatches | Batches | Stream, steps: int) -> list[tuple[Value, Value]]:
     """Batches of every size that comes; of a dataset the first is loaded, and a smaller one cut out of it."""
     if isinstance(batches, WholeBatches):
         return batches
+    if isinstance(batches, Stream):
+        return batches.first
     whole = batches[0]
     sizes = {batches.size(step) for step in range(min(steps, len(batches)))}
     return [
         (part(whole[0], slice(size)), part(whole[1], slice(size))) for size in sorted(sizes, reverse=True)
     ]
-
-
-def _batch(item: Any, i: int) -> tuple[Value, Value]:
-    if not isinstance(item, (tuple, list)) or len(item) != 2:
-        what = (
-            f"{type(item).__name__} of {len(item)}"
-            if isinstance(item, (tuple, list))
-            else type(item).__name__
-        )
-        raise ValueError(f"data[{i}] is {what}, not a pair; {WANTED}")
-    inputs, targets = (
-        _value(item[0], f"the inputs of data[{i}]"),
-        _value(item[1], f"the targets of data[{i}]"),
-    )
-    sizes = {int(tensor.shape[0]) for tensor in (*leaves(inputs), *leaves(targets))}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"data[{i}]: the tensors' first dimensions differ: inputs {_shapes(inputs)}, targets {_shapes(targets)}. "
-            "The first dimension is the batch, which micro-batches are taken from: it has to be the same in all."
-        )
-    if sizes == {0}:
-        raise ValueError(
-            f"data[{i}] is a batch of 0 samples: inputs {_shapes(inputs)}. A batch has 1 or more."
-        )
-    return inputs, targets
-
-
-def _value(value: Any, what: str) -> Value:
-    if isinstance(value, list):
-        value = tuple(value)
-    if isinstance(value, Mapping):
-        value = dict(value)
-    inner = (
-        [value] if isinstance(value, Tensor) else list(value.values()) if isinstance(value, dict) else value
-    )
-    if not isinstance(inner, (list, tuple)) or not inner or not all(isinstance(t, Tensor) for t in inner):
-        raise ValueError(
-            f"{what} are {type(value).__name__}: a tensor, a tuple of tensors or a dict of tensors is wanted. "
-            "torch.as_tensor(...) makes one of numbers or of a NumPy array"
-        )
-    for tensor in inner:
-        if tensor.dim() == 0:
-            raise ValueError(
-                f"{what}: a tensor without dimensions has no batch; the first dimension is the batch"
-            )
-    return map_tensors(lambda tensor: tensor.detach().cpu(), value)
-
-
-def _shapes(value: Value) -> str:
-    return ", ".join(str(list(tensor.shape)) for tensor in leaves(value))
 
 
 def check_split(batches: list[tuple[Value, Value]], plan: Plan) -> None:

@@ -9,7 +9,6 @@ shapes known, FLOPs and bytes are counted layer by layer (`count`).
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import logging
 import random
@@ -29,6 +28,7 @@ from mpkit.parallel.microbatch import Value, batch_size, map_tensors, part, shar
 from mpkit.parallel.stage import PRECISIONS, call, cast
 from mpkit.parallel.sync_batchnorm import Alone, batch_norms, over_whole_batch
 from mpkit.prepare.arguments import CROSS_ENTROPY, one_line
+from mpkit.prepare.copying import copied
 from mpkit.prepare.count import Passed, count_layers
 from mpkit.record.flops import Flops
 
@@ -74,7 +74,7 @@ def dry_run(
     if dtype is not None:
         model, loss = narrow_copy(model, dtype), of_wide_outputs(loss)
     if whole_statistics and batch_norms(model):
-        model = copy.deepcopy(model)
+        model = copied(model)
         over_whole_batch(model, Alone())
     fakes = _Fakes(model)
     for inputs, targets in batches:
@@ -99,12 +99,11 @@ def dry_run(
 
 
 def _passed(fakes: _Fakes, model: nn.Module, x: Value, y: Value, loss: Loss) -> list[Passed]:
-    try:
+    with contextlib.suppress(Exception):
         return fakes.walk(x, y, loss)
-    except Exception:
-        # Either the model refuses, and will again, with the words that the user knows; or it is only the tensors
-        # without content that it cannot do with.
-        return _walk_for_real(model, x, y, loss)
+    # Either the model refuses, and will again, with the words that the user knows; or it is only the tensors
+    # without content that it cannot do with.
+    return _walk_for_real(model, x, y, loss)
 
 
 def narrow_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -114,7 +113,7 @@ def narrow_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         narrow = cast(tensor.detach(), dtype)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(narrow, tensor.requires_grad) if is_parameter else narrow
-    return copy.deepcopy(model, memo)
+    return copied(model, memo)
 
 
 def of_wide_outputs(loss: Loss) -> Loss:
@@ -145,7 +144,7 @@ class _Fakes:
             memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
         for buffer in self._model.buffers():
             memo[id(buffer)] = self._mode.from_tensor(buffer)
-        return copy.deepcopy(self._model, memo)
+        return copied(self._model, memo)
 
 
 class _DoubtDtypes(TorchDispatchMode):
@@ -169,12 +168,7 @@ class _DoubtDtypes(TorchDispatchMode):
 
 
 def _walk_for_real(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[Passed]:
-    try:
-        held = copy.deepcopy(model)
-    except Exception as error:
-        raise ValueError(
-            f"The model cannot be copied, and so not sent to the ranks: {one_line(error)}"
-        ) from None
+    held = copied(model)
     x, y = (map_tensors(torch.clone, value) for value in (inputs, targets))
     return _walk(held, x, y, loss)
 
@@ -210,7 +204,7 @@ def _check_loss(loss: Loss, outputs: Any, targets: Value) -> None:
         value = loss(outputs, targets)
     except Exception as error:
         raise ValueError(f"The loss refuses {given}: {one_line(error)}") from None
-    wanted = f"It has to give a scalar tensor, the mean over the batch, such as {CROSS_ENTROPY} does"
+    wanted = f"It has to give a scalar tensor, the mean over the batch, such as {CROSS_ENTROPY} does, or (total, count)"
     if not isinstance(value, Tensor):
         raise ValueError(
             f"The loss made {type(value).__name__} of {given}. {wanted}; .item() would cut it off."
@@ -219,6 +213,11 @@ def _check_loss(loss: Loss, outputs: Any, targets: Value) -> None:
         raise ValueError(
             f"The loss made a tensor of shape {list(value.shape)} of {given}, not a scalar. {wanted}: .mean() makes "
             "one of it, and the losses of torch.nn do with reduction='mean'."
+        )
+    if value.is_complex():
+        raise ValueError(
+            f"The loss made a complex number, {_describe(value)}, of {given}, and nothing is less than it. {wanted}: "
+            "its .abs() or .real.square() is real."
         )
     if not value.requires_grad:
         raise ValueError(

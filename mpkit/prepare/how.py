@@ -15,8 +15,8 @@ class How(TypedDict, total=False):
     """Keywords of `Cluster.train`, which tells them in full.
 
     Attributes:
-        loss: loss(outputs, targets) -> scalar, the mean over the batch.
-        optimizer: optimizer(params) -> torch.optim.Optimizer.
+        loss: loss(outputs, targets) -> scalar, the mean over the batch, or (total, count).
+        optimizer: optimizer(params) -> torch.optim.Optimizer, of all parameters that are trained.
         steps: how many; step i takes data[i % len(data)].
         seed: of the ranks' random state; 0 if it is left out.
         max_grad_norm: gradients are clipped to this norm, all together; None: they are not.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ from mpkit.parallel.local_model import attention_over, localize
 from mpkit.parallel.microbatch import Value
 from mpkit.parallel.shard import Sharded
 from mpkit.plan import Plan
+from mpkit.prepare.arguments import one_line
+from mpkit.prepare.copying import copied
 
 __all__ = ["Localized", "local_copy"]
 
@@ -60,7 +62,13 @@ def local_copy(model: nn.Module, plan: Plan, batch: tuple[Value, Value], place: 
     if plan.tp > 1 or plan.cp > 1:
         # The tensors are the caller's: shards are copies, and nothing else is written into.
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        model = copy.deepcopy(model, dict(tensors))
+        try:
+            model = copied(model, dict(tensors))
+        except (TypeError, RuntimeError, AttributeError, pickle.PicklingError) as error:
+            raise ValueError(
+                f"The model cannot be copied, and so not sent to the ranks: {one_line(error)}. Locks, open files and "
+                "generators are made in forward, or left out by the module's __getstate__."
+            ) from None
         sharded = localize(model, plan, tp, cp)
     cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
     return Localized(model, sharded, cut, attention_over(plan, cp), tp)

@@ -18,7 +18,7 @@ from mpkit.prepare.attentions import keys_and_values
 from mpkit.prepare.laid_out import LaidOut
 from mpkit.schedule import build
 
-__all__ = ["meta_of"]
+__all__ = ["held_by_stage", "meta_of"]
 
 
 def meta_of(model: nn.Module, plan: Plan, batch: tuple[Value, Value], laid: LaidOut) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def meta_of(model: nn.Module, plan: Plan, batch: tuple[Value, Value], laid: Laid
     parameters = list(model.parameters())
     dtype = PRECISIONS.get(plan.precision, parameters[0].dtype if parameters else torch.float32)
     alone = plan.data_parallel == "dp"
-    held = _held(model, laid)
+    held = held_by_stage(model, laid)
     return {
         "plan": plan.to_json(),
         "stages": laid.placed,
@@ -56,7 +56,7 @@ def meta_of(model: nn.Module, plan: Plan, batch: tuple[Value, Value], laid: Laid
     }
 
 
-def _held(model: nn.Module, laid: LaidOut) -> list[list[str]]:
+def held_by_stage(model: nn.Module, laid: LaidOut) -> list[list[str]]:
     """By stage, the names of the parameters that it computes with."""
     opened = laid.by_place[0].opened
     if opened is not None:
@@ -94,7 +94,7 @@ def _regions(model: nn.Module, laid: LaidOut, held: list[list[str]]) -> list[int
     pairs = [
         (shards[f"{r.row}.weight"], shards[f"{r.column[0]}.weight"])
         for r in plan.regions
-        if r.row is not None
+        if f"{r.row}.weight" in shards and not r.inputs
     ]
     widths = {shard.whole[1 - shard.dim] for pair in pairs for shard in pair}
     begins = next(iter(dict(model.named_parameters())), "").rpartition(".")[0]
@@ -124,9 +124,10 @@ def _evenly(plan: Plan, batch: tuple[Value, Value]) -> float:
 
 def _stream(plan: Plan, batch: tuple[Value, Value], laid: LaidOut) -> float:
     """Elements of what goes from layer to layer (b s h) of one replica, all of the sequence; 0 if nobody asks."""
-    regions = [region for region in laid.sharded[0].plan.regions if region.row is not None]
-    if regions:
-        shard = laid.sharded[0].shards[f"{regions[0].row}.weight"]
+    shards = laid.sharded[0].shards
+    rows = [f"{region.row}.weight" for region in laid.sharded[0].plan.regions]
+    if row := next((name for name in rows if name in shards), None):
+        shard = shards[row]
         first = leaves(batch[0])[0]
         tokens = prod(first.shape[1:-1]) if first.is_floating_point() else prod(first.shape[1:])
         return tokens * shard.whole[1 - shard.dim] * _samples(plan, batch)[1]
@@ -195,8 +196,8 @@ def _split(plan: Plan) -> list[float]:
 
 def _shards(laid: LaidOut) -> dict[str, str]:
     """How each divided parameter is: of which dimension tensor-parallel ranks have parts."""
-    words = {0: "rows", 1: "columns"}
     return {
-        name: f"{len(shard.ranges[0]) * len(shard.ranges)} of {shard.whole[shard.dim]} {words[shard.dim]}"
+        name: f"{len(shard.ranges[0]) * len(shard.ranges)} of {shard.whole[shard.dim]} "
+        f"{'columns' if shard.along == 'columns' else 'rows'}"
         for name, shard in laid.sharded[0].shards.items()
     }

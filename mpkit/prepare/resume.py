@@ -10,19 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpkit.parallel.checkpoint_files import (
-    HEAD,
-    PARTIAL,
-    Damaged,
-    Head,
-    Resume,
-    Saving,
-    candidates,
-    read_head,
-)
-from mpkit.parallel.checkpoint_index import read_index
+from mpkit.parallel.checkpoint_files import PARTIAL, Resume, Saving, candidates, read_head
+from mpkit.parallel.checkpoint_head import HEAD, Damaged, Head
+from mpkit.parallel.checkpoint_index import check_told, read_index
+from mpkit.prepare.optimizer_trial import Examined
 
-__all__ = ["check_saving", "facts_of", "find_checkpoint", "take_up"]
+__all__ = ["check_saved", "check_saving", "facts_of", "find_checkpoint", "take_up"]
 
 EXAMPLE = 'checkpoint_every=100, checkpoint_dir="checkpoints"'
 
@@ -113,20 +106,19 @@ def find_checkpoint(resume_from: Any, say: Callable[[str], None] = print) -> Res
 
 def _whole(path: Path) -> Resume:
     head = read_head(path)
-    read_index(path)
+    check_told(head, read_index(path))
     return Resume(str(path), head)
 
 
 # ---- does it fit ---------------------------------------------------------------------------------------------
 
 
-def facts_of(model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer]) -> dict[str, Any]:
+def facts_of(model: nn.Module, examined: Examined) -> dict[str, Any]:
     """What a checkpoint and a training have to have in common: names, shapes and dtypes; the optimizer's kind."""
     parameters = dict(model.named_parameters())
     buffers = {
         name: value for name, value in model.state_dict(keep_vars=True).items() if name not in parameters
     }
-    kind, states = _optimizer(parameters, optimizer)
     return {
         "trained": {name: _form(p) for name, p in parameters.items() if p.requires_grad},
         "others": {name: _form(p) for name, p in parameters.items() if not p.requires_grad}
@@ -136,8 +128,8 @@ def facts_of(model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer]
             if isinstance(value, torch.Tensor)
             and not (isinstance(value, nn.Parameter) and value.requires_grad)
         },
-        "optimizer": kind,
-        "states": states,
+        "optimizer": examined.kind,
+        "states": list(examined.states),
     }
 
 
@@ -145,20 +137,19 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _optimizer(
-    parameters: Mapping[str, nn.Parameter], optimizer: Callable[[Any], torch.optim.Optimizer]
-) -> tuple[str, list[str]]:
-    """The optimizer's kind, and the names of its states: it takes a step on small stand-ins, one a rank of tensor."""
-    dims = sorted({p.dim() for p in parameters.values() if p.requires_grad})
-    stand_ins = [nn.Parameter(torch.zeros((2,) * n)) for n in dims]
-    for stand_in in stand_ins:
-        stand_in.grad = torch.zeros_like(stand_in)
-    try:
-        made = optimizer(stand_ins)
-        made.step()
-    except Exception:  # one that wants the very parameters; then only what was saved can be compared
-        return "", []
-    return type(made).__name__, sorted({str(key) for state in made.state.values() for key in state})
+def check_saved(examined: Examined) -> None:
+    """Whether a checkpoint has all that a training goes on from.
+
+    Raises:
+        ValueError: the optimizer counts somewhere else than in its parameters' states.
+    """
+    if examined.elsewhere:
+        raise ValueError(
+            f"optimizer: {examined.kind} changes {examined.elsewhere} from step to step, and a checkpoint has the "
+            "state of each parameter (optimizer.state[parameter]) and nothing else: what goes on from it would "
+            "differ. What works: no checkpoint_every, checkpoint_dir and resume_from; or an optimizer that keeps its "
+            "counts there, such as torch.optim.AdamW"
+        )
 
 
 def take_up(resume: Resume, facts: dict[str, Any], steps: int) -> Resume:

@@ -15,11 +15,13 @@ import os
 import struct
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
+from mpkit.disk import name_full_disk
 from mpkit.trace import HEADER, MAGIC
 
-__all__ = ["NameFile", "RecordFile"]
+__all__ = ["NameFile", "RecordFile", "claim", "warn_of_end"]
 
 _WORD = struct.Struct("<Q")
 _AT_COUNT, _AT_STATE = 8, 16  # offsets of `count` and `state` in HEADER
@@ -36,9 +38,11 @@ class RecordFile:
 
     def __init__(self, path: Path, part: str, size: int, capacity: int = 4096) -> None:
         self.path, self.size, self.capacity, self.count = path, size, capacity, 0
+        self._closed = False
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         bytes_ = HEADER.itemsize + size * capacity
-        _claim(self._fd, bytes_)
+        with name_full_disk(path.parent, bytes_):
+            claim(self._fd, bytes_)
         self.map = mmap.mmap(self._fd, bytes_)
         self.map[: len(MAGIC[part])] = MAGIC[part]
         os.register_at_fork(after_in_child=_Forget(self))
@@ -56,16 +60,11 @@ class RecordFile:
         bytes_ = HEADER.itemsize + self.size * capacity
         try:
             if self._fd >= 0:
-                _claim(self._fd, bytes_)
+                claim(self._fd, bytes_)
             grown = mmap.mmap(self._fd, bytes_)
         except OSError as error:
-            self.close(0)
-            warnings.warn(
-                f"recording stops after {self.count:,} records, the run goes on: {self.path} cannot grow to "
-                f"{bytes_:,} bytes ({error.strerror}); make room there or record less",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            self.stop()
+            warn_of_end(self.count, f"{self.path} cannot grow to {bytes_:,} bytes ({error.strerror})")
             return False
         if self._fd < 0:  # not a view of the same file, but scratch
             grown[: len(self.map)] = self.map[:]
@@ -74,11 +73,15 @@ class RecordFile:
         return True
 
     def close(self, state: int) -> None:
-        """Write `state` and give back the room that was not needed."""
-        if not self.capacity:
-            return
+        """Write `state` and take no more records."""
+        if not self._closed:
+            _WORD.pack_into(self.map, _AT_STATE, state)
+        self._closed = True
+        self.stop()
+
+    def stop(self) -> None:
+        """Take no more records, and give back the room that was not needed."""
         self.capacity = 0
-        _WORD.pack_into(self.map, _AT_STATE, state)
         if self._fd >= 0:
             os.ftruncate(self._fd, HEADER.itemsize + self.size * self.count)
             os.close(self._fd)
@@ -91,6 +94,15 @@ class RecordFile:
             scratch[: HEADER.itemsize] = self.map[: HEADER.itemsize]
             os.close(self._fd)
             self.map, self._fd = scratch, -1
+
+
+def warn_of_end(count: int, reason: str) -> None:
+    """Say that nothing more is recorded."""
+    warnings.warn(
+        f"recording stops after {count:,} records, the run goes on: {reason}; make room there or record less",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 class _Forget:
@@ -106,19 +118,30 @@ class _Forget:
 
 
 class NameFile(dict[str, int]):
-    """Strings by line number: `names["forward"]` writes a string that is new and answers its line."""
+    """Strings by line number: `names["forward"]` writes a string that is new and answers its line.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the file.
+        on_full: told why a string could not be written; none is from then on.
+    """
+
+    def __init__(self, path: Path, on_full: Callable[[OSError], None]) -> None:
         super().__init__()
+        self._on_full = on_full
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         self[""]
         os.register_at_fork(after_in_child=_Forget(self))
 
     def __missing__(self, name: str) -> int:
         line = len(self)
-        if self._fd >= 0:
-            os.write(self._fd, json.dumps(name).encode() + b"\n")
         self[name] = line
+        data = json.dumps(name).encode() + b"\n" if self._fd >= 0 else b""
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:  # a line that is not whole is not read
+            self.close()
+            self._on_full(error)
         return line
 
     def close(self) -> None:
@@ -130,7 +153,7 @@ class NameFile(dict[str, int]):
     forget = close  # in a forked child
 
 
-def _claim(fd: int, size: int) -> None:
+def claim(fd: int, size: int) -> None:
     """Let the file have `size` bytes on the disk, or at least in name."""
     try:
         os.posix_fallocate(fd, 0, size)

@@ -24,7 +24,7 @@ import torch
 
 from mpkit.record.clock import clock_for
 from mpkit.record.contexts import Current, Span, Step
-from mpkit.record.files import NameFile, RecordFile
+from mpkit.record.files import NameFile, RecordFile, warn_of_end
 from mpkit.record.ledger import Ledger
 from mpkit.record.saved import Savings
 from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, lane_of
@@ -84,7 +84,7 @@ class Recorder:
         self.folder = folder = Path(folder)
         self._now, self._thread_time = now, thread_time
         self.layers = layers
-        self._names = NameFile(folder / f"rank{rank}.names")
+        self._names = NameFile(folder / f"rank{rank}.names", self._stop)
         self._memory = RecordFile(folder / f"rank{rank}.mem", "mem", MEMORY.itemsize)
         self._file = RecordFile(folder / f"rank{rank}.ops", "ops", OP.itemsize)
         self.ledger = Ledger(self._memory, self._file, device, now)
@@ -116,13 +116,14 @@ class Recorder:
         Ops of the compute lane nest: one begun inside another is ended before it. Communication may overlap
         anything. The arguments are the columns of `mpkit.trace.OP`.
         """
-        file = self._file
+        names = self._names
+        named, called, among = names[name], names[where] if where else 0, names[group] if group else 0
+        file = self._file  # after the names: a disk without room for one closes it
         index = file.count
         if index >= file.capacity and not file.grow():
             return -1
         lane = _LANE[kind]
         around = self._open
-        names = self._names
         start = self._now()
         _BEGIN(
             file.map,
@@ -133,9 +134,9 @@ class Recorder:
             stage,
             microbatch,
             self._step,
-            names[name],
-            names[where] if where else 0,
-            names[group] if group else 0,
+            named,
+            called,
+            among,
             number,
             peer,
             ref,
@@ -264,6 +265,13 @@ class Recorder:
         for file in (self._file, self._memory):
             file.close(_STATES[state])
         self._names.close()
+
+    def _stop(self, error: OSError) -> None:
+        """A name had no room on the disk: without it, records mean nothing."""
+        count = self._file.count
+        for file in (self._file, self._memory):
+            file.stop()
+        warn_of_end(count, f"{self.folder} has no room for a name ({error.strerror})")
 
     def _unwind(self, index: int) -> None:
         """End what was left open within op `index`, and then it; nothing if it has ended already."""

@@ -30,6 +30,7 @@ def replay(trace: Trace, hardware: Hardware | str | None = None, clock: str | No
 
     Raises:
         ValueError: no such clock or hardware, or the wall clock of hardware that the run was not on.
+        TraceError: a record says what no run records.
     """
     if clock not in (None, "virtual", "measured"):
         raise ValueError(f"clock={clock!r}: there are clock='virtual' and clock='measured'")
@@ -38,6 +39,7 @@ def replay(trace: Trace, hardware: Hardware | str | None = None, clock: str | No
             f"clock='measured' with hardware={hardware!r}: the wall clock was that of the run's own machine. For other "
             "hardware leave the clock out; for the wall clock leave the hardware out."
         )
+    trace.check()
     if clock is None:
         clock = "measured" if hardware is None and trace.meta.get("device") == "cuda" else "virtual"
     if clock == "measured":

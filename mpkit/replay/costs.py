@@ -48,7 +48,9 @@ def machine(
     scale = own.device.rate(dtype) / chosen.device.rate(dtype) if is_known else 1.0
 
     def modelled(ops: Array) -> Array:
-        return _roofline(ops, chosen.device, dtype, measured(ops) * scale)
+        took = measured(ops)
+        # Another device makes no difference to reading data.
+        return _roofline(ops, chosen.device, dtype, np.where(ops["kind"] == Kind.DATA, took, took * scale))
 
     return chosen, modelled, notes
 
@@ -120,5 +122,5 @@ def _roofline(ops: Array, device: Device, dtype: str, otherwise: Array) -> Array
     flops, nbytes, kind = ops["flops"], ops["bytes"], ops["kind"]
     known = (flops > 0) | ((kind == Kind.OPTIMIZER) & (nbytes > 0))
     seconds = np.maximum(flops / device.rate(dtype), nbytes / device.bandwidth)
-    copies = (kind >= 64) & (nbytes > 0)
+    copies = (kind >= Kind.COPY_TO_DEVICE) & (kind < Kind.DATA) & (nbytes > 0)
     return np.where(copies, nbytes / device.host, np.where(known, seconds, otherwise))

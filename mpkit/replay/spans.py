@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.timeline import SPAN
+from mpkit.visible import visible
 
 __all__ = ["Lines", "Names", "spans_of"]
 
@@ -16,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 class Names:
-    """The strings of a timeline, each with its number; the empty one is 0."""
+    """The strings of a timeline, each with its number; the empty one is 0. All of them are `visible`."""
 
     def __init__(self) -> None:
         self.all = [""]
@@ -27,7 +28,7 @@ class Names:
         number = self._numbers.get(name)
         if number is None:
             number = self._numbers[name] = len(self.all)
-            self.all.append(name)
+            self.all.append(visible(name))
         return number
 
 

@@ -56,11 +56,15 @@ def named(name: str, p: int, m: int, v: int = 1) -> Schedule:
 def build(plan: Plan) -> Schedule:
     """The schedule of a plan: the named one for its stages and micro-batches, or the plan's own.
 
-    Replicas of a whole model accumulate: each micro-batch goes forward and back before the next, whatever schedule is
-    named, since holding the activations of all of them would gain nothing.
+    A model in one stage accumulates gradients: each micro-batch goes forward and back before the next, whatever
+    schedule is named, since holding the activations of all of them would gain nothing.
+
+    >>> import mpkit as mk
+    >>> print(build(mk.Plan(microbatches=3)))
+    rank 0 | F0 B0 -- F1 B1 -- F2 B2 --
     """
     if isinstance(plan.schedule, Schedule):
         return plan.schedule
-    if plan.stages == 1 and (plan.dp > 1 or plan.zero):
+    if plan.stages == 1:
         return naive(1, plan.microbatches)
     return named(plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages)

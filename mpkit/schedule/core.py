@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.schedule.action import Action
 from mpkit.schedule.live import live
 from mpkit.schedule.read import holders, read
+from mpkit.tracebacks import public
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Schedule"]
 
 
+@public
 @dataclass(frozen=True, init=False, repr=False)
 class Schedule:
     """For each rank, its actions in program order.

@@ -49,6 +49,8 @@ def read_rank(folder: Path, number: int) -> RankTrace:
 
 def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], int]:
     """The whole records of one file and its state."""
+    if not path.is_file():  # not there yet, or something that would keep a reader waiting
+        return np.empty(0, dtype), 0
     try:
         data = np.memmap(path, mode="r")
     except (FileNotFoundError, ValueError):  # not there yet, or still empty
@@ -70,10 +72,10 @@ def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDAr
 
 def _read_names(path: Path) -> list[str]:
     names = []
-    if path.exists():
+    if path.is_file():
         for line in path.read_bytes().split(b"\n")[:-1]:  # a line without its end is not whole
             try:
                 names.append(str(json.loads(line)))
-            except ValueError:
+            except (ValueError, RecursionError):
                 names.append("?")
     return names or [""]

@@ -16,6 +16,7 @@ class Lane(IntEnum):
     COMM = 1
     HOST = 2
     NONE = 3  # markers, such as a step; never drawn as work
+    DATA = 4  # the rank gets its share of a batch, and does nothing else meanwhile
 
 
 class Kind(IntEnum):
@@ -46,6 +47,10 @@ class Kind(IntEnum):
     # host lane: copies between device and host
     COPY_TO_DEVICE = 64
     COPY_TO_HOST = 65
+    # data lane
+    DATA = (
+        96  # reading, collating and copying samples, or waiting for workers or the caller's process to do so
+    )
     # no lane
     STEP = 128  # one training step; `value` is its loss, on the ranks that know it
 
@@ -65,7 +70,9 @@ def lane_of(kind: int) -> Lane:
         return Lane.COMPUTE
     if kind < 64:
         return Lane.COMM
-    return Lane.HOST if kind < 128 else Lane.NONE
+    if kind < 96:
+        return Lane.HOST
+    return Lane.DATA if kind < 128 else Lane.NONE
 
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import zipfile
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mpkit.disk import write_whole
 from mpkit.errors import TraceError
 from mpkit.trace.files import RankTrace, read_rank
 from mpkit.trace.records import MEMORY, OP, Kind
+from mpkit.trace.sound import MOST_RANKS, check_meta, check_rank, check_steps, check_unpacked
 
 __all__ = ["Trace"]
 
-VERSION = 1
+VERSION = 2  # 2: loading data is an op of its own kind and lane
 
 
 @dataclass
@@ -42,25 +46,45 @@ class Trace:
         """The loss of every step, the first one being meta["first_step"]; nan for a step of unknown loss.
 
         The first rank's that knows it. Where replicas share a batch (meta["replicas"], the ranks of each), each knows
-        its share, and all are summed. A step under way counts once its loss is known.
+        its share, and all are summed. A step under way counts once its loss is known. A loss of nan or infinity is a
+        loss like any other: a step is left out only while a replica is still on its way to it.
         """
         replicas = self.meta.get("replicas", [range(len(self.ranks))])
         replica_of = {rank: i for i, ranks in enumerate(replicas) for rank in ranks}
-        found: dict[int, dict[int, float]] = {}  # by step, by replica
+        known: dict[int, dict[int, float]] = {}  # by step, by replica
+        ended: Counter[tuple[int, int]] = Counter()  # ranks, by step and replica
         first = int(self.meta.get("first_step", 0))
         for number, rank in enumerate(self.ranks):
-            steps = rank.ops[rank.ops["kind"] == Kind.STEP]
+            replica, steps = replica_of[number], rank.ops[rank.ops["kind"] == Kind.STEP]
             for step in steps[(steps["end"] > 0) | ~np.isnan(steps["value"])]:
-                known = found.setdefault(int(step["step"]), {})
+                losses = known.setdefault(int(step["step"]), {})
                 if not np.isnan(step["value"]):
-                    known.setdefault(replica_of[number], float(step["value"]))
-        losses = [
-            sum(known[i] for i in sorted(known)) if len(known) == len(replicas) else np.nan
-            for known in (found.get(step, {}) for step in range(first, 1 + max(found, default=-1)))
+                    losses.setdefault(replica, float(step["value"]))
+                ended[int(step["step"]), replica] += step["end"] > 0
+        check_steps(max(known, default=-1), first, ended.total() + len(known))
+        found = [
+            sum(losses[i] for i in sorted(losses)) if len(losses) == len(replicas) else np.nan
+            for losses in (known.get(step, {}) for step in range(first, 1 + max(known, default=-1)))
         ]
-        while len(replicas) > 1 and losses and np.isnan(losses[-1]):  # some replicas are ahead of others
-            losses.pop()
-        return losses
+
+        def over(step: int, replica: int) -> bool:
+            return replica in known.get(step, {}) or ended[step, replica] == len(replicas[replica])
+
+        if len(replicas) > 1:  # some replicas are ahead of others
+            while found and not all(over(first + len(found) - 1, i) for i in range(len(replicas))):
+                found.pop()
+        return found
+
+    def check(self) -> Trace:
+        """Check that its records can be put on a clock; return the trace. What reads a trace does so first.
+
+        Raises:
+            TraceError: one says what no run records: the trace is damaged, or somebody has made it up.
+        """
+        check_meta(self.meta, self.world_size)
+        for number, rank in enumerate(self.ranks):
+            check_rank(rank, number, self.world_size)
+        return self
 
     def __len__(self) -> int:
         return sum(len(rank.ops) for rank in self.ranks)
@@ -72,8 +96,8 @@ class Trace:
     def save(self, path: str | Path) -> Path:
         """Write everything into one file (a zip of .npy arrays and JSON, no pickle); returns its path."""
         path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+        data = io.BytesIO()
+        with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
             head = {"version": VERSION, "ranks": self.world_size, "meta": self.meta}
             archive.writestr("mpkit.json", json.dumps(head))
             for number, rank in enumerate(self.ranks):
@@ -81,12 +105,14 @@ class Trace:
                     with archive.open(f"rank{number}.{part}.npy", "w") as file:
                         np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
                 archive.writestr(f"rank{number}.json", json.dumps({"names": rank.names, "state": rank.state}))
-        partial.replace(path)  # a reader finds the old file or the whole new one
+        write_whole(path, data.getvalue())
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
         """Read what `save` wrote, or the folder of a run, whole or not.
+
+        Nothing in it is run, and it takes no more time and memory than its size on the disk accounts for.
 
         Raises:
             TraceError: the file is none of ours, of a later version, or broken.
@@ -94,8 +120,13 @@ class Trace:
         path = Path(path)
         if path.is_dir():
             return cls.read(path)
+        if not path.exists():
+            raise TraceError(f"{path}: no such file; run.trace.save({str(path)!r}) writes one")
+        if not path.is_file():
+            raise TraceError(f"{path} is neither a file nor a folder: a trace is what run.trace.save writes")
         try:
             with zipfile.ZipFile(path) as archive:
+                check_unpacked(archive, path.stat().st_size)
                 head = json.loads(archive.read("mpkit.json"))
                 if head["version"] > VERSION:
                     raise TraceError(
@@ -103,36 +134,44 @@ class Trace:
                         f"to {VERSION}): pip install --upgrade mpkit"
                     )
                 ranks = [_rank_of(archive, number) for number in range(head["ranks"])]
-        except FileNotFoundError:
-            raise TraceError(f"{path}: no such file; run.trace.save({str(path)!r}) writes one") from None
+                return cls(ranks, check_meta(head["meta"], len(ranks)))
         except TraceError:
             raise
         except Exception as error:
             raise TraceError(
-                f"{path} cannot be read as a trace ({type(error).__name__}: {error}). It is not a file that "
+                f"{path} cannot be read as a trace ({type(error).__name__}: {str(error)[:200]}). It is not a file that "
                 "Trace.save wrote, or it was cut short or damaged. "
                 "(A run's own folder loads as far as it is whole.)"
             ) from error
-        return cls(ranks, head["meta"])
 
     @classmethod
     def read(cls, folder: str | Path) -> Trace:
         """The folder of a run, as far as it is written: of a cut file, the records that are whole."""
         folder = Path(folder)
-        meta = _read_json(folder / "meta.json")
-        numbers = sorted(int(p.name[4:-4]) for p in folder.glob("rank*.ops") if p.name[4:-4].isdigit())
-        size = max([int(meta.get("world_size", 0)), *(n + 1 for n in numbers)], default=0)
-        if not size:
-            raise TraceError(f"{folder} is not the folder of a run: it holds no meta.json and no rank0.ops")
+        try:
+            meta = check_meta(_read_json(folder / "meta.json"))
+            numbers = {
+                int(p.name[4:-4]) for p in folder.glob("rank*.ops") if re.fullmatch(r"\d{1,9}", p.name[4:-4])
+            }
+            size = max([meta.get("world_size", 0), *(n + 1 for n in numbers)], default=0)
+            if not size:
+                raise TraceError("it holds no meta.json and no rank0.ops")
+            if size > max(MOST_RANKS, meta.get("world_size", 0)):
+                raise TraceError(
+                    f"it has a file of rank {size - 1:,}, and {MOST_RANKS:,} ranks is the most there are"
+                )
+            check_meta(meta, size)
+        except TraceError as error:
+            raise TraceError(f"{folder} is not the folder of a run: {error}") from None
         return cls([read_rank(folder, number) for number in range(size)], meta)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Any:
+    """What the file says; of one that is not there, or was cut short, nothing."""
     try:
-        found = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
+        return json.loads(path.read_text()) if path.is_file() else {}
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def _rank_of(archive: zipfile.ZipFile, number: int) -> RankTrace:

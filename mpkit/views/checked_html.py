@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from html import escape
 from typing import TYPE_CHECKING
 
 from mpkit.views.checked_text import MOST_LINES, verdict
 from mpkit.views.fallback import image
 from mpkit.views.picture import picture
 from mpkit.views.svg import gutter_of, svg
+from mpkit.visible import escape
 
 if TYPE_CHECKING:
     from mpkit.classroom.exercise import Row

@@ -33,6 +33,7 @@ class Key(IntEnum):
     COMPUTE = 7
     COMM = 8
     COPY = 9
+    DATA = 10
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ INKS: dict[Key, Ink] = {
     Key.COMPUTE: Ink("compute", "#4a4f57", "#c3c8d0", WHITE, BLACK),
     Key.COMM: Ink("communication", "#cc79a7", "#d98ab6", BLACK, BLACK),
     Key.COPY: Ink("host copy", "#8c929c", "#8c929c", BLACK, BLACK),
+    Key.DATA: Ink("data loading", "#704214", "#9c5a2a", WHITE, WHITE),
 }
 
 
@@ -86,7 +88,7 @@ def _table() -> npt.NDArray[Any]:
         if kind < Kind.WAIT:
             table[kind] = kind
         elif 32 <= kind < 128:
-            table[kind] = Key.COMM if kind < 64 else Key.COPY
+            table[kind] = Key.COMM if kind < 64 else Key.DATA if kind == Kind.DATA else Key.COPY
     return table
 
 

@@ -8,7 +8,6 @@ legend     of the bars
 from __future__ import annotations
 
 import re
-from html import escape
 from typing import TYPE_CHECKING
 
 from mpkit.idleness import CAUSES
@@ -17,6 +16,7 @@ from mpkit.views.picture import picture
 from mpkit.views.sheet import keys, sheet
 from mpkit.views.svg import GUTTER, MARGIN, gutter_of, svg
 from mpkit.views.units import seconds
+from mpkit.visible import escape
 
 if TYPE_CHECKING:
     from mpkit.comparison import Compared, Comparison
@@ -30,6 +30,7 @@ CAUSE_INKS = {
     "imbalance": "#d55e00",
     "communication": INKS[Key.COMM].light,
     "cool-down": "#f0e442",
+    "data": INKS[Key.DATA].light,
     "other": "#8c929c",
 }
 """Of the bars: read on a light and on a dark ground."""

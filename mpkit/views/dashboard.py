@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy.typing as npt
 
@@ -184,6 +185,8 @@ class RunView:
     """Looks on while a Run goes (`mpkit.run.Onlooker`), and fills a Dashboard."""
 
     def __init__(self, run: Run) -> None:
+        self.run = run
+        self.cell_id = _cell_id()
         self._feed, self._cell = run.feed(), _cell()
         self._loss_pace, self._memory_pace = Pace(0.3), Pace(0.8, first=1.5)
         so_far = self._feed.timeline()
@@ -196,6 +199,10 @@ class RunView:
             theory=float(theory) if theory else None,
             groups=groups_of(so_far),
         )
+
+    def was_before(self, other: RunView) -> bool:
+        """Whether its cell was run before that of another view, not in the same go."""
+        return self._cell < other._cell
 
     def tick(self, run: Run) -> None:
         """Something may have changed."""
@@ -231,8 +238,28 @@ def _cell() -> int:
     return -1 if shell is None else int(shell.execution_count)
 
 
+def _cell_id() -> str:
+    """What the front end calls the cell that runs, whenever it is run; "" if it does not say."""
+    from IPython import get_ipython
+
+    parent: dict[str, Any] = getattr(get_ipython(), "get_parent", dict)() or {}
+    return str(parent.get("metadata", {}).get("cellId", ""))
+
+
 def show_run(run: Run) -> RunView:
-    """Display a run's dashboard here; the view returned wants to be told how the run goes."""
+    """Display a run's dashboard here; the view returned wants to be told how the run goes.
+
+    Where this cell was run before, the front end has cleared what it showed. A run of then that goes on, on a cluster
+    that was made anew since, nobody could see or stop: it is stopped.
+    """
+    from IPython import get_ipython
+
     view = RunView(run)
+    shown: WeakSet[RunView] = vars(get_ipython()).setdefault("_mpkit_views", WeakSet())
+    for earlier in [each for each in shown if each.cell_id and each.cell_id == view.cell_id]:
+        if earlier.was_before(view) and not earlier.run.done:
+            earlier.run.stop()
+            print("mpkit: the run that this cell started before was stopped, since its view is gone")
+    shown.add(view)
     view.dashboard.show()
     return view

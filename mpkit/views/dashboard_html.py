@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
 from mpkit.timeline import Timeline
 from mpkit.views.fallback import image
@@ -13,6 +12,7 @@ from mpkit.views.memory_svg import memory_svg
 from mpkit.views.picture import picture
 from mpkit.views.svg import summary, svg
 from mpkit.views.units import percent
+from mpkit.visible import escape
 
 __all__ = ["STOP_HINT", "head", "output", "progress", "sparkline", "static", "theory", "trouble"]
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from html import escape
 from typing import Any
 
 import torch
 
 from mpkit.cluster import Cluster
-from mpkit.comparison import compare
+from mpkit.comparison import compare_timelines
 from mpkit.data import text_batches
 from mpkit.errors import MpkitError
 from mpkit.explorer import Explored, Setting
@@ -24,6 +23,7 @@ from mpkit.schedule import NAMES
 from mpkit.views.fallback import image
 from mpkit.views.needs import needs_notebook
 from mpkit.views.timeline import TimelineView
+from mpkit.visible import escape
 
 try:
     import ipywidgets
@@ -167,7 +167,7 @@ class Explorer(ipywidgets.VBox):
         found = super()._repr_mimebundle_(**kwargs)
         data, metadata = found if isinstance(found, tuple) else (found, {})
         shown = {side.schedule.value: side.explored.timeline for side in self.sides if side.explored}
-        still = compare(**shown)
+        still = compare_timelines([*shown.items()])
         fallback = {"text/plain": str(still), "text/html": image(still.to_svg(), str(still))}
         return {**(data or {}), **fallback}, metadata
 
@@ -197,7 +197,7 @@ class Explorer(ipywidgets.VBox):
                 steps=3,
                 show=False,
             ).wait()
-        found = compare(run)
+        found = compare_timelines([("", run)])
         return image(found.to_svg(), str(found)) + f"<pre>{escape(str(found))}</pre>"
 
 

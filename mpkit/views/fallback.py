@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from html import escape
 
 from mpkit.timeline import Timeline
 from mpkit.views.lanes import FOLDED
 from mpkit.views.picture import picture
 from mpkit.views.svg import summary, svg
 from mpkit.views.text import text
+from mpkit.visible import escape
 
 __all__ = ["image", "static_bundle"]
 

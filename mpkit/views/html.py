@@ -13,7 +13,6 @@ import gzip
 import json
 from base64 import b64encode
 from collections.abc import Mapping
-from html import escape
 from importlib.resources import files
 from string import Template
 from typing import Any
@@ -31,6 +30,7 @@ from mpkit.views.svg import svg
 from mpkit.views.table import rank_table
 from mpkit.views.units import bytes_text, percent, seconds
 from mpkit.views.wire import Batches, look
+from mpkit.visible import escape
 
 __all__ = ["html"]
 

@@ -21,7 +21,7 @@ INTERVAL = np.dtype([("start", "<f8"), ("end", "<f8")])
 
 def step_extents(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """[start, end] of each step, merged where they overlap; (n, 2), sorted. Work outside any step is one."""
-    work = metrics.work(spans)
+    work = metrics.done(spans)
     if np.any(work["step"] >= 0):
         work = work[work["step"] >= 0]
     _, where = np.unique(work["step"], return_inverse=True)

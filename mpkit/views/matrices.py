@@ -15,12 +15,12 @@ The sign ⇄ says that something is sent there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
 from typing import TypeAlias
 
 from mpkit.shown import Drawn
 from mpkit.views.matrix_svg import BOTH, Box, both_ranks, matrix, rank_classes
 from mpkit.views.sheet import MARGIN, heading, keys, sheet
+from mpkit.visible import escape
 
 __all__ = ["Matrices", "matrices"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from html import escape
 from itertools import pairwise
 
 from mpkit.views.colours import INKS, Key
+from mpkit.visible import escape
 
 __all__ = ["BOTH", "Box", "both_ranks", "matrix", "rank_classes"]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
-
 import numpy as np
 
 from mpkit.timeline import Timeline
@@ -12,6 +10,7 @@ from mpkit.views.colours import THEMES
 from mpkit.views.held import Memory, held_text, memory_of
 from mpkit.views.lanes import short_label
 from mpkit.views.sheet import MARGIN, category_classes, heading, keys, sheet
+from mpkit.visible import escape
 
 __all__ = ["highest_of", "memory_svg"]
 

@@ -29,6 +29,7 @@ THREADS = {
     Lane.COMPUTE: (1, "compute"),
     Lane.COMM: (10, "comm"),
     Lane.HOST: (50, "host"),
+    Lane.DATA: (90, "data"),
 }
 
 Event = dict[str, Any]
@@ -59,8 +60,8 @@ def _threads(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The thread of each span. Slices of a thread must not overlap, and messages do: those that are under way
     at the same time get threads of their own, the first that is free.
     """
-    first = np.array([THREADS[Lane(lane)][0] for lane in range(4)])
-    threads = np.asarray(first[np.minimum(spans["lane"], 3)])
+    first = np.array([THREADS[Lane(lane)][0] for lane in sorted(Lane)])
+    threads = np.asarray(first[np.where(spans["lane"] < len(Lane), spans["lane"], Lane.NONE)])
     for rank in np.unique(spans["rank"]):
         for lane in (Lane.COMM, Lane.HOST):
             mine = np.flatnonzero((spans["rank"] == rank) & (spans["lane"] == lane))
@@ -115,7 +116,7 @@ def _slices(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Ite
             "tid": thread,
             "ts": (span["start"] - origin) * 1e6,
             "dur": (span["end"] - span["start"]) * 1e6,
-            "name": name or f"{kind} {number}".rstrip(),
+            "name": name if name and span["lane"] != Lane.COMM else f"{kind} {name or number}".rstrip(),
             "cat": kind,
             "args": arguments,
         }

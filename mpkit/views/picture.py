@@ -2,8 +2,8 @@
 
 A Picture has
 
-    lanes      one a GPU for its compute, with thin ones below it for layers, communication and host copies;
-               on a mesh of several axes in groups, each with a header
+    lanes      one a GPU for its compute, with thin ones below it for layers, communication, host copies
+               and data loading; on a mesh of several axes in groups, each with a header
     spans      boxes in lanes, each with a colour key; idle time is a box too, so that the bubble is seen
     marks      where each step starts
     figures    what the row under the picture says: the clock in words, bubble, step time
@@ -45,7 +45,10 @@ CLOCKS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One horizontal strip. `part` is "compute", "layers", "comm" or "host"; or "group": the header of those below."""
+    """One horizontal strip.
+
+    `part` is "compute", "layers", "comm", "host" or "data"; or "group": the header of those below.
+    """
 
     rank: int
     part: str
@@ -181,12 +184,12 @@ def _where(timeline: Timeline, span: npt.NDArray[Any]) -> list[str]:
     return words
 
 
-_PARTS = ("compute", "layers", "comm", "host")
+_PARTS = ("compute", "layers", "comm", "host", "data")
 
 
 def _part_of(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """For each span the index into _PARTS of the row it is drawn in."""
-    part = np.select([spans["lane"] == Lane.COMM, spans["lane"] == Lane.HOST], [2, 3], 0)
+    part = np.select([spans["lane"] == lane for lane in (Lane.COMM, Lane.HOST, Lane.DATA)], [2, 3, 4], 0)
     return np.asarray(np.where((part == 0) & (spans["depth"] > 0), 1, part))
 
 

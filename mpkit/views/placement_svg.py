@@ -9,7 +9,6 @@ below     over which links who talks; which rows and columns of layers tp gives 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +17,9 @@ from mpkit.places import Talk, brief
 from mpkit.views.axes import ink_of
 from mpkit.views.colours import THEMES
 from mpkit.views.placement_text import divided, groups_words, link_words, shape_words
+from mpkit.views.placement_zero import zero_svg
 from mpkit.views.sheet import MARGIN, heading, sheet
+from mpkit.visible import escape
 from mpkit.whereabouts import long_axes, place_text
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def placement_svg(placement: Placement, width: int = 960) -> str:
     body += [line for talk in placement.talks for line in _lines(talk, boxes, placement)] + names
     body += [_rank(placement, rank, box) for rank, box in enumerate(boxes)]
     legend, y = _legend(placement, bottom + 52)
+    shards, y = zero_svg(placement, y)
     table, y = _table(placement, y)
     notes = [_words(MARGIN, y + 18 * i, note, "faint") for i, note in enumerate(placement.notes)]
     height = y + 18 * len(notes)
@@ -76,7 +78,13 @@ def placement_svg(placement: Placement, width: int = 960) -> str:
     title = f"Placement of {placement.mesh.size} ranks"
     whole = max(width, right + MARGIN + 10)
     return sheet(
-        "placement", title, str(placement), [*body, *legend, *table, *notes], whole, height, classes=classes
+        "placement",
+        title,
+        str(placement),
+        [*body, *legend, *shards, *table, *notes],
+        whole,
+        height,
+        classes=classes,
     )
 
 

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from mpkit.places import Talk, brief
+from mpkit.views.placement_zero import zero_text
 from mpkit.whereabouts import long_axes, place_text
 
 if TYPE_CHECKING:
@@ -28,12 +29,15 @@ def placement_text(placement: Placement) -> str:
         lines += ["", f"node {number}"] if placement.hardware else [""]
         for rank in ranks[: MOST if not number else max(0, MOST - ranks[0])]:
             held = brief(placement.layers_of(rank))
+            if placement.zero == 3 and held:
+                held = f"1/{placement.replicas} of {held}"
             lines.append(f"  rank {rank:<3} {place_text(placement.mesh, rank)}{'   ' + held if held else ''}")
         if ranks[-1] >= MOST:
             lines.append(f"  ... to rank {ranks[-1]}")
     if placement.talks:
         lines += ["", "who talks to whom"]
         lines += [f"  {talk.axis}  {groups_words(talk)}{link_words(talk)}" for talk in placement.talks]
+    lines += zero_text(placement)
     if rows := divided(placement):
         lines += ["", "what tp divides"]
         wide = max(len(name) for name, _ in rows)

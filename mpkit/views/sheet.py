@@ -10,12 +10,12 @@ A sheet's classes: `ground` and `words`, `faint`, `line` as in `Theme`; `m0`, `m
 from __future__ import annotations
 
 from collections.abc import Iterable
-from html import escape
 
 from mpkit.trace import CATEGORIES
 from mpkit.views.colours import THEMES
 from mpkit.views.held import CATEGORY_INKS
 from mpkit.views.svg import FONT
+from mpkit.visible import escape
 
 __all__ = ["MARGIN", "category_classes", "heading", "keys", "sheet"]
 

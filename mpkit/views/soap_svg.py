@@ -7,7 +7,6 @@ exchange    what ranks send each other, forward and backward, and how far they a
 
 from __future__ import annotations
 
-from html import escape
 from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from mpkit.views.colours import THEMES
 from mpkit.views.matrix_svg import BOTH, both_ranks, matrix, rank_classes
 from mpkit.views.sheet import MARGIN, heading, keys, sheet
 from mpkit.views.units import bytes_text
+from mpkit.visible import escape
 
 if TYPE_CHECKING:
     from mpkit.experiments.soap_found import Sent, Soap, Way

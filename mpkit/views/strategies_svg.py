@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
 from mpkit.trace import CATEGORIES
 from mpkit.views.sheet import MARGIN, category_classes, heading, keys, sheet
 from mpkit.views.units import bytes_text
+from mpkit.visible import escape
 
 if TYPE_CHECKING:
     from mpkit.memory import MemoryByStrategy, MemoryRow

@@ -11,7 +11,6 @@ Its size is bounded by its width: a row with more boxes than pixels is drawn by 
 from __future__ import annotations
 
 from dataclasses import replace
-from html import escape
 from textwrap import wrap
 from typing import Any, NamedTuple
 
@@ -24,10 +23,11 @@ from mpkit.views.coverage import coverage, runs, strongest
 from mpkit.views.picture import Picture, Row, picture
 from mpkit.views.ticks import ticks
 from mpkit.views.units import percent, seconds
+from mpkit.visible import escape
 
 __all__ = ["gutter_of", "summary", "svg"]
 
-HEIGHTS = {"compute": 26.0, "layers": 8.0, "comm": 7.0, "host": 5.0, "group": 14.0}
+HEIGHTS = {"compute": 26.0, "layers": 8.0, "comm": 7.0, "host": 5.0, "data": 7.0, "group": 14.0}
 GAP, BETWEEN, MARGIN, GUTTER = 2.0, 7.0, 16.0, 96.0
 FULL_DETAIL = 1500
 """Boxes in the whole picture up to which each has its hover text."""

@@ -34,6 +34,8 @@ def rank_table(timeline: Timeline) -> dict[str, Any]:
     exposed, peak = timeline.exposed_comm, [held["total"] for held in timeline.peak_memory]
     makespan, idle = timeline.makespan, timeline.idle
     head = ["", "idle", *(INKS[key].word for key in shown)]
+    data = timeline.data_time
+    head += ["data loading"] * any(data)
     head += (
         ["exposed communication"] * any(exposed) + ["bytes sent"] * any(sent) + ["peak memory"] * any(peak)
     )
@@ -42,6 +44,7 @@ def rank_table(timeline: Timeline) -> dict[str, Any]:
         mine = work["rank"] == rank
         row = [rank_label(timeline, rank), percent(idle[rank] / makespan if makespan else 0.0)]
         row += [seconds(float(length[mine & (keys == key)].sum())) for key in shown]
+        row += [seconds(data[rank])] * any(data)
         row += [seconds(exposed[rank])] * any(exposed) + [bytes_text(sent[rank])] * any(sent)
         rows.append(row + [held_text(timeline, peak[rank])] * any(peak))
     return {"head": head, "rows": rows}

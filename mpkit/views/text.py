@@ -25,8 +25,8 @@ from mpkit.views.units import percent, seconds
 
 __all__ = ["FILL", "FILL_ASCII", "Cells", "cells", "columns_of", "text"]
 
-FILL = dict(zip(Key, "·░▓▒█◆▚▞━═", strict=True))
-FILL_ASCII = dict(zip(Key, ".-=~+#rx_^", strict=True))
+FILL = dict(zip(Key, "·░▓▒█◆▚▞━═▤", strict=True))
+FILL_ASCII = dict(zip(Key, ".-=~+#rx_^%", strict=True))
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,11 @@ def text(
 def cells(pic: Picture, width: int, *, comm: bool = False) -> list[Cells]:
     """The rows of a picture as characters, in `width` columns with label and idle share."""
     computes = bool(np.any(pic.boxes["key"][pic.boxes["span"] >= 0] < Key.COMM))
-    parts = {"compute"} if computes else {"comm", "host"}
+    parts = {"compute"} if computes else {"comm", "host", "data"}
     if comm:
         parts |= {"compute", "comm"}
+    if np.any(pic.boxes["key"] == Key.DATA):
+        parts |= {"data"}
     shown = [(number, row) for number, row in enumerate(pic.rows) if row.part in {*parts, "group"}]
     labels = [
         row.label if row.part in ("compute", "group") else f"{row.label} {row.rank}" for _, row in shown
@@ -159,7 +161,9 @@ def _axis(pic: Picture, columns: int) -> str:
 def _caption(pic: Picture, step: int | None, steps: int) -> str:
     words = [f"step {step} ({steps} steps in all)"] if step is not None and steps > 1 else []
     words += [f"{name} {value}" for name, value in pic.figures.items() if name != "clock"]
-    words += _hidden(pic.timeline if step is None else pic.timeline.step(step))
+    of = pic.timeline if step is None else pic.timeline.step(step)
+    words += _hidden(of)
+    words += [f"data loading {seconds(max(of.data_time))}"] * any(of.data_time)
     return " · ".join([*words, pic.figures["clock"]])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from math import ceil, log2, sqrt
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from mpkit.views.colours import THEMES
 from mpkit.views.sheet import MARGIN, heading, sheet
 from mpkit.views.traffic_text import SILENT, scaled
 from mpkit.views.units import bytes_text
+from mpkit.visible import escape
 
 if TYPE_CHECKING:
     import numpy as np

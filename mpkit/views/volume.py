@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
 from mpkit.views.axes import ink_of
 from mpkit.views.units import bytes_text
+from mpkit.visible import escape
 
 if TYPE_CHECKING:
     from mpkit.volume import CommVolume

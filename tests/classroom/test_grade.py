@@ -16,44 +16,125 @@ import psutil
 import pytest
 
 from mpkit.classroom.catalogue import find
+from mpkit.classroom.grading.guard import way_to_enclose
 from mpkit.classroom.source import IMPORTS
 
 NAMES = ("pass-the-token", "gpipe")
+SOLUTION = "identical to the solution"
 
-HOSTILE = {
-    "redefines-check": """
-        class Fine:
-            passed = True
-        mk.check = lambda *a, **k: Fine()
-        import mpkit.classroom.judge
-        mpkit.classroom.judge.judge = mk.check
-        """,
-    "leaves": """
+NOTHING, ALL, EITHER = (0,), (20,), (0, 20)
+"""Points: what a notebook answers is right, and counts unless the notebook has ended its own process before."""
+
+HOSTILE: dict[str, tuple[str, tuple[int, ...]]] = {
+    "leaves": (
+        """
         import os
         os._exit(0)
         """,
-    "fills-memory": """
+        NOTHING,
+    ),
+    "fills-memory": (
+        """
         held = []
         while True:
             held.append(bytearray(2**26))
         """,
-    "forks-a-daemon": """
-        import os, time
+        NOTHING,
+    ),
+    "fills-the-disk": (
+        """
+        with open("large", "wb") as file:
+            while True:
+                file.write(bytes(2**20))
+        """,
+        ALL,
+    ),
+    "forks-a-daemon": (
+        """
+        import os, signal, time
         if os.fork() == 0:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if os.fork() == 0:
                 time.sleep(600)
             os._exit(0)
         """,
-    "kills-its-siblings": """
-        import os, signal
-        for pid in os.popen(f"pgrep -P {os.getppid()}").read().split():
-            if int(pid) != os.getpid():
-                os.kill(int(pid), signal.SIGKILL)
+        ALL,
+    ),
+    "forks-for-ever": (
+        """
+        import os
+        while True:
+            os.fork()
         """,
-    "writes-for-ever": """
+        NOTHING,
+    ),
+    "kills-its-parents": (
+        """
+        import os, psutil, signal
+        for process in psutil.Process().parents():  # those of this test only, wherever it runs
+            if HOME in " ".join(process.cmdline()):
+                process.kill()
+        os.kill(os.getppid(), signal.SIGKILL)
+        """,
+        EITHER,
+    ),
+    "stops-itself": (
+        """
+        import os, signal
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        """,
+        NOTHING,
+    ),
+    "writes-for-ever": (
+        """
         while True:
             print("x" * 10**6)
+        """,
+        NOTHING,
+    ),
+    "overwrites-the-class": (
+        """
+        from pathlib import Path
+        home = Path(HOME)
+        for path in [*home.rglob("*.ipynb"), *home.glob("grades*"), *home.glob("grades/*")]:
+            try:
+                path.chmod(0o600)
+                path.write_text("mine")
+            except OSError:
+                pass
+        """,
+        ALL,
+    ),
+    "deletes-its-folder": (
+        """
+        import os, shutil
+        shutil.rmtree(os.path.dirname(os.getcwd()), ignore_errors=True)
+        """,
+        NOTHING,
+    ),
+    "closes-its-files": (
+        """
+        import os
+        os.closerange(3, 256)
+        raise ValueError("to be written down")
+        """,
+        EITHER,
+    ),
+}
+OF_THE_KIT: dict[str, str] = {  # answers that are the kit's own
+    "asks-for-the-solution": """
+        from mpkit.classroom.catalogue import find
+        pass_the_token, gpipe = (find(name).exercise.solution for name in ("pass-the-token", "gpipe"))
+        """,
+    "writes-answers-itself": """
+        import sys
+        from pathlib import Path
+        from mpkit.classroom.catalogue import find
+        from mpkit.classroom.room import Answer
+        for name in ("pass-the-token", "gpipe"):
+            Path(sys.argv[2], name + ".answer").write_bytes(Answer.of(find(name).exercise.solution).packed)
         """,
 }
 ON_RANKS = {  # in an answer: on the ranks of its check
@@ -61,6 +142,14 @@ ON_RANKS = {  # in an answer: on the ranks of its check
     "fills-a-rank": "held = []\n    while True: held.append(bytearray(2**26))",
     "loops-on-a-rank": "while True: pass",
     "kills-the-nursery": "import os, signal\n    os.kill(os.getppid(), signal.SIGKILL)",
+    "kills-its-parents": "import psutil\n"
+    "    for each in psutil.Process().parents():\n"  # those of this test only, wherever it runs
+    "        if HOME in ' '.join(each.cmdline()): each.kill()",
+    "stops-its-judge": "import psutil\n    psutil.Process().parents()[1].suspend()\n    import time; time.sleep(600)",
+    "overwrites-the-class": "from pathlib import Path\n"
+    "    for path in [*Path(HOME).rglob('*.ipynb'), *Path(HOME).glob('grades*')]:\n"
+    "        try: path.write_text('mine')\n"
+    "        except OSError: pass",
     "returns-a-bomb": "return type('Bomb', (), {'__reduce__': lambda self: (print, ('boom',))})()",
 }
 
@@ -85,38 +174,60 @@ def token(body: str) -> str:
     return f"def pass_the_token(ctx, token):\n    {body}\n"
 
 
-def a_class() -> dict[str, tuple[list[str] | str, int]]:
-    """40 students: what each hands in, and the points for it."""
-    found: dict[str, tuple[list[str] | str, int]] = {f"good-{i}": (cells(), 20) for i in range(10)}
-    found |= {f"wrong-{i}": (cells(gpipe=wrong("gpipe", i)), 10) for i in range(6)}
-    found |= {f"hangs-{i}": (cells(pass_the_token=wrong("pass-the-token", i % 2)), 10) for i in range(3)}
-    found |= {
-        f"empty-{i}": (cells(**{n.replace("-", "_"): find(n).source.stub for n in NAMES}), 0)
-        for i in range(2)
-    }
-    found["syntax"] = (cells(gpipe="def gpipe(p, m)\n    return"), 10)
-    found["name-error"] = (cells(gpipe="gpipe = schedule"), 10)
-    found["no-notebook"] = ("this is no notebook", 0)
-    found["cut-off"] = ('{"cells": [', 0)
-    found["no-checks"] = ([each for each in cells() if "mk.check" not in each], 20)
-    found["a-cell-deleted"] = (cells()[:3], 10)
-    found["a-cell-hangs"] = ([*cells()[:3], "import time\ntime.sleep(600)", *cells()[3:]], 10)
-    found["magic"] = (["%matplotlib inline", "!echo hello", *cells()], 20)
-    found |= {
-        f"hostile-{name}": ([IMPORTS, cleandoc(code), *cells()[1:]], 0) for name, code in HOSTILE.items()
-    }
+def own(home: Path, code: str) -> str:
+    """A cell of that code, which knows where the class is."""
+    return f"HOME = {str(home)!r}\n{cleandoc(code)}"
+
+
+def renamed(source: str) -> str:
+    """The same with other names, and words of one's own."""
+    return source.replace("before", "left").replace("after", "right").replace('"""Pass', '"""I pass')
+
+
+def a_class(home: Path) -> dict[str, tuple[list[str] | str, tuple[int, ...]]]:
+    """Students: what each hands in, and the points for it."""
+    found: dict[str, tuple[list[str] | str, tuple[int, ...]]] = {"good": (cells(), ALL)}
+    found["copied"] = (cells(pass_the_token=renamed(find("pass-the-token").source.plain)), ALL)
+    found |= {f"wrong-{i}": (cells(gpipe=wrong("gpipe", i)), (10,)) for i in range(2)}
+    found["hangs"] = (cells(pass_the_token=wrong("pass-the-token", 1)), (10,))
+    found["empty"] = (cells(**{n.replace("-", "_"): find(n).source.stub for n in NAMES}), NOTHING)
+    found["syntax"] = (cells(gpipe="def gpipe(p, m)\n    return"), (10,))
+    found["name-error"] = (cells(gpipe="gpipe = schedule"), (10,))
+    found["no-notebook"] = ("this is no notebook", NOTHING)
+    found["cut-off"] = ('{"cells": [', NOTHING)
+    found["no-checks"] = ([each for each in cells() if "mk.check" not in each], ALL)
+    found["checks-first"] = ([cells()[i] for i in (0, 2, 1, 4, 3)], ALL)
+    found["a-cell-deleted"] = (cells()[:3], (10,))
+    found["a-cell-hangs"] = ([*cells()[:3], "import time\ntime.sleep(600)", *cells()[3:]], (10,))
+    found["magic"] = (["!echo hello", "%time 1", *cells()], ALL)
+    found["deep"] = ([*cells(), "-" * 100_000 + "1", "+".join("1" * 50_000)], EITHER)
+    redefines = "class Fine:\n    passed = True\nmk.check = lambda *a, **k: Fine()\n"
+    redefines += "import mpkit.classroom.judge\nmpkit.classroom.judge.judge = mk.check"
     both_wrong = cells(gpipe=wrong("gpipe", 0), pass_the_token=wrong("pass-the-token", 3))
-    found["hostile-redefines-check"] = ([IMPORTS, cleandoc(HOSTILE["redefines-check"]), *both_wrong[1:]], 0)
-    for name in ("forks-a-daemon", "kills-its-siblings"):  # what they answer is right
-        found[f"hostile-{name}"] = ([IMPORTS, cleandoc(HOSTILE[name]), *cells()[1:]], 20)
-    found |= {f"ranks-{name}": (cells(pass_the_token=token(body)), 10) for name, body in ON_RANKS.items()}
+    found["redefines-check"] = ([IMPORTS, redefines, *both_wrong[1:]], NOTHING)
+    found |= {
+        f"hostile-{name}": ([IMPORTS, own(home, code), *cells()[1:]], points)
+        for name, (code, points) in HOSTILE.items()
+    }
+    checks = [each for each in cells() if "mk.check" in each]
+    found["asks-for-the-solution"] = (
+        [IMPORTS, cleandoc(OF_THE_KIT["asks-for-the-solution"]), *checks],
+        ALL,
+    )
+    found["writes-answers-itself"] = ([IMPORTS, cleandoc(OF_THE_KIT["writes-answers-itself"])], ALL)
+    if way_to_enclose() != "namespaces":  # elsewhere it is not promised that this has no effect
+        del found["hostile-kills-its-parents"]
+    found |= {
+        f"ranks-{name}": (cells(pass_the_token=token(body.replace("HOME", repr(str(home))))), (10,))
+        for name, body in ON_RANKS.items()
+        if name != "kills-its-parents" or way_to_enclose() == "namespaces"
+    }
     return found
 
 
 @pytest.mark.timeout(1200)
 def test_a_class_of_40(tmp_path: Path) -> None:
-    students = a_class()
-    assert len(students) == 40
+    students = a_class(tmp_path)
     folder = tmp_path / "class"
     for student, (what, _) in students.items():
         path = folder / student / "homework.ipynb"
@@ -126,22 +237,35 @@ def test_a_class_of_40(tmp_path: Path) -> None:
         else:
             book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in what])
             nbformat.write(book, path)
+    before = {path: path.read_bytes() for path in folder.rglob("*.ipynb")}
+    (tmp_path / "roster.csv").write_text("id,student\n1,good\n2,Nobody Yet\n")
     command = [sys.executable, "-m", "mpkit", "grade", str(folder), "-o", str(tmp_path / "grades.csv")]
     command += ["--exercises", ",".join(NAMES), "--seconds", "20", "--memory", "2"]
+    command += ["--roster", str(tmp_path / "roster.csv")]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"TMPDIR": str(tmp_path)}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     with (tmp_path / "grades.csv").open(newline="") as file:
         rows = {row["student"]: row for row in csv.DictReader(file)}
-    assert {name: int(row["points"]) for name, row in rows.items()} == {
-        n: p for n, (_, p) in students.items()
-    }
+    missing = rows.pop("Nobody Yet")
+    assert (missing["points"], missing["notes"]) == ("0", "handed in nothing")
+    odd = {n: rows[n] for n, (_, points) in students.items() if int(rows[n]["points"]) not in points}
+    assert odd == {}
     assert all(row["of"] == "20" for row in rows.values())
     assert "20 s" in rows["a-cell-hangs"]["notes"]
     assert "memory" in rows["hostile-fills-memory"]["notes"].lower()
+    assert "are allowed" in rows["hostile-forks-for-ever"]["notes"], "processes or memory, whatever was first"
+    for name in ("good", "copied", "writes-answers-itself", "asks-for-the-solution"):
+        said = "calls for the kit's own solution" if "-" in name else SOLUTION
+        assert f"pass-the-token: {said}" in rows[name]["notes"]
+        assert said.replace("'", "&#x27;") in (tmp_path / "grades" / f"{name}.html").read_text()
+    assert SOLUTION not in rows["empty"]["notes"]
     page = (tmp_path / "grades" / "wrong-0.html").read_text()
     assert "Hint" in page and "10 of 20 points" in page
+    assert "second try" not in page
+    if way_to_enclose() != "none":
+        assert {path: path.read_bytes() for path in before} == before
     assert left(tmp_path) == []
     assert [path.name for path in tmp_path.glob("mpkit-*")] == []
 
@@ -153,7 +277,7 @@ def left(home: Path) -> list[str]:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get("TMPDIR") == str(home):
+                if process.environ().get("TMPDIR", "").startswith(str(home)):
                     found.append(" ".join(process.cmdline()))
         if not found or time.monotonic() > deadline:
             return found

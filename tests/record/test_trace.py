@@ -82,7 +82,7 @@ def test_a_folder_saved_and_loaded_is_the_folder(tmp_path: Path) -> None:
 
 def test_the_header_and_record_sizes_are_the_format() -> None:
     assert (HEADER.itemsize, OP.itemsize, MEMORY.itemsize) == (64, 88, 24)
-    assert [lane_of(k) for k in (Kind.WAIT, Kind.SEND, Kind.COPY_TO_HOST, Kind.STEP)] == list(Lane)
+    assert [lane_of(k) for k in (Kind.WAIT, Kind.SEND, Kind.COPY_TO_HOST, Kind.STEP, Kind.DATA)] == list(Lane)
 
 
 def test_a_file_cut_anywhere_is_an_error(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def npy(array: np.ndarray) -> bytes:
 
 
 def test_a_later_version_says_what_to_do(tmp_path: Path) -> None:
-    path = archive_with(tmp_path / "a.mpk", npy(np.empty(0, OP)), version=2)
+    path = archive_with(tmp_path / "a.mpk", npy(np.empty(0, OP)), version=3)
     with pytest.raises(TraceError, match="pip install --upgrade mpkit"):
         Trace.load(path)
 
@@ -225,6 +225,20 @@ def test_losses_come_from_whoever_knows_them(tmp_path: Path) -> None:
     assert len(losses) == 4
     assert math.isnan(losses[3])
     assert Trace([]).losses == []
+
+
+def test_a_nan_loss_of_replicas_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text(json.dumps({"world_size": 2, "replicas": [[0], [1]]}))
+    records = [Recorder(tmp_path, rank) for rank in range(2)]
+    for step, losses in enumerate([(0.5, 0.25), (math.nan, math.inf), (math.nan, math.nan)]):
+        for record, loss in zip(records, losses, strict=True):
+            with record.step(step):
+                record.loss(loss)
+    with records[0].step(3):  # the second replica is still on its way
+        records[0].loss(math.nan)
+    losses = Trace.load(tmp_path).losses
+    assert losses[0] == 0.75 and len(losses) == 3
+    assert math.isnan(losses[1]) and math.isnan(losses[2])
 
 
 def test_a_step_under_way_counts_once_its_loss_is_known(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """In a process of its own: run a student's notebook, and pack its answers as they come.
 
-    python -m mpkit.classroom.grading.collect NOTEBOOK OUT MEMORY
+    python -m mpkit.classroom.grading.collect CELLS OUT MEMORY EXERCISES...
 
     limit    memory of this process, the size of files
     run      cell after cell, as Jupyter would; one that fails does not keep the next from running
-    pack     after each cell the answers of the checks in it, and at the end what was never checked, by its name
+    pack     after each cell the answers of the checks in it, and at the end what was not there yet, by its name
 
 What is packed lies in OUT at once: whatever a later cell does to this process, that stays.
 """
@@ -14,20 +14,25 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mpkit
 from mpkit.classroom.catalogue import find
+from mpkit.classroom.grading.reading import checks_in
 from mpkit.classroom.room import Answer, limit_memory
 
-__all__ = ["checks_in", "main"]
+__all__ = ["ENDED", "STARTED", "main"]
 
 LARGEST_FILE = 64 * 2**20
+STARTED = "started"
+"""The file that says that all is imported: from here on the notebook's time counts."""
+
+ENDED = "ended"
+"""The file that says that the last cell has run."""
 
 
-def main(notebook: str, out: str, memory: str) -> None:
+def main(cells: str, out: str, memory: str, *exercises: str) -> None:
     """Run it; see above."""
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
@@ -36,12 +41,15 @@ def main(notebook: str, out: str, memory: str) -> None:
     limit_memory(int(memory))
     _limit_files()
     # ---- run
-    cells = code_cells(Path(notebook))
+    sources = json.loads(Path(cells).read_text(encoding="utf-8"))
     shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
     mpkit.check = lambda name, answer, **_: None  # type: ignore[assignment]  # it is judged later, elsewhere
-    packed: set[str] = set()
+    Path(out, STARTED).touch()
+    wanted: dict[str, ast.expr] = {
+        name: ast.Name(find(name).exercise.name_of_answer, ast.Load()) for name in exercises
+    }
     with Path(out, "cells.jsonl").open("a", encoding="utf-8") as log:
-        for number, source in enumerate(cells):
+        for number, source in enumerate(sources):
             result = shell.run_cell(source, store_history=True)
             error = result.error_before_exec or result.error_in_exec
             if error is not None:
@@ -49,54 +57,38 @@ def main(notebook: str, out: str, memory: str) -> None:
                 log.write(json.dumps(said) + "\n")
                 log.flush()
             # ---- pack
-            for name, node in checks_in(shell.transform_cell(source)):
-                _pack(name, node, shell.user_ns, Path(out))
-                packed.add(name)
-        for name in sys.argv[4:]:
-            if name not in packed:
-                _pack(
-                    name, ast.Name(find(name).exercise.name_of_answer, ast.Load()), shell.user_ns, Path(out)
-                )
+            for name, node in checks_in(_plain_python(shell, source)):
+                if _pack(name, node, shell.user_ns, Path(out)):
+                    wanted.pop(name, None)
+                elif name in wanted:  # its answer may come in a later cell
+                    wanted[name] = node
+        for name, node in wanted.items():
+            _pack(name, node, shell.user_ns, Path(out))
+    Path(out, ENDED).touch()
 
 
-def code_cells(path: Path) -> list[str]:
-    """The sources of its code cells."""
-    import nbformat
-
-    book = nbformat.read(path, as_version=4)
-    return [cell.source for cell in book.cells if cell.cell_type == "code"]
-
-
-def checks_in(source: str) -> Iterator[tuple[str, ast.expr]]:
-    r"""The exercises that a cell checks, each with the expression that it hands in.
-
-    >>> [(name, ast.unparse(node)) for name, node in checks_in('mk.check("gpipe", gpipe)\nprint("check")')]
-    [('gpipe', 'gpipe')]
-    """
+def _plain_python(shell: Any, source: str) -> str:
+    """A cell without magic; of one that no parser takes nothing."""
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or len(node.args) < 2 or not isinstance(node.args[0], ast.Constant):
-            continue
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if called == "check" and isinstance(node.args[0].value, str):
-            yield node.args[0].value, node.args[1]
+        return str(shell.transform_cell(source))
+    except (SyntaxError, RecursionError, MemoryError):
+        return ""
 
 
-def _pack(name: str, node: ast.expr, space: dict[str, Any], out: Path) -> None:
-    """Write one answer, if there is one that can be sent."""
-    if not name.replace("-", "").isalnum():  # it becomes a file's name
-        return
+def _pack(name: str, node: ast.expr, space: dict[str, Any], out: Path) -> bool:
+    """Write one answer, if there is one that can be sent; else why not."""
+    if not name.replace("-", "").isalnum() or len(name) > 100:  # it becomes a file's name
+        return False
     try:
         expression = ast.fix_missing_locations(ast.Expression(node))
         value = eval(compile(expression, "<answer>", "eval"), space)
         packed = Answer.of(value)
-    except Exception:  # whatever a student's object does: it is no answer
-        return
+    except Exception as error:  # whatever a student's object does: it is no answer
+        (out / f"{name}.why").write_text(f"{type(error).__name__}: {error}"[:300], encoding="utf-8")
+        return False
     (out / f"{name}.partial").write_bytes(packed.packed)
     (out / f"{name}.partial").replace(out / f"{name}.answer")
+    return True
 
 
 def _limit_files() -> None:
@@ -109,4 +101,4 @@ def _limit_files() -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:])

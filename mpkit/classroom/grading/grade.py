@@ -1,7 +1,12 @@
 """Notebook after notebook: collect its answers, judge them, write down what was found.
 
-A notebook that is broken, hangs or is hostile costs its own grade only: it runs in a process of its own (`collect`),
-its answers on ranks of theirs, and after each nothing of it is left.
+    read       all notebooks, before the first of them runs
+    collect    in a process of its own, from a copy, while the one before is judged
+    judge      in another process, on ranks of its own
+    report     row by row, as it comes
+
+A notebook that is broken, hangs or is hostile costs its own grade only: what it runs is enclosed (`enclose`), under
+limits (`guard`), and after each nothing of it is left.
 """
 
 from __future__ import annotations
@@ -10,58 +15,50 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpkit.classroom.catalogue import Entry
-from mpkit.classroom.grading.guard import Guard, adopt_orphans, sweep
+from mpkit.classroom.grading.collect import ENDED, STARTED
+from mpkit.classroom.grading.guard import Guard, adopt_orphans, sweep, way_to_enclose
 from mpkit.classroom.grading.handed_in import HandedIn, handed_in
-from mpkit.classroom.judge import Checked, judge
-from mpkit.classroom.room import Answer, Limits, Room
+from mpkit.classroom.grading.judging import Judges
+from mpkit.classroom.grading.kept import Grade, Kept, key_of
+from mpkit.classroom.grading.reading import NoNotebook, read_file
+from mpkit.classroom.grading.report import Report
+from mpkit.classroom.grading.same import suspicion
+from mpkit.classroom.judge import Checked
+from mpkit.visible import visible
 
 __all__ = ["Grade", "grade"]
 
-FAILURES = 1
-"""Reports give the second hint: who reads one has tried."""
+ENCLOSED = {
+    "namespaces": "each notebook sees its own processes only, and writes to a folder of its own only",
+    "landlock": "each notebook writes to a folder of its own only",
+    "none": "this system encloses no processes: a notebook could do to your files what you can. Strangers' notebooks "
+    "are better graded in a container",
+}
 
 
-@dataclass(frozen=True)
-class Grade:
-    """What one notebook got.
+@dataclass
+class _Collected:
+    """What a notebook left behind."""
 
-    Attributes:
-        handed_in: the notebook.
-        checked: by exercise; None where there was no answer.
-        notes: what went wrong with the notebook as a whole, or with its cells.
-    """
-
-    handed_in: HandedIn
-    checked: dict[str, Checked | None] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    def points(self, entry: Entry) -> int:
-        """For one exercise."""
-        checked = self.checked.get(entry.name)
-        return entry.exercise.points if checked is not None and checked.passed else 0
-
-    @property
-    def total(self) -> int:
-        """Of all."""
-        return sum(self.points(entry) for entry in self.handed_in.exercises)
-
-    @property
-    def most(self) -> int:
-        """What could be had."""
-        return sum(entry.exercise.points for entry in self.handed_in.exercises)
+    answers: dict[str, bytes] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    remarks: dict[str, str] = field(default_factory=dict)
 
 
 def grade(
     folder: Path,
     exercises: tuple[str, ...] = (),
     *,
+    output: Path | None = None,
+    pages: Path | None = None,
+    roster: Sequence[str] = (),
+    again: bool = False,
     guard: Guard | None = None,
-    limits: Limits | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Grade]:
     """Grade all notebooks below a folder.
@@ -71,8 +68,12 @@ def grade(
     Args:
         folder: see `mpkit.classroom.grading.handed_in`.
         exercises: names; none: all of the families that a notebook has exercises of.
+        output: of the table, which is written after each notebook; beside it what is graded is kept, so that a
+            grading that was stopped goes on. None: neither.
+        pages: the folder of the students' pages; None: none.
+        roster: names of all students, to tell who has handed in nothing.
+        again: grade what is graded already as well.
         guard: limits of running a notebook.
-        limits: of a case of a check.
         say: told a line a notebook.
 
     Raises:
@@ -80,60 +81,119 @@ def grade(
     """
     found = handed_in(folder, exercises)
     guard = guard if guard is not None else Guard()
-    limits = limits if limits is not None else Limits(memory=2**30)
+    report = Report(found, output, pages, roster)
+    keys = {each.name: key_of(each, guard) for each in found}
+    kept = Kept(output.with_suffix(".graded.jsonl") if output is not None else None, anew=again)
+    known = {each.name: old for each in found if (old := kept.get(keys[each.name], each)) is not None}
+    kept.begin({keys[name]: old for name, old in known.items()})
+    new = [each for each in found if each.name not in known]
+    if known:
+        say(f"{len(known)} of {len(found)} are graded already and have not changed (--again grades them too)")
+    report.add(*known.values())
     adopt_orphans()
-    grades = []
-    room = Room(limits=limits)
-    try:
-        for number, each in enumerate(found, 1):
-            result = _grade(each, room, guard)
-            grades.append(result)
-            say(f"{number}/{len(found)} {each.student}: {result.total} of {result.most}{_noted(result)}")
-    finally:
-        room.close()
-        sweep(set())
+    say(ENCLOSED[way_to_enclose()])
+    for number, result in enumerate(_grades(new, guard), 1):
+        kept.add(keys[result.handed_in.name], result)
+        report.add(result)
+        notes = result.all_notes
+        noted = f" ({visible(notes[0])})" if notes else ""
+        say(f"{number}/{len(new)} {result.handed_in.student}: {result.total} of {result.most}{noted}")
+    # Once more all of it, from memory: whatever a notebook may have done to files on the way.
+    grades = report.finish()
+    kept.begin({keys[each.handed_in.name]: each for each in grades})
     return grades
 
 
-def _grade(each: HandedIn, room: Room, guard: Guard) -> Grade:
-    if each.broken:
-        return Grade(each, dict.fromkeys((entry.name for entry in each.exercises), None), (each.broken,))
-    with tempfile.TemporaryDirectory(prefix="mpkit-grade-") as name:
+def _grades(found: Sequence[HandedIn], guard: Guard) -> Iterator[Grade]:
+    """One after the other; while one is judged, the next runs."""
+    if not found:
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="mpkit-grade-", ignore_cleanup_errors=True) as name,
+        ThreadPoolExecutor(1) as ahead,
+    ):
         place = Path(name)
-        out, work = place / "answers", place / "work"
+        judges = Judges(
+            place, _environment(place), Guard(memory=guard.memory + 8 * 2**30, processes=guard.processes + 60)
+        )
+        try:
+            coming = ahead.submit(_collect, found[0], guard, judges)
+            for number, each in enumerate(found):
+                collected = coming.result()
+                if number + 1 < len(found):
+                    coming = ahead.submit(_collect, found[number + 1], guard, judges)
+                yield _judge(each, collected, judges)
+        finally:
+            coming.cancel()
+            judges.close()
+            sweep(set)
+
+
+def _environment(place: Path) -> dict[str, str]:
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
+        "IPYTHONDIR": str(place / "ipython"),
+        "TMPDIR": str(place),
+    }
+
+
+def _collect(each: HandedIn, guard: Guard, judges: Judges) -> _Collected:
+    """Run a notebook, and take what it hands in."""
+    if each.broken:
+        return _Collected(notes=[each.broken])
+    with tempfile.TemporaryDirectory(prefix="mpkit-grade-", ignore_cleanup_errors=True) as name:
+        place = Path(name)
+        out, work, cells = place / "answers", place / "work", place / "cells.json"
         out.mkdir()
         work.mkdir()
-        # ---- collect
+        cells.write_text(json.dumps(each.cells), encoding="utf-8")
+        (work / "notebook.ipynb").write_bytes(each.data)
         command = [
             *(sys.executable, "-m", "mpkit.classroom.grading.collect"),
-            *(str(each.path.resolve()), str(out), str(guard.memory)),
+            *(str(cells), str(out), str(guard.memory)),
             *(entry.name for entry in each.exercises),
         ]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
-            "IPYTHONDIR": str(place / "ipython"),
-        }
-        why = guard.run(command, work, environment, room.pids)
-        notes = [f"the notebook did not run to its end: {why}"] if why else []
-        notes += _errors(out / "cells.jsonl")
-        # ---- judge
-        checked: dict[str, Checked | None] = {}
+        why = guard.run(command, place, work, _environment(place), judges.pids, out / STARTED)
+        if not why and not (out / ENDED).exists():
+            why = "it left before its last cell"
+        found = _Collected(notes=[f"the notebook did not run to its end: {why}"] if why else [])
+        found.notes += _errors(_left(out / "cells.jsonl"))
         for entry in each.exercises:
-            file = out / f"{entry.name}.answer"
-            answer = Answer(file.read_bytes(), entry.exercise.name_of_answer) if file.is_file() else None
-            checked[entry.name] = judge(entry, answer, room, FAILURES, draw=False) if answer else None
-            sweep(room.pids)
-    return Grade(each, checked, tuple(notes))
+            answer = _left(out / f"{entry.name}.answer")
+            if answer is not None:
+                found.answers[entry.name] = answer
+            elif (reason := _left(out / f"{entry.name}.why")) is not None:
+                found.remarks[entry.name] = f"no answer was found ({reason.decode('utf-8', 'replace')[:300]})"
+        return found
 
 
-def _errors(log: Path) -> list[str]:
+def _left(path: Path) -> bytes | None:
+    """A file that a notebook left; None if it is none: it may have put anything there."""
+    try:
+        return read_file(path)
+    except NoNotebook:
+        return None
+
+
+def _judge(each: HandedIn, collected: _Collected, judges: Judges) -> Grade:
+    checked: dict[str, Checked | None] = dict.fromkeys(entry.name for entry in each.exercises)
+    for entry in each.exercises:
+        answer = collected.answers.get(entry.name)
+        if answer is None:
+            continue
+        checked[entry.name], why = judges.judge(entry, answer)
+        one = checked[entry.name]
+        if one is not None and one.passed:
+            why = suspicion(entry, answer, each.cells)
+        if why:
+            collected.remarks[entry.name] = why
+    return Grade(each, checked, collected.notes, collected.remarks)
+
+
+def _errors(log: bytes | None) -> list[str]:
     """Of cells, as far as they were written down."""
     try:
-        lines = log.read_text(encoding="utf-8").splitlines()[:20]
-        return [f"cell {one['cell']}: {one['error']}" for one in map(json.loads, lines)]
-    except (OSError, ValueError, KeyError, TypeError):
+        lines = (log or b"").decode("utf-8", "replace").splitlines()[:20]
+        return [f"cell {int(one['cell'])}: {str(one['error'])[:500]}" for one in map(json.loads, lines)]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return []
-
-
-def _noted(result: Grade) -> str:
-    return f" ({result.notes[0]})" if result.notes else ""

@@ -1,4 +1,4 @@
-"""Whose notebooks are where, and which exercises they should answer.
+"""Whose notebooks are where, and which exercises they should answer. All are read before the first of them is run.
 
     FOLDER/ada.ipynb                    ada's
     FOLDER/ada/2-data-parallel.ipynb    ada's
@@ -9,12 +9,16 @@ A notebook should answer all exercises of the families that it has one of: who d
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpkit.classroom.catalogue import Entry, find, of_family
-from mpkit.classroom.grading.collect import checks_in, code_cells
+from mpkit.classroom.grading.reading import NoNotebook, checks_in, code_cells, read_file
+from mpkit.visible import visible
 
 __all__ = ["HandedIn", "handed_in"]
 
@@ -25,15 +29,24 @@ class HandedIn:
 
     Attributes:
         student: by the folder's name, or the file's.
-        path: of the notebook.
+        name: of the notebook below the class's folder, such as "ada/ps1/4-pipelines.ipynb".
         exercises: that it should answer.
+        cells: the sources of its code cells.
+        data: the whole file.
         broken: why it cannot be read; "" if it can.
     """
 
     student: str
-    path: Path
+    name: str
     exercises: tuple[Entry, ...]
+    cells: tuple[str, ...] = ()
+    data: bytes = b""
     broken: str = ""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the notebook."""
+        return hashlib.sha256(self.data or self.broken.encode("utf-8", "replace")).hexdigest()
 
 
 def handed_in(folder: Path, exercises: tuple[str, ...] = ()) -> list[HandedIn]:
@@ -49,34 +62,53 @@ def handed_in(folder: Path, exercises: tuple[str, ...] = ()) -> list[HandedIn]:
         raise ValueError(
             f"{folder} is no folder; grade takes one with a notebook, or a folder of them, a student"
         )
-    paths = sorted(
-        path for path in folder.rglob("*.ipynb")
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )  # fmt: skip
+    paths = sorted(_notebooks(folder))
     if not paths:
         raise ValueError(
             f"there is no notebook in {folder}: expected STUDENT.ipynb or STUDENT/NOTEBOOK.ipynb"
         )
     asked = tuple(find(name) for name in exercises)
-    found = [_read(folder, path, asked) for path in paths]
+    students = _students([path.relative_to(folder).parts[0] for path in paths])
+    found = [_read(folder, path, students[path.relative_to(folder).parts[0]], asked) for path in paths]
     known = next((each.exercises for each in found if each.exercises), ())
     # What cannot be read, or has no check left, should have answered what the others do.
-    return [
-        each if each.exercises else HandedIn(each.student, each.path, known, each.broken) for each in found
-    ]
+    return [each if each.exercises else replace(each, exercises=known) for each in found]
 
 
-def _read(folder: Path, path: Path, asked: tuple[Entry, ...]) -> HandedIn:
-    first = path.relative_to(folder).parts[0]
-    student = first.removesuffix(".ipynb")
+def _notebooks(folder: Path) -> Iterator[Path]:
+    """Without those in hidden folders, such as Jupyter's own copies; links to folders are not followed."""
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in (
+            *files,
+            *folders,
+        ):  # a folder of such a name is told of: somebody meant to hand something in
+            if name.endswith(".ipynb") and not name.startswith("."):
+                yield Path(place, name)
+        folders[:] = [name for name in folders if not name.endswith(".ipynb")]
+
+
+def _students(firsts: list[str]) -> dict[str, str]:
+    """By file or folder, whose it is: "kim.ipynb" is kim's, unless there is a folder "kim" too."""
+    names = {first: first.removesuffix(".ipynb") for first in firsts}
+    many = Counter(names.values())
+    return {
+        first: visible(first if many[name] > 1 else name).replace("\n", "\\n")
+        for first, name in names.items()
+    }
+
+
+def _read(folder: Path, path: Path, student: str, asked: tuple[Entry, ...]) -> HandedIn:
+    name = visible(str(path.relative_to(folder))).replace("\n", "\\n")
+    data = b""
     try:
-        names = [name for source in code_cells(path) for name, _ in checks_in(source)]
-    except (OSError, ValueError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
-        said = str(error).strip().partition("\n")[0][:200]
-        return HandedIn(
-            student, path, asked, f"it cannot be read as a notebook: {said or type(error).__name__}"
-        )
-    return HandedIn(student, path, asked or _of(names))
+        data = read_file(path)
+        cells = code_cells(data)
+    except NoNotebook as error:
+        why = visible(str(error)).strip().partition("\n")[0][:200]
+        return HandedIn(student, name, asked, data=data, broken=f"it cannot be read as a notebook: {why}")
+    checked = [each for source in cells for each, _ in checks_in(source)]
+    return HandedIn(student, name, asked or _of(checked), tuple(cells), data)
 
 
 def _of(names: list[str]) -> tuple[Entry, ...]:

@@ -9,12 +9,13 @@ Since the forward runs as it is written, control flow on the model's inputs work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mpkit.models.blocks import repeated_blocks
 from mpkit.parallel.anymodel.forward import Forward
 from mpkit.parallel.anymodel.graph import Division, Opened
 from mpkit.parallel.anymodel.structure import flatten, rebuild
@@ -50,13 +51,15 @@ def place_parts(
     here = tuple(numbers)
     inside = tuple(f"{block}." for block in opened.blocks)
     parameters = {id(parameter) for parameter in model.parameters()}
+    repeated = repeated_blocks(model).values()
     skeleton = Skeleton(model, opened, here, device, dtype)
     rest = {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor) and id(value) not in parameters and not name.startswith(inside)
     }
-    return {number: Part(number, skeleton, opened, sharded) for number in here}, rest if 0 in here else {}
+    parts: dict[int, Stage] = {number: Part(number, skeleton, opened, sharded, repeated) for number in here}
+    return parts, rest if 0 in here else {}
 
 
 class Skeleton:
@@ -127,15 +130,19 @@ class Part(Stage):
     """
 
     def __init__(
-        self, number: int, skeleton: Skeleton, opened: Opened, sharded: Sharded | None = None
+        self,
+        number: int,
+        skeleton: Skeleton,
+        opened: Opened,
+        sharded: Sharded | None = None,
+        repeated: Collection[nn.Module] = (),
     ) -> None:
         blocks = [(name, skeleton.blocks[name]) for name in opened.placed[number]]
         self._parameters = {name: skeleton.parameters[name] for name in opened.held[number]}
         inside = {id(parameter) for _, block in blocks for parameter in block.parameters()}
         self._loose = Loose([p for p in self._parameters.values() if id(p) not in inside])
-        super().__init__(
-            number, [*blocks, ("loose parameters", self._loose)], skeleton.device, sharded=sharded
-        )
+        layers = [*blocks, ("loose parameters", self._loose)]
+        super().__init__(number, layers, skeleton.device, sharded=sharded, blocks=repeated)
         self._skeleton = skeleton
         self._state = [name for name, stage in opened.state.items() if stage == number]
 

@@ -27,6 +27,12 @@ from mpkit.parallel.anymodel.value import Value
 
 __all__ = ["Call", "Walk", "current_walk", "prepare_modules"]
 
+HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
+"""Where a module keeps what is called around it."""
+
 
 class Call:
     """The forward of a block, as it was before `prepare_modules`, with the hooks around it."""
@@ -125,31 +131,24 @@ def _as_written(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_hooks(module: nn.Module) -> Callable[..., Any]:
-    """The forward of a module and its hooks, which are no more called by torch.
+    """The forward of a module and all its hooks, which are no more called by torch.
 
     Torch would call them, with stand-ins, also where the block's call is passed over.
     """
     inner = module.forward
-    before, after = dict(module._forward_pre_hooks), dict(module._forward_hooks)
-    with_names = {*module._forward_pre_hooks_with_kwargs, *module._forward_hooks_with_kwargs}
-    module._forward_pre_hooks.clear()
-    module._forward_hooks.clear()
-    if not before and not after:
+    hooks = {name: module.__dict__[name] for name in HOOKS}
+    if not any(hooks.values()):
         return inner
+    none = {name: type(found)() for name, found in hooks.items()}
+    module.__dict__.update(none)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        for key, hook in before.items():
-            if key in with_names:
-                args, kwargs = hook(module, args, kwargs) or (args, kwargs)
-            else:
-                given = hook(module, args)
-                args = args if given is None else given if isinstance(given, tuple) else (given,)
-        output = inner(*args, **kwargs)
-        for key, hook in after.items():
-            names = (kwargs,) if key in with_names else ()
-            made = hook(module, args, *names, output)
-            output = output if made is None else made
-        return output
+        now = module.__dict__["forward"]
+        module.__dict__.update(hooks, forward=inner)
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            module.__dict__.update(none, forward=now)
 
     return forward
 
@@ -178,7 +177,7 @@ def around_forward(
         before, after: called with what hooks are: (module, inputs) and (module, inputs, output).
     """
     if not isinstance(module.forward, AsAWhole):
-        module.register_forward_pre_hook(before)
+        module.register_forward_pre_hook(before, prepend=True)  # a user's hook may use the parameters
         module.register_forward_hook(after)
         return
     call = module.forward.call

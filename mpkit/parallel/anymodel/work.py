@@ -21,4 +21,4 @@ class PartWork(StageWork):
         draws = self._randomness.draws(self._step, m)
         with draws.apart(), self._attention():
             outputs, made = self._stage.run(division, self.data(m), inputs, draws)
-            return (self._loss_of(outputs, m, draws),) if self._last else made
+            return self._loss_of(outputs, m, draws) if self._last else made

@@ -1,7 +1,7 @@
 """Tensor plans of models that are known by name, and of chains of linear layers.
 
-    known    the blocks of the kit's GPT and of transformers' GPT-2, Llama and BERT, by the name of their class,
-             wherever in the model they are; transformers is not imported
+    known    blocks by the name of their class, wherever in the model they are (`known_blocks`)
+    own      the plan that a model of transformers brings with it (`transformers_plan`)
     pairs    Linear, activation, Linear in an nn.Sequential, such as the kit's MLP: column and row
     alone    what has no partner: a column layer whose output is gathered
 
@@ -17,62 +17,13 @@ from dataclasses import replace
 from torch import nn
 
 from mpkit.models.chain import is_chain, layers_of
+from mpkit.parallel.tensor.known_blocks import BLOCKS, EMBEDDINGS, HEADS, SEQUENCES
 from mpkit.parallel.tensor.region import has_outputs, is_linear
+from mpkit.parallel.tensor.tied_head import find_head
+from mpkit.parallel.tensor.transformers_plan import own_plan
 from mpkit.tensor_plan import Region, TensorPlan
 
 __all__ = ["find_tensor_plan"]
-
-BLOCKS = {
-    "mpkit.models.gpt.Block": (
-        Region("attention", ("attention.qkv",), "attention.out", "heads", (1, 1, 1), ("heads",)),
-        Region("mlp", ("mlp.up",), "mlp.out"),
-    ),
-    "GPT2Block": (
-        Region("attn", ("attn.c_attn",), "attn.c_proj", "num_heads", (1, 1, 1), ("num_heads", "split_size")),
-        Region("mlp", ("mlp.c_fc",), "mlp.c_proj"),
-    ),
-    "LlamaDecoderLayer": (
-        Region(
-            "self_attn",
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "self_attn.o_proj",
-            "config.num_key_value_heads",
-        ),
-        Region("mlp", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"),
-    ),
-    "BertLayer": (
-        Region(
-            "attention.self",
-            ("attention.self.query", "attention.self.key", "attention.self.value"),
-            "attention.output.dense",
-            "num_attention_heads",
-            local=("num_attention_heads", "all_head_size"),
-        ),
-        Region("intermediate", ("intermediate.dense",), "output.dense"),
-    ),
-}
-"""Regions of a block, by its class."""
-
-EMBEDDINGS = {
-    "mpkit.models.gpt.Embedding": "tokens",
-    "GPT2Model": "wte",
-    "LlamaModel": "embed_tokens",
-    "BertEmbeddings": "word_embeddings",
-}
-HEADS = {
-    "mpkit.models.gpt.Head": "logits",
-    "GPT2LMHeadModel": "lm_head",
-    "GPT2DoubleHeadsModel": "lm_head",
-    "LlamaForCausalLM": "lm_head",
-    "BertLMPredictionHead": "decoder",
-}
-SEQUENCES = {
-    "mpkit.models.gpt.GPT": ("block0", "head.norm"),
-    "GPT2Model": ("h.0", "ln_f"),
-    "LlamaModel": ("layers.0", "norm"),
-    "BertEncoder": ("layer.0", "layer.-1"),
-}
-"""The first module on a part of the sequence, and the last; -1: the last of its list."""
 
 GATHERED = {
     "mpkit.models.convnet.ConvNet",
@@ -116,6 +67,11 @@ def find_tensor_plan(model: nn.Module) -> TensorPlan:
             if kind in SEQUENCES:
                 first, last = (_join(name, _in_list(module, end)) for end in SEQUENCES[kind])
                 sequence = (first, last)
+    # ---- own
+    if regions and head is None:
+        head, embeddings = find_head(model, embeddings)
+    if not regions and (own := own_plan(model)) is not None:
+        return replace(own, regions=tuple(_with_stars(list(own.regions), list(modules))))
     # ---- pairs
     if not regions:
         regions = list(_pairs(model)) + list(_alone(model))
@@ -142,7 +98,9 @@ def _below(prefix: str, region: Region) -> Region:
     """A block's region, by the model's names."""
     column = tuple(_join(prefix, name) for name in region.column)
     row = None if region.row is None else _join(prefix, region.row)
-    return replace(region, entry=_join(prefix, region.entry), column=column, row=row)
+    per_head = tuple(_join(prefix, name) for name in region.per_head)
+    entry = _join(prefix, region.entry).rstrip(".")
+    return replace(region, entry=entry, column=column, row=row, per_head=per_head)
 
 
 def _in_list(module: nn.Module, name: str) -> str:
@@ -170,12 +128,15 @@ def _starred(region: Region) -> Region:
     if layer is None:
         return region
     prefix, star = layer[0], f"{layer[0].removesuffix(layer[1])}*"
-    names = [region.entry, *region.column, *([region.row] if region.row is not None else [])]
+    names = [
+        region.entry, *region.column, *([region.row] if region.row is not None else []), *region.per_head
+    ]  # fmt: skip
     if not all(f"{name}.".startswith(f"{prefix}.") for name in names):
         return region
-    entry, *column = (star + name.removeprefix(prefix) for name in names)
-    row = column.pop() if region.row is not None else None
-    return replace(region, entry=entry, column=tuple(column), row=row)
+    entry, *others = (star + name.removeprefix(prefix) for name in names)
+    column, others = others[: len(region.column)], others[len(region.column) :]
+    row = others.pop(0) if region.row is not None else None
+    return replace(region, entry=entry, column=tuple(column), row=row, per_head=tuple(others))
 
 
 # ---- pairs, and what is alone -------------------------------------------------------------------------------
@@ -231,7 +192,10 @@ def _unknown(model: nn.Module) -> str:
     names = {name: module for name, module in model.named_modules() if name}
     layers = [name for name, layer in names.items() if is_linear(layer)]
     kind = type(model).__name__
-    known = "the kit's models, transformers' GPT-2, Llama and BERT, and nn.Sequential chains"
+    known = (
+        "the kit's models, transformers' models that bring a plan along (Llama, Mistral, Qwen, Gemma...), its GPT-2, "
+        "GPT-J, OPT, Falcon, BERT, T5, BART and Whisper, and nn.Sequential chains"
+    )
     if not layers:
         return f"Tensor parallelism divides linear layers, and {kind} has none. What is known by itself: {known}."
     # A layer that shares its weight with embeddings is a head.

@@ -16,6 +16,7 @@ on the instance.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,8 +31,9 @@ from mpkit.parallel.tensor import overlap as overlapped
 from mpkit.parallel.tensor.draws import OwnDraws
 from mpkit.parallel.tensor.operators import f, f_bar, g, g_bar
 from mpkit.parallel.tensor.overlap import Entered, Weights
+from mpkit.tensor_plan import Region
 
-__all__ = ["RegionAtWork", "has_outputs", "is_across", "is_linear"]
+__all__ = ["RegionAtWork", "has_outputs", "is_across", "is_linear", "is_weight"]
 
 Finish = Callable[[Tensor], Tensor]
 """What becomes of a column layer's output on this rank."""
@@ -47,8 +49,14 @@ def is_linear(layer: nn.Module) -> bool:
 
     nn.MultiheadAttention's `out_proj` is not called: its weights are taken from it.
     """
-    plain = isinstance(layer, nn.Linear) and not isinstance(layer, NonDynamicallyQuantizableLinear)
-    return (plain and type(layer).forward is nn.Linear.forward) or is_across(layer)
+    if isinstance(layer, nn.Linear) and not isinstance(layer, NonDynamicallyQuantizableLinear):
+        return type(layer).forward is nn.Linear.forward or type(layer).__name__ == "FalconLinear"
+    return is_across(layer)
+
+
+def is_weight(layer: object) -> bool:
+    """Whether it is a parameter, [..., outputs, inputs], with which its module computes by itself."""
+    return isinstance(layer, nn.Parameter) and layer.dim() > 1
 
 
 def has_outputs(layer: nn.Module) -> bool:
@@ -69,6 +77,7 @@ class RegionAtWork:
         row: the row layer, if there is one.
         sequence: whether x is divided by sequence.
         overlap: whether the backward sums dx while it computes dW; else layers are plain ones.
+        region: the plan's; None: the head.
     """
 
     def __init__(
@@ -81,29 +90,65 @@ class RegionAtWork:
         *,
         sequence: bool,
         overlap: bool,
+        region: Region | None = None,
     ) -> None:
         self._line, self._columns = line, columns
-        self._sequence = sequence
-        self._overlap = overlap and all(map(is_linear, columns))
+        self._sequence, self._region = sequence, region
+        self._overlap = overlap and bool(columns) and all(map(is_linear, columns))
+        if region is not None and region.inputs:
+            self._overlap = False  # column layers have several inputs
         self._draws = OwnDraws(name, line.index)
-        self._has_row = row is not None
+        self._has_row = region is not None and region.row is not None
         self._entered: Entered | None = None
         entry.register_forward_pre_hook(self._enter, with_kwargs=True)
         for layer in columns:
             layer.forward = partial(self._column, layer)
         if row is not None:
             row.forward = partial(self._row, row)
+        elif self._has_row:  # a parameter
+            entry.register_forward_hook(self._leave)
 
     # ---- entry
 
     def _enter(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """x, through f: the first argument, or the one of that name."""
+        """x, through f: the first argument, or the one of that name; and the region's further inputs."""
+        if self._has_row:
+            args, kwargs = self._further(entry, args, kwargs)
         if args and isinstance(args[0], Tensor):
             return (self._inside(entry, args[0]), *args[1:]), kwargs
         name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), None)
         if name is None or not isinstance(kwargs[name], Tensor):
             return None
         return args, kwargs | {name: self._inside(entry, kwargs[name])}
+
+    def _further(
+        self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments after x: inputs of column layers go through f; no other may have a gradient unawares."""
+        region = self._region
+        assert region is not None
+        names = list(inspect.signature(type(entry).forward).parameters)[1:]
+        first = "" if args else "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), "")
+        known = {*region.apart, first}
+        given = [*zip(names[1:], args[1:], strict=False), *kwargs.items()]
+        found: dict[str, Any] = {}
+        for name, value in given:
+            if name in region.inputs and isinstance(value, Tensor):
+                found[name] = f_bar(self._line, value) if self._sequence else f(self._line, value)
+            elif name not in known and _has_gradient(value):
+                raise ValueError(
+                    f"Region(entry={region.entry!r}): its argument {name} has a gradient too, of which each rank would "
+                    f"compute a part: inputs=({name!r},) where it is an input of column layers, apart=({name!r},) "
+                    "where it is used after the row layer only, or has this rank's heads already"
+                )
+        further = tuple(found.pop(name, value) for name, value in zip(names[1:], args[1:], strict=False))
+        return (*args[:1], *further, *args[1 + len(further) :]), kwargs | found
+
+    def _leave(self, entry: nn.Module, args: Any, y: Tensor) -> Tensor:
+        """What the entry gives is a partial sum."""
+        z = g_bar(self._line, y) if self._sequence else g(self._line, y)
+        self._draws.end()
+        return z
 
     def _inside(self, entry: nn.Module, x: Tensor) -> Tensor:
         self._entered = None
@@ -141,6 +186,12 @@ class RegionAtWork:
         self._draws.end()
         bias: Any = layer.bias
         return z if bias is None else z + bias
+
+
+def _has_gradient(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_gradient, value))
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _weights(layer: nn.Module) -> Weights:

@@ -9,15 +9,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from mpkit.parallel.shard import evenly
-from mpkit.parallel.tensor.region import has_outputs, is_across, is_linear
+from mpkit.parallel.tensor.region import has_outputs, is_across, is_linear, is_weight
 from mpkit.tensor_plan import Region, TensorPlan
 
 __all__ = ["check", "divide", "widths"]
+
+Names: TypeAlias = dict[str, Any]
+"""A model's modules and parameters."""
 
 
 def check(model: nn.Module, t: int, plan: TensorPlan, *, sequence: bool = False) -> TensorPlan:
@@ -45,7 +48,8 @@ def check(model: nn.Module, t: int, plan: TensorPlan, *, sequence: bool = False)
             "Sequence parallelism, and the model's TensorPlan does not say between which modules: "
             "TensorPlan(..., sequence=('first module to work on a part of the sequence', 'last one'))"
         )
-    names = dict(model.named_modules())
+    names: Names = dict(model.named_modules())
+    names |= dict(model.named_parameters(remove_duplicate=False))
     regions = tuple(
         one for region in plan.regions for one in _expand(region, names) if _is_wide(one, names, t)
     )
@@ -89,8 +93,10 @@ def divide(
     return [tuple(parts) for parts in found]
 
 
-def widths(layer: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs of a layer; of a convolution, channels."""
+def widths(layer: nn.Module | nn.Parameter) -> tuple[int, int]:
+    """Inputs and outputs of a layer, or of a parameter [..., outputs, inputs]; of a convolution, channels."""
+    if isinstance(layer, nn.Parameter):
+        return layer.shape[-1], layer.shape[-2]
     weight: Any = layer.weight
     a, b = weight.shape[:2]
     return (a, b) if is_across(layer) else (b, a)
@@ -99,19 +105,23 @@ def widths(layer: nn.Module) -> tuple[int, int]:
 # ---- names --------------------------------------------------------------------------------------------------
 
 
-def _matching(pattern: str, names: dict[str, nn.Module]) -> list[tuple[str, tuple[str, ...]]]:
+def _matching(pattern: str, names: Names) -> list[tuple[str, tuple[str, ...]]]:
     """The modules of a pattern, each with what its `*` stand for."""
     if "*" not in pattern:
         _get(names, pattern)
         return [(pattern, ())]
     shape = re.compile(re.escape(pattern).replace(r"\*", "([^.]*)"))
-    found = [(name, match.groups()) for name in names if (match := shape.fullmatch(name))]
+    found = [
+        (name, match.groups())
+        for name, one in names.items()
+        if isinstance(one, nn.Module) and (match := shape.fullmatch(name))
+    ]
     if not found:
         _get(names, pattern)
     return found
 
 
-def _expand(region: Region, names: dict[str, nn.Module]) -> Iterator[Region]:
+def _expand(region: Region, names: Names) -> Iterator[Region]:
     """One region for each module that its entry describes."""
     for entry, stars in _matching(region.entry, names):
         column = tuple(_fill(name, stars, region, names) for name in region.column)
@@ -122,10 +132,20 @@ def _expand(region: Region, names: dict[str, nn.Module]) -> Iterator[Region]:
         if isinstance(heads, str):
             heads = _attribute(names[entry], entry, heads)
         row = _fill(region.row, stars, region, names)
-        yield replace(region, entry=entry, column=column, row=row, heads=heads)
+        # Not every layer has one: a relative position bias is the first one's.
+        there = {_named(name, stars, region): name for name in region.per_head}
+        per_head = tuple(name for name in there if name in names)
+        yield replace(region, entry=entry, column=column, row=row, heads=heads, per_head=per_head)
 
 
-def _fill(pattern: str, stars: tuple[str, ...], region: Region, names: dict[str, nn.Module]) -> str:
+def _fill(pattern: str, stars: tuple[str, ...], region: Region, names: Names) -> str:
+    """The name of what there is, with what the entry's `*` stand for."""
+    name = _named(pattern, stars, region)
+    _get(names, name)
+    return name
+
+
+def _named(pattern: str, stars: tuple[str, ...], region: Region) -> str:
     """A name, with what the entry's `*` stand for."""
     parts = pattern.split("*")
     if len(parts) > len(stars) + 1:
@@ -133,12 +153,10 @@ def _fill(pattern: str, stars: tuple[str, ...], region: Region, names: dict[str,
             f"Region(entry={region.entry!r}): {pattern!r} has more * than the entry, which says what they stand for: "
             "give one Region for each"
         )
-    name = "".join(part + star for part, star in zip(parts, (*stars[: len(parts) - 1], ""), strict=True))
-    _get(names, name)
-    return name
+    return "".join(part + star for part, star in zip(parts, (*stars[: len(parts) - 1], ""), strict=True))
 
 
-def _get(names: dict[str, nn.Module], name: str) -> nn.Module:
+def _get(names: Names, name: str) -> Any:
     if name in names:
         return names[name]
     near = get_close_matches(name, names, 3, 0.5)
@@ -164,13 +182,13 @@ def _attribute(module: nn.Module, name: str, path: str) -> int:
 # ---- numbers ------------------------------------------------------------------------------------------------
 
 
-def _is_wide(region: Region, names: dict[str, nn.Module], t: int) -> bool:
+def _is_wide(region: Region, names: Names, t: int) -> bool:
     """Whether it is divided: what has fewer outputs than there are ranks, and would be gathered, stays whole."""
     layers = [names[name] for name in region.column]
     return region.row is not None or not any(has_outputs(layer) and widths(layer)[1] < t for layer in layers)
 
 
-def _check_free(layers: tuple[str | None, ...], names: dict[str, nn.Module]) -> None:
+def _check_free(layers: tuple[str | None, ...], names: Names) -> None:
     """Nobody has replaced the layers' forward."""
     for name in layers:
         if name is not None and "forward" in vars(names[name]):
@@ -180,7 +198,7 @@ def _check_free(layers: tuple[str | None, ...], names: dict[str, nn.Module]) -> 
             )
 
 
-def _check_region(region: Region, names: dict[str, nn.Module], t: int) -> None:
+def _check_region(region: Region, names: Names, t: int) -> None:
     where = f"Region(entry={region.entry!r})"
     heads = region.heads
     assert heads is None or isinstance(heads, int)
@@ -188,7 +206,8 @@ def _check_region(region: Region, names: dict[str, nn.Module], t: int) -> None:
         _enough(heads, t, f"{region.entry} has", "heads (or groups of heads, where some share a key)")
     for name in region.column:
         layer = names[name]
-        if not is_linear(layer) and not (region.row is None and has_outputs(layer)):
+        ways = is_linear(layer), region.row is None and has_outputs(layer), is_weight(layer)
+        if not any(ways) or is_weight(layer) != is_weight(names.get(region.row or "")):
             raise ValueError(
                 f"{where}: {name} is a {_kind(layer)}, and what is divided by columns is a linear layer, or, where "
                 "there is no row, an nn.Conv2d without groups"
@@ -209,13 +228,21 @@ def _check_region(region: Region, names: dict[str, nn.Module], t: int) -> None:
             )
     if region.row is not None:
         layer = names[region.row]
-        if not is_linear(layer):
+        if not is_linear(layer) and not is_weight(layer):
             raise ValueError(
                 f"{where}: {region.row} is a {_kind(layer)}: what is divided by rows is a linear layer"
             )
         inputs = widths(layer)[0]
         if heads and inputs % heads:
             raise ValueError(f"{where}: {region.row} has {inputs} inputs, no multiple of {heads} heads")
+
+    for name in region.per_head:
+        last = names[name].shape[-1]
+        if heads is None or last % heads:
+            raise ValueError(
+                f"{where}: per_head={region.per_head}: the last dimension of {name} is {last}, which is not that of "
+                f"{heads or 'no'} heads"
+            )
 
 
 def _check_embedding(name: str, layer: nn.Module, t: int) -> None:

@@ -76,9 +76,9 @@ def shard_model(
         localize(modules[region.entry], region, line)
         RegionAtWork(
             line, region.entry, modules[region.entry],
-            {modules[name]: finish[name] for name in region.column},
-            None if region.row is None else modules[region.row],
-            sequence=region.entry in on_parts, overlap=overlap,
+            {modules[name]: finish[name] for name in region.column if name in modules},
+            None if region.row is None else modules.get(region.row),
+            sequence=region.entry in on_parts, overlap=overlap, region=region,
         )  # fmt: skip
     _divide_vocabulary(modules, line, plan, shards, overlap=overlap)
     if sequence and plan.sequence is not None:

@@ -29,6 +29,8 @@ def shards_of(model: nn.Module, line: Line, plan: TensorPlan) -> Shards:
             shards.add_outputs(name, divide(shards.widths(name)[1], t, region.heads, region.sections))
         if region.row is not None:
             shards.add_inputs(region.row, divide(shards.widths(region.row)[0], t, region.heads))
+        for name in region.per_head:
+            shards.add_last(name, t, region.heads)
     for name in plan.embeddings:
         shards.add(name, "weight", 0, divide(shards.vocabulary(name), t, None))
     if plan.head is not None:
@@ -45,7 +47,7 @@ class Shards:
     """
 
     def __init__(self, model: nn.Module, line: Line) -> None:
-        self._index = line.index
+        self._index, self._size = line.index, line.size
         self._modules = dict(model.named_modules())
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -63,6 +65,12 @@ class Shards:
         self._asked.add(module)
         if whole is None:
             return
+        if id(whole) not in self._names:
+            raise ValueError(
+                f"TensorPlan: {module}.{parameter} is no parameter, but computed from others (by weight_norm, "
+                f"spectral_norm or another parametrization), and cannot be divided. What works: a TensorPlan without "
+                f"{module}, or Plan.ddp({self._size})"
+            )
         shard = Shard(tuple(whole.shape), dim, parts[self._index])
         names = self._names[id(whole)]
         for name in names:
@@ -74,12 +82,30 @@ class Shards:
 
     def add_outputs(self, layer: str, parts: list[tuple[range, ...]]) -> None:
         """A layer is divided by columns."""
+        if layer not in self._modules:
+            return self.add(*self._at(layer), self._parameter(layer).dim() - 2, parts)
         self.add(layer, "weight", 1 if is_across(self._modules[layer]) else 0, parts)
         self.add(layer, "bias", 0, parts)
 
     def add_inputs(self, layer: str, parts: list[tuple[range, ...]]) -> None:
         """A layer is divided by rows; its bias is whole."""
+        if layer not in self._modules:
+            return self.add(*self._at(layer), self._parameter(layer).dim() - 1, parts)
         self.add(layer, "weight", 0 if is_across(self._modules[layer]) else 1, parts)
+
+    def add_last(self, name: str, t: int, heads: int | None) -> None:
+        """A parameter is divided by its last dimension, the heads."""
+        whole = self._parameter(name)
+        self.add(*self._at(name), whole.dim() - 1, divide(whole.shape[-1], t, heads))
+
+    def _at(self, parameter: str) -> tuple[str, str]:
+        module, _, name = parameter.rpartition(".")
+        return module, name
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        module, key = self._at(name)
+        found: nn.Parameter = getattr(self._modules[module], key)
+        return found
 
     def of_weight(self, layer: str) -> Shard:
         """Of a divided layer's weight."""
@@ -87,7 +113,7 @@ class Shards:
 
     def widths(self, layer: str) -> tuple[int, int]:
         """Inputs and outputs, whole."""
-        return widths(self._modules[layer])
+        return widths(self._modules[layer] if layer in self._modules else self._parameter(layer))
 
     def vocabulary(self, embedding: str) -> int:
         """Tokens of an embedding."""

@@ -3,29 +3,34 @@
     forward    before a layer: gather its parameters, and start those of the next `prefetch` layers; free after it
     backward   when the gradient of its output has come: gather again, start those of the layers before; whatever
                the backward has passed is freed
+    demand     a parameter that is used while its own layer is not called (`F.linear(x, embedding.weight)`): gather it
+               there, and from then on around the outermost module that is called, until that is done
 
 So each parameter is sent twice a step, and its gradient once: 3 psi instead of 2 (Rajbhandari et al. 2020, section
-7.2.2). No layer is asked what it does: hooks on modules and on their outputs do it. Autograd keeps, for the backward,
-views of the gathered memory; that is given back and taken again beneath them (`Flat`), so they see the same
-numbers.
+7.2.2). No layer is asked what it does: hooks on modules and on their outputs do it, and the order in which layers are
+called is learned in the first forward. Autograd keeps, for the backward, views of the gathered memory; that is given
+back and taken again beneath them (`Flat`), so they see the same numbers.
 
 Where a backward is done in two halves, I is as a whole one, and for W the stage's parameters are gathered together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _get_sequence_nr  # private; tests/test_zero_units.py guards it
 
+from mpkit.errors import MpkitError
 from mpkit.parallel.anymodel.walk import around_forward
 from mpkit.parallel.axis import Axis, Waiting
 from mpkit.parallel.zero.flat import Flat
-from mpkit.parallel.zero.sharded import veil
+from mpkit.parallel.zero.sharded import on_demand, veil
 from mpkit.parallel.zero.units import Site
 from mpkit.record.recorder import Recorder
 from mpkit.trace import Kind
@@ -39,7 +44,7 @@ class Gathering:
     Args:
         replicas: who holds the other shards.
         record: of this rank.
-        sites: of the model, in order of use.
+        sites: of the model, in order of use as far as that is known.
         flats: of all their parameters, with the shards filled.
         prefetch: how many sites ahead.
         on_host: shards are copied to the device first (offload="params").
@@ -57,60 +62,139 @@ class Gathering:
     ) -> None:
         self._replicas, self._record, self._on_host = replicas, record, on_host
         self._prefetch = prefetch
-        self._flats = flats
-        of = {parameter: flat for flat in flats for parameter in flat.layout.parameters}
-        # By site, in order of use; a flat once.
-        self._needs = [list(dict.fromkeys(of[parameter] for parameter in site.uses)) for site in sites]
-        self._stage = [site.stage for site in sites]
+        self._flats, self._sites = flats, sites
+        self._of = {parameter: flat for flat in flats for parameter in flat.layout.parameters}
+        # By site; a flat once.
+        self._needs = [list(dict.fromkeys(self._of[parameter] for parameter in site.uses)) for site in sites]
         self._has_backward = [False] * len(sites)
-        self._around: set[Flat] = set()  # of sites that others are within, while they are under way
+        self._after: dict[int, int] = {}  # by site, the one that is called next
+        self._before: dict[int, int] = {}
+        self._begun = [0] * len(sites)  # autograd's count of nodes when the site's forward began
+        self._active: list[int] = []  # the sites whose forward is under way, outermost first
+        self._latest: int | None = None  # of those that are around no others, the last that was called
+        self._soon: list[Flat] = []  # gathered ahead
+        self._until_the_end: set[Flat] = set()  # of this backward
         self._whole: dict[Flat, Waiting | None] = {}  # gathered, or with what is under way
         self._all = False  # inside `gathered`
         for flat in flats:
             flat.free()
+            for parameter in flat.layout.parameters:
+                on_demand(parameter, self._demand)
             veil(flat.layout.parameters, sharded=True)
+        inner = [i for i, site in enumerate(sites) if not site.around]
+        for one, following in pairwise(inner):
+            if sites[one].stage == sites[following].stage:
+                self._follow(one, following)
         for i, site in enumerate(sites):
-            before = partial(self._before_forward, i, site.around)
-            around_forward(site.module, before, partial(self._after_forward, i, site.around))
+            around_forward(site.module, partial(self._before_forward, i), partial(self._after_forward, i))
 
     # ---- forward ------------------------------------------------------------------------------------------
 
-    def _before_forward(self, i: int, around: bool, *_: Any) -> None:
-        if not self._all:
-            self._gather(i, self._next(i), around)
-
-    def _after_forward(self, i: int, around: bool, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _before_forward(self, i: int, *_: Any) -> None:
         if self._all:
             return
-        if around:
-            self._around.clear()
-        self._keep(flat for j in self._next(i) for flat in self._needs[j] if not around)
-        self._has_backward[i] = False
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                self._has_backward[i] = True
-                tensor.register_hook(partial(self._before_backward, i, around))
+        self._begun[i] = _get_sequence_nr()
+        if _in_backward():  # a checkpoint computes its forward again
+            self._have(i)
+            return
+        self._active.append(i)
+        if self._sites[i].around:
+            self._have(i)
+            return
+        if len(self._active) > 1 and self._latest is not None and self._latest != i:
+            self._follow(self._latest, i)
+        self._latest = i
+        self._go_to(i, self._ahead(i, self._after))
 
-    def _next(self, i: int) -> list[int]:
-        ahead = range(i + 1, min(i + 1 + self._prefetch, len(self._needs)))
-        return [j for j in ahead if self._stage[j] == self._stage[i]]
+    def _after_forward(self, i: int, module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._all:
+            return
+        tensors = list(_tensors(output))
+        if not _in_backward():
+            while self._active and self._active.pop() != i:
+                pass
+            if not self._active:
+                self._latest = None
+            self._follow_views(i, module, tensors)
+            self._keep(self._soon)
+        self._has_backward[i] = False
+        for tensor in tensors:
+            # What the module hands on as it was given it is another one's output.
+            if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._begun[i]:
+                self._has_backward[i] = True
+                tensor.register_hook(partial(self._before_backward, i))
+
+    def _follow_views(self, i: int, module: nn.Module, tensors: list[Tensor]) -> None:
+        """Where a module returns its parameters, or parts of them, they are used outside of it: as on demand."""
+        storages = {flat.whole.untyped_storage()._cdata: flat for flat in self._needs[i]}
+        for tensor in tensors:
+            flat = storages.get(tensor.untyped_storage()._cdata)
+            if flat is not None and not self._active:
+                raise MpkitError(
+                    f"{type(module).__name__} returns its parameter, or a part of it, which under zero=3 is whole only "
+                    "while the layer computes. Let it return a copy: `return self.weight[:n].clone()`"
+                )
+            if flat is not None:
+                self._need_around(flat)
+
+    def _follow(self, one: int, following: int) -> None:
+        self._after[one], self._before[following] = following, one
+
+    def _ahead(self, i: int, order: dict[int, int]) -> list[Flat]:
+        """What the next sites need, as far as they are to be gathered ahead."""
+        found: list[Flat] = []
+        at: int | None = i
+        for _ in range(self._prefetch):
+            at = order.get(at) if at is not None else None
+            if at is not None and (order is self._after or self._has_backward[at]):
+                found += self._needs[at]
+        return found
+
+    # ---- demand -------------------------------------------------------------------------------------------
+
+    def _demand(self, parameter: nn.Parameter) -> bool:
+        """Gather a parameter that is used while its layer is not called; False: nothing is being computed."""
+        flat = self._of[parameter]
+        if self._active:
+            self._need_around(flat)
+        elif _in_backward():
+            self._until_the_end.add(flat)
+        else:
+            return False
+        with torch.no_grad():
+            self._start(flat)
+            self._wait(flat)
+        return True
+
+    def _need_around(self, flat: Flat) -> None:
+        """From now on the outermost site that is under way needs it: in its forward and in its backward."""
+        needs = self._needs[self._active[0]]
+        if flat not in needs:
+            needs.append(flat)
 
     # ---- backward -----------------------------------------------------------------------------------------
 
-    def _before_backward(self, i: int, around: bool, _gradient: Tensor) -> None:
-        if not self._all:
-            before = range(i - 1, max(i - 1 - self._prefetch, -1), -1)
-            soon = [j for j in before if self._has_backward[j] and self._stage[j] == self._stage[i]]
-            self._gather(i, soon, around)
+    def _before_backward(self, i: int, _gradient: Tensor) -> None:
+        if self._all:
+            return
+        if self._sites[i].around:  # nothing tells when what is within it is done
+            self._until_the_end.update(self._needs[i])
+            self._have(i)
+        else:
+            self._go_to(i, self._ahead(i, self._before))
 
     def after_backward(self) -> None:
         """Free what the backward used last."""
-        self._around.clear()
+        self._until_the_end.clear()
+        self._active.clear()
+        self._latest = None
+        self._soon = []
         self._keep(())
 
     def gather_stage(self, stage: int) -> None:
         """Have all that a stage of the model uses whole, until `after_backward`."""
-        needed = {flat for i, s in enumerate(self._stage) if s == stage for flat in self._needs[i]}
+        here = (needs for site, needs in zip(self._sites, self._needs, strict=True) if site.stage == stage)
+        needed = {flat for needs in here for flat in needs}
         with torch.no_grad():
             self._keep(needed)
             for flat in self._flats:
@@ -121,25 +205,24 @@ class Gathering:
 
     # ---- gather and free ----------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _gather(self, i: int, ahead: list[int], around: bool) -> None:
-        """Have site i's parameters whole, those of the sites ahead under way, and no others.
+    def _go_to(self, i: int, soon: list[Flat]) -> None:
+        """Have site i's parameters whole and those that come soon under way; no others but of sites around it."""
+        self._soon = soon
+        self._keep((*self._needs[i], *soon))
+        self._have(i)
 
-        What a site around others uses stays as long as those are at work; and what these use stays.
-        """
-        soon = [flat for j in ahead for flat in self._needs[j] if not around]
-        if around:
-            self._around.update(self._needs[i])
-        else:
-            self._keep((*self._needs[i], *soon))
-        for flat in (*self._needs[i], *soon):
+    @torch.no_grad()
+    def _have(self, i: int) -> None:
+        """Have site i's parameters whole, beside what there is."""
+        for flat in (*self._needs[i], *self._soon):
             self._start(flat)
         for flat in self._needs[i]:
             self._wait(flat)
 
-    def _keep(self, flats: Any) -> None:
-        """Free all but these."""
-        kept = {*flats, *self._around}
+    def _keep(self, flats: Iterable[Flat]) -> None:
+        """Free all but these, and what the sites that are under way need."""
+        under_way = (flat for i in self._active for flat in self._needs[i])
+        kept = {*flats, *under_way, *self._until_the_end}
         for flat in [flat for flat in self._whole if flat not in kept]:
             self._wait(flat)
             veil(flat.layout.parameters, sharded=True)
@@ -181,6 +264,11 @@ class Gathering:
         finally:
             self._all = False
             self._keep(())
+
+
+def _in_backward() -> bool:
+    """Whether autograd is at work: what is computed then is computed again."""
+    return bool(torch._C._current_graph_task_id() != -1)  # private; tests/test_zero_units.py guards it
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from mpkit.errors import MpkitError
 
-__all__ = ["ShardedParameter", "veil"]
+__all__ = ["ShardedParameter", "on_demand", "veil"]
 
 # What may be asked of a parameter without its numbers.
 METHODS = {
@@ -21,10 +22,13 @@ NUMBERS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 
 class ShardedParameter(nn.Parameter):
-    """What a parameter is while it is not gathered: it knows its shape, and says so if its numbers are asked for.
+    """What a parameter is while it is not gathered: it knows its shape, and is gathered if its numbers are asked for.
 
-    The memory that they would be read from does not exist, so reading them would kill the process.
+    That is while a model computes. At any other time the question is an error: the memory that they would be read from
+    does not exist, so reading them would kill the process.
     """
+
+    _gather: Callable[[nn.Parameter], bool]
 
     @classmethod
     def __torch_function__(
@@ -34,23 +38,31 @@ class ShardedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Let pass what needs no numbers."""
+        """Let pass what needs no numbers, or has them."""
+        kwargs = kwargs or {}
         name = func.__name__
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         is_harmless = attribute not in NUMBERS if name in ("__get__", "__set__") else name in METHODS
+        sharded = [] if is_harmless else [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, cls)]
+        # Gathered one by one: a parameter may have become whole with the one before.
+        if name != "__set__" and all(arg.__class__ is not cls or arg._gather(arg) for arg in sharded):
+            is_harmless = True
         if is_harmless:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        sharded = next((arg for arg in args if isinstance(arg, cls)), None)
-        of_shape = f" of shape {list(sharded.shape)}" if sharded is not None else ""
+                return func(*args, **kwargs)
+        of_shape = f" of shape {list(sharded[0].shape)}" if sharded else ""
         raise MpkitError(
             f"{name} of a parameter{of_shape} that is sharded: each rank holds a part of it, and it is whole only "
-            "while its layer computes. Look at it inside `with replica.gathered():`, which all ranks enter; a layer's "
-            "parameters that another module uses are whole if that one calls the layer, or shares the parameter."
+            "while its layer computes. Look at it inside `with replica.gathered():`, which all ranks enter."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<parameter of shape {list(self.shape)}, sharded; whole inside `with replica.gathered():`>"
+
+
+def on_demand(parameter: nn.Parameter, gather: Callable[[nn.Parameter], bool]) -> None:
+    """Say what makes the parameter whole where it is used; False: it cannot be used now."""
+    parameter._gather = gather  # type: ignore[attr-defined]
 
 
 def veil(parameters: Iterable[nn.Parameter], *, sharded: bool) -> None:

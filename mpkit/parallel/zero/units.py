@@ -2,14 +2,14 @@
 
     P_os, P_os+g   a layer's, so that its gradients are reduced, and maybe freed, while the next one's come; small
                    layers together, up to 1 MiB, and large ones in parts, of `bucket_mb` at most
-    P_os+g+p       a layer's, so that its parameters are there while it computes, and only then
+    P_os+g+p       a layer's or a repeated block's, so that its parameters are there while it computes, and only then
 
 A parameter that several layers share belongs to the first of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -19,7 +19,6 @@ from torch import nn
 from mpkit.parallel.anymodel.part import Loose
 from mpkit.parallel.bucket import FIRST_BYTES
 from mpkit.parallel.stage import Stage
-from mpkit.record.hooks import layers_of
 
 __all__ = ["Site", "Unit", "group", "sites_of"]
 
@@ -30,7 +29,7 @@ class Site:
 
     Attributes:
         stage: whose layer it is.
-        module: a layer; or, where the model is no chain, the model itself, around its layers.
+        module: a repeated block of the model, or a layer beside those; or a module around such.
         own: parameters that are in no site before.
         uses: all that its own computation may use.
         around: whether other sites are within it.
@@ -44,29 +43,52 @@ class Site:
 
 
 def sites_of(stages: dict[int, Stage]) -> list[Site]:
-    """The sites of a model with parameters, in order of use.
+    """The sites of a model, in the order in which modules are registered.
 
-    A chain's are its layers. Any other model's are its children, those of the containers among them, and the model
-    itself, for what it has besides.
+    As FSDP users wrap: each repeated block (`mpkit.models.blocks`) is one, and what is beside them, embeddings and
+    head, one each. A layer of a chain is one, unless there are blocks within it. A module around others is one too,
+    for the parameters that it has itself; and for those that are used while their own module is not called.
     """
-    found: list[Site] = []
-    seen: set[nn.Parameter] = set()
+    found: dict[nn.Module, Site] = {}  # a module that is registered twice is one site
     for number, stage in stages.items():
-        names = list(stage.names)
-        for name, layer in zip(names, stage.layers, strict=True):
-            inner = [] if name else [child for _, child in layers_of(layer)]
-            within = {parameter for child in inner for parameter in child.parameters()}
-            direct = [parameter for parameter in layer.parameters() if parameter not in within]
-            modules = [
-                (layer, direct, bool(inner) or isinstance(layer, Loose)),
-                *((child, list(child.parameters()), False) for child in inner),
-            ]
-            for module, uses, around in modules:
-                own = [parameter for parameter in uses if parameter not in seen]
-                seen.update(own)
-                if uses:
-                    found.append(Site(number, module, own, uses, around))
-    return found
+        for name, layer in zip(stage.names, stage.layers, strict=True):
+            if isinstance(layer, Loose):
+                sites = [Site(number, layer, [], list(layer.parameters()), around=True)]
+            else:
+                sites = _sites(number, layer, stage.blocks, is_model=not name)
+            for site in sites:
+                found.setdefault(site.module, site)
+    seen: set[nn.Parameter] = set()
+    for site in found.values():
+        site.own = [parameter for parameter in site.uses if parameter not in seen]
+        seen.update(site.own)
+    return list(found.values())
+
+
+def _sites(
+    number: int, module: nn.Module, blocks: Collection[nn.Module], *, is_model: bool = False
+) -> list[Site]:
+    """The sites of a module of a stage: itself, if there are none within it."""
+    divided = is_model or (module not in blocks and any(inner in blocks for inner in module.modules()))
+    inner = (
+        [site for child in _children(module, blocks) for site in _sites(number, child, blocks)]
+        if divided
+        else []
+    )
+    within = {parameter for site in inner for parameter in site.uses}
+    uses = [parameter for parameter in module.parameters() if parameter not in within]
+    if not (uses or inner):
+        return []
+    return [Site(number, module, [], uses, around=bool(inner)), *inner]
+
+
+def _children(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """A module's children, and in the place of containers theirs."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and child not in blocks:
+            yield from _children(child, blocks)
+        else:
+            yield child
 
 
 @dataclass(eq=False)

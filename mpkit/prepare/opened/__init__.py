@@ -7,7 +7,6 @@ divide     the stage that does each; what goes from stage to stage
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mpkit.models.hooks import with_backward_hooks
 from mpkit.parallel.anymodel.graph import Graph, Opened
 from mpkit.parallel.anymodel.walk import prepare_modules
 from mpkit.parallel.microbatch import Value, batch_size, map_tensors, part, share, signature, split
@@ -23,6 +23,7 @@ from mpkit.parallel.randomness import may_draw
 from mpkit.parallel.stage import PRECISIONS, cast
 from mpkit.plan import Plan
 from mpkit.prepare.arguments import one_line
+from mpkit.prepare.copying import copied
 from mpkit.prepare.dry_run import narrow_copy, of_wide_outputs, whole
 from mpkit.prepare.opened.calls import stages_of_blocks, starts
 from mpkit.prepare.opened.divide import divide
@@ -67,7 +68,7 @@ def open_model(
         model, loss = narrow_copy(model, dtype), of_wide_outputs(loss)
         shapes = {key: (cast(x, dtype), y) for key, (x, y) in shapes.items()}
     shapes = {key: (cut(x), cut(y)) for key, (x, y) in shapes.items()}
-    closed: dict[str, str] = {}  # modules that cannot be opened, and why
+    closed = _with_backward_hooks(as_given)  # modules that cannot be opened, and why
     with attention():
         if like is None:
             opening, graphs = _walk_through(model, shapes, plan, loss, closed)
@@ -81,6 +82,22 @@ def open_model(
         for key, graph in graphs.items()
     }
     return hold(as_given, opening, divisions, first)
+
+
+def _with_backward_hooks(model: nn.Module) -> dict[str, str]:
+    """The modules that have to be called as a whole, since a hook sees their whole backward.
+
+    Raises:
+        ValueError: the model itself is one.
+    """
+    hooks = with_backward_hooks(model)
+    if "" in hooks:
+        raise ValueError(
+            f"The model cannot be cut: {hooks['']} sees the gradients of its inputs and outputs, which are on "
+            "different ranks. What works: the hook on a layer, which one rank calls as a whole; or a plan that "
+            "does not cut the model: Plan.serial(), Plan.ddp(2), Plan.zero(3, 2)."
+        )
+    return {name: f"it has {hook}" for name, hook in hooks.items()}
 
 
 def open_for_draws(
@@ -167,7 +184,7 @@ class _DryRuns:
             memo[id(parameter)] = nn.Parameter(of(parameter.detach()), parameter.requires_grad)
         for buffer in self._model.buffers():
             memo[id(buffer)] = of(buffer.detach())
-        made = copy.deepcopy(self._model, memo)
+        made = copied(self._model, memo)
         for name, block in prepare_modules(made, *self._opening).items():
             tell_if_entered(name, block)
         return made

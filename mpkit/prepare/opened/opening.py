@@ -1,7 +1,7 @@
 """Which modules of a model are opened, and which are its blocks.
 
 opened    the model itself; whatever has cut points within, or a list of layers, or too much for one stage; and what
-          has no state, such as a Dropout: their forward runs as it is written, on every rank
+          has no state and no hooks, such as a Dropout: their forward runs as it is written, on every rank
 blocks    everything else that those call, the entries of lists of layers above all: called as a whole, by the rank
           that holds it
 """
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from mpkit.models.chain import is_chain
+from mpkit.models.hooks import is_bare
 
 __all__ = ["Opening", "choose"]
 
@@ -80,7 +81,7 @@ class _Chooser:
     def _opens(self, name: str, module: nn.Module) -> bool:
         if name in self._entered or any(point.startswith(f"{name}.") for point in self._cut):
             return True
-        if not _has_state(module):
+        if not _has_state(module) and is_bare(module):
             return True
         if is_chain(module) and not self._is_entry(name):
             return True

@@ -1,7 +1,7 @@
 // Which lanes are shown and where: a rank's rows below each other, ranks of a group below its header; a folded group
 // shows its first rank's lane. A group is {heading, folded_heading, first, count, folded}, as lanes.py makes them.
 
-const HEIGHTS = { compute: 28, layers: 8, comm: 8, host: 6 };
+const HEIGHTS = { compute: 28, layers: 8, comm: 8, host: 6, data: 8 };
 const SPACE = { between: 8, within: 2, top: 6, marks: 18, axis: 24, head: 20, most: 720 };
 
 class Lanes {

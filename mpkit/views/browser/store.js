@@ -1,9 +1,9 @@
 // Spans as the browser keeps them: one typed array a column, grown by doubling, and for each row (a rank's
-// compute, layers, communication, host copies) its boxes in the order of their starts.
+// compute, layers, communication, host copies, data loading) its boxes in the order of their starts.
 
 // Waits are found by the pointer, not drawn; those within an action cut it into pieces.
-const PARTS = ["compute", "layers", "comm", "host", "waits", "within"];
-const LANE = { COMPUTE: 0, COMM: 1, HOST: 2, NONE: 3 };
+const PARTS = ["compute", "layers", "comm", "host", "data", "waits", "within"];
+const LANE = { COMPUTE: 0, COMM: 1, HOST: 2, NONE: 3, DATA: 4 };
 const WAIT = 16;
 const IDLE = 0;
 const ARRAYS = {
@@ -164,7 +164,7 @@ class Store {
     if (!row) {
       row = new Row(rank, PARTS[part]);
       this.rows.set(number, row);
-      if (part < 4) this.parts.add(PARTS[part]);
+      if (part < PARTS.indexOf("waits")) this.parts.add(PARTS[part]);
     }
     return row;
   }
@@ -181,7 +181,8 @@ class Store {
 function partOf(kind, lane, depth) {
   if (lane === LANE.COMM) return 2;
   if (lane === LANE.HOST) return 3;
-  if (kind === WAIT) return 4;
+  if (lane === LANE.DATA) return 4;
+  if (kind === WAIT) return PARTS.indexOf("waits");
   return depth > 0 ? 1 : 0;
 }
 

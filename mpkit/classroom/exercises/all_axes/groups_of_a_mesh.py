@@ -157,7 +157,9 @@ EXERCISE = OnRanks(
                 ("            group = ctx.comm.group(ranks)\n", ""),
                 ("mine[axis] = group", "mine[axis] = ctx.comm.group(ranks)"),
             ],
-            when=lambda seen: seen.hang or (seen.got and not seen.got[0]["all ranks make the same groups"]),
+            when=lambda seen: (
+                seen.hang or seen.mismatch or (seen.got and not seen.got[0]["all ranks make the same groups"])
+            ),
         ),
     ),
     otherwise=(

@@ -28,6 +28,7 @@ from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.measures import collectives, peak, ring
 from mpkit.classroom.memory import Memory
 from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.seen import Seen
 from mpkit.classroom.serial import adam
 from mpkit.classroom.serial import model as network
 from mpkit.classroom.staged import staged
@@ -143,6 +144,11 @@ def largest(case: Case) -> int:
     return max(-(-sum(p.numel() for p in part.parameters()) // n) * n for part in stages(case))
 
 
+def of_all_ranks(seen: Seen) -> bool:
+    """Whether the calls that do not fit were made without a group."""
+    return f"of ranks {','.join(map(str, range(seen.case.ranks)))}." in seen.mismatch
+
+
 EXERCISE = OnRanks(
     solution=Zero1,
     cases=(Case(2, 1, {"dp": 2}), Case(4, 2, {"dp": 2}), Case(6, 3, {"dp": 2}), Case(6, 4, {"dp": 3})),
@@ -182,7 +188,9 @@ EXERCISE = OnRanks(
                 ("all_gather(self.shard, self.group)", "all_gather(self.shard)"),
             ],
             when=lambda seen: (
-                seen.case.ranks > seen.case["dp"] and not seen.finished and "group" not in seen.error
+                seen.case.ranks > seen.case["dp"]
+                and not seen.finished
+                and (of_all_ranks(seen) if seen.mismatch else "group" not in seen.error)
             ),
         ),
         Mistake(
@@ -201,7 +209,7 @@ EXERCISE = OnRanks(
                 ),
                 ("groups[ctx.rank // dp]", "groups[ctx.rank % (ctx.world_size // dp)]"),
             ],
-            when=lambda seen: seen.case.ranks > seen.case["dp"] and "group" in seen.error,
+            when=lambda seen: seen.case.ranks > seen.case["dp"] and (seen.mismatch or "group" in seen.error),
         ),
         Mistake(
             "summed-not-averaged",

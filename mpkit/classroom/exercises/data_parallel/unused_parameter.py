@@ -24,7 +24,6 @@ from torch import Tensor, nn
 import mpkit as mk
 from mpkit.classroom import serial
 from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.lesson import clash
 from mpkit.classroom.measures import collectives
 from mpkit.classroom.on_ranks import OnRanks
 
@@ -131,7 +130,7 @@ EXERCISE = OnRanks(
                     if parameter.grad is not None:
                         ctx.comm.all_reduce(parameter.grad, op="mean")
             """,
-            when=lambda seen: seen.hang or clash(seen),
+            when=lambda seen: seen.hang or seen.mismatch,
         ),
         Mistake(
             "asks-nothing",

@@ -3,8 +3,8 @@
 The weights are sharded: each rank holds its own rows, as in ZeRO-3. After training, rank 0 saves the whole weight; the
 other ranks need not hold it. Nobody goes on before it is saved.
 
-The program below waits for ever. **Check it as it is, and read the report**: where is rank 0, and where are the others?
-Then mend it. Rank 0 returns the whole weight, the others `None`.
+The program below would wait for ever, and mpkit stops it. **Check it as it is, and read the report**: where is rank 0,
+and where are the others? Then mend it. Rank 0 returns the whole weight, the others `None`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ EXERCISE = OnRanks(
                 "Call `whole = ctx.comm.gather(shard, dst=0)` on every rank, and keep it on rank 0.",
             ),
             [(SAVE, "if ctx.rank == 0:\n        saved = ctx.comm.gather(shard, dst=0)")],
-            when=lambda seen: " in gather number" in seen.hang,
+            when=lambda seen: " in gather number" in seen.hang or "calls gather(" in seen.mismatch,
         ),
         Mistake(
             "a-branch-on-rank",
@@ -101,7 +101,7 @@ EXERCISE = OnRanks(
                 "stays in.",
             ),
             [(SAVE, "if ctx.rank == 0:\n        saved = ctx.comm.all_gather(shard)")],
-            when=lambda seen: "different collectives" in seen.hang or "never came to all_gather" in seen.hang,
+            when=lambda seen: seen.mismatch or "never came to all_gather" in seen.hang,
         ),
         Mistake(
             "saves-its-own-shard",

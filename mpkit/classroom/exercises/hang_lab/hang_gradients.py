@@ -4,8 +4,8 @@ A layer's weight is sharded: of its gradient each rank needs only its own rows, 
 reduce-scatter. Its bias is on every rank, and so its gradient is averaged by an all-reduce. The program below sends the
 larger gradient first, so that it is on its way early.
 
-It waits for ever, with some inputs and not with others. **Check it as it is, and read the report**: which collective is
-each rank in, and what is each one's number in the group? Then mend it.
+With some inputs it would wait for ever, and mpkit stops it. **Check it as it is, and read the report**: which two calls
+met, on which ranks, and what put them in that order? Then mend it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ EXERCISE = OnRanks(
     result="the averaged gradients",
     after="03-zero",
     place=30,
-    start="Check the program as it is, and read the report: who waits, in what, and for whom?",
+    start="Check the program as it is, and read the report: which two calls met, on which ranks?",
     mistakes=(
         Mistake(
             "a-barrier",
@@ -99,7 +99,7 @@ EXERCISE = OnRanks(
                 ("for name in sorted(gradients):", LARGEST_FIRST),
                 ('        if name == "weight":', '        ctx.comm.barrier()\n        if name == "weight":'),
             ],
-            when=lambda seen: "different collectives" in seen.hang and calls(Kind.BARRIER)(seen) > 0,
+            when=lambda seen: seen.mismatch and calls(Kind.BARRIER)(seen) > 0,
         ),
         Mistake(
             "another-order-on-each-rank",
@@ -112,12 +112,12 @@ EXERCISE = OnRanks(
                 "rank alone knows.",
             ),
             [("for name in sorted(gradients):", LARGEST_FIRST)],
-            when=lambda seen: "different collectives" in seen.hang,
+            when=lambda seen: "reduce_scatter(" in seen.mismatch,
         ),
         Mistake(
             "one-kind-in-different-orders",
             (
-                "Nobody waits for ever, and it crashes. How many bytes does each rank bring to the same all_reduce?",
+                "Both ranks of the report call all_reduce. Which tensor does each of them bring to it?",
                 "Now all call all_reduce, but one rank brings the weight's gradient and another the bias's. If they "
                 "had the same size, they would be added up, and nobody would notice.",
                 "It is the order that has to be equal on all ranks: one that no rank's own numbers decide.",
@@ -129,7 +129,7 @@ EXERCISE = OnRanks(
                     'ctx.comm.all_reduce(gradients[name], op="mean").chunk(ctx.world_size)[ctx.rank]',
                 ),
             ],
-            when=lambda seen: "SIGABRT" in seen.error,  # what gloo does with tensors of different length
+            when=lambda seen: seen.mismatch,
         ),
         Mistake(
             "everything-all-reduced",

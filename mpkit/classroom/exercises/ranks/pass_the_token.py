@@ -71,6 +71,23 @@ EXERCISE = OnRanks(
     "rank 0 does, and what all others do: who has to send before it can receive anything?",
     mistakes=(
         Mistake(
+            "buffer-of-another-dtype",
+            (
+                "The report says what was sent, and what the buffer is. What does `torch.zeros(1)` hold, and what is "
+                "the token?",
+                "A message is bytes: nobody converts them on the way. The buffer has the dtype and the shape of what "
+                "is sent, and the token is int64.",
+                "Receive into `token` itself, or into `torch.empty_like(token)`.",
+            ),
+            [
+                (
+                    "ctx.comm.recv(token, before)\n        token +=",
+                    "token = ctx.comm.recv(torch.zeros(1), before)\n        token +=",
+                )
+            ],
+            when=lambda seen: seen.mismatch,
+        ),
+        Mistake(
             "all-receive-first",
             (
                 "Every rank waits in a receive. Who is to send first?",

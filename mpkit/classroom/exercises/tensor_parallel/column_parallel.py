@@ -140,7 +140,7 @@ EXERCISE = OnRanks(
                 "Let f stand before X, not before a.",
             ),
             [("return f(x) @ a", "return f(x) @ f(a)")],
-            when=lambda seen: "SIGABRT" in seen.error or seen.hang,
+            when=lambda seen: seen.mismatch or seen.hang,
         ),
         Mistake(
             "sums-twice",

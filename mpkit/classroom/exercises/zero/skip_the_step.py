@@ -137,7 +137,7 @@ EXERCISE = OnRanks(
                 optimizer.step()
                 return scale
             """,
-            when=lambda seen: seen.hang,
+            when=lambda seen: seen.hang or seen.mismatch,
         ),
         Mistake(
             "skips-alone",

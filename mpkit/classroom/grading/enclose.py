@@ -1,0 +1,149 @@
+"""Run a command where it can neither write what it should not nor signal who is outside, as far as Linux gives that
+without root.
+
+    python -P enclose.py HOW FOLDER COMMAND...
+
+    namespaces   of its own: processes (it sees and signals its own only, and none outlives it), users (no rights), and
+                 mounts (all is read-only but FOLDER and a /dev/shm of its own)
+    landlock     where a container or the system forbids those: writes below FOLDER only, and, from Linux 6.12 on,
+                 signals to its own processes only
+    none         where there is neither: only, its parent is not the grader
+
+A script that imports nothing of mpkit: it is run by its path, before anything of a notebook's is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+import subprocess
+import sys
+
+WAYS = ("namespaces", "landlock", "none")
+
+_NEW_MOUNTS, _NEW_IPC, _NEW_USER, _NEW_PIDS = 0x00020000, 0x08000000, 0x10000000, 0x20000000
+_BIND, _REC, _PRIVATE, _NOSUID, _NODEV = 0x1000, 0x4000, 0x40000, 0x2, 0x4
+_MOUNT_SETATTR, _LANDLOCK = 442, 444
+_RECURSIVELY, _READ_ONLY, _AT_FDCWD = 0x8000, 0x1, -100
+_DIES_WITH_PARENT, _NO_NEW_PRIVILEGES = 1, 38
+
+
+def main(how: str, folder: str, command: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    _call("prctl", _DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    if how == "namespaces":
+        return _in_namespaces(folder, command)
+    if how == "landlock":
+        _landlock(folder)
+    return _code(subprocess.Popen(command).wait())
+
+
+def _call(name: str, *arguments: object) -> int:
+    """A function of libc; raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = int(getattr(libc, name)(*arguments))
+    if found < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return found
+
+
+def _code(status: int) -> int:
+    return status if status >= 0 else 128 - status
+
+
+# ---- namespaces ------------------------------------------------------------------------------------------------
+
+
+def _in_namespaces(folder: str, command: list[str]) -> int:
+    user, group = os.geteuid(), os.getegid()
+    # ---- users: this one only, who has no rights over others' namespaces
+    _call("unshare", _NEW_USER | _NEW_MOUNTS | _NEW_IPC | _NEW_PIDS)
+    inside = user or 65534  # who is root outside is nobody inside: rights end with the next exec
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{inside} {user} 1"),
+        ("gid_map", f"{inside} {group} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    # ---- processes: the next child is the first of its kind, and all end with it
+    child = os.fork()
+    if child == 0:
+        try:
+            _call("prctl", _DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+            _mounts(folder)
+            os.chdir(os.getcwd())  # that of the new mounts, not what lies below them
+            code = _first_process(command)
+        except BaseException as error:
+            print(f"enclose: {error}", file=sys.stderr, flush=True)
+            code = 126
+        os._exit(code)
+    return _code(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def _mounts(folder: str) -> None:
+    """All of it read-only but the folder; of processes and of shared memory an own view."""
+
+    def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+        _call("mount", source.encode(), target.encode(), kind.encode(), flags, data.encode())
+
+    mount("none", "/", "", _REC | _PRIVATE)
+    mount(folder, folder, "", _BIND)
+    _set_attributes(b"/", _RECURSIVELY, _READ_ONLY, 0)
+    _set_attributes(folder.encode(), 0, 0, _READ_ONLY)
+    for target, kind, data in (("/proc", "proc", ""), ("/dev/shm", "tmpfs", "size=1g,mode=1777")):
+        try:
+            mount(kind, target, kind, _NOSUID | _NODEV, data)
+        except OSError:  # within a container that hides parts of its /proc; what it shows cannot be signalled
+            continue
+
+
+def _set_attributes(path: bytes, flags: int, on: int, off: int) -> None:
+    attributes = struct.pack("=QQQQ", on, off, 0, 0)
+    _call("syscall", _MOUNT_SETATTR, _AT_FDCWD, path, flags, attributes, ctypes.c_size_t(len(attributes)))
+
+
+def _first_process(command: list[str]) -> int:
+    """Run the command as a child, and bury whoever is orphaned; nobody inside can signal us."""
+    started = subprocess.Popen(command).pid
+    while True:
+        pid, status = os.wait()
+        if pid == started:
+            return _code(os.waitstatus_to_exitcode(status))
+
+
+# ---- landlock --------------------------------------------------------------------------------------------------
+
+
+def _landlock(folder: str) -> None:
+    """Allow this process and its children to write below the folder only, and to signal each other only."""
+    version = _call("syscall", _LANDLOCK, None, ctypes.c_size_t(0), 1)
+    writes = sum(
+        1 << bit for bit in (1, *range(4, 13))
+    )  # write, remove and make files, folders, links, devices
+    writes |= (1 << 13 if version >= 2 else 0) | (1 << 14 if version >= 3 else 0)  # refer, truncate
+    rules = struct.pack("=QQQ", writes, 0, 0b11)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    handle = _call("syscall", _LANDLOCK, rules, ctypes.c_size_t(len(rules)), 0)
+    for path, allowed in (
+        (folder, writes),
+        ("/dev/shm", writes),
+        ("/dev/null", writes & 0b10 | (writes & 1 << 14)),
+    ):
+        if os.path.exists(path):
+            place = os.open(path, os.O_PATH)
+            _call("syscall", _LANDLOCK + 1, handle, 1, struct.pack("=Qi", allowed, place), 0)
+            os.close(place)
+    _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    _call("syscall", _LANDLOCK + 2, handle, 0)
+    os.close(handle)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
+    except OSError as problem:
+        print(f"enclose: {problem}", file=sys.stderr, flush=True)
+        sys.exit(126)

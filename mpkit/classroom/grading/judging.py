@@ -1,0 +1,177 @@
+"""Answers are judged in a process of its own too: on its ranks they run, so it is they that could end it.
+
+    python -m mpkit.classroom.grading.judging
+
+    in    a JSON line an answer: exercise, the file with what cloudpickle made of the answer, a token
+    out   a JSON line a verdict, with the token; an empty line each second, so that one knows that it lives
+
+`Judges` is the other end: it starts one, and another where an answer has ended it. A verdict is plain data, which is
+all that is taken from a process that a student's code may have got at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mpkit.classroom.catalogue import Entry, find
+from mpkit.classroom.grading.guard import Guard, adopt_orphans, below, enclosed, sweep
+from mpkit.classroom.judge import Checked, judge
+from mpkit.classroom.room import Answer, Limits, Room
+from mpkit.classroom.told import checked_of, told
+
+__all__ = ["Judges"]
+
+FAILURES = 1
+"""Reports give the second hint: who reads one has tried."""
+
+SILENT = 20.0
+"""Seconds without a sign of life after which it is stopped, or worse."""
+
+LONGEST = 32 * 2**20
+"""Bytes of a verdict."""
+
+
+class Judges:
+    """One judging process at a time.
+
+    Args:
+        place: the only folder that it may write to.
+        environment: it runs in.
+        limits: of its processes together.
+    """
+
+    def __init__(self, place: Path, environment: dict[str, str], limits: Guard) -> None:
+        self._place, self._environment, self._limits = place, environment, limits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # held while one is started
+
+    def pids(self) -> set[int]:
+        """Of the process that there is now; may be asked for by another thread."""
+        with self._lock:
+            return {self._process.pid} if self._process is not None else set()
+
+    def judge(self, entry: Entry, packed: bytes) -> tuple[Checked | None, str]:
+        """Judge an answer: what was found, or None and why nothing was."""
+        process = self._started()
+        assert process.stdin is not None
+        token = secrets.token_hex()
+        file = self._place / token
+        file.write_bytes(packed)  # and not into the pipe, which would block where nobody reads any more
+        request = {"token": token, "exercise": entry.name, "packed": str(file)}
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            verdict, why = self._verdict(process, token)
+        except OSError:
+            verdict, why = None, "it ended the process that judged it"
+        finally:
+            file.unlink(missing_ok=True)
+        if verdict is None:
+            self.close()
+            return None, why
+        try:
+            return checked_of(entry, verdict), ""
+        except (KeyError, TypeError, ValueError):  # nothing of ours writes such a thing
+            self.close()
+            return None, "it wrote a verdict of its own"
+
+    def close(self) -> None:
+        """End it and all below it."""
+        if self._process is None:
+            return
+        for each in reversed(below(self._process.pid)):
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # of what it had not read yet
+                    pipe.close()
+        self._process = None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None:
+            command = enclosed([sys.executable, "-P", "-m", "mpkit.classroom.grading.judging"], self._place)
+            with self._lock:
+                self._process = subprocess.Popen(
+                    command, cwd=self._place, env=self._environment, start_new_session=True,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+                )  # fmt: skip
+        return self._process
+
+    def _verdict(self, process: subprocess.Popen[bytes], token: str) -> tuple[dict[str, Any] | None, str]:
+        assert process.stdout is not None
+        heard, pending = time.monotonic(), b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while True:
+                if selector.select(0.2):
+                    chunk = os.read(process.stdout.fileno(), 2**20)
+                    if not chunk:
+                        return None, "it ended the process that judged it"
+                    heard = time.monotonic()
+                    *lines, pending = (pending + chunk).split(b"\n")
+                    for line in lines:
+                        if line and (said := _said(line, token)):
+                            return said, ""
+                if why := self._limits.exceeded(below(process.pid)):
+                    return None, why
+                if time.monotonic() - heard > SILENT or len(pending) > LONGEST:
+                    return None, "it stopped the process that judged it"
+
+
+def _said(line: bytes, token: str) -> dict[str, Any] | None:
+    """The verdict of a line, if it is one of this answer."""
+    try:
+        found = json.loads(line)
+        return found["verdict"] if secrets.compare_digest(found["token"], token) else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def main() -> None:
+    """Judge what comes, until nothing does."""
+    lock, out = threading.Lock(), os.dup(1)
+    os.dup2(2, 1)
+
+    def say(line: bytes) -> None:
+        with lock:
+            while line:
+                line = line[os.write(out, line) :]
+
+    def live() -> None:
+        while True:
+            say(b"\n")
+            time.sleep(1.0)
+
+    threading.Thread(target=live, daemon=True).start()
+    adopt_orphans()
+    room = Room(limits=Limits(memory=2**30))
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            entry = find(request["exercise"])
+            answer = Answer(Path(request["packed"]).read_bytes(), entry.exercise.name_of_answer)
+            checked = judge(entry, answer, room, FAILURES, draw=False)
+            say(json.dumps({"token": request["token"], "verdict": told(checked)}).encode() + b"\n")
+            sweep(lambda: room.pids)
+    finally:
+        room.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""What was graded already, in a file beside the table: a stopped grading goes on where it stopped.
+
+A line a notebook, which counts as long as nothing has changed that its grade depends on: the notebook, the exercises'
+own files, the limits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import import_module
+from inspect import getsource
+from pathlib import Path
+from typing import Any
+
+from mpkit.classroom.grading.guard import Guard
+from mpkit.classroom.grading.handed_in import HandedIn
+from mpkit.classroom.judge import Checked
+from mpkit.classroom.told import checked_of, told
+
+__all__ = ["Grade", "Kept", "key_of"]
+
+VERSION = 1
+
+
+class Grade:
+    """What one notebook got.
+
+    Attributes:
+        handed_in: the notebook.
+        checked: by exercise; None where there was no verdict.
+        notes: what went wrong with the notebook as a whole, or with its cells.
+        remarks: by exercise: why there was no verdict, or what is odd about the answer.
+    """
+
+    def __init__(
+        self, handed_in: HandedIn, checked: Mapping[str, Checked | None], notes: Sequence[str] = (),
+        remarks: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self.handed_in = handed_in
+        self.checked = dict(checked)
+        self.notes = tuple(notes)
+        self.remarks = dict(remarks or {})
+
+    def points(self, name: str) -> int:
+        """For one exercise."""
+        checked = self.checked.get(name)
+        entry = next((entry for entry in self.handed_in.exercises if entry.name == name), None)
+        return entry.exercise.points if entry is not None and checked is not None and checked.passed else 0
+
+    @property
+    def total(self) -> int:
+        """Of all."""
+        return sum(self.points(entry.name) for entry in self.handed_in.exercises)
+
+    @property
+    def most(self) -> int:
+        """What could be had."""
+        return sum(entry.exercise.points for entry in self.handed_in.exercises)
+
+    @property
+    def all_notes(self) -> list[str]:
+        """Those of the notebook, then the remarks on its exercises."""
+        return [*self.notes, *(f"{name}: {remark}" for name, remark in self.remarks.items())]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON's types."""
+        checked = {name: told(one) if one is not None else None for name, one in self.checked.items()}
+        return {"checked": checked, "notes": list(self.notes), "remarks": self.remarks}
+
+    @classmethod
+    def of_json(cls, handed_in: HandedIn, values: dict[str, Any]) -> Grade:
+        """What `to_json` made of that notebook's.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        known = {entry.name: entry for entry in handed_in.exercises}
+        checked = {
+            str(name): checked_of(known[name], one) if one is not None else None
+            for name, one in values["checked"].items()
+        }
+        remarks = {str(name): str(remark) for name, remark in values["remarks"].items()}
+        return cls(handed_in, checked, tuple(map(str, values["notes"])), remarks)
+
+
+class Kept:
+    """The file.
+
+    Args:
+        path: of it; None: nothing is kept.
+        anew: whether to forget what is in it.
+    """
+
+    def __init__(self, path: Path | None, *, anew: bool = False) -> None:
+        self._path = path
+        self._lines: dict[str, dict[str, Any]] = {}
+        if path is None or anew or not path.is_file():
+            return
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+            try:  # one that was cut short, or changed, is graded again
+                found = json.loads(line)
+                self._lines[str(found["key"])] = dict(found["grade"])
+            except (ValueError, TypeError, KeyError, RecursionError):
+                continue
+
+    def get(self, key: str, handed_in: HandedIn) -> Grade | None:
+        """The grade of that key, if there is one."""
+        try:
+            return Grade.of_json(handed_in, self._lines[key]) if key in self._lines else None
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    def begin(self, kept: Mapping[str, Grade]) -> None:
+        """Write these, and nothing else."""
+        if self._path is None:
+            return
+        partial = self._path.with_name(self._path.name + ".partial")
+        partial.write_text("".join(_line(key, grade) for key, grade in kept.items()), encoding="utf-8")
+        partial.replace(self._path)
+
+    def add(self, key: str, grade: Grade) -> None:
+        """Write one more."""
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(_line(key, grade))
+
+
+def _line(key: str, grade: Grade) -> str:
+    return json.dumps({"key": key, "notebook": grade.handed_in.name, "grade": grade.to_json()}) + "\n"
+
+
+def key_of(each: HandedIn, guard: Guard) -> str:
+    """Digest of all that a grade depends on."""
+    sources = [getsource(import_module(entry.module)) for entry in each.exercises]
+    told = [VERSION, each.name, each.digest, [entry.name for entry in each.exercises], sources, asdict(guard)]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()

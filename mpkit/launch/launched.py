@@ -1,0 +1,41 @@
+"""Was this process started by a launcher that starts one process per rank (torchrun, srun, mpirun)?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+__all__ = ["refuse_second_launcher"]
+
+LAUNCHERS = {
+    "WORLD_SIZE": ("RANK", "torchrun"),
+    "SLURM_STEP_NUM_TASKS": ("SLURM_PROCID", "srun"),
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "mpirun"),
+    "PMI_SIZE": ("PMI_RANK", "mpiexec"),
+}
+"""By the variable that says how many processes there are: the one that says which this is, and who sets both."""
+
+
+def refuse_second_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse to start ranks from each of several copies of a program.
+
+    >>> refuse_second_launcher({"RANK": "0", "WORLD_SIZE": "1"})  # one copy is one program
+    >>> refuse_second_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})  # a batch script, which srun has not copied
+
+    Args:
+        environment: the environment variables.
+
+    Raises:
+        ValueError: this process is one of several.
+    """
+    for size, (rank, launcher) in LAUNCHERS.items():
+        count = environment.get(size, "")
+        if rank in environment and count.isdecimal() and int(count) > 1:
+            script = sys.argv[0] if sys.argv and sys.argv[0].endswith(".py") else "train.py"
+            raise ValueError(
+                f"{rank}={environment[rank]} and {size}={count} are set, as {launcher} sets them: {count} copies of "
+                "this program run, and each would start all ranks and train a model of its own. Start it once, with "
+                f"`python {script}`: mk.Cluster(ranks={count}) starts every rank itself. (If they are left over from "
+                f"something else: del os.environ[{rank!r}], os.environ[{size!r}])"
+            )

@@ -1,0 +1,153 @@
+"""What ranks print, brought to whoever launched them: labelled by rank, in order, nothing lost up to the limit."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mpkit.launch.folder import MAGIC, OUTPUT, OUTPUT_LIMIT, part, read_note
+from mpkit.launch.output import cut_note
+from mpkit.visible import visible
+
+__all__ = ["OutputReader", "flush_stdout"]
+
+CHUNK = 4_000_000
+"""Bytes of each file that are read at a time."""
+
+LINE_ENDS = re.compile(r"\r\n|\n|\r")
+
+
+class OutputReader:
+    """Yields what was printed since the last look, a labelled line at a time."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._log = _Growing(folder / "output.log")
+        self._torn = b""  # the beginning of a record
+        self._std = [_Growing(part(folder, rank, "std")) for rank in range(ranks)]
+        self._lines = [b""] * ranks  # the beginning of a line of C++ code or of a child process
+
+    def lines(self, last: bool = False) -> Iterator[str]:
+        """Return lines such as "[rank 2] loss 3.1", without their line ends.
+
+        Args:
+            last: nobody writes any more: all there is, lines without an end too.
+        """
+        yield from self._printed(last)
+        for rank in range(self._ranks):
+            yield from self._bypassing(rank, last)
+        if last:
+            for rank in range(self._ranks):
+                yield from _labelled(rank, read_note(self._folder, rank))
+
+    def _printed(self, last: bool) -> Iterator[str]:
+        """What came through Python. Pieces of a line that were printed since the last look make one line."""
+        unfinished: dict[tuple[int, int], list[str]] = {}
+        while new := self._log.read():
+            records, self._torn = _records(self._torn + new, whole=False)
+            yield from _joined(records, unfinished)
+            if not last:
+                break
+        if last:
+            yield from _joined(_records(self._torn, whole=True)[0], unfinished)
+        for (rank, _), pieces in unfinished.items():
+            yield from _labelled(rank, "".join(pieces))
+
+    def _bypassing(self, rank: int, last: bool) -> Iterator[str]:
+        """What C++ code and child processes wrote."""
+        file = self._std[rank]
+        if file.place >= OUTPUT_LIMIT:
+            file.empty()  # they may write for ever, and the disk is not to be full
+            return
+        while new := file.read(OUTPUT_LIMIT - file.place):
+            whole, end, rest = new.rpartition(b"\n")
+            if end:
+                text, self._lines[rank] = self._lines[rank] + whole, rest
+                yield from _labelled(rank, text.decode("utf-8", "replace"))
+            else:
+                self._lines[rank] += rest
+            if not last:
+                break
+        if last or file.place >= OUTPUT_LIMIT:
+            text, self._lines[rank] = self._lines[rank], b""
+            yield from _labelled(rank, text.decode("utf-8", "replace"))
+        if file.place >= OUTPUT_LIMIT:
+            yield from _labelled(rank, cut_note())
+
+
+class _Growing:
+    """A file that others append to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.place = path, 0
+
+    def read(self, most: int = CHUNK) -> bytes:
+        """Return what is new, up to some bytes."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.place)
+                new = file.read(min(most, CHUNK))
+        except FileNotFoundError:
+            return b""
+        self.place += len(new)
+        return new
+
+    def empty(self) -> None:
+        """Give back the disk's space; whoever appends begins anew."""
+        if self.path.stat().st_size:
+            os.truncate(self.path, 0)
+
+
+def _records(data: bytes, whole: bool) -> tuple[list[tuple[int, int, str]], bytes]:
+    """Return (rank, stream, text) of each record, and the beginning of one that is not all there.
+
+    A rank that is killed, or has no space, while it writes leaves a torn record: what there is of it counts once
+    another record follows, or if there is no more to come (`whole`).
+    """
+    found: list[tuple[int, int, str]] = []
+    place = 0
+    while True:
+        begin = data.find(MAGIC, place)
+        if begin < 0:  # but its first bytes may be there
+            return found, data[max(place, len(data) - len(MAGIC) + 1) :]
+        place = begin
+        if place + OUTPUT.size > len(data):
+            return found, data[place:]
+        _, rank, stream, length = OUTPUT.unpack_from(data, place)
+        start = place + OUTPUT.size
+        end = data.find(MAGIC, start, start + length)
+        if end < 0:
+            end = start + length
+            if end > len(data) and not whole:
+                return found, data[place:]
+        found.append((rank, stream, data[start:end].decode("utf-8", "replace")))
+        place = end
+
+
+def _joined(
+    records: list[tuple[int, int, str]], unfinished: dict[tuple[int, int], list[str]]
+) -> Iterator[str]:
+    for rank, stream, text in records:
+        whole, end, rest = text.rpartition("\n")
+        pieces = unfinished.setdefault((rank, stream), [])
+        if end:
+            yield from _labelled(rank, "".join([*pieces, whole, end]))
+            pieces.clear()
+        pieces.append(rest)
+
+
+def _labelled(rank: int, text: str) -> Iterator[str]:
+    lines = LINE_ENDS.split(text)
+    if not lines[-1]:
+        lines.pop()
+    return (f"[rank {rank}] {visible(line)}" for line in lines)
+
+
+def flush_stdout() -> None:
+    """Bring what was printed here to whoever reads it, as a pipe's end does not by itself."""
+    if sys.stdout is not None:
+        sys.stdout.flush()

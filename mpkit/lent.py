@@ -1,0 +1,42 @@
+"""Clusters that a caller lends, or of one's own: a helper process that imports torch once, and ends with the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from mpkit.cluster import Cluster
+
+__all__ = ["lent", "lent_of_any_size"]
+
+
+@contextmanager
+def lent(given: Cluster | None, ranks: int = 1) -> Iterator[Cluster]:
+    """The cluster given, or one of so many CPU ranks, closed afterwards.
+
+    >>> with lent(None, 2) as cluster:
+    ...     cluster.run(lambda ctx: ctx.rank)
+    [0, 1]
+    """
+    if given is not None:
+        yield given
+        return
+    with Cluster(ranks, device="cpu") as own:
+        yield own
+
+
+@contextmanager
+def lent_of_any_size(
+    given: Callable[[int], Cluster] | None, device: str = "auto"
+) -> Iterator[Callable[[int], Cluster]]:
+    """clusters(ranks), for runs one after another: those given, or all from one helper process, closed afterwards.
+
+    >>> with lent_of_any_size(None, "cpu") as clusters:
+    ...     [clusters(ranks).run(lambda ctx: ctx.world_size) for ranks in (1, 2)]
+    [[1], [2, 2]]
+    """
+    if given is not None:
+        yield given
+        return
+    with Cluster(1, device) as own:
+        yield own.resized

@@ -1,0 +1,191 @@
+"""mean_loss: a mean of torch's, as the (total, count) that the parts of a batch add up to.
+
+The function is called as it is, in a mode that sees its call of a loss of torch.nn.functional. That call gives the sum,
+and what torch would have divided it by is counted:
+
+    cross_entropy, nll_loss   targets that are not `ignore_index`; with class weights, the sum of theirs; of targets
+                              that are probabilities, how many there are
+    kl_div ("batchmean")      samples
+    all others                elements
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["MeanLoss", "Reduced", "mean_loss"]
+
+INDEXED = (F.cross_entropy, F.nll_loss)
+"""Means over targets that may be ignored, or weighted by class."""
+
+ELEMENTWISE = (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
+    F.kl_div, F.poisson_nll_loss, F.gaussian_nll_loss, F.soft_margin_loss, F.multilabel_margin_loss,
+    F.multilabel_soft_margin_loss, F.multi_margin_loss, F.hinge_embedding_loss, F.cosine_embedding_loss,
+    F.margin_ranking_loss, F.triplet_margin_loss,
+)  # fmt: skip
+"""Means over all that there is."""
+
+WORKS = "loss=mk.mean_loss(torch.nn.functional.cross_entropy)"
+
+
+def mean_loss(
+    fn: Callable[[Any, Any], Tensor], ignore_index: int | None = None, weight: Any = None
+) -> MeanLoss:
+    """Make a loss that is right in parts from a mean of torch's: `loss` of `Cluster.train`.
+
+    It returns (total, count), so that masked targets and class weights count as they do in the whole batch, however it
+    is split into micro-batches and shared out over ranks.
+
+    >>> loss = mean_loss(F.cross_entropy)
+    >>> loss(torch.zeros(3, 4), torch.tensor([1, 2, -100]))  # log(4) twice, and 2 targets
+    (tensor(2.7726), tensor(2))
+
+    Args:
+        fn: fn(outputs, targets) that returns what one of torch's losses did: `F.cross_entropy`, `nn.NLLLoss()`,
+            `F.mse_loss`, or a function around one:
+            `lambda out, y: F.cross_entropy(out.logits.flatten(0, 1), y.flatten())`.
+        ignore_index: targets of this value do not count; None: the loss's own, which is -100 of cross-entropy.
+        weight: by class, [C], for cross-entropy and the likelihood; None: the loss's own.
+
+    Raises:
+        ValueError: it is no such function.
+    """
+    if isinstance(fn, type) and issubclass(fn, nn.Module):
+        raise ValueError(f"mean_loss({fn.__name__}) is given a class: mk.mean_loss(torch.nn.{fn.__name__}())")
+    if not callable(fn):
+        raise ValueError(f"mean_loss({type(fn).__name__}) is given no function: {WORKS}")
+    reduction = getattr(fn, "reduction", "mean")
+    if reduction not in ("mean", "batchmean"):
+        kind = type(fn).__name__
+        raise ValueError(
+            f"mean_loss({kind}(reduction={reduction!r})): it takes a mean, and finds out itself what the sum is: "
+            f"mk.mean_loss(torch.nn.{kind}())"
+        )
+    if weight is not None and (not isinstance(weight, Tensor) or weight.dim() != 1):
+        what = f"shape {list(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"mean_loss(weight={what}): a tensor of one weight for each class, [C]")
+    return MeanLoss(fn, ignore_index, weight)
+
+
+class MeanLoss:
+    """What `mean_loss` makes.
+
+    Args:
+        fn, ignore_index, weight: as there.
+    """
+
+    def __init__(
+        self, fn: Callable[[Any, Any], Any], ignore_index: int | None = None, weight: Tensor | None = None
+    ) -> None:
+        self.fn, self.ignore_index, self.weight = fn, ignore_index, weight
+
+    def __call__(self, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+        """(total, count).
+
+        Raises:
+            ValueError: the function does something with the loss, or calls none that is known.
+        """
+        with Reduced(self.ignore_index, self.weight) as reduced:
+            value = self.fn(outputs, targets)
+        pair: tuple[Tensor, Tensor] | None = reduced.pair_of(value)
+        if pair is None:
+            raise ValueError(
+                f"mean_loss({_name(self.fn)}): its result is not that of one call of a mean of torch.nn.functional "
+                f"({', '.join(f.__name__ for f in INDEXED)}, {ELEMENTWISE[0].__name__}, ...), so what it divides by is "
+                "not known. Return it: loss=lambda out, y: (total, count), the sum and how many there are."
+            )
+        return pair
+
+    def mean(self, outputs: Any, targets: Any) -> Tensor:
+        """The mean itself, as torch gives it: for a batch that is computed in one part."""
+        if self.ignore_index is None and self.weight is None:
+            found: Tensor = self.fn(outputs, targets)
+            return found
+        total, count = self(outputs, targets)
+        # Of nothing: NaN, and gradients of 0, as torch's.
+        empty = count == 0
+        return total / count.where(~empty, 1) + torch.where(empty, torch.nan, 0.0)
+
+
+class Reduced(TorchFunctionMode):
+    """Inside, torch's means give sums, and what they would have been divided by is kept.
+
+    Args:
+        ignore_index, weight: as in `mean_loss`.
+
+    Attributes:
+        calls: of each call its total and count, the name of the function, and what it is given as targets.
+    """
+
+    def __init__(self, ignore_index: int | None = None, weight: Tensor | None = None) -> None:
+        super().__init__()
+        self._ignore, self._weight = ignore_index, weight
+        self.calls: list[tuple[Tensor, Tensor, Callable[..., Any], dict[str, Any]]] = []
+
+    def pair_of(self, value: Any) -> tuple[Tensor, Tensor] | None:
+        """The total and count that a function's result is; None if it is something else."""
+        return next(((total, count) for total, count, *_ in self.calls if total is value), None)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """One call of something of torch's."""
+        if func not in INDEXED and func not in ELEMENTWISE:
+            return func(*args, **(kwargs or {}))
+        bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+        bound.apply_defaults()
+        given = bound.arguments
+        deprecated = given.get("size_average") is not None or given.get("reduce") is not None
+        if deprecated or given["reduction"] not in ("mean", "batchmean"):
+            return func(*args, **(kwargs or {}))
+        total, count = self._indexed(func, given) if func in INDEXED else self._elementwise(func, given)
+        self.calls.append((total, count.detach(), func, given))
+        return total
+
+    def _indexed(self, func: Callable[..., Tensor], given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        if self._ignore is not None:
+            given["ignore_index"] = self._ignore
+        outputs, targets = given["input"], given["target"]
+        if self._weight is not None:
+            given["weight"] = self._weight.to(outputs)
+        total: Tensor = func(**given | {"reduction": "sum"})
+        if targets.is_floating_point():  # the probability of each class
+            classes = outputs.shape[1 if outputs.dim() > 1 else 0]
+            return total, torch.tensor(outputs.numel() / classes, dtype=torch.float64, device=total.device)
+        valid: Tensor = targets != given["ignore_index"]
+        weight = given["weight"]
+        if weight is None:
+            return total, valid.sum()
+        return total, (weight[targets.where(valid, 0)] * valid).sum()
+
+    def _elementwise(self, func: Callable[..., Tensor], given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        if self._weight is not None:
+            raise ValueError(
+                f"mean_loss(weight=) is for classes, and {func.__name__} has none. With a weight for each element: "
+                "loss=lambda out, y: ((w * F.mse_loss(out, y, reduction='none')).sum(), w.expand_as(out).sum())"
+            )
+        each = func(**given | {"reduction": "none"})
+        samples = given["reduction"] == "batchmean"
+        if self._ignore is None:
+            number = each.shape[0] if samples else each.numel()
+            return each.sum(), torch.tensor(number, device=each.device)
+        targets = given.get("target")
+        if samples or targets is None or targets.shape != each.shape:
+            raise ValueError(
+                f"mean_loss(ignore_index={self._ignore}): {func.__name__} has no target for each element to compare it "
+                "with. Return the sum and how many count: loss=lambda out, y: (total, count)"
+            )
+        valid = targets != self._ignore
+        return each.where(valid, 0).sum(), valid.sum()
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)

@@ -1,0 +1,124 @@
+"""Losses that return (total, count): what the parts of a batch add up to.
+
+A batch is computed in parts: micro-batches, and each replica's share of them. Where a loss is no mean over samples but
+over something else, such as the targets that are not masked, the means of the parts say nothing of the whole. So each
+part gives the sum of its losses and how many there are, and the loss of the batch is
+
+    loss = (total_1 + ... + total_n) / (count_1 + ... + count_n)
+
+Its gradient is that of the totals, divided by all counts together, which are known only when every forward is over.
+By then a 1F1B pipeline has done most of its backwards. So each backward starts from total / nominal, where `nominal` is
+about the count of a batch, and the update multiplies the complete gradients by nominal / count. It is a power of two,
+so neither changes a digit; and gradients are about as large as those of a mean, which fp16 can show.
+
+    mean over samples   (loss * k / K, )         of k samples out of K
+    (total, count)      (total / nominal, count)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import frexp, isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Quotient", "as_pair", "nominal_count", "shares"]
+
+Loss = Callable[[Any, Any], Any]
+
+EXAMPLE = "loss=lambda out, y: (F.cross_entropy(out, y, reduction='sum'), (y != -100).sum())"
+
+
+def as_pair(value: Any) -> tuple[Tensor, Tensor] | None:
+    """The (total, count) that a loss returned, both scalars; None if it returned something else.
+
+    >>> as_pair((torch.tensor([6.0]), 3))
+    (tensor(6.), tensor(3., dtype=torch.float64))
+    >>> as_pair(torch.tensor(2.0)) is None
+    True
+
+    Raises:
+        ValueError: it is a pair of something else, or the count has a gradient.
+    """
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        return None
+    total, count = value
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        what = f"a tensor of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise ValueError(
+            f"the total of the (total, count) that it returned is {what}, not a scalar: {EXAMPLE}"
+        )
+    if isinstance(count, Tensor) and count.requires_grad:
+        raise ValueError(
+            "the count of the (total, count) that it returned depends on the model's outputs and has a gradient of its "
+            "own, which cannot be known until the whole batch was counted: count.detach() if that is meant, or "
+            "mk.whole_batch_loss(lambda out, y: total / count)"
+        )
+    if isinstance(count, bool) or not isinstance(count, (int, float, Tensor)):
+        raise ValueError(
+            f"the count of the (total, count) that it returned is {type(count).__name__}: {EXAMPLE}"
+        )
+    number = torch.as_tensor(count, dtype=torch.float64, device=total.device)
+    if number.numel() != 1:
+        raise ValueError(
+            f"the count of the (total, count) that it returned has shape {list(number.shape)}, not a scalar: {EXAMPLE}"
+        )
+    return total.reshape(()), number.reshape(())
+
+
+class Quotient:
+    """A loss as one number whatever it returns: a scalar as it is, (total, count) as total / count.
+
+    >>> Quotient(lambda out, y: (out.sum(), 4))(torch.ones(8), None)
+    tensor(2.)
+
+    Args:
+        loss: the one to call.
+
+    Attributes:
+        count: what the last call counted; None if it returned a mean.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self.count: Tensor | None = None
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        """The loss; what is neither a scalar nor a pair is returned as it is."""
+        value = self.loss(outputs, targets)
+        pair = as_pair(value)
+        self.count = None if pair is None else pair[1].detach()
+        return value if pair is None else pair[0] / pair[1].to(pair[0].dtype)
+
+
+def shares(value: Any, weight: float, nominal: float | None) -> tuple[Tensor, ...]:
+    """What a part's loss adds to that of the batch; the first of it is what its backward starts from.
+
+    >>> shares(torch.tensor(3.0), 0.25, None)
+    (tensor(0.7500),)
+    >>> shares((torch.tensor(12.0), torch.tensor(3)), 0.25, 4.0)
+    (tensor(3.), tensor(3., dtype=torch.float64))
+
+    Args:
+        value: what the loss returned.
+        weight: the part's share of the samples; 0 of a stand-in, which counts nothing.
+        nominal: about the count of a batch, for a loss that returns (total, count); None for a mean.
+    """
+    if nominal is None:
+        assert isinstance(value, Tensor), "the dry run has seen what the loss returns"
+        return (value * weight,)
+    pair = as_pair(value)
+    assert pair is not None, "likewise"
+    total, count = pair
+    return (total / nominal, count) if weight else (total * 0.0, torch.zeros_like(count))
+
+
+def nominal_count(count: float) -> float:
+    """The power of two below a count; 1 if there is none.
+
+    >>> nominal_count(48.0), nominal_count(0.75), nominal_count(0.0), nominal_count(float("nan"))
+    (32.0, 0.5, 1.0, 1.0)
+    """
+    return 2.0 ** (frexp(count)[1] - 1) if isfinite(count) and count > 0 else 1.0

@@ -1,0 +1,76 @@
+"""The repeated blocks of a model: a transformer's layers, a ResNet's residual blocks.
+
+They are what FSDP users wrap, and what Megatron and torchtitan recompute: pieces that are alike, follow each other, and
+make up most of a model.
+
+    list        modules that lie in one nn.ModuleList or nn.Sequential, or side by side as attributes, some of them
+                alike
+    alike       of one class, with at least half of their parameters of the same names and shapes: T5's first layer has
+                a table more than the others, and DeepSeek's first layers have no experts
+    outermost   a layer of a Mixtral is a block, its experts are not; the stages of a Swin, each of another width, are
+                not alike, and so the layers within them are the blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+import torch
+from torch import nn
+
+__all__ = ["repeated_blocks"]
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost repeated blocks of a model, by name, in the order in which they are registered.
+
+    >>> layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))
+    >>> list(repeated_blocks(nn.ModuleDict({"embed": nn.Embedding(4, 2), "layers": layers})))
+    ['layers.0', 'layers.1', 'layers.2']
+    >>> repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))  # a layer is no block
+    {}
+    """
+    return dict(_within("", model))
+
+
+def _within(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks inside of a module."""
+    names = {id(child): f"{prefix}{name}" for name, child in module.named_children()}
+    inner = {id(child): list(_within(f"{names[id(child)]}.", child)) for child in module.children()}
+    candidates = [child for child in module.children() if _is_composite(child)]
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        # Two towers side by side are no blocks: their layers are.
+        candidates = [
+            child for child in candidates if not inner[id(child)] and not isinstance(child, CONTAINERS)
+        ]
+    alike = _alike(candidates)
+    if isinstance(module, nn.ModuleList):  # of one block, or of blocks none of which is like another
+        blocks = {id(child) for child in candidates if alike or not inner[id(child)]}
+    else:
+        blocks = {id(child) for child in candidates if type(child) in alike}
+    for child in module.children():
+        if id(child) in blocks:
+            yield names[id(child)], child
+        else:
+            yield from inner[id(child)]
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether a module is made of others and has parameters."""
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _alike(modules: list[nn.Module]) -> set[type]:
+    """The classes of which two of the modules are alike."""
+    by_class: dict[type, list[set[tuple[str, torch.Size]]]] = {}
+    for module in modules:
+        has = {(name, parameter.shape) for name, parameter in module.named_parameters()}
+        by_class.setdefault(type(module), []).append(has)
+    return {
+        kind
+        for kind, found in by_class.items()
+        if any(2 * len(one & other) >= max(len(one), len(other)) for one, other in combinations(found, 2))
+    }

@@ -1,0 +1,254 @@
+"""Whether an optimizer does on the ranks of a plan what it does to the whole model; tried before any rank starts.
+
+    made     of stand-ins for the whole model (`optimizer_made`)
+    tried    some steps of it, as in plain PyTorch (`optimizer_trial`)
+    apart    several stages: optimizers that each hold some of the parameters end in the same numbers
+    parts    ZeRO and tensor parallelism: optimizers that each hold some elements of the parameters do
+
+Asking is not enough, since an optimizer may be anybody's. One that cannot be tried is refused where it would be
+divided, unless it is declared (`mpkit.elementwise`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes  # private: tests/test_trace_fake.py guards it
+
+from mpkit.parallel.optimizer import OptimizerFunction, described, stand_in, trained_parameters
+from mpkit.parallel.shard import Shard
+from mpkit.plan import Plan
+from mpkit.prepare.arguments import ADAM, one_line
+from mpkit.prepare.dry_run import quiet
+from mpkit.prepare.optimizer_made import check_optimizer
+from mpkit.prepare.optimizer_trial import Division, Examined, Trial
+
+__all__ = ["examine_optimizer", "updated_by"]
+
+Steps = list[dict[str, Tensor]]
+
+
+def examine_optimizer(
+    optimizer: Callable[[Any], Any],
+    model: nn.Module,
+    plan: Plan,
+    places: Sequence[Sequence[str]],
+    shards: Mapping[str, Shard],
+    *,
+    scheduled: bool = False,
+) -> Examined:
+    """Check that an optimizer, divided as the plan says, is the same optimizer.
+
+    Args:
+        optimizer: as for `Cluster.train`.
+        model: whole.
+        plan: of the training.
+        places: by place along pp, the first names of the parameters that it updates.
+        shards: of what tensor-parallel ranks divide, by name.
+        scheduled: there is a lr_schedule.
+
+    Raises:
+        ValueError: it cannot be made, or a step of it depends on more than a rank has.
+    """
+    whole, _ = trained_parameters(model)
+    with (
+        quiet(),
+        _disable_current_modes(),
+    ):  # numbers are needed here, also where a rank is played without them
+        check_optimizer(
+            optimizer, model, scheduled=scheduled, once=plan.ranks == 1 and plan.microbatches == 1
+        )
+        if not whole:
+            return Examined()
+        checks = _Checks(described(optimizer), plan, Trial(described(optimizer), whole))
+        expected = checks.tried()
+        if expected is None:
+            return Examined()
+        if plan.ranks > 1 and plan.data_parallel != "dp":
+            checks.repeats(expected)
+        if plan.pp > 1:
+            checks.apart(expected, places)
+        if plan.zero or plan.tp > 1:
+            checks.parts(expected, shards)
+        return checks.trial.examined
+
+
+@dataclass
+class _Checks:
+    """The checks of one optimizer under one plan.
+
+    Attributes:
+        trial: of it; in float64, if it takes that.
+        tolerance: what a parameter may be off by, as a share of its update.
+    """
+
+    function: OptimizerFunction
+    plan: Plan
+    trial: Trial
+    tolerance: float = 1e-6
+
+    @property
+    def kind(self) -> str:
+        """The optimizer's class."""
+        made = self.function.of({w.name: stand_in(w) for w in self.trial.whole})
+        return type(made).__name__
+
+    def tried(self) -> Steps | None:
+        """What parameters become in plain PyTorch; None if that cannot be found out.
+
+        Raises:
+            ValueError: its step fails, or it would be divided and cannot be tried.
+        """
+        given, wide = self.trial, self.trial.in_float64()
+        try:
+            self.trial = wide
+            return wide.run()
+        except Exception:  # it may want the model's own precision
+            self.trial, self.tolerance = given, 1e-3
+        try:
+            return given.run()
+        except Exception as error:
+            if not given.smaller:
+                raise ValueError(
+                    f"optimizer: a step of {self.kind} fails on parameters and gradients like the model's: "
+                    f"{one_line(error)}. Ranks call step() without arguments, when the gradients of the whole "
+                    f"batch are there. One that takes a step from them works: {ADAM}"
+                ) from None
+            divided = self.plan.pp > 1 or self.plan.zero or self.plan.tp > 1
+            if divided and not self.function.elementwise:
+                raise self._cannot_tell(error, _who(self.plan)) from None
+            return None
+
+    def repeats(self, expected: Steps) -> None:
+        """Ranks that hold the same end with the same.
+
+        Raises:
+            ValueError: it draws random numbers.
+        """
+        everything: Division = {w.name: None for w in self.trial.whole}
+        off, _ = self.trial.off_by(expected, self.trial.run(seed=1), everything)
+        if off:
+            raise ValueError(
+                f"optimizer: {self.kind} with {self.plan}: made and stepped twice on the same gradients it ends with "
+                "other parameters (it draws random numbers, perhaps), and ranks that hold the same would come apart. "
+                f"What works: Plan.serial(); or an optimizer that repeats itself, {ADAM}"
+            )
+
+    def apart(self, expected: Steps, places: Sequence[Sequence[str]]) -> None:
+        """Each of several optimizers has some of the parameters.
+
+        Raises:
+            ValueError: they end with other numbers than one that has all.
+        """
+        for names in places:
+            self._check(expected, dict.fromkeys(names), self._coupled)
+
+    def parts(self, expected: Steps, shards: Mapping[str, Shard]) -> None:
+        """Each of several optimizers has some elements of the parameters.
+
+        Raises:
+            ValueError: they end with other numbers than one that has all.
+        """
+        whole = self.trial.whole
+        for half in (0, 1) if len(whole) > 1 else ():
+            self._check(expected, {w.name: None for w in whole[half::2]}, self._coupled)
+        for half in (0, 1):
+            if self.plan.tp > 1:
+                division: dict[str, Any] = {
+                    w.name: partial(_rows, dim=shards[w.name].dim, half=half) if w.name in shards else None
+                    for w in whole
+                }
+                self._check(expected, division, self._mixes)
+            if self.plan.zero:
+                self._check(
+                    expected, {w.name: partial(_elements, numel=prod(w.shape), half=half) for w in whole}, self._mixes
+                )  # fmt: skip
+
+    def _check(self, expected: Steps, division: Division, wrong: Callable[[str, float], ValueError]) -> None:
+        try:
+            found = self.trial.run(division)
+        except Exception as error:
+            if self.function.elementwise:
+                return
+            raise self._cannot_tell(error, _who(self.plan)) from None
+        off, name = self.trial.off_by(expected, found, division)
+        if off > self.tolerance:
+            raise wrong(name, off)
+
+    # ---- what to say --------------------------------------------------------------------------------------
+
+    def _coupled(self, name: str, off: float) -> ValueError:
+        return ValueError(
+            f"optimizer: {self.kind} with {self.plan}: {_who(self.plan)}, and with {self.kind} what becomes of one "
+            f"parameter depends on others (a norm over all gradients, a shared state, its place among them): without "
+            f"them, {name} is off by {_share(off)} of its update. Either an optimizer that treats each parameter by "
+            f"itself, {ADAM}, with cluster.train(..., max_grad_norm=1.0) to clip by the norm over all ranks; or one "
+            f"optimizer of the whole model on every rank: Plan.ddp({self.plan.ranks})"
+        )
+
+    def _mixes(self, name: str, off: float) -> ValueError:
+        return ValueError(
+            f"optimizer: {self.kind} with {self.plan}: {_who(self.plan)}, and {self.kind} changes an element by what "
+            f"the others are (a matrix's rows, or its norm): of parts, {name} is off by {_share(off)} of its update. "
+            f"Either an optimizer that treats each element by itself, {ADAM}; or whole parameters on every rank: "
+            f"Plan.ddp({self.plan.ranks})"
+        )
+
+    def _cannot_tell(self, error: Exception, who: str) -> ValueError:
+        return ValueError(
+            f"optimizer: {self.kind} with {self.plan}: {who}, and whether {self.kind} treats each element by itself "
+            f"cannot be found out, since it fails on parts: {one_line(error)}. Either an optimizer that does, {ADAM}; "
+            f"or whole parameters on every rank: Plan.ddp({self.plan.ranks}). If it does, say so: "
+            "optimizer=mk.elementwise(the function)"
+        )
+
+
+def _who(plan: Plan) -> str:
+    if plan.zero:
+        return "ZeRO gives each rank a part of a parameter's elements, in one dimension"
+    if plan.tp > 1:
+        return "tensor parallelism gives each rank a part of a parameter's rows or columns"
+    return "the rank of a stage has an optimizer of its own, for the stage's parameters"
+
+
+def _share(off: float) -> str:
+    return f"{off:.1%}" if off >= 1e-3 else f"{off:.1g}"
+
+
+def _elements(whole: Tensor, *, numel: int, half: int) -> Tensor:
+    """The first two fifths of the elements, or the rest; in one dimension, as ZeRO has them."""
+    at = -(-2 * numel // 5)
+    return whole.reshape(-1)[at:] if half else whole.reshape(-1)[:at]
+
+
+def _rows(whole: Tensor, *, dim: int, half: int) -> Tensor:
+    """The first half of a dimension, or the rest."""
+    at = -(-whole.shape[dim] // 2)
+    return whole.narrow(dim, at, whole.shape[dim] - at) if half else whole.narrow(dim, 0, at)
+
+
+def updated_by(
+    held: Sequence[Sequence[str]], stage_to_place: Sequence[int], pp: int, model: nn.Module
+) -> list[list[str]]:
+    """By place along pp, the parameters that it updates: a tied one belongs to the first stage that has it.
+
+    Args:
+        held: by stage, the parameters that it computes with, by any of their names.
+        stage_to_place: by stage.
+        pp: how many places.
+        model: whole.
+    """
+    _, first = trained_parameters(model)
+    seen: set[str] = set()
+    found: list[list[str]] = [[] for _ in range(pp)]
+    for stage, names in enumerate(held):
+        for name in dict.fromkeys(first[n] for n in names):
+            if name not in seen:
+                seen.add(name)
+                found[stage_to_place[stage]].append(name)
+    return found

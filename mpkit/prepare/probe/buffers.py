@@ -1,0 +1,74 @@
+"""Buffers that a forward changes: by how many times it is called, or by what it is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mpkit.plan import Plan
+from mpkit.prepare.probe.compare import SINGLE, differ, far
+from mpkit.prepare.probe.trial import Found, Trial
+from mpkit.prepare.probe.words import for_layer
+
+__all__ = ["check_buffers"]
+
+Parts = Sequence[Sequence[int]]
+
+
+def check_buffers(
+    trial: Trial,
+    everything: Parts,
+    parts: Parts,
+    plan: Plan,
+    after: tuple[dict[str, Tensor], dict[str, Tensor]],
+) -> list[str]:
+    """What to warn of. BatchNorm's statistics are none of these.
+
+    Args:
+        trial: model and loss.
+        everything: the samples at once.
+        parts: as the plan takes them.
+        plan: what it is for.
+        after: the buffers after a forward of everything, and of the first part.
+
+    Raises:
+        ValueError: a buffer depends on which samples are computed together, and the next forward on the buffer.
+    """
+    before = {name: buffer.detach().clone() for name, buffer in trial.model.named_buffers()}
+    whole, split = after
+    changed = far(before, whole, SINGLE)
+    if not changed:
+        return []
+    by_samples = far(whole, split, SINGLE)
+
+    def twice(tried: Trial) -> tuple[Found, Found]:
+        return tried.run(everything, calls=2), tried.run(parts, calls=2)
+
+    if by_samples and differ(trial, twice)[2]:
+        raise ValueError(for_layer(plan, trial.model, by_samples[0].rpartition(".")[0], []))
+    found = []
+    if by_samples:
+        found.append(
+            f"The buffer {by_samples[0]!r} depends on which samples are computed together: {_which(plan)}, and not "
+            "what it would be of whole batches. Nothing that is trained depends on it."
+        )
+    counted = [name for name in changed if name not in by_samples]
+    if counted and plan.microbatches > 1 and _matters(trial, everything):
+        found.append(
+            f"The buffer {counted[0]!r} changes with every forward: {plan.microbatches} times a step, once for each "
+            "micro-batch, and what the model makes depends on it: training is that of plain PyTorch with gradients "
+            f"accumulated over {plan.microbatches} micro-batches."
+        )
+    return found
+
+
+def _matters(trial: Trial, everything: Parts) -> bool:
+    """Whether a second forward makes something else."""
+    return differ(trial, lambda tried: (tried.run(everything), tried.run(everything, calls=2)))[2]
+
+
+def _which(plan: Plan) -> str:
+    """Whose buffers the trained model has."""
+    of = "each micro-batch" if plan.microbatches > 1 else "the whole batch"
+    return f"in the trained model it is that of {of}" + ("'s first replica" if plan.dp > 1 else "")

@@ -1,0 +1,103 @@
+"""Are two results the same, but for rounding?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from mpkit.prepare.probe.trial import Found, Trial
+
+__all__ = ["ROUNDING", "SINGLE", "are_apart", "differ", "far", "same_rows"]
+
+ROUNDING = 64 * torch.finfo(torch.float32).eps
+"""Of a model in float64 that computes parts in float32: what a few dozen of such roundings come to."""
+
+SINGLE = torch.finfo(torch.float32).eps ** 0.5
+"""Of a model that can only be tried in its own precision."""
+
+
+def differ(
+    trial: Trial, compared: Callable[[Trial], tuple[Found, Found]], known: tuple[Found, Found] | None = None
+) -> tuple[Found, Found, bool]:
+    """Try both ways; where they differ by what might be rounding, again in float64, which tells.
+
+    Args:
+        trial: model, loss and data.
+        compared: both ways of trying them.
+        known: what they gave in the model's own precision, if that is known already.
+
+    Returns:
+        the two results, and whether they differ.
+    """
+    whole, parts = known or compared(trial)
+    if not are_apart(whole, parts, ROUNDING):
+        return whole, parts, False
+    try:
+        wide = compared(trial.wide())
+    except Exception:  # layers of fixed precision: judged in it
+        return whole, parts, are_apart(whole, parts, SINGLE)
+    return whole, parts, are_apart(*wide, ROUNDING)
+
+
+def are_apart(whole: Found, parts: Found, tolerance: float) -> bool:
+    """Whether losses or gradients are further apart than rounding makes them."""
+    if not isfinite(whole.loss):
+        return False  # of numbers that are none nothing can be said
+    size = max(map(abs, (*filter(isfinite, parts.losses), whole.loss)))
+    if not abs(whole.loss - parts.loss) <= tolerance * size:
+        return True
+    return bool(far(whole.gradients, parts.gradients, tolerance))
+
+
+def far(ones: Mapping[str, Tensor], others: Mapping[str, Tensor], tolerance: float = ROUNDING) -> list[str]:
+    """The names of tensors that differ."""
+    ones = {name: one.detach().double() for name, one in ones.items()}
+    others = {name: other.detach().double() for name, other in others.items()}
+    most = max((float(one.abs().max()) for one in ones.values() if one.numel()), default=0.0)
+    found = []
+    for name in ones.keys() | others.keys():
+        one, other = ones.get(name), others.get(name)
+        if one is not None and other is not None and one.shape != other.shape:
+            found.append(name)
+            continue
+        if one is None or other is None:
+            there = one if one is not None else other
+            if there is not None and float(there.abs().max()) > tolerance * most:
+                found.append(name)
+            continue
+        if not one.numel():
+            continue
+        allowed = tolerance * (float(one.abs().max()) + 1e-3 * most)
+        if not float((one - other).abs().max()) <= allowed and bool(one.isfinite().all()):
+            found.append(name)
+    order = {name: i for i, name in enumerate((*ones, *others))}
+    return sorted(found, key=order.__getitem__)
+
+
+def same_rows(
+    whole: Tensor, parts: Sequence[Tensor], samples: Sequence[Sequence[int]], tolerance: float
+) -> bool:
+    """Whether the parts' tensors hold what the whole batch's does, for the same samples.
+
+    The dimension that is shorter in a part is the batch: each sample may have several rows of it, one after the other.
+    """
+    total = sum(map(len, samples))
+    for part, which in zip(parts, samples, strict=True):
+        if part.dim() != whole.dim() or part.dtype != whole.dtype:
+            return False
+        shorter = [d for d in range(whole.dim()) if whole.shape[d] != part.shape[d]]
+        expected = whole
+        if shorter and len(which) < total:
+            rows, rest = divmod(whole.shape[shorter[0]], total)
+            if len(shorter) > 1 or rest or part.shape[shorter[0]] != rows * len(which):
+                return False
+            index = torch.tensor([i * rows + j for i in which for j in range(rows)])
+            expected = whole.index_select(shorter[0], index)
+        elif shorter:
+            return False
+        if far({"": expected}, {"": part}, tolerance):
+            return False
+    return True

@@ -1,0 +1,90 @@
+"""Why parts of a batch do not add up to it: the loss, the loss that a model computes itself, or a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isclose, isfinite
+
+from torch import Tensor
+
+from mpkit.parallel.anymodel.structure import flatten
+from mpkit.parallel.microbatch import batch_size
+from mpkit.plan import Plan
+from mpkit.prepare.probe.compare import ROUNDING, SINGLE, far, same_rows
+from mpkit.prepare.probe.layers import first_that_differs
+from mpkit.prepare.probe.trial import Found, Trial
+from mpkit.prepare.probe.words import for_layer, for_loss, for_model_loss
+
+__all__ = ["explain", "kind_of"]
+
+Parts = Sequence[Sequence[int]]
+
+
+def explain(plan: Plan, trial: Trial, whole: Found, split: Found, parts: Parts, size: int) -> str:
+    """What is said of it.
+
+    Args:
+        trial: model, loss and data.
+        whole, split: what came of the samples at once, and in these parts.
+        size: of the batch.
+    """
+    tolerance, tried = _precisely(trial)
+    everybody = [[i for part in parts for i in part]]
+    all_outputs = tried.run([sorted(everybody[0])]).outputs[0]
+    by_part = tried.run(parts).outputs
+    one, others = flatten(all_outputs)[0], [flatten(outputs)[0] for outputs in by_part]
+    alike = all(len(other) == len(one) for other in others)
+    rows = alike and all(
+        same_rows(leaf, [other[i] for other in others], parts, tolerance)
+        for i, leaf in enumerate(one)
+        if isinstance(leaf, Tensor) and leaf.dim()
+    )
+    if not rows:
+        return for_layer(plan, trial.model, first_that_differs(tried, parts, tolerance) or "", [])
+    scalars = [
+        i for i, leaf in enumerate(one)
+        if isinstance(leaf, Tensor) and not leaf.dim()
+        and any(not isclose(float(leaf), float(other[i]), rel_tol=tolerance) for other in others)
+    ]  # fmt: skip
+    value = abs(whole.loss - split.loss) <= tolerance * max(abs(whole.loss), abs(split.loss))
+    if value and not scalars and isfinite(split.loss):
+        return for_layer(plan, trial.model, None, far(whole.gradients, split.gradients))
+    if any(abs(float(one[i]) - whole.loss) <= SINGLE * abs(whole.loss) for i in scalars):
+        return for_model_loss(plan, None, "its parts do not add up to it")
+    return for_loss(plan, kind_of(tried, whole, split), whole.loss, split.loss, size)
+
+
+def kind_of(trial: Trial, whole: Found, split: Found) -> str:
+    """Which kind of loss it is: "sum", "mean" (over something else than samples) or "whole"."""
+    if isclose(sum(split.losses), whole.loss, rel_tol=1e-4):
+        return "sum"
+    if batch_size(trial.data[0]) < 3:
+        return "mean" if all(map(isfinite, split.losses)) else "whole"
+
+    def of(*which: int) -> float:
+        return trial.run([list(which)]).loss
+
+    try:
+        a, b, c, ab, bc, abc = of(0), of(1), of(2), of(0, 1), of(1, 2), of(0, 1, 2)
+    except Exception:  # of so few samples there is no loss
+        return "whole"
+    if not all(map(isfinite, (a, b, c))):  # of one sample there is none: all of it masked, or a spread
+        return "mean" if any(map(isfinite, (a, b, c))) else "whole"
+    if abs(b - ab) < 1e-9 or abs(bc - b) < 1e-9 * abs(b):
+        return "mean"
+    # If it is a weighted mean, pairs tell the weights, and those the loss of three.
+    weight_b = (ab - a) / (b - ab)
+    weight_c = weight_b * (bc - b) / (c - bc) if c != bc else 0.0
+    expected = (a + weight_b * b + weight_c * c) / (1 + weight_b + weight_c)
+    positive = weight_b > 0 and weight_c > 0
+    return "mean" if positive and isclose(expected, abc, rel_tol=1e-6) else "whole"
+
+
+def _precisely(trial: Trial) -> tuple[float, Trial]:
+    """In float64, if the model can do with it."""
+    try:
+        wide = trial.wide()
+        wide.run([[0, 1]])
+    except Exception:  # layers of fixed precision
+        return SINGLE, trial
+    return ROUNDING, wide

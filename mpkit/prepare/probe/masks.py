@@ -1,0 +1,88 @@
+"""Data in which some targets do not count: ignored by a number, masked, or weighted.
+
+A loss may be right for the data at hand and wrong for what else it is made for. So it is tried on changed data too, and
+if it is wrong there, the data is looked at: the list that was given, here and now, or what comes later, on the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkit.loss.guard import Masked
+from mpkit.parallel.microbatch import Value, leaves, map_tensors
+
+__all__ = ["Variant", "variants"]
+
+IGNORED = (-100, -1, 0)
+"""What padded targets are set to by custom."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Data, changed in one tensor.
+
+    Attributes:
+        data: inputs and targets.
+        masked: which tensor it is, and how a change like that is recognized.
+    """
+
+    data: tuple[Value, Value]
+    masked: Masked
+
+
+def variants(loss: Any, data: tuple[Value, Value]) -> Iterator[Variant]:
+    """The changes that a loss, or a model that computes its loss itself, could take for masks."""
+    own = getattr(loss, "ignore_index", None)
+    numbers = dict.fromkeys((*([own] if isinstance(own, int) else []), *IGNORED))
+    for side, value in enumerate(data):
+        names = list(value) if isinstance(value, dict) else [None] * len(leaves(value))
+        for place, (name, leaf) in enumerate(zip(names, leaves(value), strict=True)):
+            called = str(name or "").lower()
+            labels = side == 1 or "label" in called or "target" in called
+            if leaf.dtype == torch.bool and (labels or "mask" in called):
+                yield Variant(_changed(data, side, place, _without), Masked(side, place, None))
+            elif leaf.is_floating_point() and labels:
+                yield Variant(_changed(data, side, place, _weighted), Masked(side, place, None))
+                yield Variant(_changed(data, side, place, _without), Masked(side, place, None))
+            elif labels and not leaf.is_floating_point() and not leaf.is_complex():
+                for number in numbers:
+                    changed = _changed(data, side, place, partial(_filled, number=number))
+                    yield Variant(changed, Masked(side, place, number))
+            elif "mask" in called and side == 0:
+                yield Variant(_changed(data, side, place, _without), Masked(side, place, None))
+
+
+def _changed(
+    data: tuple[Value, Value], side: int, place: int, change: Callable[[Tensor], Tensor]
+) -> tuple[Value, Value]:
+    number = iter(range(len(leaves(data[side]))))
+    value = map_tensors(lambda t: change(t) if next(number) == place else t, data[side])
+    return (value, data[1]) if side == 0 else (data[0], value)
+
+
+def _uneven(tensor: Tensor) -> Tensor:
+    """True in another share of each sample: of none of the first one, of more of each next one, of all of none."""
+    samples, width = tensor.shape[0], tensor[0].numel()
+    if width == 1:
+        return (torch.arange(samples) % 3 == 1).view(tensor.shape)
+    hidden = (torch.arange(samples) * width) // (samples + 1)
+    return (torch.arange(width)[None] < hidden[:, None]).view(tensor.shape)
+
+
+def _filled(tensor: Tensor, *, number: int) -> Tensor:
+    return tensor.masked_fill(_uneven(tensor), number)
+
+
+def _without(tensor: Tensor) -> Tensor:
+    return tensor.masked_fill(_uneven(tensor), 0)
+
+
+def _weighted(tensor: Tensor) -> Tensor:
+    factors = 1 + torch.arange(tensor.shape[0], dtype=tensor.dtype) / 2
+    return tensor * factors.view(-1, *[1] * (tensor.dim() - 1))

@@ -1,0 +1,232 @@
+"""Trials: model and loss, for real, on a few samples: all of them at once, and in parts as the plan would take them.
+
+Each is on a copy of the model as it is: its own buffers and attributes, the weights in common. Random draws do not
+depend on the batch (`draws`). BatchNorm uses its running statistics: that it looks at the batch is known, and handled.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mpkit.loss.quotient import as_pair
+from mpkit.models.chain import layers_of
+from mpkit.parallel.microbatch import Value, map_tensors
+from mpkit.parallel.stage import call
+from mpkit.parallel.sync_batchnorm import batch_norms
+from mpkit.prepare.copying import copied
+from mpkit.prepare.probe.draws import SameDraws
+
+__all__ = ["Found", "Trial", "rows_of"]
+
+Samples = Sequence[int]
+
+
+@dataclass
+class Found:
+    """What came of a batch, in one part or several.
+
+    Attributes:
+        loss: of the batch, put together from the parts.
+        losses: of each part by itself.
+        gradients: of the parameters, put together likewise; empty if nobody asked.
+        outputs: of the model, by part.
+        buffers: of the model after the first part, by name.
+        count: that the loss gave; None of a mean.
+    """
+
+    loss: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    outputs: list[Any] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    count: float | None = None
+
+    def add_up(self, values: list[Any], weights: list[float]) -> Tensor:
+        """The loss of the batch, from what the loss returned for each part."""
+        pairs = [as_pair(value) for value in values]
+        totals = [
+            value.reshape(()) * weight if pair is None else pair[0]
+            for value, weight, pair in zip(values, weights, pairs, strict=True)
+        ]
+        loss = sum(totals[1:], totals[0])
+        self.losses = [
+            float(value if pair is None else pair[0] / pair[1])
+            for value, pair in zip(values, pairs, strict=True)
+        ]
+        counts = [float(pair[1]) for pair in pairs if pair is not None]
+        if counts:
+            self.count = sum(counts)
+            loss = loss / loss.new_tensor(self.count)
+        self.loss = float(loss)
+        return loss
+
+
+class Trial:
+    """A model and a loss that can be tried.
+
+    Args:
+        model: left as it is.
+        loss: likewise: a copy, if it has a state.
+        data: inputs and targets.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Any], data: tuple[Value, Value]) -> None:
+        memo: dict[int, Any] = {}
+        for parameter in model.parameters():
+            memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        self.model = copied(model, memo)
+        self.loss, self.data = loss, data
+        self.still = False  # whether draws have to be made the same
+
+    def wide(self) -> Trial:
+        """The same in float64."""
+        made = copy.copy(self)
+        made.model = copied(self.model).double()
+        made.data = _wide(self.data[0]), _wide(self.data[1])
+        if isinstance(self.loss, nn.Module):
+            made.loss = copy.deepcopy(self.loss).double()
+        return made
+
+    def stilled(self) -> Trial:
+        """The same without randomness."""
+        made = copy.copy(self)
+        made.still = True
+        return made
+
+    def with_loss(self, loss: Callable[[Any, Any], Any]) -> Trial:
+        """The same with another loss."""
+        made = copy.copy(self)
+        made.loss = loss
+        return made
+
+    def evaluating(self) -> Trial:
+        """The same with a model that does as when it is evaluated."""
+        made = copy.copy(self)
+        made.model = copied(self.model).eval()
+        return made
+
+    def repeats(self, parts: Sequence[Samples]) -> bool:
+        """Whether the same comes out where Python's and NumPy's random numbers are others."""
+        losses = []
+        for seed in (0, 1):
+            random.seed(seed)
+            np.random.seed(seed)
+            losses.append(self.run(parts).loss)
+        return losses[0] == losses[1]
+
+    def of(self, data: tuple[Value, Value]) -> Trial:
+        """The same with other data."""
+        made = copy.copy(self)
+        made.data = data
+        return made
+
+    def run(
+        self,
+        parts: Sequence[Samples],
+        *,
+        gradients: bool = False,
+        calls: int = 1,
+        watch: Callable[[nn.Module], Any] | None = None,
+    ) -> Found:
+        """Try these parts, together the batch; again without randomness, if there was any.
+
+        Args:
+            parts: numbers of samples.
+            gradients: are wanted.
+            calls: how often the model is called for each part; the last time counts.
+            watch: is given each part's copy of the model before it is called.
+        """
+        if not self.still:
+            state = torch.get_rng_state()
+            found = self._run(parts, gradients, calls, watch)
+            if torch.equal(state, torch.get_rng_state()):
+                return found
+            self.still = True
+        with SameDraws():  # type: ignore[no-untyped-call]
+            return self._run(parts, gradients, calls, watch)
+
+    def of_outputs(self, outputs: list[Any], parts: Sequence[Samples]) -> Found:
+        """The loss of these parts, for which the model made this."""
+        found, samples = Found(), sum(map(len, parts))
+        with torch.no_grad(), SameDraws():  # type: ignore[no-untyped-call]
+            values = [
+                self.loss(made, rows_of(self.data[1], part))
+                for made, part in zip(outputs, parts, strict=True)
+            ]
+            found.add_up(values, [len(part) / samples for part in parts])
+        return found
+
+    def _run(
+        self,
+        parts: Sequence[Samples],
+        gradients: bool,
+        calls: int,
+        watch: Callable[[nn.Module], Any] | None,
+    ) -> Found:
+        """Forward, loss, and gradients."""
+        found, samples = Found(), sum(map(len, parts))
+        values: list[Any] = []
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        with torch.set_grad_enabled(gradients), _eager():
+            for i, part in enumerate(parts):
+                inputs, targets = (rows_of(value, part) for value in self.data)
+                model = self._copy()
+                layers = [
+                    layer for _, layer in layers_of(model)
+                ]  # whose first one takes the inputs, as on a rank
+                if watch is not None:
+                    watch(model)
+                made: Any = None
+                for _ in range(calls):
+                    made = inputs
+                    for number, layer in enumerate(layers):
+                        made = call(layer, made, first=number == 0)
+                if i == 0:
+                    found.buffers = {n: b.detach() for n, b in model.named_buffers()}
+                values.append(self.loss(made, targets))
+                found.outputs.append(made)
+            loss = found.add_up(values, [len(part) / samples for part in parts])
+            if gradients and loss.requires_grad:
+                of_each: tuple[Tensor | None, ...] = torch.autograd.grad(
+                    loss, list(named.values()), allow_unused=True
+                )
+                found.gradients = {n: g for n, g in zip(named, of_each, strict=True) if g is not None}
+        return found
+
+    def _copy(self) -> nn.Module:
+        model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
+        for norm in batch_norms(model).values():
+            if norm.running_mean is None:
+                norm.forward = _same  # type: ignore[method-assign]
+            norm.eval()
+        return model
+
+
+def _same(input: Tensor) -> Tensor:
+    return input
+
+
+def rows_of(value: Value, samples: Samples) -> Value:
+    """Some samples of a value."""
+    index = torch.tensor(list(samples))
+    return map_tensors(lambda tensor: tensor[index], value)
+
+
+def _wide(value: Value) -> Value:
+    return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, value)
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Inside, nothing is compiled."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

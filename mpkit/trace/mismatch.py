@@ -1,0 +1,212 @@
+"""Do two ranks' calls fit each other, and what to say if they do not.
+
+Issued        a communication as one rank asked for it, found in its trace by group and number
+fits          kind, root, dtype, shape and reduction of a collective; dtype and shape of a message
+why_not       one sentence with both ranks and both lines, and what would work
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpkit.trace.files import RankTrace
+from mpkit.trace.records import Kind
+
+__all__ = ["Issued", "find_issued", "fits", "why_not"]
+
+ROOT_ARGUMENT = {Kind.BROADCAST: "src", Kind.SCATTER: "src", Kind.REDUCE: "dst", Kind.GATHER: "dst"}
+"""What the root is called in a call."""
+
+FIRST_COMM, LAST_COMM = 32, 63
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A communication that a rank asked for.
+
+    Attributes:
+        rank: who.
+        kind: `Kind.WAIT` of the making of a group, which takes a number among all ranks' collectives.
+        group: as the trace spells it: "0,1,2,3", or "0>1#tag" of a message.
+        number: of the call in that group.
+        peer: the root of a collective, the other end of a message, or -1.
+        text: what it was called with, such as 'float32[4], op="sum"'; "" in a training, which does not record it.
+        nbytes: payload.
+        where: "file.py:12 in function".
+    """
+
+    rank: int
+    kind: Kind
+    group: str
+    number: int
+    peer: int
+    text: str
+    nbytes: int
+    where: str
+
+    @classmethod
+    def of(cls, rank: int, trace: RankTrace, op: Any) -> Issued:
+        """A record of a rank's trace."""
+        return cls(
+            rank, Kind(int(op["kind"])), trace.name(int(op["group"])), int(op["number"]), int(op["peer"]),
+            trace.name(int(op["name"])), int(op["bytes"]), trace.name(int(op["where"])),
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        """Which communication it is, in words: "recv from rank 0 (tag 3, number 0)"."""
+        if self.is_message:
+            towards = "to" if self.kind == Kind.SEND else "from"
+            return f"{self.kind.word} {towards} rank {self.peer} (tag {self.tag}, number {self.number})"
+        what = self.call if self.kind == Kind.WAIT else self.kind.word
+        return f"{what} number {self.number} of ranks {self.group}"
+
+    @property
+    def tag(self) -> str:
+        """Of a message."""
+        return self.group.split("#")[-1]
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is one end of a message."""
+        return self.kind in (Kind.SEND, Kind.RECV)
+
+    @property
+    def given(self) -> str:
+        """Its tensor: dtype and shape, or at least its size."""
+        return self.text or f"{self.nbytes:,} bytes"
+
+    @property
+    def call(self) -> str:
+        """The call, as a user would write it: all_reduce(float32[4], op="sum")."""
+        if self.kind == Kind.WAIT:
+            return f"group({self.text})"
+        if self.kind == Kind.BARRIER:
+            return "barrier()"
+        root = f", {ROOT_ARGUMENT[self.kind]}={self.peer}" if self.kind in ROOT_ARGUMENT else ""
+        return f"{self.kind.word}({self.given}{root})"
+
+    @property
+    def line(self) -> str:
+        """The line alone: " at file.py:12"."""
+        return self.at.rpartition(" in ")[0]
+
+    @property
+    def at(self) -> str:
+        """The line and its function: " at file.py:12 in function", "" if it is not known."""
+        return f" at {self.where}" if self.where else ""
+
+
+def find_issued(rank: int, trace: RankTrace, group: str, number: int) -> Issued | None:
+    """What this rank issued as the `number`-th communication of `group`; None if it has not come to it."""
+    ops = trace.ops
+    kind = ops["kind"]
+    issues = ((kind >= FIRST_COMM) & (kind <= LAST_COMM)) | (kind == Kind.WAIT)
+    for op in ops[np.flatnonzero((ops["number"] == number) & issues)]:
+        if trace.name(int(op["group"])) == group:
+            return Issued.of(rank, trace, op)
+    return None
+
+
+def fits(a: Issued, b: Issued) -> bool:
+    """Whether two ranks' ends of one communication fit; where dtype and shape were not recorded, by size."""
+    same = a.text == b.text if a.text and b.text else a.nbytes == b.nbytes
+    if a.is_message or b.is_message:
+        return same
+    return same and a.kind == b.kind and (a.kind not in ROOT_ARGUMENT or a.peer == b.peer)
+
+
+def why_not(a: Issued, b: Issued) -> str:
+    """That two ranks' ends of one communication do not fit, at which lines, and what would work.
+
+    >>> sent = Issued(0, Kind.SEND, "0>1#0", 0, 1, "int64[2]", 16, "train.py:3 in step")
+    >>> received = Issued(1, Kind.RECV, "0>1#0", 0, 0, "float32[4]", 16, "train.py:7 in step")
+    >>> print(why_not(sent, received))
+    rank 1 receives float32[4] at train.py:7 what rank 0 sent as int64[2] at train.py:3. Receive into a buffer of the
+    dtype and shape that is sent, such as ctx.comm.recv(torch.empty(2, dtype=torch.int64), src=0).
+    """
+    if a.is_message:
+        sent, received = (a, b) if a.kind == Kind.SEND else (b, a)
+        return (
+            f"rank {received.rank} receives {received.given}{received.line} what rank {sent.rank} sent as "
+            f"{sent.given}{sent.line}. {_message_advice(sent, received)}"
+        )
+    return (
+        f"rank {a.rank} calls {a.call}{a.line}, where rank {b.rank} calls {b.call}{b.line}: both are call number "
+        f"{a.number} of ranks {a.group}. {_collective_advice(a, b)}"
+    )
+
+
+def _message_advice(sent: Issued, received: Issued) -> str:
+    tensor, buffer = _Tensor.of(sent.text), _Tensor.of(received.text)
+    if tensor is None or buffer is None:
+        return "A receive buffer has the dtype and shape of what is sent."
+    tag = sent.tag
+    named = "" if tag == "0" else f", tag={tag}" if tag.isdigit() else f", tag={tag!r}"
+    such = f"such as ctx.comm.recv({tensor.empty}, src={sent.rank}{named})"
+    if tensor.dtype == buffer.dtype and tensor.numel == buffer.numel:
+        return f"They have as many elements, in another shape: receive into that shape, {such}, and view it afterwards."
+    return f"Receive into a buffer of the dtype and shape that is sent, {such}."
+
+
+def _collective_advice(a: Issued, b: Issued) -> str:
+    if Kind.WAIT in (a.kind, b.kind):
+        return (
+            "Every rank of the run makes the same groups, members or not, in the same order and before or after the "
+            "same collectives of all ranks."
+        )
+    if a.kind != b.kind:
+        return (
+            "All ranks of a group call the same collectives in the same order: look for the branch, or the loop, in "
+            "which these two part."
+        )
+    if a.kind in ROOT_ARGUMENT and a.peer != b.peer:
+        name = ROOT_ARGUMENT[a.kind]
+        return f"All ranks name the same root, such as {name}={min(a.peer, b.peer)}."
+    mine, theirs = _Tensor.of(a.text), _Tensor.of(b.text)
+    if mine is None or theirs is None:
+        return "All ranks call it with tensors of one size."
+    if mine.dtype != theirs.dtype:
+        return f"All ranks give one dtype: tensor.to(torch.{theirs.dtype}) on rank {a.rank}, for one."
+    if mine.reduction != theirs.reduction:
+        return f'All ranks name the same reduction, such as op="{theirs.reduction}".'
+    if a.kind in (Kind.BROADCAST, Kind.SCATTER):
+        root = mine if a.rank == a.peer else theirs
+        return f"All ranks give a tensor of the root's shape; those that only receive, {root.empty}."
+    if mine.numel == theirs.numel:
+        return "All ranks give one shape, not only as many elements: tensor.reshape(...) or .t() makes it so."
+    return (
+        "All ranks give one shape: does one of them bring another tensor? Where lengths differ on purpose, pad the "
+        "shorter ones to the longest."
+    )
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What `Issued.text` says of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    reduction: str
+
+    @classmethod
+    def of(cls, text: str) -> _Tensor | None:
+        match = re.fullmatch(r'(\w+)\[([\d, ]*)\](?:, op="(\w+)")?', text)
+        if match is None:
+            return None
+        dtype, sizes, reduction = match.groups()
+        return cls(dtype, tuple(int(size) for size in sizes.split(",") if size.strip()), reduction or "")
+
+    @property
+    def numel(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def empty(self) -> str:
+        """Python that makes one."""
+        shape = str(self.shape[0]) if len(self.shape) == 1 else str(self.shape)
+        dtype = "" if self.dtype == "float32" else f", dtype=torch.{self.dtype}"
+        return f"torch.empty({shape}{dtype})"

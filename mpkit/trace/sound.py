@@ -1,0 +1,127 @@
+"""What a trace has to be before it is put on a clock: one may come from somebody else, or from a damaged disk.
+
+Reading a trace runs none of it, and takes time and memory by its size only. But a record may say anything: a lane that
+there is not, a step of number 2,147,483,647, a wait for an op that never was. Here that is found, in a sentence.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.errors import TraceError
+from mpkit.trace.files import RankTrace
+from mpkit.trace.records import CATEGORIES, Kind, lane_of
+
+__all__ = ["MOST_RANKS", "check_meta", "check_rank", "check_steps", "check_unpacked"]
+
+MOST_RANKS = 65_536
+"""Ranks of one trace; the largest trainings so far had some ten thousand."""
+
+Array = npt.NDArray[Any]
+
+_KINDS = np.zeros(256, bool)
+_KINDS[[int(kind) for kind in Kind]] = True
+_LANES = np.array([lane_of(kind) for kind in range(256)], np.uint8)
+_LARGEST = 2**60  # ns are 36 years, bytes a million TB: what is larger overflows when it is added up
+
+
+def check_meta(meta: Any, ranks: int | None = None) -> dict[str, Any]:
+    """Return what a trace says of its run, if it is a mapping whose numbers are of the kind that is counted with.
+
+    Args:
+        ranks: how many there are, once that is known.
+
+    Raises:
+        TraceError: it is not.
+    """
+    if not isinstance(meta, Mapping):
+        raise TraceError(
+            f"what it says of its run is of type {type(meta).__name__}: names and values are wanted"
+        )
+    for name, most in (("world_size", MOST_RANKS), ("first_step", _LARGEST)):
+        value = meta.get(name, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+            raise TraceError(f"it says {name}={value!r:.60}: a whole number from 0 to {most:,} is wanted")
+    if ranks is not None and "replicas" in meta:
+        try:
+            right = sorted(rank for replica in meta["replicas"] for rank in replica) == list(range(ranks))
+        except TypeError:
+            right = False
+        if not right:
+            raise TraceError(
+                f"it says replicas={meta['replicas']!r:.60}: each of {ranks} ranks in one is wanted"
+            )
+    return dict(meta)
+
+
+def check_unpacked(archive: zipfile.ZipFile, packed: int) -> None:
+    """Check how much an archive of so many bytes would be unpacked: records shrink to a tenth, zeros to a thousandth.
+
+    Raises:
+        TraceError: far more than a trace of that size.
+    """
+    size = sum(member.file_size for member in archive.infolist())
+    if size > 64 * 2**20 and size > 100 * packed:
+        raise TraceError(
+            f"{archive.filename} has {packed:,} bytes and would be {size:,} unpacked: no trace shrinks as much, so "
+            "somebody has made it up to fill the memory"
+        )
+
+
+def check_rank(rank: RankTrace, number: int, world_size: int) -> None:
+    """Check the records of one rank.
+
+    Raises:
+        TraceError: one says what cannot be.
+    """
+    ops, memory = rank.ops, rank.memory
+    here = np.arange(len(ops))
+    wrong = {
+        "kind": ~_KINDS[ops["kind"]],
+        "lane": ops["lane"] != _LANES[ops["kind"]],
+        **{name: ops[name] < -1 for name in ("stage", "microbatch", "step")},
+        "peer": (ops["peer"] < -1) | (ops["peer"] >= world_size),
+        "ref": (ops["ref"] < -1) | (ops["ref"] >= here),
+        **{name: _too_large(ops[name]) for name in ("start", "end", "cpu", "bytes")},
+        "flops": ~((ops["flops"] >= 0) & (ops["flops"] <= 2.0**100)),
+    }
+    for name, which in wrong.items():
+        _refuse(f"rank {number}'s op", name, ops[name], which)
+    changes = {
+        "category": memory["category"] >= len(CATEGORIES),
+        **{name: _too_large(memory[name]) for name in ("time", "delta")},
+    }
+    for name, which in changes.items():
+        _refuse(f"rank {number}'s change of memory", name, memory[name], which)
+
+
+def check_steps(last: int, first: int, records: int) -> None:
+    """Check the number of the last step: steps follow each other, each with a record.
+
+    Raises:
+        TraceError: there are far fewer records of steps than steps.
+    """
+    if last - first > 1000 * (1 + records):  # some may be missing, of ranks that were killed
+        raise TraceError(
+            f"it tells of step {last:,}, and has {records:,} records of steps from step {first:,} on: this trace is "
+            "damaged, or somebody has made it up"
+        )
+
+
+def _too_large(values: Array) -> Array:
+    wrong: Array = (values > _LARGEST) | (values < -_LARGEST)
+    return wrong
+
+
+def _refuse(what: str, name: str, values: Array, wrong: Array) -> None:
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        raise TraceError(
+            f"{what} number {at} has {name}={values[at]}, which no run records: this trace is damaged, or somebody has "
+            "made it up"
+        )

@@ -1,0 +1,301 @@
+"""What is handed in may be anything, names too; and a grading that was stopped goes on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpkit.classroom.catalogue import find
+from mpkit.classroom.exercise import Row
+from mpkit.classroom.grading import grade as grading
+from mpkit.classroom.grading.enclose import WAYS
+from mpkit.classroom.grading.guard import enclosed, way_to_enclose
+from mpkit.classroom.grading.handed_in import HandedIn, handed_in
+from mpkit.classroom.grading.kept import Grade
+from mpkit.classroom.grading.report import Report, page_names, read_roster
+from mpkit.classroom.grading.same import suspicion
+from mpkit.classroom.judge import Checked
+from mpkit.classroom.room import Answer
+
+
+def book(*cells: str) -> bytes:
+    return json.dumps({"cells": [{"cell_type": "code", "source": source} for source in cells]}).encode()
+
+
+GOOD = book('mk.check("gpipe", gpipe)')
+
+MALFORMED: dict[str, bytes] = {
+    "nested deep": b"[" * 100_000,
+    "nested deep in a cell": b'{"cells": [' + b'{"a":' * 50_000,
+    "no cells": b"{}",
+    "cells of no list": b'{"cells": 3}',
+    "no object": b"[]",
+    "a source of numbers": b'{"cells": [{"cell_type": "code", "source": [1]}]}',
+    "empty": b"",
+    "not JSON": b"this is no notebook",
+    "cut short": GOOD[:-9],
+    "of other bytes": b"\xff\xfe" + GOOD,
+    "a number of many digits": b"9" * 100_000,
+}
+
+
+def test_no_file_stops_a_class_from_being_read(tmp_path: Path) -> None:
+    for number, data in enumerate(MALFORMED.values()):
+        (tmp_path / f"bad-{number}.ipynb").write_bytes(data)
+    os.mkfifo(tmp_path / "pipe.ipynb")
+    (tmp_path / "folder.ipynb").mkdir()
+    (tmp_path / "link.ipynb").symlink_to("/dev/zero")
+    (tmp_path / "device").mkdir()
+    (tmp_path / "device" / "a.ipynb").symlink_to("/dev/zero")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    with (tmp_path / "huge.ipynb").open("wb") as file:
+        file.truncate(2**40)
+    (tmp_path / "good.ipynb").write_bytes(GOOD)
+    found = {each.student: each for each in handed_in(tmp_path)}
+    assert found.pop("good").broken == ""
+    assert set(found) == {f"bad-{i}" for i in range(len(MALFORMED))} | {
+        "pipe",
+        "folder",
+        "link",
+        "device",
+        "huge",
+    }
+    for each in found.values():
+        assert each.broken.startswith("it cannot be read as a notebook: "), each.student
+        assert "gpipe" in [entry.name for entry in each.exercises], (
+            "it should have answered what the others do"
+        )
+    assert "a link" in found["link"].broken
+    assert "no file" in found["pipe"].broken
+
+
+def test_no_cell_stops_a_class_from_being_read(tmp_path: Path) -> None:
+    deep = [
+        "-" * 100_000 + "1",
+        "+".join("1" * 50_000),
+        "x" + ".a" * 50_000,
+        "[" * 100_000,
+        "x = '\0'",
+        "if:",
+    ]
+    (tmp_path / "a.ipynb").write_bytes(book(*(f"check\n{each}" for each in deep), 'mk.check("gpipe", gpipe)'))
+    (each,) = handed_in(tmp_path)
+    assert not each.broken
+    assert "gpipe" in [entry.name for entry in each.exercises]
+
+
+def test_old_notebooks_and_texts_in_lines_are_read(tmp_path: Path) -> None:
+    cell = {"cell_type": "code", "input": ["x = 1\n", 'mk.check("gpipe", 1)'], "language": "python"}
+    (tmp_path / "old.ipynb").write_text(json.dumps({"nbformat": 3, "worksheets": [{"cells": [cell]}]}))
+    (tmp_path / "new.ipynb").write_text(
+        "\ufeff" + json.dumps({"cells": [{"cell_type": "code", "source": ["x = 1\n", "y"]}]}),
+        encoding="utf-8",
+    )
+    new, old = handed_in(tmp_path)
+    assert (new.cells, old.cells) == (("x = 1\ny",), ('x = 1\nmk.check("gpipe", 1)',))
+
+
+# ---------------------------------------------------------------- names, rows and pages
+
+
+ODD = [
+    "Kim Lee",
+    "Kim_Lee",
+    "kim lee",
+    "=cmd()",
+    'a"b',
+    "a\nb",
+    "<img src=x>",
+    "..",
+    "x" * 200,
+    "\udcff",
+    "ä",
+]
+
+
+def solved(each: HandedIn, *, points: bool = True) -> Grade:
+    checked: dict[str, Checked | None] = {
+        entry.name: Checked(entry.name, entry.source.title, (Row("all", "1", "1", points),), points)
+        for entry in each.exercises
+    }
+    return Grade(each, checked)
+
+
+def test_no_two_names_share_a_row_or_a_page(tmp_path: Path) -> None:
+    folder = tmp_path / "class"
+    for name in ODD:
+        (folder / f"_{name}").mkdir(parents=True)
+        (folder / f"_{name}" / "hw.ipynb").write_bytes(GOOD)
+    (folder / "ada.ipynb").write_bytes(GOOD)
+    (folder / "ada").mkdir()
+    (folder / "ada" / "ada.ipynb").write_bytes(GOOD)
+    found = handed_in(folder, ("gpipe",))
+    students = [each.student for each in found]
+    assert len(set(students)) == len(ODD) + 2
+    assert {"ada", "ada.ipynb"} < set(students)
+    names = page_names(students)
+    assert len({name.casefold() for name in names.values()}) == len(names)
+    assert all("/" not in name and len(name) < 120 for name in names.values())
+    report = Report(found, tmp_path / "grades.csv", tmp_path / "grades")
+    for each in found:
+        report.add(solved(each))
+    report.finish()
+    with (tmp_path / "grades.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["student"] for row in rows] == students
+    assert all((row["points"], row["of"], row["notes"]) == ("10", "10", "") for row in rows)
+    assert sorted(path.name for path in (tmp_path / "grades").iterdir()) == sorted(names.values())
+    for path in (tmp_path / "grades").iterdir():
+        assert "<img" not in path.read_text(encoding="utf-8")
+
+
+def test_cells_of_the_table_are_no_formulas(tmp_path: Path) -> None:
+    (tmp_path / "=1+1.ipynb").write_bytes(b"{}")
+    found = handed_in(tmp_path, ("gpipe",))
+    Report(found, tmp_path / "grades.csv", None).add(Grade(found[0], {"gpipe": None}, ["@note\x1b[2J"]))
+    text = (tmp_path / "grades.csv").read_text()
+    assert "'=1+1,0,10,0,'@note\\x1b[2J" in text
+
+
+def test_an_exercise_in_two_notebooks_counts_once(tmp_path: Path) -> None:
+    for name in ("a/first.ipynb", "a/again.ipynb"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(GOOD)
+    found = handed_in(tmp_path, ("gpipe",))
+    report = Report(found, tmp_path / "grades.csv", None)
+    report.add(solved(found[0], points=False), solved(found[1]))
+    assert (tmp_path / "grades.csv").read_text().splitlines()[1] == "a,10,10,10,"
+
+
+@pytest.mark.parametrize(
+    "text", ["Ada\nKim Lee\n", "id,Student\r\n1,Ada\r\n2,Kim Lee\r\n", "\ufeffname\nAda\nKim Lee"]
+)
+def test_who_is_missing_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "roster").write_text(text, encoding="utf-8", newline="")
+    assert read_roster(tmp_path / "roster") == ["Ada", "Kim Lee"]
+    folder = tmp_path / "class"
+    folder.mkdir()
+    for name in ("Kim_Lee", "eve"):
+        (folder / f"{name}.ipynb").write_bytes(GOOD)
+    found = handed_in(folder, ("gpipe",))
+    report = Report(found, tmp_path / "grades.csv", None, read_roster(tmp_path / "roster"))
+    report.add(*map(solved, found))
+    assert (tmp_path / "grades.csv").read_text().splitlines()[1:] == [
+        "Kim_Lee,10,10,10,",
+        "eve,10,10,10,not in the roster",
+        "Ada,0,10,,handed in nothing",
+    ]
+
+
+def test_a_roster_without_names_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "roster").write_text("student\n")
+    with pytest.raises(ValueError, match="no name in it"):
+        read_roster(tmp_path / "roster")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_roster(tmp_path / "nowhere")
+
+
+# ---------------------------------------------------------------- stopped, and gone on
+
+
+def test_a_stopped_grading_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, output = tmp_path / "class", tmp_path / "grades.csv"
+    folder.mkdir()
+    for name in ("ada", "eve", "kim"):
+        (folder / f"{name}.ipynb").write_bytes(GOOD)
+    ran: list[str] = []
+    stop_before = "kim"
+
+    def grades(found: Sequence[HandedIn], guard: Any) -> Iterator[Grade]:
+        for each in found:
+            if each.student == stop_before:
+                raise KeyboardInterrupt
+            ran.append(each.student)
+            yield solved(each)
+
+    monkeypatch.setattr(grading, "_grades", grades)
+    monkeypatch.setattr(grading, "adopt_orphans", lambda: None)
+
+    def run(**how: Any) -> list[str]:
+        ran.clear()
+        grading.grade(folder, ("gpipe",), output=output, pages=tmp_path / "grades", say=lambda _: None, **how)
+        return list(ran)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    rows = output.read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["student", "ada", "eve"]
+    assert sorted(path.name for path in (tmp_path / "grades").iterdir()) == ["ada.html", "eve.html"]
+    stop_before = ""
+    # a line that was cut short is graded again; one that is whole is not
+    kept = tmp_path / "grades.graded.jsonl"
+    kept.write_text(kept.read_text()[:-20])
+    assert run() == ["eve", "kim"]
+    assert run() == []
+    (folder / "eve.ipynb").write_bytes(GOOD + b"\n")
+    assert run() == ["eve"]
+    assert run(guard=grading.Guard(seconds=7)) == ["ada", "eve", "kim"]
+    assert run(again=True) == ["ada", "eve", "kim"]
+    page = (tmp_path / "grades" / "ada.html").read_text()
+    assert "solved" in page and "try" not in page
+    assert output.read_text().splitlines()[1:] == ["ada,10,10,10,", "eve,10,10,10,", "kim,10,10,10,"]
+
+
+# ---------------------------------------------------------------- what encloses, and what is the solution's
+
+
+ATTACK = """
+import os, sys
+for what in (lambda: open(sys.argv[1], "w"), lambda: os.chmod(sys.argv[1], 0), lambda: os.kill(int(sys.argv[2]), 0)):
+    try:
+        what()
+        print("done")
+    except OSError as error:
+        print(type(error).__name__)
+open("mine", "w").write("x")
+open("/dev/shm/mine", "w").write("x")
+open("/dev/null", "w").write("x")
+print(os.getppid() != int(sys.argv[2]))
+"""
+
+
+def test_what_is_enclosed_writes_and_signals_nowhere_else(tmp_path: Path) -> None:
+    if way_to_enclose() == "none":
+        assert sys.platform != "linux" or WAYS[-1] == "none"
+        return
+    place = tmp_path / "place"
+    place.mkdir()
+    (tmp_path / "victim").write_text("precious")
+    command = [sys.executable, "-c", ATTACK, str(tmp_path / "victim"), str(os.getpid())]
+    done = subprocess.run(enclosed(command, place), cwd=place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.split()
+    assert said[0] in ("OSError", "PermissionError") and said[-1] == "True"
+    if way_to_enclose() == "namespaces":
+        assert said == ["OSError", "OSError", "ProcessLookupError", "True"]
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert (place / "mine").exists()
+
+
+def test_the_solution_is_known_by_other_names_too() -> None:
+    entry = find("ring-all-reduce")
+    source, packed = entry.source.plain, Answer.of(len).packed
+    other = re.sub(r"\b(ctx|tensor|parts|step)\b", r"my_\1", source.replace('"""', '"""In other words: ', 1))
+    told = "identical to the solution"
+    assert suspicion(entry, packed, ["x = 1", source]) == told
+    assert suspicion(entry, packed, [f"# mine\n{other}"]) == told
+    assert suspicion(entry, packed, [source.replace("ctx.rank", "ctx.rank + 0", 1)]) == ""
+    assert suspicion(entry, packed, ["+".join("1" * 50_000), "def f(:"]) == ""
+    assert "mpkit.classroom" in suspicion(entry, Answer.of(entry.exercise.solution).packed, [])
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(f"import torch, mpkit as mk\nfrom torch import Tensor\n{source}", space)
+    assert suspicion(entry, Answer.of(space[entry.exercise.name_of_answer]).packed, []) == told

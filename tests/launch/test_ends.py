@@ -1,0 +1,186 @@
+"""A launch ends, whatever fails in the process that follows it; and its cluster is usable again."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mpkit as mk
+from mpkit.launch import launch as launch_module
+
+WaitUntilGone = Callable[[list[int], float], None]
+
+
+def endless(cluster: mk.Cluster) -> Any:
+    """A training that does not end by itself, with its ranks started."""
+    data = [(torch.ones(2, 1), torch.ones(2, 1))]
+    run = cluster.train(
+        torch.nn.Linear(1, 1), data, mk.Plan.ddp(2), loss=torch.nn.functional.mse_loss,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=10**6,
+    )  # fmt: skip
+    while not run.pids:
+        time.sleep(0.01)
+    return run
+
+
+def still_works(cluster: mk.Cluster) -> None:
+    assert cluster.run(lambda ctx: ctx.rank) == [0, 1]
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # it ends where a file is opened
+def test_whatever_ends_the_thread_ends_the_run(
+    clusters: Callable[[int], mk.Cluster],
+    wait_until_gone: WaitUntilGone,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = clusters(2)
+
+    def unreadable(self: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    run = endless(cluster)
+    with monkeypatch.context() as patch:
+        patch.setattr(launch_module.Launch, "_look", unreadable)
+        with pytest.raises(OSError, match="Too many open files"):
+            run.wait()
+    assert (run.status, type(run.error)) == ("failed", OSError)
+    wait_until_gone(run.pids, 2.0)
+
+    run = endless(cluster)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(run._thread.ident), ctypes.py_object(SystemExit)
+    )
+    with pytest.raises(mk.MpkitError, match="was ended by SystemExit"):
+        run.wait()
+    wait_until_gone(run.pids, 2.0)
+    still_works(cluster)
+
+
+def test_a_stopped_fork_server(
+    clusters: Callable[[int], mk.Cluster], wait_until_gone: WaitUntilGone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module, "STOPPED_FOR", 0.2)
+    monkeypatch.setattr(launch_module, "KILL_TAKES", 0.2)
+    cluster = clusters(2)
+    for stop in (lambda run: None, lambda run: run.stop()):
+        run = endless(cluster)
+        assert cluster.warm_pid is not None
+        os.kill(cluster.warm_pid, signal.SIGSTOP)
+        stop(run)
+        if not run.done or run.error is not None:
+            with pytest.raises(mk.RankFailed, match=r"\(pid \d+\) was stopped \(SIGSTOP"):
+                run.wait()
+        wait_until_gone(run.pids, 2.0)
+        still_works(cluster)
+
+
+def test_one_cluster_in_several_threads(clusters: Callable[[int], mk.Cluster]) -> None:
+    """One at a time; of several sizes, from one fork server, side by side."""
+    cluster = clusters(2)
+    found: list[object] = []
+
+    def call(one: mk.Cluster) -> None:
+        for _ in range(5):
+            try:
+                found.append(one.run(lambda ctx: ctx.comm.all_reduce(torch.ones(1)).item()))
+            except ValueError as error:
+                found.append("busy" in str(error))
+
+    of = [cluster, cluster, cluster, cluster.resized(1), cluster.resized(3)]
+    threads = [threading.Thread(target=call, args=(one,)) for one in of]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(found) == 25
+    assert found.count([1.0]) == found.count([3.0] * 3) == 5
+    assert [2.0, 2.0] in found
+    assert all(one is True or isinstance(one, list) for one in found)
+
+
+def test_killed_by_another_thread(clusters: Callable[[int], mk.Cluster]) -> None:
+    cluster = clusters(2)
+    launch = cluster.launch(lambda ctx: time.sleep(1000), (), sink=print)
+    thread = threading.Thread(target=launch.finish)
+    thread.start()
+    launch.kill()
+    thread.join(30)
+    with pytest.raises(mk.MpkitError, match="was stopped before its end"):
+        launch.results()
+    launch = cluster.launch(lambda ctx: time.sleep(1000), (), sink=print)
+    launch.end()  # that nobody follows
+    still_works(cluster)
+
+
+def test_a_kept_run_holds_no_file(clusters: Callable[[int], mk.Cluster]) -> None:
+    cluster = clusters(2)
+    kept = [cluster.launch(lambda ctx: ctx.comm.barrier(), (), sink=print)]
+    kept[0].finish()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        kept.append(cluster.launch(lambda ctx: ctx.comm.barrier(), (), sink=print))
+        kept[-1].finish()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_errors_that_cannot_be_spelt_and_folders_that_are_gone(
+    clusters: Callable[[int], mk.Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    def fail(ctx):  # type: ignore[no-untyped-def]
+        raise Mute
+
+    cluster = clusters(2)
+    with pytest.raises(
+        mk.RankFailed, match=r"rank \d of 2 failed: Mute: \(its __str__ raises RuntimeError\)"
+    ):
+        cluster.run(fail)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ValueError, match="current folder of this process has been deleted"):
+        cluster.run(lambda ctx: ctx.rank)
+
+
+KEPT = """
+import os, signal, sys, mpkit as mk
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+cluster = mk.Cluster(2, device="cpu")
+cluster.run(lambda ctx: ctx.rank)  # a folder of a run that is over
+cluster.run(lambda ctx: ctx.comm.barrier() if ctx.rank else (print("ready"), signal.pause()))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGHUP])
+def test_no_folder_outlives_the_script(how: signal.Signals, tmp_path: Path) -> None:
+    script = subprocess.Popen(
+        [sys.executable, "-c", KEPT],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+    )
+    assert script.stdout is not None
+    assert b"ready" in script.stdout.readline()
+    script.send_signal(how)
+    script.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while any(tmp_path.glob("mpkit-run-*")):
+        os.sched_yield()
+        assert time.monotonic() < deadline

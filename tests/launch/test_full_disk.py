@@ -1,0 +1,159 @@
+"""A disk that is full, at any moment: training goes on without its trace, or fails saying where there is no space."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import resource
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpkit as mk
+
+MEGABYTE = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def fill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], None]]:
+    """fill(n): leave n bytes in the folder of runs, a disk of 12 MB.
+
+    Where mounting is not permitted: files of this process, or of a rank, can grow by no more than that.
+    """
+    disk = tmp_path_factory.mktemp("disk")
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", disk], capture_output=True)
+    before, limits = tempfile.tempdir, resource.getrlimit(resource.RLIMIT_FSIZE)
+    mounted = mount.returncode == 0
+
+    def leave(free: int) -> None:
+        if not mounted:
+            limit = limits[0] if free >= 12 * MEGABYTE else free
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+            return
+        gc.collect()  # runs that nobody keeps give back their space now, not later
+        ballast = disk / "ballast"
+        ballast.write_bytes(b"")
+        stat = os.statvfs(disk)
+        goal, block = stat.f_bavail * stat.f_frsize - free, bytes(4096)
+        with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while goal > 0 or not free:  # until there is no space, if there is to be none
+                goal -= file.write(block)
+
+    tempfile.tempdir = str(disk)
+    yield leave
+    tempfile.tempdir = before
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if mounted:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.fixture
+def two(clusters: Callable[[int], mk.Cluster], fill: Callable[[int], None]) -> Iterator[mk.Cluster]:
+    fill(12 * MEGABYTE)
+    yield clusters(2)
+    fill(12 * MEGABYTE)
+    assert clusters(2).run(lambda ctx: ctx.rank) == [0, 1]
+
+
+def test_before_the_start(two: mk.Cluster, fill: Callable[[int], None]) -> None:
+    fill(0)
+    with pytest.raises(OSError, match=r"no space left in \S+ \(needed [\d,]+ bytes, free 0 bytes") as caught:
+        two.run(lambda ctx: ctx.rank)
+    assert str(tempfile.tempdir) in str(caught.value)
+    fill(2 * MEGABYTE)
+    with pytest.raises(OSError, match=r"no space left in .* \(needed 30\.\d MB, free"):
+        two.run(lambda ctx, data: None, bytes(30 * MEGABYTE))
+    fill(150_000)  # enough for what is sent to ranks, not for what they record
+    with pytest.raises(mk.RankFailed, match=r"rank \d of 2 failed: OSError: .*no space left in .* \(needed"):
+        two.run(lambda ctx: ctx.rank)
+
+
+def test_a_result_that_is_too_large(two: mk.Cluster) -> None:
+    with pytest.raises(mk.RankFailed, match=r"OSError: .*no space left in .*needed 30\.\d MB, free"):
+        two.run(lambda ctx: bytes(30 * MEGABYTE))
+
+
+def test_a_disk_that_fills_up_costs_the_trace_and_not_the_run(
+    two: mk.Cluster, fill: Callable[[int], None]
+) -> None:
+    def work(ctx):  # type: ignore[no-untyped-def]
+        print("shown")
+        ctx.comm.barrier()
+        if ctx.rank == 0:
+            fill(0)
+        ctx.comm.barrier()
+        for step in range(3000):
+            with ctx.record.step(step), ctx.record.span(f"span {step}" if step > 10 else "span"):
+                pass
+        print("x" * 3_000_000)  # more than the trace gave back
+        os.system("head -c 100000 /dev/zero")
+        total = ctx.comm.all_reduce(torch.ones(1)).item()
+        if ctx.rank == 0:
+            fill(3 * MEGABYTE)
+        ctx.comm.barrier()
+        return total
+
+    printed: list[str] = []
+    launch = two.launch(work, (), sink=printed.append)  # what pytest captures would lie on that disk
+    launch.finish()
+    assert launch.results() == [2.0, 2.0]
+    assert "[rank 0] shown" in printed
+    assert re.search(r"mpkit: what rank \d printed after this is lost: no space left in", "".join(printed))
+    counts = [len(rank.ops) for rank in two.trace.ranks]
+    assert 0 < min(counts) < 6000  # what one gave back, the other may have used
+    assert two.timeline().world_size == 2
+
+
+def test_an_error_is_told_on_a_full_disk(two: mk.Cluster, fill: Callable[[int], None]) -> None:
+    def fail(ctx):  # type: ignore[no-untyped-def]
+        ctx.comm.barrier()
+        if ctx.rank:
+            fill(0)
+            raise RuntimeError("the reason" + "!" * 100_000)
+        ctx.comm.barrier()
+
+    with pytest.raises(mk.RankFailed, match="rank 1 of 2 failed: RuntimeError: the reason"):
+        two.run(fail)
+
+
+def test_training_goes_on(two: mk.Cluster, fill: Callable[[int], None]) -> None:
+    """Its digests of data, its names and its prints have no room; its losses are those of a run that has."""
+
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if dist.is_initialized() and dist.get_rank() == 0 and loss.free:  # type: ignore[attr-defined]
+            loss.free.pop(0)()  # type: ignore[attr-defined]
+        return ((out - target) ** 2).mean()
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    data = [(torch.randn(4, 3), torch.randn(4, 1))]
+    found = []
+    for free in ([], [lambda: fill(0)] + [int] * 24 + [lambda: fill(3 * MEGABYTE)]):
+        loss.free = free  # type: ignore[attr-defined]
+        run = two.train(
+            model, data, mk.Plan.ddp(2), loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=30
+        ).wait()
+        found.append((next(iter(run.losses)), run.state_dict()["weight"].tolist()))
+    assert found[0] == found[1]
+
+
+def test_files_are_whole_or_not_there(two: mk.Cluster, fill: Callable[[int], None]) -> None:
+    two.run(lambda ctx: ctx.comm.barrier())
+    timeline, folder = two.timeline(), Path(str(tempfile.tempdir)) / "kept"
+    folder.mkdir(exist_ok=True)
+    for save in (
+        lambda path: two.trace.save(path),
+        lambda path: timeline.to_html(path),
+        lambda path: timeline.to_svg(path),
+    ):
+        fill(0)
+        with pytest.raises(OSError, match=r"no space left in .*kept \(needed"):
+            save(folder / "file")
+        assert list(folder.iterdir()) == []

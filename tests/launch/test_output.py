@@ -1,0 +1,126 @@
+"""What ranks print: all of it up to the limit, in about as much time as it takes to print it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpkit as mk
+from mpkit.launch.folder import MAGIC, OUTPUT, OUTPUT_LIMIT
+from mpkit.launch.output import Labelled
+from mpkit.launch.output_reader import OutputReader
+
+
+def test_nothing_is_lost_at_the_end(cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines without an end, of Python, C code and children, many short prints, and nearly as much as is allowed."""
+
+    def talk(ctx):  # type: ignore[no-untyped-def]
+        for _ in range(95):
+            print("x" * 100_000)
+        if ctx.rank == 0:
+            for _ in range(300_000):
+                print(".", end="")
+            os.system("printf 'a child'")
+            os.write(2, b"C code, ")
+        print("last words", end="")
+
+    cluster.run(talk)
+    lines = capsys.readouterr().out.splitlines()
+    for rank in range(4):
+        assert lines.count(f"[rank {rank}] " + "x" * 100_000) == 95
+    assert sorted(line for line in lines if "x" not in line) == [
+        "[rank 0] " + "." * 300_000 + "last words",
+        "[rank 0] a childC code, ",
+        *(f"[rank {rank}] last words" for rank in (1, 2, 3)),
+    ]
+
+
+def test_one_print_of_about_the_limit_blocks_nobody(
+    cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def talk(ctx):  # type: ignore[no-untyped-def]
+        if ctx.rank < 2:
+            print("x" * (OUTPUT_LIMIT - 1 + ctx.rank))
+        else:
+            os.system("head -c 30000000 /dev/zero | tr '\\0' z" if ctx.rank == 2 else "true")
+        print("later")
+
+    cluster.run(talk)
+    lines = capsys.readouterr().out.splitlines()
+    note = "(more than 10,000,000 bytes printed: the rest is left out)"
+    assert {len(line) for line in lines if "xxx" in line} == {OUTPUT_LIMIT + 8, OUTPUT_LIMIT + 9}
+    assert sorted(line for line in lines if "later" in line) == ["[rank 2] later", "[rank 3] later"]
+    assert sorted(line for line in lines if "more than" in line) == [f"[rank {r}] {note}" for r in range(3)]
+    assert lines.count("[rank 2] " + "z" * OUTPUT_LIMIT) == 1
+
+
+def test_a_torn_record_costs_itself_only(tmp_path: Path) -> None:
+    """A rank that is killed, or has no room, while it writes."""
+    log = os.open(tmp_path / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    reader = OutputReader(tmp_path, 2)
+    one, other = Labelled(log, 0, 1), Labelled(log, 1, 1)
+    one.write("whole\n")
+    os.write(log, OUTPUT.pack(MAGIC, 0, 1, 1000) + b"torn")
+    other.write("next\n")
+    assert list(reader.lines()) == ["[rank 0] whole", "[rank 1] next", "[rank 0] torn"]
+    os.write(log, MAGIC[:2])
+    assert list(reader.lines()) == []
+    os.write(log, MAGIC[2:] + OUTPUT.pack(MAGIC, 1, 1, 9)[4:] + b"in pieces")
+    assert list(reader.lines()) == ["[rank 1] in pieces"]
+    os.write(log, OUTPUT.pack(MAGIC, 0, 1, 1000) + b"the end")
+    assert list(reader.lines()) == []
+    assert list(reader.lines(last=True)) == ["[rank 0] the end"]
+    os.close(log)
+
+
+def test_output_that_cannot_be_shown(cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """The ranks go on; who fails is told no more."""
+    taken = []
+
+    def sink(line: str) -> None:
+        taken.append(line)
+        raise OSError(28, "No space left on device")
+
+    launch = cluster.launch(lambda ctx: print(ctx.rank) or ctx.rank, (), sink=sink)
+    launch.finish()
+    assert launch.results() == [0, 1, 2, 3]
+    assert len(taken) == 1
+    assert "what the ranks print cannot be shown any more (OSError: [Errno 28]" in capsys.readouterr().err
+
+
+PIPED = """
+import os, sys, torch, mpkit as mk
+def loss(out, target):
+    if out.requires_grad:
+        print("a loss " + "x" * 100_000)
+    return ((out - target) ** 2).mean()
+cluster = mk.Cluster(2, device="cpu")
+if sys.argv[1] == "train":
+    run = cluster.train(torch.nn.Linear(1, 1), [(torch.ones(2, 1), torch.ones(2, 1))], mk.Plan.ddp(2), loss=loss,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=100_000)
+    run.wait()
+else:
+    cluster.run(lambda ctx: [print("x" * 100_000) for _ in range(100_000)])
+"""
+
+
+@pytest.mark.parametrize("how", ["train", "run"])
+def test_a_pipe_that_nobody_reads_ends_the_program(how: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PIPED)
+    done = subprocess.run(
+        [
+            "bash",
+            "-c",
+            f"{sys.executable} train.py {how} | head -c 20; status=${{PIPESTATUS[0]}}; echo; echo status $status",
+        ],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines() == [done.stdout[:20], "status 141"]
+    assert done.stderr == ""

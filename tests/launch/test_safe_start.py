@@ -1,0 +1,78 @@
+"""Where helper processes take their modules from, and where ranks meet: nothing that another user could give them."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import mpkit as mk
+from mpkit.launch.store import store_of
+
+SCRIPT = """
+import mpkit as mk
+with mk.Cluster(2, device="cpu", start={start!r}) as cluster:
+    print(cluster.run(lambda ctx: ctx.world_size))
+"""
+
+
+@pytest.mark.parametrize(("start", "path"), [("fork", ""), ("spawn", os.pathsep)])
+def test_no_module_comes_from_the_current_folder(start: str, path: str, tmp_path: Path) -> None:
+    """Neither a learner's random.py nor a stranger's torch.py; an empty part of PYTHONPATH means this folder too."""
+    here, safe = tmp_path / "here", tmp_path / "safe"
+    here.mkdir()
+    safe.mkdir()
+    for name in ("random", "types", "select", "torch", "mpkit", "sitecustomize", "xmlrpc"):
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'taken')!r}, 'a').write(__name__)\n")
+    code = f"import os; os.environ['PYTHONPATH'] = {path!r}\n" + SCRIPT.format(start=start)
+    (safe / "script.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, str(safe / "script.py")], cwd=here, text=True, capture_output=True, timeout=120
+    )
+    assert "[2, 2]" in done.stdout, done.stderr
+    assert not (tmp_path / "taken").exists()
+
+
+def test_ranks_meet_in_a_private_folder_and_listen_on_loopback_only(cluster: mk.Cluster) -> None:
+    def look(ctx):  # type: ignore[no-untyped-def]
+        ctx.comm.barrier()
+        found = []
+        for name in ("tcp", "tcp6"):
+            for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
+                address, state, inode = (line.split()[at] for at in (1, 3, 9))
+                if state == "0A":
+                    found.append((address.split(":")[0], f"socket:[{inode}]"))
+        mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
+        ctx.comm.barrier()
+        return [address for address, inode in found if inode in mine], str(ctx.record.folder)
+
+    def _is_open(fd: str) -> bool:
+        return os.path.lexists(f"/proc/self/fd/{fd}")
+
+    listens, folders = zip(*cluster.run(look), strict=True)
+    assert all(len(one) == 1 for one in listens), "gloo's own, and no store's"
+    assert {address for one in listens for address in one} <= {"0100007F", "0000000000000000FFFF00000100007F"}
+    assert stat.S_IMODE(os.stat(folders[0]).st_mode) == 0o700
+
+
+def test_a_key_is_waited_for(tmp_path: Path) -> None:
+    one, other = (store_of(tmp_path, 2, "gloo") for _ in range(2))
+    assert not one.check(["late"])
+    threading.Timer(0.02, lambda: other.set("late", "here")).start()
+    assert one.get("late") == b"here"
+    assert (one.add("n", 2), other.add("n", 3), one.num_keys() >= 2) == (2, 5, True)
+    assert one.delete_key("late") and not other.check(["late"])
+
+
+def test_groups_are_made_through_the_store(cluster: mk.Cluster) -> None:
+    def work(ctx):  # type: ignore[no-untyped-def]
+        pairs = ctx.comm.group([0, 1]), ctx.comm.group([2, 3])
+        return ctx.comm.all_reduce(torch.tensor([float(ctx.rank)]), pairs[ctx.rank // 2]).item()
+
+    assert cluster.run(work) == [1.0, 1.0, 5.0, 5.0]

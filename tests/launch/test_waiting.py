@@ -1,0 +1,150 @@
+"""Ranks that wait for one that does not come, without a time-out: who it is, where, and whether it computes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpkit as mk
+from mpkit.launch import hang
+from mpkit.launch import launch as launch_module
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One second for ten, and the limit soon after that."""
+    monkeypatch.setattr(launch_module, "NOTICE_AFTER", 1.0)
+    monkeypatch.setattr(launch_module, "SAID_RANKS", 8)
+    for module in (hang, launch_module):
+        monkeypatch.setattr(module, "LIMIT", 3.0)
+    yield
+
+
+def test_ranks_that_do_not_come(
+    clusters: Callable[[int], mk.Cluster], impatient: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A loop, a sleep, a lock, a child, C code with and without Python's lock, plain torch.distributed."""
+
+    def loop() -> None:
+        while True:
+            pass
+
+    def sleep() -> None:
+        time.sleep(1000)
+
+    def lock() -> None:
+        one = threading.Lock()
+        one.acquire()
+        one.acquire()
+
+    def child() -> None:
+        subprocess.run(["sleep", "1000"])
+
+    def holding() -> None:
+        ctypes.PyDLL(None).pause()
+
+    def c_code() -> None:
+        ctypes.CDLL(None).pause()
+
+    def plain() -> None:
+        dist.recv(torch.ones(1), 0)
+
+    stuck = [loop, sleep, lock, child, holding, c_code, plain]
+
+    def fn(ctx):  # type: ignore[no-untyped-def]
+        ctx.comm.barrier()
+        if ctx.rank:
+            stuck[ctx.rank - 1]()
+            print("it came back")
+        ctx.comm.barrier()
+
+    with pytest.raises(mk.Deadlock, match="rank 1 never came to barrier number 1") as caught:
+        clusters(8).run(fn)
+    said, *more = capsys.readouterr().out.splitlines()
+    assert not more, "one line, once, and nothing was interrupted"
+    assert said.startswith("mpkit: rank 0 has waited for 1 s for ranks 1, 2, 3, 4, 5, 6 and 7: rank 1 is at ")
+    assert said.endswith(" (An error after 3 s: timeout=...)")
+    for rank, one in enumerate(stuck, 1):
+        use = "" if one is loop else "no "
+        place = rf"rank {rank} is at test_waiting.py:(\d+) in {one.__name__}, using {use}CPU time[;.]"
+        found = re.search(place, said)
+        assert found and 0 < int(found[1]) - one.__code__.co_firstlineno <= 3, (place, said)
+        assert f"in {one.__name__}" in str(caught.value)
+
+
+def test_nobody_waits_in_what_is_recorded(
+    cluster: mk.Cluster, impatient: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fn(ctx):  # type: ignore[no-untyped-def]
+        ctx.comm.barrier()
+        while ctx.rank == 2:
+            pass
+        dist.barrier()
+
+    with pytest.raises(mk.Deadlock, match=r"^no rank has moved for 3\.\d s"):
+        cluster.run(fn)
+    assert "ranks 0, 1 and 3 have waited for 1 s for rank 2: rank 2 is at test_waiting.py" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("where", ["in a wait", "elsewhere", "all"])
+def test_stopped_ranks(cluster: mk.Cluster, where: str) -> None:
+    """Nothing can move: it is said at once, without a time-out, and with the command that helps."""
+
+    def fn(ctx):  # type: ignore[no-untyped-def]
+        ctx.comm.barrier()
+        if ctx.rank == 1 and where == "in a wait":
+            pid = os.getpid()
+            threading.Timer(0.3, os.kill, (pid, signal.SIGSTOP)).start()
+        elif ctx.rank == 1 or where == "all":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if ctx.rank == 0:
+            time.sleep(0.6)  # until the others wait
+        ctx.comm.barrier()
+        if where == "in a wait":
+            ctx.comm.all_reduce(torch.ones(1))
+
+    launch: Any = cluster.launch(fn, (), sink=print, grace=1.0)
+    with pytest.raises(mk.Deadlock) as caught:
+        launch.finish()
+        launch.results()
+    for rank in range(4) if where == "all" else [1]:
+        assert f"rank {rank} is stopped (SIGSTOP, or a debugger): kill -CONT {launch.pids[rank]}" in str(
+            caught.value
+        )
+    assert cluster.run(lambda ctx: ctx.rank) == [0, 1, 2, 3]
+
+
+def test_who_waits_is_known_while_it_goes(cluster: mk.Cluster, impatient: None) -> None:
+    """And no more once it goes on."""
+
+    def fn(ctx):  # type: ignore[no-untyped-def]
+        if ctx.rank == 3:
+            end = time.monotonic() + 2.0
+            while time.monotonic() < end:
+                pass
+        ctx.comm.barrier()
+        if ctx.rank == 0:
+            end = time.monotonic() + 0.4
+            while time.monotonic() < end:
+                pass
+        ctx.comm.barrier()
+
+    seen = set()
+    launch = cluster.launch(fn, (), sink=lambda line: None, timeout=60)
+    launch.finish(0.05, lambda: seen.add(launch.waiting_for))
+    assert launch.results() == [None] * 4
+    assert None in seen and any("for rank 3" in one for one in seen if one)
+    assert launch.waiting_for is None

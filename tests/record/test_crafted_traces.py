@@ -1,0 +1,190 @@
+"""Traces that somebody made up, or a disk damaged: a sentence, in bounded time and memory, and never a raw error."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import mpkit as mk
+from mpkit.errors import TraceError
+from mpkit.record.recorder import Recorder
+from mpkit.replay import replay
+from mpkit.trace import MEMORY, Kind, Trace
+from mpkit.views.svg import svg
+
+EXTREMES = [
+    0,
+    1,
+    -1,
+    8,
+    255,
+    2**15 - 1,
+    -(2**15),
+    2**31 - 1,
+    2**60,
+    2**63 - 1,
+    float("nan"),
+    float("inf"),
+    1e300,
+]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """Of two ranks that computed, sent a message, and reduced, in two steps."""
+    folder = tmp_path_factory.mktemp("run")
+    for rank in range(2):
+        record = Recorder(folder, rank)
+        for step in range(2):
+            with record.step(step):
+                record.ledger.change(("params", 100))
+                record.end(record.begin(Kind.FORWARD, "layer", microbatch=0))
+                message = (Kind.SEND, Kind.RECV)[rank]
+                record.end(record.begin(message, "0>1#a", number=step, peer=1 - rank, nbytes=8))
+                record.end(record.begin(Kind.ALL_REDUCE, "0,1", number=step, nbytes=8))
+                record.loss(1.0)
+        record.close("finished")
+    (folder / "meta.json").write_text(json.dumps({"world_size": 2, "device": "cpu"}))
+    return Trace.load(folder)
+
+
+def copied(trace: Trace) -> Trace:
+    """One that may be written to."""
+    found = copy.deepcopy(trace)
+    for rank in found.ranks:
+        rank.ops, rank.memory = rank.ops.copy(), rank.memory.copy()
+    return found
+
+
+def look_at(trace: Trace) -> None:
+    """Do all that is done with a trace."""
+    assert repr(trace)
+    assert len(trace.losses) < 10_000
+    for clock in ("virtual", "measured"):
+        timeline = replay(trace, clock=clock)
+        timeline.to_dataframe()
+        ElementTree.fromstring(timeline.to_svg())
+        assert str(timeline)
+
+
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
+def test_whatever_a_record_says_it_is_shown_or_refused(trace: Trace) -> None:
+    draw = random.Random(0)
+    refused = 0
+    for _ in range(120):
+        bent = copied(trace)
+        rank = draw.choice(bent.ranks)
+        records = draw.choice((rank.ops, rank.ops, rank.memory))
+        row = draw.randrange(len(records))
+        if draw.random() < 0.5:
+            records.view(np.uint8)[draw.randrange(records.nbytes)] ^= 1 << draw.randrange(8)
+        else:
+            name = draw.choice([name for name in records.dtype.names or () if name != "pad"])
+            whole = records.dtype[name].kind != "f"
+            value = draw.choice(EXTREMES)
+            if whole:
+                limits = np.iinfo(records.dtype[name])
+                value = limits.max if value != value else int(max(limits.min, min(limits.max, value)))
+            records[name][row] = value
+        try:
+            look_at(bent)
+        except TraceError as error:
+            refused += 1
+            assert "damaged" in str(error)
+    assert 10 < refused < 110
+
+
+def test_a_lane_that_there_is_not_and_a_step_of_two_thousand_million(trace: Trace) -> None:
+    bent = copied(trace)
+    bent.ranks[0].ops["lane"][1] = 8
+    with pytest.raises(TraceError, match=r"rank 0's op number 1 has lane=8, which no run records"):
+        replay(bent)
+    bent = copied(trace)
+    steps = bent.ranks[1].ops["kind"] == Kind.STEP
+    bent.ranks[1].ops["step"][steps] = 2**31 - 1
+    with pytest.raises(TraceError, match=r"tells of step 2,147,483,647"):
+        _ = bent.losses
+
+
+METAS: dict[str, Any] = {
+    "world_size=100000000": {"world_size": 100_000_000},
+    "world_size=None": {"world_size": None},
+    "world_size='x'": {"world_size": "x"},
+    "first_step=1.5": {"first_step": 1.5},
+    "of type list": [],
+    "replicas=": {"world_size": 2, "replicas": [[0], ["1"]]},
+    "each of 2 ranks in one": {"world_size": 2, "replicas": [[0]]},
+}
+
+
+@pytest.mark.parametrize("said", METAS)
+def test_what_a_trace_says_of_its_run_is_checked(trace: Trace, tmp_path: Path, said: str) -> None:
+    (tmp_path / "meta.json").write_text(json.dumps(METAS[said]))
+    (tmp_path / "rank0.ops").touch()
+    with pytest.raises(TraceError, match=said):
+        Trace.load(tmp_path)
+    file = tmp_path / "a.mpk"
+    trace.save(file)
+    if said != "world_size=100000000":
+        Trace(trace.ranks, METAS[said]).save(file)
+        with pytest.raises(TraceError, match=said):
+            Trace.load(file)
+
+
+def test_what_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
+    for name in ("rank0.ops", "rank0.mem", "rank0.names", "meta.json", "a.mpk"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(TraceError, match="neither a file nor a folder"):
+        Trace.load(tmp_path / "a.mpk")
+    assert len(Trace.load(tmp_path)) == 0
+    (tmp_path / "rank900000000.ops").touch()
+    with pytest.raises(TraceError, match="a file of rank 900,000,000"):
+        Trace.load(tmp_path)
+
+
+@pytest.mark.parametrize("member", ["mpkit.json", "rank0.ops.npy", "nothing"])
+def test_an_archive_that_unpacks_to_a_thousand_times_its_size(tmp_path: Path, member: str) -> None:
+    memory = io.BytesIO()
+    np.save(memory, np.empty(0, MEMORY))
+    content = {
+        "mpkit.json": json.dumps({"version": 1, "ranks": 1, "meta": {}}).encode(),
+        "rank0.json": b'{"names": [""], "state": "finished"}',
+        "rank0.ops.npy": memory.getvalue(),
+        "rank0.mem.npy": memory.getvalue(),
+        member: b'"' + bytes(100_000_000) + b'"',
+    }
+    path = tmp_path / "a.mpk"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, data in content.items():
+            archive.writestr(name, data)
+    with pytest.raises(TraceError, match="no trace shrinks as much"):
+        Trace.load(path)
+
+
+def test_names_are_only_read(tmp_path: Path) -> None:
+    odd = "layer\x1b[2J\x00\ud800\u202e<script>\x9b"
+    record = Recorder(tmp_path, 0)
+    with record.step(0):
+        record.end(record.begin(Kind.FORWARD, odd))
+    record.close("finished")
+    timeline = replay(Trace.load(tmp_path))
+    both = mk.compare(**{odd: timeline, "b": timeline})
+    drawn = (svg(timeline, title=odd), timeline.to_svg(), both.to_svg())
+    for text in (*drawn, str(timeline), str(both)):
+        assert not set(text) & set("\x1b\x00\x9b\ud800\u202e")
+    for text in drawn:
+        ElementTree.fromstring(text)
+        assert "<script>" not in text
+    assert any("\\x1b[2J" in name for name in timeline.names)
+    timeline.to_html(tmp_path / "a.html")
+    assert "<script>\\" not in (tmp_path / "a.html").read_text()

@@ -1,0 +1,365 @@
+"""Hooks, a __call__ of one's own and parametrizations: run as in plain PyTorch, or refused before a rank starts."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations, parametrize
+
+import mpkit as mk
+from mpkit.launch.packing import dumps
+from mpkit.models import GPT, chain, next_token_loss
+from mpkit.models.chain import is_chain
+from mpkit.prepare import prepare
+from tests.recipes import sgd
+from tests.serial import EXACT, Train, same
+
+# Ranks get this module's classes by value, and need not import the module and what tests need.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+torch.manual_seed(1)
+DATA = [(torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)) for _ in range(2)]
+
+
+class Times(nn.Sequential):
+    """With a __call__ of its own."""
+
+    def __call__(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().__call__(x) * 1.5  # type: ignore[no-any-return]
+
+
+class Backwards(nn.Sequential):
+    """Its layers are called in another order."""
+
+    def __iter__(self) -> Any:
+        return reversed(list(self._modules.values()))
+
+
+def net(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
+    layers = [
+        nn.Linear(4, 6),
+        nn.Tanh(),
+        kind(*inner),
+        nn.Tanh(),
+        nn.Linear(6, 6),
+        nn.Tanh(),
+        nn.Linear(6, 4),
+    ]
+    return nn.Sequential(*layers).double()
+
+
+def scale(*values: Any) -> Any:
+    """A forward hook, with keywords or not."""
+    return values[-1] * 1.25
+
+
+def scale_inputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    return (inputs[0] * 0.75,)
+
+
+def scale_gradient_of(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(double)
+
+
+def double(gradient: Tensor) -> Tensor:
+    return gradient * 2
+
+
+def clamp(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-1e-3, 1e-3)
+
+
+def double_all(module: nn.Module, *gradients: Any) -> Any:
+    """A backward hook or pre-hook."""
+    return tuple(None if g is None else g * 2 for g in gradients[0])
+
+
+def around_everything() -> nn.Sequential:
+    """Hooks of every kind around forwards and on parameters."""
+    model = net(Times)
+    model.register_forward_hook(scale)
+    model.register_forward_pre_hook(scale_inputs)
+    model[2].register_forward_hook(scale, with_kwargs=True, always_call=True)
+    model[2].register_forward_pre_hook(scale_inputs, prepend=True)
+    model[4].register_forward_hook(scale)
+    model[1].register_forward_hook(scale_gradient_of)
+    model[2][0].weight.register_hook(double)
+    model[6].bias.register_hook(double)
+    return model
+
+
+def in_order() -> nn.Sequential:
+    torch.manual_seed(0)
+    return Backwards(
+        nn.Linear(6, 4), nn.Tanh(), Backwards(nn.Linear(6, 6), nn.Tanh()), nn.Linear(4, 6)
+    ).double()
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).T
+
+
+def parametrized() -> nn.Sequential:
+    """In the new way and in the old one, which keeps a weight with its graph."""
+    model = net()
+    parametrizations.weight_norm(model[0])
+    parametrize.register_parametrization(model[2][0], "weight", Symmetric())
+    parametrizations.orthogonal(model[2][2])
+    nn.utils.weight_norm(model[4])
+    model(DATA[0][0])
+    return model
+
+
+def backwards() -> nn.Sequential:
+    """Hooks around backwards."""
+    model = net()
+    model[0].register_full_backward_pre_hook(double_all)
+    model[2].register_full_backward_hook(double_all)
+    model[4].register_full_backward_hook(double_all)
+    return model
+
+
+def spectral() -> nn.Sequential:
+    model = net()
+    parametrizations.spectral_norm(model[0])
+    nn.utils.spectral_norm(model[4])
+    return model
+
+
+def replaced() -> nn.Sequential:
+    """The forward of this very object, and of one of its layers."""
+    model = net()
+    layer = model[4]
+    layer.forward = lambda x: F.linear(x, layer.weight, layer.bias) * 0.5
+    model.forward = lambda x: nn.Sequential.forward(model, x) * 2  # type: ignore[method-assign]
+    return model
+
+
+def after_accumulation(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+def once() -> nn.Sequential:
+    """Hooks that see gradients as they are in one backward of the whole batch."""
+    model = backwards()
+    model[0].weight.register_hook(clamp)
+    model[4].weight.register_post_accumulate_grad_hook(after_accumulation)
+    return model
+
+
+PLANS = {
+    "serial": mk.Plan.serial(),
+    "accumulated": mk.Plan.serial(2),
+    "ddp": mk.Plan.ddp(2),
+    "dp": mk.Plan.dp(2),
+    "gpipe": mk.Plan.gpipe(2, 2),
+    "zb_h1": mk.Plan.pipeline("zb_h1", 2, 2),
+    "zero1": mk.Plan.zero(1, 2),
+    "zero3": mk.Plan.zero(3, 2),
+    "2d": mk.Plan(pp=2, dp=2, microbatches=2),
+    "tp": mk.Plan.tp(2),
+    "recompute": mk.Plan.gpipe(2, 2, recompute="full"),
+}
+
+RIGHT: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "around forwards": (
+        around_everything,
+        ["serial", "accumulated", "ddp", "dp", "gpipe", "zb_h1", "zero1", "zero3", "2d", "recompute"],
+    ),
+    "around backwards": (backwards, ["serial", "ddp", "gpipe", "zero3"]),
+    "another order": (in_order, ["serial", "gpipe", "ddp"]),
+    "parametrized": (parametrized, ["serial", "gpipe", "ddp", "dp", "zb_h1", "zero3", "recompute"]),
+    "spectral_norm": (spectral, ["serial", "zero1", "zero3"]),
+    "a forward of its own": (replaced, ["serial", "zero3", "gpipe"]),
+    "one backward": (once, ["serial"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", RIGHT)
+@pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing:UserWarning"
+)  # torch's, of inputs without a gradient
+@pytest.mark.filterwarnings(
+    "ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"
+)  # that is what is tried
+def test_run_as_in_plain_pytorch(train: Train, what: str) -> None:
+    make, kinds = RIGHT[what]
+    expected = plain(make())
+    for kind in kinds:
+        run = train(make(), DATA, PLANS[kind], loss=F.mse_loss, optimizer=sgd, steps=3)
+        same(run, *expected, **EXACT)
+
+
+def plain(model: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
+    """Train the model itself, and no copy of it: copies of parameters have no hooks."""
+    optimizer, losses = sgd(model.parameters()), []
+    for step in range(3):
+        inputs, targets = DATA[step % len(DATA)]
+        value = F.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses, model.state_dict()
+
+
+def test_hooks_of_a_model_that_tensor_parallelism_divides(train: Train) -> None:
+    """On the model, and on a block with whole regions in it."""
+
+    def gpt() -> nn.Module:
+        torch.manual_seed(0)
+        model = GPT(layers=2, width=8, heads=2, length=6, vocab=12).double()
+        model.register_forward_hook(scale)
+        model.block0.register_forward_hook(scale)
+        model.block1.mlp.register_forward_pre_hook(scale_inputs)
+        return model
+
+    tokens = torch.randint(12, (4, 6))
+    how: dict[str, Any] = {"loss": next_token_loss, "optimizer": sgd, "steps": 2}
+    one = train(gpt(), [(tokens, tokens)], mk.Plan.serial(), **how)
+    two = train(gpt(), [(tokens, tokens)], mk.Plan.tp(2), **how)
+    same(two, one.losses, one.state_dict(), **EXACT)
+    model = gpt()
+    model.block0.mlp.up.register_forward_hook(scale)
+    with pytest.raises(
+        ValueError, match=r"the forward hook scale of block0\.mlp\.up may be given a part of the features"
+    ):
+        prepared(model, "tp", data=[(tokens, tokens)], loss=next_token_loss)
+
+
+# ---------------------------------------------------------------- refused
+
+
+def prepared(model: nn.Module, kind: str, **how: Any) -> None:
+    plan = PLANS[kind]
+    how = {"data": DATA, "loss": F.mse_loss, "optimizer": sgd, "steps": 2, "ranks": plan.ranks} | how
+    prepare(model, how.pop("data"), plan, **how)
+
+
+def with_a(register: Callable[[nn.Sequential], Any]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = net()
+        register(model)
+        return model
+
+    return make
+
+
+def renames(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[f"{prefix}other"] = state.pop(f"{prefix}bias")
+
+
+PARTS = r"something that does not add up.*Plan\.serial\(\)"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
+    "a threshold on a gradient": (
+        with_a(lambda m: m[0].weight.register_hook(clamp)), ["accumulated", "ddp", "dp", "gpipe", "zero3"],
+        r"The hook clamp on the parameter 0\.weight \(register_hook\).*" + PARTS,
+    ),
+    "around a backward": (
+        with_a(lambda m: m[2].register_full_backward_pre_hook(lambda m, g: (g[0] / g[0].norm(),))), ["ddp", "gpipe"],
+        r"The full backward pre-hook <lambda> of 2 .*" + PARTS,
+    ),
+    "after accumulation": (
+        with_a(lambda m: m[0].weight.register_post_accumulate_grad_hook(after_accumulation)), ["ddp", "zero1"],
+        r"The hook after_accumulation on the parameter 0\.weight .*each micro-batch's backward",
+    ),
+    "a backward in halves": (backwards, ["zb_h1"], r"pre-hook double_all of 0 is called when .*in two halves"),
+    "a backward over stages": (
+        with_a(lambda m: m.register_full_backward_hook(double_all)), ["gpipe"],
+        r"cannot be cut: the full backward hook double_all of the model",
+    ),
+    "divided layers": (backwards, ["tp"], r"backward pre-hook double_all of 0 sees the gradient of a part"),
+    "divided features": (with_a(lambda m: m[1].register_forward_hook(scale)), ["tp"], r"scale of 1 may be given"),
+    "a forward of divided layers": (replaced, ["tp"], r"the forward that was put in the place of 4's"),
+    "weights that are computed": (parametrized, ["tp"], r"0\.weight is no parameter, but computed .*weight_norm"),
+    "weights that change by being used": (
+        spectral, ["accumulated", "gpipe", "recompute"], r"0 \(ParametrizedLinear\) .*submodule\('0'\)\.eval\(\)",
+    ),
+    "entries of a state dict": (
+        with_a(lambda m: m[0].register_state_dict_post_hook(renames)), ["serial", "ddp"],
+        r"state-dict hook renames of 0 changes entries .*\(0\.bias, 0\.other\)",
+    ),
+    "a lock": (with_a(lambda m: setattr(m[2], "lock", threading.Lock())), ["tp"], r"The model's 2 cannot be copied"),
+    "a generator": (
+        with_a(lambda m: setattr(m[2], "numbers", (i for i in range(3)))), ["tp"], r"cannot be copied.*generators",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.filterwarnings(
+    "ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"
+)  # that is what is tried
+def test_refused_by_name(what: str) -> None:
+    make, kinds, words = REFUSED[what]
+    for kind in kinds:
+        with pytest.raises(ValueError) as caught:
+            prepared(make(), kind)
+        assert re.search(words, str(caught.value)), (kind, str(caught.value))
+
+
+def test_hooks_on_all_modules_are_refused() -> None:
+    handle = register_module_forward_hook(scale)
+    try:
+        with pytest.raises(
+            ValueError, match=r"A hook on all modules \(scale, .*layer\.register_forward_hook\(hook\)"
+        ):
+            prepared(net(), "serial")
+    finally:
+        handle.remove()
+    prepared(net(), "serial")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from the modules that torch.compile imports
+def test_compiled_models_are_refused_under_zero_3() -> None:
+    with pytest.raises(ValueError, match=r"the model is compiled .*Plan\.zero\(2, 2\).*model\._orig_mod"):
+        prepared(torch.compile(net()), "zero3")
+
+
+def test_hooks_that_leave_the_state_dict_as_it_is() -> None:
+    prepared(with_a(lambda m: m.register_state_dict_post_hook(lambda *_: None))(), "gpipe")
+    prepared(spectral(), "ddp")  # has hooks that write a version
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_a_chain_is_what_calls_its_layers_and_nothing_else() -> None:
+    model = net(Times)
+    assert [name for name, _ in chain(model)] == ["0", "1", "2", "3", "4", "5", "6"]
+    assert not is_chain(in_order()) and not is_chain(replaced()) and not is_chain(around_everything())
+    handle = model.register_forward_hook(scale)
+    assert not is_chain(model)
+    handle.remove()
+    assert is_chain(model)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"
+)  # that is what is tried
+def test_parametrized_modules_travel_by_pickle() -> None:
+    model = parametrized()
+    tied = nn.ModuleList([model, model[0]])
+    first, layer = pickle.loads(dumps(tied))
+    assert first[0] is layer and parametrize.is_parametrized(layer, "weight")
+    assert isinstance(layer, nn.Linear) and type(layer).__name__ == "ParametrizedLinear"
+    torch.testing.assert_close(first.state_dict(), model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(first(DATA[0][0]), model(DATA[0][0]), rtol=0, atol=0)
+    layer.weight = torch.ones(6, 4).double()  # through the parametrization's inverse
+    torch.testing.assert_close(layer.weight, torch.ones(6, 4).double())

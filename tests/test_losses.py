@@ -1,0 +1,190 @@
+"""Losses that are no plain mean over samples: equal to plain PyTorch on the whole batch, under every plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mpkit as mk
+from mpkit.run import Run
+from tests.serial import EXACT, check_equal, same, serial
+
+Train = Callable[..., Run]
+
+CLASSES = 5
+PLANS = {
+    "serial, 4 micro-batches": mk.Plan.serial(4),
+    "gpipe": mk.Plan.gpipe(2, 4),
+    "1f1b": mk.Plan.pipeline("1f1b", 2, 4),
+    "zb_h1": mk.Plan.pipeline("zb_h1", 2, 3),
+    "interleaved": mk.Plan.pipeline("interleaved_1f1b", 2, 4, virtual_stages=2),
+    "recompute": mk.Plan.pipeline("1f1b", 2, 4, recompute="full"),
+    "ddp": mk.Plan.ddp(2, microbatches=2),
+    "dp": mk.Plan.dp(2, microbatches=2),
+    "zero1": mk.Plan.zero(1, 2),
+    "zero2": mk.Plan.zero(2, 2, microbatches=2),
+    "zero3": mk.Plan.zero(3, 2, microbatches=2),
+    "pp x dp": mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=2),
+    "pp x zero": mk.Plan(pp=2, dp=2, zero=1, schedule="1f1b", microbatches=2),
+}
+
+
+def net(width: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES)]
+    return nn.Sequential(*layers).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Of 8 samples; half of the second batch's targets are masked, so that whole micro-batches and replicas are."""
+    torch.manual_seed(1)
+    found = []
+    for masked in ([2, 5], [0, 2, 4, 5, 6, 7]):
+        targets = torch.randint(0, CLASSES, (8,))
+        targets[masked] = -100
+        found.append((torch.randn(8, 6, dtype=torch.float64), targets))
+    return found
+
+
+def counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(outputs, targets, reduction="sum"), (targets != -100).sum()
+
+
+HOW: dict[str, Any] = {"optimizer": lambda params: torch.optim.AdamW(params, lr=0.05), "max_grad_norm": 0.3}
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_masked_targets_count_as_in_the_whole_batch(train: Train, name: str) -> None:
+    losses, weights = serial(net(), batches(), loss=F.cross_entropy, steps=3, **HOW)
+    run = train(net(), batches(), PLANS[name], loss=counted, steps=3, **HOW)
+    same(run, losses, weights, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "ddp", "zero3"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.cross_entropy,
+        nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=3, label_smoothing=0.1),
+        lambda out, y: F.nll_loss(out.log_softmax(-1), y, weight=WEIGHTS),
+    ],
+    ids=["F.cross_entropy", "CrossEntropyLoss", "nll_loss in a lambda"],
+)
+def test_losses_of_torch_are_right_by_themselves(train: Train, name: str, loss: Any) -> None:
+    data = [(x, y.where(y != -100, 3)) for x, y in batches()] if isinstance(loss, nn.Module) else batches()
+    check_equal(train, net(), data, PLANS[name], loss=loss, steps=2, **HOW)
+
+
+def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs @ targets.T, torch.arange(len(outputs))) + outputs.std()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [mk.Plan.ddp(2), mk.Plan.dp(2), mk.Plan.zero(3, 2), mk.Plan(pp=2, dp=2, schedule="naive")],
+    ids=str,
+)
+def test_a_loss_of_the_whole_batch_sees_it(train: Train, plan: mk.Plan) -> None:
+    torch.manual_seed(1)
+    data = [(torch.randn(size, 6).double(), torch.randn(size, CLASSES).double()) for size in (8, 7)]
+    losses, weights = serial(net(), data, loss=contrastive, steps=3, **HOW)
+    same(
+        train(net(), data, plan, loss=mk.whole_batch_loss(contrastive), steps=3, **HOW),
+        losses,
+        weights,
+        **EXACT,
+    )
+
+
+@pytest.mark.parametrize("name", ["gpipe", "ddp", "dp"])
+def test_a_batch_of_masked_targets_only_is_nan_as_in_torch(train: Train, name: str) -> None:
+    x, y = batches()[0]
+    data = [(x, torch.full_like(y, -100)), (x, y)]
+    how = {"loss": F.cross_entropy, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
+    losses, weights = serial(net(), data, steps=2, **how)
+    run = train(net(), data, PLANS[name], steps=2, **how)
+    assert math.isnan(run.losses[0]) and run.losses[1] == pytest.approx(losses[1], rel=1e-10)
+    for key, value in run.state_dict().items():
+        torch.testing.assert_close(value, weights[key], rtol=1e-8, atol=1e-10)
+
+
+def test_tokens_are_counted_over_sequences_and_vocabularies_that_are_divided(train: Train) -> None:
+    torch.manual_seed(0)
+    model = mk.models.GPT(vocab=16, width=8, layers=2, heads=2, length=8).double()
+    tokens = torch.randint(0, 16, (4, 8))
+    targets = tokens.roll(-1, 1)
+    targets[0, 2:] = targets[2] = -100
+    loss = mk.mean_loss(lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()))
+    how = {"optimizer": HOW["optimizer"], "steps": 2}
+    losses, weights = serial(model, [(tokens, targets)], loss=loss.fn, **how)
+    for plan in (mk.Plan.cp(2), mk.Plan.tp(2), mk.Plan(dp=2, cp=2), mk.Plan(dp=2, tp=2)):
+        same(train(model, [(tokens, targets)], plan, loss=loss, **how), losses, weights, **EXACT)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_count_as_the_mean_does(train: Train, precision: str) -> None:
+    data = [(x.float(), y.clamp(min=0)) for x, y in batches()]  # without a mask, so that both are right
+    how: dict[str, Any] = {"optimizer": HOW["optimizer"], "steps": 3, "max_grad_norm": 0.3}
+    plan = mk.Plan.ddp(2, precision=precision, microbatches=2)
+    one = train(net().float(), data, plan, loss=F.cross_entropy, **how)
+    other = train(net().float(), data, plan, loss=mk.mean_loss(F.cross_entropy), **how)
+    assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    for key, value in other.state_dict().items():
+        torch.testing.assert_close(value, one.state_dict()[key], rtol=1e-4, atol=1e-5)
+
+
+def test_a_resumed_training_counts_on(train: Train, tmp_path: Any) -> None:
+    how: dict[str, Any] = {"loss": counted, **HOW}
+    whole = train(net(), batches(), PLANS["gpipe"], steps=4, **how)
+    train(net(), batches(), PLANS["gpipe"], steps=2, checkpoint_every=2, checkpoint_dir=tmp_path, **how)
+    rest = train(net(), batches(), PLANS["zero3"], steps=4, resume_from=tmp_path, **how)
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-10)
+
+
+def test_nan_losses_of_replicas_are_kept(train: Train) -> None:
+    data = [(torch.full((4, 6), torch.nan, dtype=torch.float64), torch.zeros(4, CLASSES).double())]
+    for plan in (mk.Plan.ddp(2), mk.Plan.zero(1, 2), mk.Plan(pp=2, dp=2)):
+        run = train(net(), data, plan, loss=F.mse_loss, steps=2, optimizer=HOW["optimizer"])
+        assert [math.isnan(loss) for loss in run.losses] == [True, True]
+        assert "step 2 of 2" in repr(run) or "2 of 2" in repr(run)
+
+
+def test_what_is_loaded_later_is_looked_at_on_the_ranks(clusters: Callable[[int], mk.Cluster]) -> None:
+    def by_hand(outputs: Tensor, targets: Tensor) -> Tensor:
+        valid = targets != -100
+        picked = outputs.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
+        return -(picked * valid).sum() / valid.sum()
+
+    x, y = torch.randn(16, 6).double(), torch.randint(0, CLASSES, (16,))
+    masked = y.clone()
+    masked[13] = -100
+    for targets, ends in ((y, "finished"), (masked, "failed")):
+        data = mk.Batches(torch.utils.data.TensorDataset(x, targets), batch_size=4, shuffle=False)
+        run = clusters(2).train(
+            net(), data, mk.Plan.ddp(2), loss=by_hand, steps=4, optimizer=HOW["optimizer"]
+        )
+        if ends == "finished":
+            run.wait()
+            continue
+        with pytest.raises(mk.RankFailed, match=r"ignore_index=-100.*\(total, count\)"):
+            run.wait()
+    # and of one of torch's means nothing has to be known
+    data = mk.Batches(torch.utils.data.TensorDataset(x, masked), batch_size=4, shuffle=False)
+    run = clusters(2).train(
+        net(),
+        data,
+        mk.Plan.ddp(2),
+        loss=lambda o, t: F.cross_entropy(o, t),
+        steps=4,
+        optimizer=HOW["optimizer"],
+    )
+    parts = [(x[i : i + 4], masked[i : i + 4]) for i in range(0, 16, 4)]
+    losses, _ = serial(net(), parts, loss=F.cross_entropy, steps=4, optimizer=HOW["optimizer"])
+    assert run.wait().losses == pytest.approx(losses, rel=1e-10)

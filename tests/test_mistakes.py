@@ -1,0 +1,236 @@
+"""What a user sees of a mistake: their own line, a sentence, and something to paste."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mpkit as mk
+from tests.recipes import sgd
+
+X, Y = torch.randn(8, 4), torch.randn(8, 4)
+HOW: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd}
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+# ---------------------------------------------------------------- calls
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: mk.Plan.gpipe(4, microbatch=8), r"did you mean microbatches=8\? Such as:\n    Plan.gpipe"),  # type: ignore[call-arg]
+        (lambda: mk.Plan.gpipe(4), r"Plan.gpipe\(\) lacks microbatches"),  # type: ignore[call-arg]
+        (lambda: mk.Plan.gpipe(4, chunks=8), "microbatches= is what GPipe.* call chunks"),  # type: ignore[call-arg]
+        (lambda: mk.Plan(chunks=8), "microbatches= is what GPipe"),  # type: ignore[call-arg]
+        (lambda: mk.Plan.ddp(4, gradient_accumulation_steps=4), "steps of gradient accumulation"),
+        (lambda: mk.Plan.gpipe(4, 8, "full"), "takes 2 arguments by position and was given 3"),  # type: ignore[misc]
+        (lambda: mk.Plan.dp(), r"Plan.dp\(\) lacks replicas"),
+        (lambda: mk.Cluster(), r"mk.Cluster\(\) lacks ranks. Such as:\n    mk.Cluster\(ranks=4\)"),  # type: ignore[call-arg]
+    ],
+)
+def test_a_call_that_does_not_fit_is_answered_with_one_that_does(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(mk.ArgumentError, match=says) as caught:
+        make()
+    assert isinstance(caught.value, TypeError) and isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: mk.Plan.gpipe(stages=0, microbatches=4), r"Plan.gpipe\(stages=0\): stages is"),
+        (lambda: mk.Plan.naive_mp(-1), r"stages=-1\): stages is"),
+        (lambda: mk.Plan.pipeline("1f1b", 0, 4), r"ranks=0\): ranks is"),
+        (lambda: mk.Plan.ddp(True), "replicas is a whole number"),
+        (lambda: mk.Plan.tp("2"), "ranks is a whole number"),
+        (lambda: mk.Plan.zero(7, 2), r"Plan.zero\(stage=7, replicas=2\)"),
+    ],
+)
+def test_degrees_are_called_what_they_were_typed_as(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        make()
+    assert "pp" not in str(caught.value)
+
+
+def test_numbers_of_any_make_travel() -> None:
+    plan = mk.Plan(
+        dp=torch.tensor(2), zero=np.int64(2), prefetch=np.int64(2), bucket_mb=np.float32(3), microbatches=np.int8(2)  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert (
+        mk.Plan.from_json(plan.to_json())
+        == plan
+        == mk.Plan.zero(2, 2, prefetch=2, bucket_mb=3.0, microbatches=2)
+    )
+    for field, value in [
+        ("precision", np.array(["a", "b"])),
+        ("recompute", X),
+        ("schedule", torch.tensor(2)),
+    ]:
+        with pytest.raises(ValueError, match=f"{field}="):
+            mk.Plan(**{field: value})
+
+
+TRAIN: list[tuple[dict[str, Any], str]] = [
+    ({"loss": None}, r"cluster.train\(\) lacks loss\. Such as:\n    cluster.train\("),
+    ({"optim": sgd}, "has no argument optim"),
+    ({"epochs": 3}, r"steps=epochs \* len\(data\)"),
+    ({"lr": 0.1}, "It is the optimizer's"),
+    ({"seed": 2**63}, "seed is at most"),
+    ({"steps": 2**31}, "steps is at most"),
+    ({"timeout": "5"}, "timeout='5': a number of seconds"),
+    ({"timeout": True}, "timeout=True: a number of seconds"),
+    ({"timeout": float("nan")}, "timeout=nan"),
+    ({"loss": lambda outputs, targets: (outputs - targets).mean() * (1 + 1j)}, "The loss made a complex number"),
+    ({"data": [(X.to("meta"), Y)]}, r"inputs of data\[0\] are on the meta device"),
+    ({"data": [(X, Y.to_sparse())]}, r"targets of data\[0\] are sparse_coo.*to_dense"),
+    ({"data": [(torch.nested.nested_tensor([X[0], X[0, :2]], layout=torch.jagged), Y)]}, "nested tensor"),
+    ({"data": ({"a": X}, Y)}, r"data\[0\] is dict, not a pair"),
+    ({"data": mk.Batches([(X[0].to("meta"), Y[0])] * 4, 2)}, "inputs of a sample are on the meta"),
+    ({"plan": mk.Plan.gpipe(2, 300_000)}, "300000 micro-batches of"),
+    ({"plan": mk.Plan.gpipe(4, 300_000)}, r"mk.Cluster\(ranks=4\) fits it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "says"), TRAIN, ids=lambda value: str(list(value)) if isinstance(value, dict) else ""
+)
+def test_train_refuses_before_a_rank_starts(
+    clusters: Callable[[int], mk.Cluster], given: dict[str, Any], says: str
+) -> None:
+    how = {"model": layers(), "data": [(X, Y)], "plan": mk.Plan.ddp(2), **HOW, **given}
+    how = {name: value for name, value in how.items() if value is not None}
+    cluster = clusters(2)
+    before = cluster._current
+    with pytest.raises(ValueError, match=says):
+        cluster.train(**how)
+    assert cluster._current is before
+
+
+def test_a_batch_seed_fits_a_generator() -> None:
+    with pytest.raises(ValueError, match="at most"):
+        mk.Batches([(X[0], Y[0])] * 4, 2, seed=2**63)
+
+
+# ---------------------------------------------------------------- tracebacks
+
+
+@pytest.fixture
+def folded() -> Iterator[None]:
+    """Tracebacks as users see them, whatever was asked for before."""
+    mk.show_internals(False)
+    yield
+    mk.show_internals(False)
+
+
+def places(error: BaseException) -> list[str]:
+    """The functions in an exception's traceback, outermost first; this test's own left out."""
+    return [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+
+
+class Unwilling(nn.Module):
+    """Fails on a rank, and not in the dry run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        if torch.distributed.is_initialized():
+            raise RuntimeError("unwilling")
+        return self.layer(x)
+
+
+def own_data() -> Iterator[tuple[Tensor, Tensor]]:
+    yield from ()
+    raise KeyError("of one's own")
+
+
+@pytest.mark.usefixtures("folded")
+def test_a_traceback_ends_at_the_users_line(clusters: Callable[[int], mk.Cluster]) -> None:
+    cluster = clusters(2)
+    for call in (
+        lambda: mk.Plan(pp=0),
+        lambda: mk.Plan.gpipe(4, stage=2),  # type: ignore[call-arg]
+        lambda: mk.Plan.ddp(2, bucket=3),
+        lambda: mk.Cluster(ranks=0),
+        lambda: mk.simulate(3),  # type: ignore[arg-type]
+        lambda: cluster.train(layers(), [(X, Y[:4])], mk.Plan.ddp(2), **HOW),
+        lambda: cluster.train(layers(), [(X, Y[:, :3])], mk.Plan.ddp(2), **HOW),
+        lambda: cluster.train(layers(), [(X, Y)], mk.Plan.ddp(2)),  # type: ignore[call-arg]
+    ):
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert places(caught.value) == ["<lambda>"], traceback.format_exception(caught.value)
+        assert caught.value.__context__ is None or caught.value.__suppress_context__
+        shown = "".join(traceback.format_exception(caught.value))
+        assert "mpkit/" not in shown.replace("tests/", "")
+
+
+@pytest.mark.usefixtures("folded")
+def test_what_the_users_functions_do_stays_visible(clusters: Callable[[int], mk.Cluster]) -> None:
+    with pytest.raises(KeyError) as caught:
+        clusters(2).train(layers(), own_data(), mk.Plan.ddp(2), **HOW)
+    assert places(caught.value) == ["own_data"]
+
+
+@pytest.mark.usefixtures("folded")
+def test_the_ranks_own_traceback_has_the_users_frames(clusters: Callable[[int], mk.Cluster]) -> None:
+    run = clusters(2).train(Unwilling(), [(X, Y)], mk.Plan.ddp(2), **HOW)
+    for _ in range(2):  # raised again it is as short
+        with pytest.raises(mk.RankFailed, match="unwilling") as caught:
+            run.wait()
+        assert places(caught.value) == []
+    message = str(caught.value)
+    assert "in forward" in message and "_call_impl" not in message and "stage_work" not in message
+    assert "_call_impl" in caught.value.traceback, "all of it is there to look up"
+
+
+def test_all_frames_on_request() -> None:
+    mk.show_internals()
+    try:
+        with pytest.raises(ValueError) as caught:
+            mk.Plan(pp=0)
+        assert "checked_degree" in places(caught.value)
+    finally:
+        mk.show_internals(False)
+    with pytest.raises(ValueError) as caught:
+        mk.Plan(pp=0)
+    assert places(caught.value) == []
+
+
+@pytest.mark.usefixtures("folded")
+def test_a_mistake_of_mpkit_itself_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise AttributeError("a bug")
+
+    monkeypatch.setitem(broken.__globals__, "__name__", "mpkit.broken")
+    monkeypatch.setattr("mpkit.plan.checked_recompute", broken)
+    with pytest.raises(AttributeError) as caught:
+        mk.Plan()
+    assert "__post_init__" in places(caught.value)
+
+
+@pytest.mark.usefixtures("folded")
+def test_raise_from_and_handling_go_on_as_ever() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        try:
+            mk.Plan(pp=0)
+        except ValueError as error:
+            raise RuntimeError("mine") from error
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(ValueError) as again:
+        try:
+            raise KeyError("first")
+        except KeyError:
+            mk.Plan(pp=0)
+    assert isinstance(again.value.__context__, KeyError) and not again.value.__suppress_context__

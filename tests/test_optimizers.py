@@ -1,0 +1,381 @@
+"""Optimizers under every plan: equal to plain PyTorch's, or refused before a rank starts."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import mpkit as mk
+from mpkit.parallel.optimizer import Held, Whole, make_optimizer
+from mpkit.prepare import prepare
+from tests.serial import Train, check_equal
+
+# Ranks get this module's classes by value, and need not import the module and what tests need.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SGD, AdamW, Optimizer = torch.optim.SGD, torch.optim.AdamW, torch.optim.Optimizer
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 4)]
+    return nn.Sequential(*layers).double()
+
+
+class Tied(nn.Module):
+    """No chain, and its first stage shares a weight with its last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * self.scale
+        for layer in self.inner:
+            x = x + torch.tanh(layer(x))
+        return self.last(x)
+
+
+torch.manual_seed(1)
+DATA = [(torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)) for _ in range(2)]
+
+
+def update(optimizer: Optimizer) -> Iterable[tuple[dict[str, Any], nn.Parameter, Tensor]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield group, parameter, parameter.grad
+
+
+class Lamb(Optimizer):
+    """Each parameter by its own norm."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, p, g in update(self):
+            p.sub_(group["lr"] * g * p.norm() / (g.norm() + 1e-6))
+
+
+class Clips(SGD):
+    """By the norm of all gradients together."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        nn.utils.clip_grad_norm_([p for _, p, _ in update(self)], 0.1)
+        super().step()
+
+
+class Noise(SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for _, p, _ in update(self):
+            p.add_(torch.randn_like(p), alpha=0.01)
+
+
+class ByPlace(SGD):
+    """Faster for later parameters; decides in the step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for i, (_, p, g) in enumerate(update(self)):
+            p.sub_(g, alpha=0.01 * (i + 1))
+
+
+class Rows(SGD):
+    """Each row of a matrix by its own size."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for _, p, g in update(self):
+            p.sub_(g / g.abs().mean(-1, keepdim=True), alpha=0.01)
+
+
+class Counts(SGD):
+    """The rate falls with a count that is in no state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.count
+        super().step()
+
+
+class Anchored(SGD):
+    """Reads the parameters when it is made."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["anchor"] = p.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, p, g in update(self):
+            p.sub_(group["lr"] * (g + 0.1 * (p - self.state[p]["anchor"])))
+
+
+class MuonAndAdamW(Optimizer):
+    """Matrices by Muon, the rest by AdamW."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": 0.01})
+        self.muon = torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.01)
+        self.adamw = AdamW([p for p in params if p.dim() != 2], lr=0.01)
+        self.param_groups = self.muon.param_groups + self.adamw.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.muon.step()
+        self.adamw.step()
+
+
+class Wants(SGD):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
+def sgd(params: Any) -> Optimizer:
+    return SGD(params, lr=0.1)
+
+
+@mk.by_name
+def all_kinds(named: list[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Groups by place, number, shape, size and name; and one parameter is left out."""
+    first, *rest = [(name, p) for name, p in named if not name.endswith("2.bias")]
+    groups: list[dict[str, Any]] = [{"params": [first[1]], "lr": 0.2}]
+    for i, (name, p) in enumerate(rest):
+        decay = 0.0 if p.dim() < 2 or name.endswith("bias") else 0.1
+        groups.append({"params": [(p)], "lr": (0.05 + 0.01 * i) / len(named), "weight_decay": decay})
+    groups[-1]["lr"] = 0.3 / p.numel()
+    return torch.optim.Adagrad(groups, lr=0.1, initial_accumulator_value=0.1)
+
+
+PLANS = {
+    "serial": mk.Plan.serial(2),
+    "ddp": mk.Plan.ddp(2),
+    "dp": mk.Plan.dp(2),
+    "gpipe": mk.Plan.gpipe(2, 2),
+    "zb_h1": mk.Plan.pipeline("zb_h1", 2, 2),
+    "interleaved": mk.Plan(pp=2, schedule="interleaved_1f1b", microbatches=2, virtual_stages=2),
+    "zero1": mk.Plan.zero(1, 2),
+    "zero2": mk.Plan.zero(2, 2),
+    "zero3": mk.Plan.zero(3, 2),
+    "2d": mk.Plan(pp=2, dp=2, zero=1, microbatches=2),
+    "tp": mk.Plan.tp(2),
+    "tp x zero": mk.Plan(dp=2, tp=2, zero=1),
+}
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_groups_are_those_of_the_whole_model(train: Train, kind: str) -> None:
+    check_equal(train, net(), DATA, PLANS[kind], loss=F.mse_loss, optimizer=all_kinds, steps=3)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "interleaved", "zero3", "2d"])
+def test_of_a_model_that_is_no_chain_with_a_tied_weight(train: Train, kind: str) -> None:
+    """Stages know its parameters in another order than the model."""
+    check_equal(train, Tied().double(), DATA, PLANS[kind], loss=F.mse_loss, optimizer=all_kinds, steps=3)
+
+
+def named(named_parameters: Any) -> Optimizer:
+    """PyTorch's own way with names."""
+    return AdamW([{"params": [pair], "lr": 0.01 * (1 + len(pair[0]))} for pair in named_parameters], eps=1e-6)
+
+
+def clamp(optimizer: Optimizer, *_: Any) -> None:
+    for _, _, g in update(optimizer):
+        g.clamp_(-0.1, 0.1)
+
+
+def hooked(params: Any) -> Optimizer:
+    """With a hook that belongs to the optimizer, and a step of its own around the class's."""
+    made = SGD(params, lr=0.1, momentum=0.9)
+    made.register_step_pre_hook(clamp)
+    inner = made.step
+
+    def step(closure: Any = None) -> Any:
+        for _, _, g in update(made):
+            g.mul_(0.9)
+        return inner(closure)
+
+    made.step = step  # type: ignore[method-assign]
+    return made
+
+
+RIGHT: dict[str, tuple[Any, str]] = {
+    "norms of a parameter": (Lamb, "gpipe"),
+    "norms of a parameter, replicas": (Lamb, "ddp"),
+    "rows of a parameter": (Rows, "zb_h1"),
+    "two optimizers in one": (MuonAndAdamW, "gpipe"),
+    "a norm over all, replicas": (Clips, "ddp"),
+    "a norm over all, rank 0 has all": (Clips, "dp"),
+    "places, replicas": (ByPlace, "ddp"),
+    "reads the parameters when it is made": (Anchored, "gpipe"),
+    "a count of its own": (Counts, "zero3"),
+    "named_parameters": (named, "gpipe"),
+    "a hook and a step of its own": (hooked, "zero2"),
+    "factored moments": (torch.optim.Adafactor, "gpipe"),
+}
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_right_where_it_has_all_that_it_looks_at(train: Train, what: str) -> None:
+    optimizer, kind = RIGHT[what]
+    optimizer = mk.by_name(optimizer) if optimizer is named else optimizer
+    check_equal(train, net(), DATA, PLANS[kind], loss=F.mse_loss, optimizer=optimizer, steps=4)
+
+
+# ---------------------------------------------------------------- refused
+
+
+def closing(params: Any) -> Optimizer:
+    """Clips what it was made of, whatever the optimizer holds."""
+    params = list(params)
+    made = SGD(params, lr=0.1)
+    inner = made.step
+    made.step = lambda *_: (nn.utils.clip_grad_norm_(params, 0.1), inner())[1]  # type: ignore[assignment,method-assign,func-returns-value]
+    return made
+
+
+def on_parameters(params: Any) -> Optimizer:
+    params = list(params)
+    for p in params:
+        p.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    return SGD(params, lr=0.1)
+
+
+def of_some(params: Any) -> Optimizer:
+    """The first two of those that it is given in a group of their own."""
+    params = list(params)
+    return SGD([{"params": params[:2], "lr": 0.5}, {"params": params[2:]}], lr=0.1)
+
+
+def picky(params: Any) -> Optimizer:
+    """Steps whole matrices and vectors of this model only."""
+    made = SGD(params, lr=0.1)
+    inner = made.step
+
+    def step(closure: Any = None) -> Any:
+        assert all(tuple(p.shape) in {(6, 4), (6, 6), (4, 6), (6,), (4,)} for _, p, _ in update(made)), (
+            "whole"
+        )
+        return inner()
+
+    made.step = step  # type: ignore[method-assign]
+    return made
+
+
+COUPLED = r"what becomes of one parameter depends on others .*max_grad_norm=1\.0.*Plan\.ddp\(2\)"
+MIXES = r"changes an element by what the others are .*Plan\.ddp\(2\)"
+REFUSED: dict[str, tuple[Any, list[str], str]] = {
+    "a norm over all": (Clips, ["gpipe", "zero1", "zero3", "tp"], r"Clips with Plan.*" + COUPLED),
+    "over what it was made of": (closing, ["zero1", "gpipe"], COUPLED),
+    "a place among all": (ByPlace, ["gpipe", "zero2"], COUPLED),
+    "norms of a parameter": (Lamb, ["zero1", "zero3", "tp"], MIXES),
+    "rows": (Rows, ["zero1", "tp"], MIXES),
+    "random numbers": (Noise, ["ddp", "gpipe", "zero1"], r"draws random numbers, perhaps.*Plan\.serial\(\)"),
+    "what parameters are at first": (Anchored, ["zero1", "tp"], MIXES),
+    "two optimizers in one": (MuonAndAdamW, ["zero1"], r"MuonAndAdamW with Plan\(dp=2, zero=1\)"),
+    "whole parameters only": (picky, ["zero1"], r"fails on parts: AssertionError: whole.*mk\.elementwise\("),
+    "a closure": (Wants, ["serial", "gpipe"], r"a step of Wants fails .*'closure'"),
+    "sparse gradients": (torch.optim.SparseAdam, ["serial"], r"SparseAdam does not support dense gradients"),
+    "hooks on parameters": (on_parameters, ["serial", "ddp", "gpipe"], r"the hook <lambda> on the parameter 0\.weight"),
+}  # fmt: skip
+
+
+def prepared(optimizer: Any, plan: mk.Plan, model: nn.Module | None = None, **how: Any) -> None:
+    how = {"loss": F.mse_loss, "steps": 2, "ranks": plan.ranks} | how
+    prepare(net() if model is None else model, DATA, plan, optimizer=optimizer, **how)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_where_it_looks_beyond_its_part(what: str) -> None:
+    optimizer, kinds, words = REFUSED[what]
+    for kind in kinds:
+        with pytest.raises(ValueError, match=r"\Aoptimizer") as caught:
+            prepared(optimizer, PLANS[kind])
+        assert re.search(words, str(caught.value)), (kind, str(caught.value))
+
+
+def test_of_a_large_model_too() -> None:
+    """Which is tried in smaller shapes."""
+    large = nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 400), nn.Linear(400, 4)).double()
+    prepared(all_kinds, PLANS["zero1"], large)
+    with pytest.raises(ValueError, match=r"what becomes of one parameter depends on others"):
+        prepared(Clips, PLANS["zero1"], large)
+
+
+def test_declared_where_it_cannot_be_tried() -> None:
+    prepared(mk.elementwise(picky), PLANS["zero1"])
+    with pytest.raises(ValueError, match="changes an element"):  # it was tried, and is not
+        prepared(mk.elementwise(Lamb), PLANS["zero1"])
+
+
+def test_frozen_parameters_that_matter_to_groups() -> None:
+    model = net()
+    model[0].weight.requires_grad_(False)
+    prepared(sgd, PLANS["gpipe"], model)
+    with pytest.raises(ValueError, match=r"2\.weight has other options.*the frozen 0\.weight.*mk\.by_name\("):
+        prepared(of_some, PLANS["gpipe"], model)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Embedding(4, 4, sparse=True)))
+    with pytest.raises(
+        ValueError, match=r"The model's 1\.0 makes sparse.*get_submodule\('1\.0'\)\.sparse = False"
+    ):
+        prepared(sgd, PLANS["serial"], model)
+
+
+def test_a_hook_on_all_optimizers() -> None:
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        with pytest.raises(ValueError, match=r"A hook on all optimizers \(<lambda>"):
+            prepared(sgd, PLANS["serial"])
+    finally:
+        handle.remove()
+    prepared(sgd, PLANS["serial"])
+
+
+def test_counts_that_no_checkpoint_has(tmp_path: Any) -> None:
+    how = {"checkpoint_every": 1, "checkpoint_dir": tmp_path}
+    prepared(AdamW, PLANS["ddp"], **how)
+    with pytest.raises(
+        ValueError, match=r"Counts changes param_groups\[0\]\['lr'\], count from step to step"
+    ):
+        prepared(Counts, PLANS["ddp"], **how)
+
+
+def test_an_initial_state_goes_with_its_part() -> None:
+    whole = [Whole("w", (2, 3), torch.float32), Whole("b", (3,), torch.float32)]
+    take: Callable[[Tensor], Tensor] = lambda t: t.reshape(-1)[1:3]  # noqa: E731
+    part = nn.Parameter(torch.zeros(2))
+    adagrad = make_optimizer(
+        lambda ps: torch.optim.Adagrad(ps, initial_accumulator_value=0.5), whole, {"w": Held(part, take)}
+    )
+    assert adagrad is not None
+    assert [p is part for group in adagrad.param_groups for p in group["params"]] == [True]
+    assert adagrad.state[part]["sum"].tolist() == [0.5, 0.5]
+    assert len(adagrad.state) == 1

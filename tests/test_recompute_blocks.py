@@ -1,0 +1,183 @@
+"""Recomputation block by block: what is held, and that nothing else changes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mpkit as mk
+from mpkit.models import GPT, next_token_loss
+from mpkit.trace import Kind
+from tests.recipes import adamw, logits_loss
+from tests.serial import Train, check_equal
+from tests.test_mesh_training import tokens
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*_token_id.*"),
+    pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan"),
+]
+
+S, H = 16, 16
+BOUNDARY = 4 * S * H * 8
+"""Bytes between two blocks: of 4 sequences, in fp64."""
+
+
+def gpt(layers: int = 4, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(vocab=32, layers=layers, width=H, heads=2, length=S, dropout=dropout).double()
+
+
+def llama(layers: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=H, intermediate_size=2 * H, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=S,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double()
+
+
+MODELS: dict[str, tuple[Callable[..., nn.Module], Any]] = {
+    "gpt": (gpt, next_token_loss),
+    "llama": (llama, logits_loss),
+}
+
+
+# ---- equal to serial training ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "plan"), [
+    ("gpt", mk.Plan(pp=2, schedule="zb_h1", microbatches=3, recompute="full")),
+    ("llama", mk.Plan(pp=2, schedule="zb_h1", microbatches=2, recompute="every=2")),
+    ("llama", mk.Plan(pp=2, schedule="1f1b", microbatches=2, recompute="full")),
+    ("llama", mk.Plan.zero(3, 2, recompute="full")),
+    ("gpt", mk.Plan(tp=2, sequence_parallel=True, microbatches=2, recompute="full")),
+    ("gpt", mk.Plan(cp=2, recompute="full")),
+    ("gpt", mk.Plan.dp(2, recompute="full")),
+], ids=repr)  # fmt: skip
+def test_equals_serial_training(train: Train, kind: str, plan: mk.Plan) -> None:
+    make, loss = MODELS[kind]
+    check_equal(train, make(), tokens(4, S, 32), plan, loss=loss, optimizer=adamw, steps=2)
+
+
+def test_dropout_drops_the_same(train: Train) -> None:
+    how: dict[str, Any] = {"loss": next_token_loss, "optimizer": adamw, "steps": 2}
+    found = [
+        train(gpt(dropout=0.3), tokens_once(), mk.Plan(recompute=again), **how).losses
+        for again in ("none", "full")
+    ]
+    assert found[0] == found[1]
+
+
+def tokens_once() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(3)
+    return tokens(4, S, 32)
+
+
+# ---- what is held ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_one_stage_holds_the_boundaries_and_one_block(
+    train: Train, clusters: Callable[[int], mk.Cluster], kind: str
+) -> None:
+    """Played; and real, of the deeper model, to the byte the same."""
+    make, loss = MODELS[kind]
+    data = tokens(4, S, 32)
+    how: dict[str, Any] = {"loss": loss, "optimizer": adamw}
+
+    def played(layers: int, again: str) -> int:
+        plan = mk.Plan(recompute=again)
+        trace = mk.trace_fake(lambda: make(layers), plan, batch=data[0], cluster=clusters(1), **how)
+        return mk.Timeline.of(trace).peak_memory[0]["activations"]
+
+    kept = {layers: played(layers, "none") for layers in (2, 6)}
+    block = (kept[6] - kept[2]) / 4
+    rest = kept[2] - 2 * block
+    full = {layers: played(layers, "full") for layers in (2, 6)}
+    assert full[6] - full[2] == 4 * BOUNDARY
+    assert full[6] <= 6 * BOUNDARY + block + rest
+    assert full[6] < played(6, "every=2") <= 3 * BOUNDARY + 4 * block + rest
+    run = train(make(6), data, mk.Plan(recompute="full"), steps=2, **how)
+    assert run.timeline().peak_memory[0]["activations"] == full[6]
+
+
+def test_the_recomputation_is_seen(train: Train, clusters: Callable[[int], mk.Cluster]) -> None:
+    """A RECOMPUTE within the backward for each block, with its FLOPs, which the backward's count too."""
+    how: dict[str, Any] = {"loss": next_token_loss, "optimizer": adamw}
+    data, plan = tokens(4, S, 32), mk.Plan(recompute="full", microbatches=2)
+    real = train(gpt(), data, plan, steps=1, **how).trace.ranks[0]
+    fake = mk.trace_fake(gpt, plan, batch=data[0], cluster=clusters(1), **how).ranks[0]
+    for rank in (real, fake):
+        again = rank.ops[rank.ops["kind"] == Kind.RECOMPUTE]
+        assert [rank.name(op["name"]) for op in again] == [f"block{i}" for i in (3, 2, 1, 0)] * 2
+        assert set(again["depth"]) == {1}
+    for kind in (Kind.RECOMPUTE, Kind.BACKWARD):
+        flops = [rank.ops["flops"][rank.ops["kind"] == kind].tolist() for rank in (real, fake)]
+        assert flops[0] == flops[1]
+
+
+def test_selective_is_played_as_it_is(train: Train, clusters: Callable[[int], mk.Cluster]) -> None:
+    how: dict[str, Any] = {"loss": next_token_loss, "optimizer": adamw}
+    data, plan = tokens(4, S, 32), mk.Plan(recompute="selective")
+    real = train(gpt(), data, plan, steps=2, **how).timeline().peak_memory[0]["activations"]
+    trace = mk.trace_fake(gpt, plan, batch=data[0], cluster=clusters(1), **how)
+    assert mk.Timeline.of(trace).peak_memory[0]["activations"] == real
+
+
+# ---- refused -----------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Multiplies by how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("block", "words"), [(Counting, "something else"), (Writing, "writes into its input")]
+)
+def test_blocks_that_cannot_be_computed_again_are_refused(
+    train: Train, block: type[nn.Module], words: str
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), block(), block())
+    data = [(torch.randn(2, 4), torch.randn(2, 4))]
+    with pytest.raises(mk.RankFailed, match=words):
+        train(model, data, mk.Plan(recompute="full"), loss=F.mse_loss, optimizer=adamw, steps=1)
+
+
+def test_what_cannot_be_meant_is_refused(train: Train) -> None:
+    data = [(torch.randn(2, 4), torch.randn(2, 4))]
+    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": adamw, "steps": 1}
+    with pytest.raises(ValueError, match=r"has none .*recompute='full'"):
+        train(nn.Sequential(nn.Linear(4, 4)), data, mk.Plan(recompute="every=2"), **how)
+    with pytest.raises(ValueError, match=r"has 2: .*recompute='every=2'"):
+        train(nn.Sequential(Counting(), Counting()), data, mk.Plan(recompute="every=3"), **how)
+    for given in ("every=0", "every=two", "every", 2):
+        with pytest.raises(ValueError, match=r"Did you mean Plan\(recompute='every=2'\)"):
+            mk.Plan(recompute=given)  # type: ignore[arg-type]
+    assert mk.Plan.from_json(mk.Plan(pp=2, recompute="every=2").to_json()).recompute == "every=2"
