@@ -116,7 +116,7 @@ def test_a_training_equals_plain_pytorch_or_is_refused(
     optimizer = OPTIMIZERS[case["optimizer"]]
     drawn = {*case["layers"], *(case[key] for key in ("hook", "loss", "optimizer", "data"))}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a plan may be unwise, a loss NaN
+        warnings.simplefilter("ignore")  # a plan may be unwise, a loss NaN; torch warns of some hooks
         try:
             run = clusters(plan.ranks).train(
                 make_model(case["layers"], case["hook"], case["seed"]), DATA[case["data"]](pairs), plan,
@@ -132,9 +132,9 @@ def test_a_training_equals_plain_pytorch_or_is_refused(
             assert case["data"] in ("generator", "stream") and case["masked"] != "none", stopped
             assert not is_ordinary(drawn) and "such came in this micro-batch" in str(stopped)
             return
-    losses, weights = whole_batch_training(
-        make_model(case["layers"], case["hook"], case["seed"]), pairs, loss, case["optimizer"]
-    )
+        losses, weights = whole_batch_training(
+            make_model(case["layers"], case["hook"], case["seed"]), pairs, loss, case["optimizer"]
+        )
     assert run.losses == pytest.approx(losses, rel=1e-8, abs=1e-10, nan_ok=True)
     for name, value in run.state_dict().items():
         torch.testing.assert_close(

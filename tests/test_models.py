@@ -78,7 +78,7 @@ def test_a_chain_is_a_sequential_that_goes_through_its_layers() -> None:
     assert [name for name, _ in chain(model)] == ["0", "1.0", "1.1", "2", "3"]
     with pytest.raises(ValueError, match=r"nn.Sequential\(model.left, model.right\)"):
         chain(Forked())
-    with pytest.raises(ValueError, match="a forward of its own"):
+    with pytest.raises(ValueError, match="a forward, a __call__ or hooks of its own"):
         chain(Backwards(nn.ReLU()))
     with pytest.raises(ValueError, match="without layers"):
         chain(nn.Sequential(nn.Sequential()))

@@ -58,6 +58,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Any]] = {
     ("gpt", mk.Plan(pp=2, schedule="zb_h1", microbatches=3, recompute="full")),
     ("llama", mk.Plan(pp=2, schedule="zb_h1", microbatches=2, recompute="every=2")),
     ("llama", mk.Plan(pp=2, schedule="1f1b", microbatches=2, recompute="full")),
+    ("gpt", mk.Plan(pp=2, schedule="zb_h1", microbatches=2, recompute="full", zero=3)),
     ("llama", mk.Plan.zero(3, 2, recompute="full")),
     ("gpt", mk.Plan(tp=2, sequence_parallel=True, microbatches=2, recompute="full")),
     ("gpt", mk.Plan(cp=2, recompute="full")),

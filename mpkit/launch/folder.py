@@ -70,9 +70,9 @@ class Settings:
     environment: dict[str, str | None] = field(default_factory=dict)
     compares: bool = True
 
-    def write(self, folder: Path) -> None:
-        """Into the launch's folder."""
-        (folder / "settings.json").write_text(json.dumps(asdict(self)))
+    def dumps(self) -> bytes:
+        """Return the bytes of settings.json."""
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def read(cls, folder: Path) -> Settings:

@@ -25,7 +25,7 @@ from typing import IO, Any
 from mpkit.disk import name_full_disk
 from mpkit.errors import Deadlock, MpkitError, RankFailed
 from mpkit.launch.failure import failure
-from mpkit.launch.folder import Settings, part, reserve
+from mpkit.launch.folder import RESERVED, Settings, part, reserve
 from mpkit.launch.hang import GRACE, LIMIT, Patience, explain
 from mpkit.launch.output_reader import OutputReader
 from mpkit.launch.stacks import place_of, read_stack, request_stack
@@ -109,13 +109,18 @@ class Launch:
 
     def _write(self, settings: Settings, payload: bytes) -> Path:
         """Make the folder of the launch, with all that ranks read."""
-        with name_full_disk(tempfile.gettempdir(), len(payload)):
+        files = {
+            "settings.json": settings.dumps(),
+            "meta.json": json.dumps(self.meta).encode(),
+            "payload.pkl": payload,
+        }
+        needed = sum(map(len, files.values())) + self.ranks * sum(RESERVED.values())
+        with name_full_disk(tempfile.gettempdir(), needed):
             folder = Path(tempfile.mkdtemp(prefix="mpkit-run-"))
             self._warm.tell(do="folder", folder=str(folder))  # which it removes if this process is killed
             try:
-                settings.write(folder)
-                (folder / "meta.json").write_text(json.dumps(self.meta))
-                (folder / "payload.pkl").write_bytes(payload)
+                for name, content in files.items():
+                    (folder / name).write_bytes(content)
                 reserve(folder, self.ranks)
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -196,7 +196,8 @@ class Gathering:
         here = (needs for site, needs in zip(self._sites, self._needs, strict=True) if site.stage == stage)
         needed = {flat for needs in here for flat in needs}
         with torch.no_grad():
-            self._keep(needed)
+            self._until_the_end.update(needed)  # hooks on outputs may go off here too: nothing is freed
+            self._keep(())
             for flat in self._flats:
                 if flat in needed:
                     self._start(flat)
