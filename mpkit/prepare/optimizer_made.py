@@ -12,11 +12,41 @@ from mpkit.models.hooks import hook_name, hooks_on
 from mpkit.parallel.optimizer import described, stand_in, trained_parameters
 from mpkit.prepare.arguments import ADAM, a_kind_of, one_line
 
-__all__ = ["check_optimizer", "plain"]
+__all__ = ["check_optimizer", "is_elementwise", "plain"]
+
+ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in (
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Adagrad",
+        "Adadelta",
+        "ASGD",
+        "Rprop",
+    )
+)
+"""PyTorch's optimizers that treat each element by itself, by the formulas in its documentation."""
 
 
-def check_optimizer(optimizer: Any, model: nn.Module, *, scheduled: bool, once: bool) -> None:
-    """Check that a function makes an optimizer of the parameters that it is given.
+def is_elementwise(made: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is known to treat each element by itself: PyTorch's own, as PyTorch made it.
+
+    >>> is_elementwise(torch.optim.Adam([nn.Parameter(torch.ones(2))]))
+    True
+    """
+    hooked = made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks
+    return type(made) in ELEMENTWISE and not hooked and "step" not in vars(made)
+
+
+def check_optimizer(
+    optimizer: Any, model: nn.Module, *, scheduled: bool, once: bool
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer that a function makes of stand-ins for the parameters; None if none are trained.
 
     Args:
         optimizer: as for `Cluster.train`.
@@ -39,11 +69,12 @@ def check_optimizer(optimizer: Any, model: nn.Module, *, scheduled: bool, once: 
     _check_global_hooks()
     whole, _ = trained_parameters(model)
     if not whole:
-        return
+        return None
     params = {each.name: stand_in(each) for each in whole}
     made = _make(optimizer, params)
     _check_made(made, params, scheduled=scheduled, once=once)
     _check_frozen(optimizer, model, made, params)
+    return made
 
 
 def _make(optimizer: Any, params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mpkit.parallel.optimizer import Held, OptimizerFunction, Take, Whole, make_optimizer
 from mpkit.prepare.optimizer_made import plain
 
-__all__ = ["Division", "Examined", "Trial"]
+__all__ = ["SCALES", "Division", "Examined", "Trial"]
 
 SCALES = (1.0, 0.01, 100.0, 1.0, 1e4, 1e-3, 1.0, 1.0, 30.0, 0.1, 1.0, 1e3)
 """Of the gradients, step by step."""
@@ -56,6 +56,7 @@ class Trial:
     Args:
         function: the user's.
         whole: the model's parameters that are trained.
+        steps: how many to make, of `SCALES` at most.
 
     Attributes:
         whole: as they are tried.
@@ -65,8 +66,8 @@ class Trial:
 
     examined = Examined()
 
-    def __init__(self, function: OptimizerFunction, whole: Sequence[Whole]) -> None:
-        self._function = function
+    def __init__(self, function: OptimizerFunction, whole: Sequence[Whole], steps: int = len(SCALES)) -> None:
+        self._function, self._scales = function, SCALES[:steps]
         self.smaller = sum(prod(w.shape) for w in whole) > ENOUGH
         self.whole = _smaller(whole) if self.smaller else list(whole)
         self._gradients: dict[tuple[int, int], Tensor] = {}  # by parameter and step: every run has the same
@@ -74,7 +75,7 @@ class Trial:
     def in_float64(self) -> Trial:
         """The same with parameters of the precision in which the smallest difference shows."""
         wide = [w._replace(dtype=torch.float64) if w.dtype.is_floating_point else w for w in self.whole]
-        found = Trial(self._function, wide)
+        found = Trial(self._function, wide, len(self._scales))
         found.smaller = self.smaller
         return found
 
@@ -96,7 +97,7 @@ class Trial:
         optimizer = make_optimizer(self._function, self.whole, held)
         before = {} if optimizer is None else _besides(optimizer)
         found: list[dict[str, Tensor]] = []
-        for step, scale in enumerate(SCALES):
+        for step, scale in enumerate(self._scales):
             for i, w in enumerate(self.whole):
                 if w.name in held:
                     if (i, step) not in self._gradients:

@@ -2,9 +2,11 @@
 
     made     of stand-ins for the whole model (`optimizer_made`)
     tried    some steps of it, as in plain PyTorch (`optimizer_trial`)
-    apart    several stages: optimizers that each hold some of the parameters end in the same numbers
+    repeats  several ranks: made and stepped again it ends in the same numbers
+    apart    several stages: optimizers that each hold some of the parameters do
     parts    ZeRO and tensor parallelism: optimizers that each hold some elements of the parameters do
 
+Of PyTorch's own elementwise optimizers it is known that they can be divided: one step shows that they can be made.
 Asking is not enough, since an optimizer may be anybody's. One that cannot be tried is refused where it would be
 divided, unless it is declared (`mpkit.elementwise`).
 """
@@ -25,8 +27,8 @@ from mpkit.parallel.shard import Shard
 from mpkit.plan import Plan
 from mpkit.prepare.arguments import ADAM, one_line
 from mpkit.prepare.dry_run import quiet
-from mpkit.prepare.optimizer_made import check_optimizer
-from mpkit.prepare.optimizer_trial import Division, Examined, Trial
+from mpkit.prepare.optimizer_made import check_optimizer, is_elementwise
+from mpkit.prepare.optimizer_trial import SCALES, Division, Examined, Trial
 
 __all__ = ["examine_optimizer", "updated_by"]
 
@@ -60,20 +62,24 @@ def examine_optimizer(
         quiet(),
         _disable_current_modes(),
     ):  # numbers are needed here, also where a rank is played without them
-        check_optimizer(
+        # ---- made
+        made = check_optimizer(
             optimizer, model, scheduled=scheduled, once=plan.ranks == 1 and plan.microbatches == 1
         )
-        if not whole:
+        if made is None:
             return Examined()
-        checks = _Checks(described(optimizer), plan, Trial(described(optimizer), whole))
+        known = is_elementwise(made)
+        steps = 1 if known else len(SCALES)
+        checks = _Checks(described(optimizer), plan, Trial(described(optimizer), whole, steps))
+        # ---- tried, and divided as the plan says
         expected = checks.tried()
         if expected is None:
             return Examined()
         if plan.ranks > 1 and plan.data_parallel != "dp":
             checks.repeats(expected)
-        if plan.pp > 1:
+        if plan.pp > 1 and not known:
             checks.apart(expected, places)
-        if plan.zero or plan.tp > 1:
+        if (plan.zero or plan.tp > 1) and not known:
             checks.parts(expected, shards)
         return checks.trial.examined
 
