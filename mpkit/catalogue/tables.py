@@ -4,6 +4,7 @@
     mamf.csv            the rate that large matrix products really reach
     links.csv           link rates, one direction
     collectives.csv     nccl-tests sweeps: payload, time, bus bandwidth
+    loopback.csv        gloo over the loopback interface, as `benchmarks.measure_loopback` measured it
     titan_rtx_ddp.csv   the same training with and without NVLink
 
 Every row names its source. `marks` says which of its cells were derived, or not read from a source.
@@ -21,7 +22,7 @@ import numpy as np
 from mpkit.devices import hops, wire_factor
 from mpkit.trace import Kind
 
-__all__ = ["Fit", "fit_all_reduce", "one", "rows", "sweep"]
+__all__ = ["Fit", "fit_all_reduce", "fit_loopback", "one", "rows", "sweep"]
 
 
 @cache
@@ -75,3 +76,26 @@ def fit_all_reduce(system: str, least: float = 0.0) -> Fit:
     )
     (latency, inverse), *_ = np.linalg.lstsq(terms / seconds[:, None], np.ones(len(seconds)), rcond=None)
     return Fit(float(latency), float(1 / inverse))
+
+
+@cache
+def fit_loopback() -> tuple[float, dict[Kind, float]]:
+    """Return the latency, in seconds a hop, and the rate of each kind, in bytes a second, closest to loopback.csv.
+
+    One latency for all kinds, and a rate for each: linear, and fitted, as in `fit_all_reduce`.
+
+    >>> latency, rates = fit_loopback()
+    >>> 10e-6 < latency < 500e-6 and rates[Kind.ALL_REDUCE] < 10e9
+    True
+    """
+    found = rows("loopback")
+    kinds = list(dict.fromkeys(row["kind"] for row in found))
+    terms = np.zeros((len(found), 1 + len(kinds)))
+    for term, row in zip(terms, found, strict=True):
+        kind, n, seconds = Kind[row["kind"].upper()], int(row["ranks"]), float(row["time_us"]) * 1e-6
+        term[0] = hops(kind, n) / seconds
+        term[1 + kinds.index(row["kind"])] = wire_factor(kind, n) * float(row["bytes"]) / seconds
+    (latency, *inverse), *_ = np.linalg.lstsq(terms, np.ones(len(terms)), rcond=None)
+    return float(latency), {
+        Kind[kind.upper()]: float(1 / each) for kind, each in zip(kinds, inverse, strict=True)
+    }

@@ -98,9 +98,11 @@ def _beyond(chosen: Hardware, world_size: int) -> list[str]:
 
 def _in_words(link: Link) -> str:
     sources = " ".join(link.sources.values())
-    assumed = " (assumed)" if "assumed" in sources else ""
+    known = " (assumed)" if "assumed" in sources else ""
+    if "loopback.csv" in sources:
+        known = " (measured on the kit's test machine)"
     rate = "" if link.bandwidth == inf else f" and {link.bandwidth / 1e9:.3g} GB/s"
-    return f"messages over {link.name} take {link.latency * 1e6:.3g} us{rate}{assumed}"
+    return f"messages over {link.name} take {link.latency * 1e6:.3g} us{rate}{known}"
 
 
 def _on_cpu(ops: Array) -> Array:
