@@ -46,7 +46,7 @@ class Waiting:
         self._since = [
             old if old[0] == sight else (sight, now) for old, sight in zip(self._since, sights, strict=True)
         ]
-        if not self._cpu or now - self._cpu[-1][0] > self.after / 4:
+        if pids and (not self._cpu or now - self._cpu[-1][0] > self.after / 4):
             self._cpu.append((now, [cpu_seconds(pid) for pid in pids]))
         going = [rank for rank, sight in enumerate(sights) if sight.state == 0]
         waiting = [r for r in going if sights[r].waiting and now - self._since[r][1] > self.after]
@@ -60,11 +60,11 @@ class Waiting:
 
     def cpu_share(self, rank: int, pids: Sequence[int]) -> float | None:
         """Return of how many cores the rank has made use lately; None where the system does not say."""
-        then, before = self._cpu[0]
-        used = cpu_seconds(pids[rank])
-        if len(before) <= rank or before[rank] is None or used is None or time.monotonic() <= then:
+        if not self._cpu:  # nobody has looked since the ranks were started
             return None
-        return (used - (before[rank] or 0.0)) / (time.monotonic() - then)
+        then, before = self._cpu[0]
+        now, earlier, used = time.monotonic(), before[rank], cpu_seconds(pids[rank])
+        return None if earlier is None or used is None or now <= then else (used - earlier) / (now - then)
 
 
 def ranks_spelt(ranks: Sequence[int]) -> str:

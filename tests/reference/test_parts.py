@@ -1,0 +1,162 @@
+"""The references of layers divided among ranks: outputs and gradients are those of the whole layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.reference.column_parallel_linear import column_parallel_linear
+from mpkit.reference.parallel_attention import parallel_attention
+from mpkit.reference.parallel_mlp import parallel_mlp
+from mpkit.reference.ring_attention import ring_attention
+from mpkit.reference.row_parallel_linear import row_parallel_linear
+from mpkit.reference.sequence_parallel import sequence_parallel_mlp
+from mpkit.reference.vocabulary_cross_entropy import vocabulary_cross_entropy
+from mpkit.trace import Kind
+
+Clusters = Callable[[int], mk.Cluster]
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(*shape, dtype=torch.float64) for shape in shapes]
+
+
+def differentiate(function: Callable[..., Tensor], *given: Tensor) -> list[Tensor]:
+    """The output, and the gradients of sum(output ** 2)."""
+    leaves = [tensor.clone().requires_grad_() for tensor in given]
+    output = function(*leaves)
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
+
+
+def on_ranks(
+    cluster: mk.Cluster, function: Callable[..., Tensor], parts: list[list[Tensor]]
+) -> list[list[Tensor]]:
+    """By rank what `differentiate` finds, of that rank's parts."""
+    return cluster.run(lambda ctx: differentiate(lambda *given: function(ctx, *given), *parts[ctx.rank]))
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def communicated(cluster: mk.Cluster) -> Counter[tuple[str, int]]:
+    """Collectives of rank 0, by kind and payload."""
+    ops = cluster.trace.ranks[0].ops
+    ops = ops[(ops["kind"] >= Kind.SEND) & (ops["kind"] < Kind.COPY_TO_DEVICE)]
+    return Counter((Kind(op["kind"]).name, int(op["bytes"])) for op in ops)
+
+
+def test_column_parallel_linear(clusters: Clusters) -> None:
+    X, A = tensors((3, 4), (4, 6))
+    Y, dX, dA = differentiate(torch.matmul, X, A)
+    found = on_ranks(clusters(2), column_parallel_linear, [[X, A_i] for A_i in A.chunk(2, dim=1)])
+    for i, rank in enumerate(found):
+        close(rank, [Y.chunk(2, dim=1)[i], dX, dA.chunk(2, dim=1)[i]])
+    assert communicated(clusters(2)) == {("ALL_REDUCE", X.nbytes): 1}
+
+
+def test_row_parallel_linear(clusters: Clusters) -> None:
+    X, A = tensors((3, 4), (4, 6))
+    Y, dX, dA = differentiate(torch.matmul, X, A)
+    parts = [[X_i, A_i] for X_i, A_i in zip(X.chunk(2, dim=1), A.chunk(2), strict=True)]
+    for i, rank in enumerate(on_ranks(clusters(2), row_parallel_linear, parts)):
+        close(rank, [Y, dX.chunk(2, dim=1)[i], dA.chunk(2)[i]])
+    assert communicated(clusters(2)) == {("ALL_REDUCE", Y.nbytes): 1}
+
+
+def test_parallel_mlp(clusters: Clusters) -> None:
+    X, A, B = tensors((2, 3, 4), (4, 16), (16, 4))
+    Z, dX, dA, dB = differentiate(lambda X, A, B: F.gelu(X @ A) @ B, X, A, B)
+    parts = [[X, A_i, B_i] for A_i, B_i in zip(A.chunk(4, dim=1), B.chunk(4), strict=True)]
+    for i, rank in enumerate(on_ranks(clusters(4), parallel_mlp, parts)):
+        close(rank, [Z, dX, dA.chunk(4, dim=1)[i], dB.chunk(4)[i]])
+    assert communicated(clusters(4)) == {("ALL_REDUCE", X.nbytes): 2}
+
+
+def test_parallel_attention(clusters: Clusters) -> None:
+    b, s, h, a, t = 2, 5, 8, 4, 2
+    X, W, B = tensors((b, s, h), (h, 3 * h), (h, h))
+
+    def attention(X: Tensor, W: Tensor, B: Tensor) -> Tensor:
+        Q, K, V = (part.view(b, s, a, h // a).transpose(1, 2) for part in (X @ W).chunk(3, dim=-1))
+        Y = F.scaled_dot_product_attention(Q, K, V, is_causal=True)
+        return Y.transpose(1, 2).reshape(b, s, h) @ B
+
+    def columns(W: Tensor, i: int) -> Tensor:
+        return torch.cat([part.chunk(t, dim=1)[i] for part in W.chunk(3, dim=1)], dim=1)
+
+    Z, dX, dW, dB = differentiate(attention, X, W, B)
+
+    def here(ctx: mk.Context, X: Tensor, W_i: Tensor, B_i: Tensor) -> Tensor:
+        return parallel_attention(ctx, X, W_i, B_i, heads=a // t)
+
+    parts = [[X, columns(W, i), B.chunk(t)[i]] for i in range(t)]
+    for i, rank in enumerate(on_ranks(clusters(t), here, parts)):
+        close(rank, [Z, dX, columns(dW, i), dB.chunk(t)[i]])
+    assert communicated(clusters(t)) == {("ALL_REDUCE", X.nbytes): 2}
+
+
+def test_vocabulary_cross_entropy(clusters: Clusters) -> None:
+    (z,) = tensors((7, 8))
+    z[0] *= 1000  # whose exponentials overflow
+    y = torch.tensor([0, 3, 4, 7, 2, 5, 6])
+    loss, dz = differentiate(lambda z: F.cross_entropy(z, y), z)
+    found = on_ranks(
+        clusters(4),
+        lambda ctx, z_i: vocabulary_cross_entropy(ctx, z_i, y),
+        [[z_i] for z_i in z.chunk(4, dim=1)],
+    )
+    for i, rank in enumerate(found):
+        close(rank, [loss, dz.chunk(4, dim=1)[i]])
+    assert communicated(clusters(4)) == {("ALL_REDUCE", 7 * 8): 3}
+
+
+def test_sequence_parallel(clusters: Clusters) -> None:
+    X, A, B = tensors((6, 2, 4), (4, 16), (16, 4))
+    Z, dX, dA, dB = differentiate(lambda X, A, B: X + F.gelu(F.layer_norm(X, (4,)) @ A) @ B, X, A, B)
+    parts = [[X_i, A_i, B_i] for X_i, A_i, B_i in zip(X.chunk(2), A.chunk(2, dim=1), B.chunk(2), strict=True)]
+    for i, rank in enumerate(on_ranks(clusters(2), sequence_parallel_mlp, parts)):
+        close(rank, [Z.chunk(2)[i], dX.chunk(2)[i], dA.chunk(2, dim=1)[i], dB.chunk(2)[i]])
+    assert communicated(clusters(2)) == {("ALL_GATHER", X.nbytes): 2, ("REDUCE_SCATTER", X.nbytes): 2}
+
+
+def test_ring_attention(clusters: Clusters) -> None:
+    b, a, s, d, c = 2, 3, 8, 4, 4
+    q, k, v = tensors(*[(b, a, s, d)] * 3)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    expected = differentiate(attention, q, k, v)
+    parts = [[tensor.chunk(c, dim=2)[i] for tensor in (q, k, v)] for i in range(c)]
+    for i, rank in enumerate(on_ranks(clusters(c), ring_attention, parts)):
+        close(rank, [tensor.chunk(c, dim=2)[i] for tensor in expected])
+    block = (k.nbytes + v.nbytes) // c
+    assert communicated(clusters(c)) == {("SEND", block): 2 * (c - 1), ("RECV", block): 2 * (c - 1)}
+
+
+def test_an_mlp_sends_what_the_plan_does(clusters: Clusters) -> None:
+    """A column- and a row-parallel layer: one all-reduce of the input's size per direction."""
+    (X, A, B), how = tensors((4, 6), (6, 8), (8, 6)), {"loss": F.mse_loss, "steps": 1}
+    X = X.clone()
+    model = nn.Sequential(
+        nn.LayerNorm(6), nn.Linear(6, 8, bias=False), nn.GELU(), nn.Linear(8, 6, bias=False)
+    ).double()
+    run = clusters(2).train(model, [(X, X)], mk.Plan(tp=2), optimizer=_sgd, **how).wait()
+    ops = run.trace.ranks[0].ops
+    by_plan = ops[(ops["kind"] == Kind.ALL_REDUCE) & (ops["step"] == 0)]["bytes"].tolist()
+    parts = [[X, A.chunk(2, dim=1)[i], B.chunk(2)[i]] for i in range(2)]
+    on_ranks(clusters(2), parallel_mlp, parts)
+    assert communicated(clusters(2)) == Counter(("ALL_REDUCE", nbytes) for nbytes in by_plan)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
