@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mpkit.parallel.tensor import find_tensor_plan, tensor_parallel
     from mpkit.placing import placement
     from mpkit.plan import Plan
+    from mpkit.reference.reading import source
     from mpkit.scale import scaling
     from mpkit.schedule import Schedule
     from mpkit.search import search_schedule
@@ -92,6 +93,7 @@ _HOME = {
     "show_internals": "mpkit.tracebacks",
     "simulate": "mpkit.simulation",
     "soap": "mpkit.experiments.soap",
+    "source": "mpkit.reference.reading",
     "sqrt_scaling": "mpkit.learning_rate",
     "stage_times": "mpkit.times",
     "tensor_parallel": "mpkit.parallel.tensor",
@@ -140,6 +142,7 @@ __all__ = [
     "show_internals",
     "simulate",
     "soap",
+    "source",
     "sqrt_scaling",
     "stage_times",
     "tensor_parallel",

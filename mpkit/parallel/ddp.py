@@ -1,6 +1,9 @@
 """DDP: every rank has the whole model and a part of the batch; the gradients are summed while the backward goes on.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.
+The whole of it in 30 lines: `mpkit.reference.bucketed_ddp`. This module adds: shares of unequal size, micro-batches,
+parameters that get no gradient, frozen and tied parameters, the state of BatchNorm, and buckets in the order in which
+gradients really come.
 
     broadcast   at the start everybody takes the first one's parameters and buffers
     buckets     gradients lie in buckets of `bucket_mb`, in reverse order of use: the last layer's come first

@@ -15,6 +15,9 @@ A batch goes through these phases, five of which are exchanges between rank 0 an
 and then rank 0 steps. It has more to do and more to hold than the others, which wait for it: the loss, the optimizer,
 all outputs. Parameters travel anew for every batch. DDP (`mpkit.parallel.ddp`) mends both, with one exchange a batch.
 
+The whole of it in 25 lines: `mpkit.reference.dp`. This module adds: outputs and inputs that are no single tensor,
+batches that the ranks do not divide, micro-batches, buffers, and all parameters in one message.
+
 With micro-batches each goes through all phases, as if nn.DataParallel were called for each; gradients add up on rank 0.
 """
 

@@ -13,6 +13,10 @@ A step goes through these phases, on micro-batches that `mpkit.parallel.feed` gi
 What a stage computes is in `mpkit.parallel.stage_work`, what goes between stages in `mpkit.parallel.mail`. Where
 activations are recomputed, that comes before the gradient of a B or an I is waited for, since it needs none of it.
 
+Each schedule in 15 lines: `mpkit.reference.naive_model_parallelism`, `gpipe` and `one_f_one_b`. This module adds:
+schedules as data, several stages per rank, split backwards, skips between stages that are no neighbours, recomputation,
+micro-batches of unequal size, and replicas.
+
 Serial training is the case of one stage, naive model parallelism that of one micro-batch.
 
 The loss of a micro-batch of k samples out of K counts k/K, so that the sum over micro-batches is the mean over

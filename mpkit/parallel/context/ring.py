@@ -11,6 +11,9 @@ again, and n - 1 of gradients, in fp32 at least. (These start with the first ran
 its own, whose share waits for them there.) A block that comes after all of a rank's own queries is passed on, and
 under a causal mask costs no FLOPs.
 
+The whole of it in 40 lines: `mpkit.reference.ring_attention`, where autograd keeps every block that passes through.
+This module adds: a backward that does not, sends behind the computation, zigzag order and grouped queries.
+
 Source: Liu, Zaharia & Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3
 and Algorithm 1; the blocks as in `mpkit.parallel.context.block`.
 """

@@ -12,6 +12,10 @@
 Each is its line's conjugate: what one does forward, the other does backward. x: [batch, sequence, features]; the
 sequence is dimension 1. An all-reduce is a reduce-scatter and an all-gather, so the two pairs send the same bytes.
 
+The whole of it in plain PyTorch: `mpkit.reference.conjugates`, with `parallel_mlp` and `parallel_attention`. This
+package adds: models as they are, divided by a plan, widths and heads that the ranks do not divide, grouped queries,
+overlap with the backward, tied embeddings, and dropout.
+
 Sources: Shoeybi et al. 2019, figure 3; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models", MLSys 2023, section 4.2.2.
 """

@@ -10,6 +10,8 @@ there. So
 
 The parameters there have gradients of a part of the tokens each, which are summed over the ranks.
 
+The whole of it in 40 lines: `mpkit.reference.sequence_parallel`. This module adds: any model, and dropout.
+
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023, section 4.2.2.
 """
 

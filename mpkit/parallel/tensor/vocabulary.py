@@ -6,6 +6,9 @@
                     target; so b s numbers travel, three times, instead of b s V
                     backward: nothing
 
+The cross-entropy in 40 lines: `mpkit.reference.vocabulary_cross_entropy`. This module adds: vocabularies that the ranks
+do not divide, ignored targets, and losses per token.
+
 Source: Shoeybi et al. 2019, section 3, the end.
 """
 

@@ -15,6 +15,10 @@ and a step goes through these phases:
     reduce     gradients to who keeps their shard, while the backward goes on                         `gradients`
     update     each rank the optimizer on its shard
     renew      (1, 2) the updated shards are gathered into everybody's parameters
+
+The whole of each stage in 20 to 40 lines: `mpkit.reference.zero1`, `zero2` and `zero3`. This package adds: parameters
+whose size the ranks do not divide, buckets, prefetch, offload, micro-batches, pipelines with several stages per rank,
+tied, frozen and unused parameters, models that use a parameter outside of its own layer, and checkpoints.
 """
 
 from __future__ import annotations

@@ -1,0 +1,55 @@
+"""`mk.source`: a reference as text, which a notebook highlights."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from importlib.resources import files
+
+from mpkit.tracebacks import public
+
+__all__ = ["SOURCES", "Source", "source"]
+
+SOURCES = {
+    "naive": "naive_model_parallelism", "gpipe": "gpipe", "1f1b": "one_f_one_b", "stage": "stage",
+    "dp": "dp", "naive-ddp": "naive_ddp", "flat-ddp": "flat_ddp", "ddp": "bucketed_ddp",
+    "zero-1": "zero1", "zero-2": "zero2", "zero-3": "zero3",
+    "f-and-g": "conjugates", "column-parallel": "column_parallel_linear", "row-parallel": "row_parallel_linear",
+    "parallel-mlp": "parallel_mlp", "parallel-attention": "parallel_attention",
+    "vocabulary-cross-entropy": "vocabulary_cross_entropy",
+    "sequence-parallel": "sequence_parallel", "ring-attention": "ring_attention", "2d": "two_dimensions",
+}  # fmt: skip
+"""The module of `mpkit.reference` by the name of the strategy."""
+
+
+class Source(str):
+    """Python source. As the last line of a cell it shows itself, highlighted."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_markdown_(self) -> str:
+        return f"```python\n{self}```"
+
+
+@public
+def source(name: str) -> Source:
+    """Return the reference of a strategy: the whole of it, as its paper has it.
+
+    Args:
+        name: one of `SOURCES`, such as "zero-2".
+
+    Raises:
+        ValueError: there is no reference of this name.
+
+    >>> print(source("row-parallel").splitlines()[-1])
+        return g(ctx, partial, group)
+    """
+    wanted = str(name).lower().replace("_", "-")
+    module = SOURCES.get(wanted) or next((m for m in SOURCES.values() if m.replace("_", "-") == wanted), None)
+    if module is None:
+        near = get_close_matches(wanted, SOURCES, n=1, cutoff=0.4)
+        meant = f" Is mk.source({near[0]!r}) meant?" if near else ""
+        raise ValueError(
+            f"mk.source({name!r}): there is no reference of this name.{meant} There are: {', '.join(SOURCES)}."
+        )
+    return Source(files("mpkit.reference").joinpath(f"{module}.py").read_text(encoding="utf-8"))
