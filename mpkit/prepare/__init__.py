@@ -50,7 +50,7 @@ from mpkit.prepare.meta import held_by_stage, meta_of
 from mpkit.prepare.model_hooks import check_hooks, check_no_global_hooks, check_state_hooks, check_whole
 from mpkit.prepare.optimizers import examine_optimizer, updated_by
 from mpkit.prepare.probe import flops_of_a_sample, objective
-from mpkit.prepare.recompute import check_recompute
+from mpkit.prepare.recompute import check_recompute, recomputes_nothing
 from mpkit.prepare.resume import check_saved, check_saving, facts_of, find_checkpoint, take_up
 from mpkit.prepare.stages import check_gathered
 from mpkit.prepare.travel import check_compiled, check_repeatable, ready_to_travel
@@ -110,6 +110,7 @@ def prepare(
         check_state_hooks(model)
         first = laid.by_place[0]
         check_gathered(first.numbers, plan)
+        unselective = recomputes_nothing(model, sizes[0][0], plan)
         check_unused(model, sizes[0], plan, rehearsed)
         check_divided(model, sizes[0], plan, rehearsed)
         places = updated_by(held_by_stage(model, laid), build(plan).stage_to_rank, plan.pp, model)
@@ -119,7 +120,7 @@ def prepare(
         facts = facts_of(model, examined)
         pairs = rehearsed.count is not None
         aim = objective(model, loss, batches, sizes[0], plan, pairs=pairs, flops=flops_of_a_sample(first))
-    for warning in aim.warnings:
+    for warning in filter(None, (unselective, *aim.warnings)):
         warnings.warn(warning, UnwisePlan, stacklevel=3)
     # ---- checkpoints
     saving = check_saving(
