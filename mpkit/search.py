@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from mpkit.plan import Plan
 from mpkit.plan_checks import every
-from mpkit.schedule import NAMES, Schedule, build, named
+from mpkit.schedule import NAMES, Schedule, build, naive, named
 from mpkit.schedule.catalogue import LOOPED, V_SHAPED
 from mpkit.schedule.greedy import Costs, Policy, greedy
 from mpkit.schedule.improve import improve, span
@@ -219,7 +219,10 @@ def _known(plan: Plan, costs: Costs) -> tuple[dict[str, Schedule], dict[str, flo
     too_large: dict[str, float] = {}
     candidates = {} if isinstance(plan.schedule, str) else {plan.schedule.name: plan.schedule}
     if plan.stages == p * v:
-        candidates |= {name: named(name, p, m, v) for name in NAMES if _has(name, v)}
+        one_stage = naive(1, m)  # as `build` has it, whatever schedule is named
+        candidates |= {
+            name: one_stage if plan.stages == 1 else named(name, p, m, v) for name in NAMES if _has(name, v)
+        }
     for name, schedule in candidates.items():
         peaks = [max(live(row, costs.activation), default=0.0) for row in schedule.rows]
         if all(peak <= cap for peak, cap in zip(peaks, costs.max_live, strict=True)):

@@ -44,17 +44,10 @@ NAMES = (
 def named(name: str, p: int, m: int, v: int = 1) -> Schedule:
     """The schedule of a name, for p ranks with v stages each and m micro-batches.
 
-    A model in one stage accumulates gradients: each micro-batch goes forward and back before the next, whatever
-    schedule is named, since holding the activations of all of them would gain nothing.
-
     >>> print(named("1f1b", 2, 3))
     rank 0 | F0 F1  .  . B0 -- F2 B1 --  . B2 --
     rank 1 |  . F0 B0 -- F1 B1 -- F2 B2 --  .  .
-    >>> print(named("gpipe", 1, 2))
-    rank 0 | F0 B0 -- F1 B1 --
     """
-    if p * v == 1:
-        return naive(1, m)
     if name in LOOPED:
         return LOOPED[name](p, m, v)
     return (PLAIN | V_SHAPED)[name](p, m)
@@ -63,10 +56,15 @@ def named(name: str, p: int, m: int, v: int = 1) -> Schedule:
 def build(plan: Plan) -> Schedule:
     """The schedule of a plan: the named one for its stages and micro-batches, or the plan's own.
 
+    A model in one stage accumulates gradients: each micro-batch goes forward and back before the next, whatever
+    schedule is named, since holding the activations of all of them would gain nothing.
+
     >>> import mpkit as mk
     >>> print(build(mk.Plan(microbatches=3)))
     rank 0 | F0 B0 -- F1 B1 -- F2 B2 --
     """
     if isinstance(plan.schedule, Schedule):
         return plan.schedule
+    if plan.stages == 1:
+        return naive(1, plan.microbatches)
     return named(plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages)
