@@ -241,7 +241,13 @@ def warm_up() -> None:
     """Import, once, what every rank would import. No op that computes: its threads would not survive a fork."""
     import torch
 
-    for name in ("cloudpickle", "torch.distributed", "mpkit.launch.rank", "mpkit.parallel.train"):
+    for name in (
+        "cloudpickle",
+        "torch.distributed",
+        "mpkit.launch.rank",
+        "mpkit.launch.packing",
+        "mpkit.parallel.train",
+    ):
         importlib.import_module(name)
     # The first optimizer that is made imports a second's worth of modules (torch._dynamo).
     torch.optim.SGD([torch.nn.Parameter(torch.empty(1))], lr=0.1)
