@@ -9,7 +9,7 @@ PY := .venv/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PYTHON CHROMIUM
 
-.PHONY: help setup demo lab test test-classroom test-browser test-zoo check format hooks exercises bench clean distclean
+.PHONY: help setup demo lab test test-all test-classroom test-browser test-zoo check format hooks exercises bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -23,7 +23,10 @@ demo: setup  ## train on 4 processes and watch the pipeline bubble
 lab: setup  ## open JupyterLab on the notebooks
 	@$(PY) -m jupyterlab $(AS_ROOT) notebooks $(ARGS)
 
-test: setup  ## every test, doctest and notebook (not the exercises', not the browser's)
+test: setup  ## every module, every strategy against serial training, every doctest: some minutes
+	@$(PY) -m pytest -m "not thorough" $(ARGS)
+
+test-all: setup  ## also what takes long: many examples, kills, whole tutorials (not the exercises, not the browser)
 	@$(PY) -m pytest $(ARGS)
 
 test-classroom: setup  ## the exercises: solutions, stubs, wrong answers, notebooks, a class graded

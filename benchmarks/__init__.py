@@ -1,1 +1,1 @@
-"""What `make bench` measures. Each module pairs both sides in one run and gives medians and their ratio."""
+"""The benchmarks of `make bench`. Each module pairs both sides in one run and gives medians and their ratio."""

@@ -1,7 +1,7 @@
 """Run every benchmark, print a table, write benchmarks/results.json.
 
-python -m benchmarks            all of them
-python -m benchmarks replay     those whose module's name holds the word
+python -m benchmarks            all benchmarks
+python -m benchmarks replay     those with this word in their module's name
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to know of where the figures come from."""
+    """Return what a reader needs to know about the machine that the figures were measured on."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -41,7 +41,7 @@ def machine() -> dict[str, Any]:
 
 
 def main(words: list[str]) -> None:
-    """Measure, print, write."""
+    """Measure, print and write."""
     modules = sorted(path.stem for path in HERE.glob("bench_*.py"))
     chosen = [name for name in modules if not words or any(word in name for word in words)]
     if not chosen:
@@ -62,7 +62,7 @@ def main(words: list[str]) -> None:
     console.print(table)
     file = HERE / "results.json"
     kept = []
-    if words and file.exists():  # a part measured anew replaces its own rows only
+    if words and file.exists():  # a partial run replaces its own rows only
         fresh = {row["name"] for row in results}
         kept = [row for row in json.loads(file.read_text()) if row["name"] not in fresh]
     file.write_text(json.dumps(kept + results, indent=1) + "\n")

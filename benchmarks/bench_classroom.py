@@ -1,6 +1,6 @@
-"""How long a student waits for a check, on a warm helper process: of each exercise its solution and every wrong answer.
+"""How long a student waits for a check on a warm helper process: each exercise's solution and every wrong answer.
 
-The limits: 3 s, and 10 s for the longest. A check includes the solution's own run, for the picture.
+The limits are 3 s, and 10 s for the longest. A check includes a run of the solution, for the picture.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from statistics import median
 from typing import Any
 
 from mpkit.classroom.catalogue import Entry, families, of_family
+from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.framework.source import run_cell
 from mpkit.classroom.judge import judge
-from mpkit.classroom.room import Answer, Room
-from mpkit.classroom.source import run_cell
 
 LIMIT, LONGEST = 3.0, 10.0
 
 
 def seconds(entry: Entry, code: str, room: Room) -> float:
-    """Of one check."""
+    """Return the seconds of one check."""
     answer = Answer.of(run_cell(code, entry.exercise.name_of_answer, entry.name, entry.given))
     start = time.perf_counter()
     judge(entry, answer, room)
@@ -26,7 +26,7 @@ def seconds(entry: Entry, code: str, room: Room) -> float:
 
 
 def measure() -> list[dict[str, Any]]:
-    """Rows for the table."""
+    """Return rows for the table."""
     room = Room()
     rows = []
     try:
@@ -45,7 +45,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def row(name: str, value: float, limit: float, words: str) -> dict[str, Any]:
-    """A time beside what it may be at most."""
+    """Return a row of the table: a time beside the most that it may be."""
     return {
         "name": name,
         "value": value,

@@ -1,7 +1,7 @@
-"""What it costs to compare each communication with its peers': a small all-reduce and a small message.
+"""What it costs to compare each communication with its peers': for a small all-reduce and a small message.
 
-Beside it what an exchange of fingerprints would cost: an all-gather of 8 bytes before each all-reduce, as torch does
-with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+For comparison, it also measures an exchange of fingerprints: an all-gather of 8 bytes before each all-reduce, as torch
+does with TORCH_DISTRIBUTED_DEBUG=DETAIL.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 
 import mpkit as mk
 from benchmarks.pairing import compared, pairs
-from mpkit.parallel.comm import Comm
+from mpkit.comm.communicator import Communicator
 
 RANKS, CALLS, ROUNDS, WARM_UP = 4, 100, 60, 6
 
 
 def measure() -> list[dict[str, Any]]:
-    """Medians of the pairs, of 100 calls each."""
+    """Measure the medians of the pairs, of 100 calls each."""
     rows = []
     with mk.Cluster(RANKS, device="cpu") as cluster:
         for what, side in (
@@ -34,19 +34,19 @@ def measure() -> list[dict[str, Any]]:
 
 
 def _sides(ctx: mk.Context, what: str, side: str) -> list[tuple[float, float]]:
-    plain = Comm(ctx.rank, ctx.world_size, ctx.record, ctx.device, "gloo")
+    plain = Communicator(ctx.rank, ctx.world_size, ctx.record, ctx.device, "gloo")
     data, fingerprint = torch.ones(1), torch.zeros(1, dtype=torch.int64)
 
-    def all_reduce(comm: Comm) -> None:
+    def all_reduce(comm: Communicator) -> None:
         for _ in range(CALLS):
             comm.all_reduce(data)
 
-    def exchanged(comm: Comm) -> None:
+    def exchanged(comm: Communicator) -> None:
         for _ in range(CALLS):
             assert not comm.all_gather(fingerprint).any()
             comm.all_reduce(data)
 
-    def message(comm: Comm) -> None:
+    def message(comm: Communicator) -> None:
         right, left = (ctx.rank + 1) % ctx.world_size, (ctx.rank - 1) % ctx.world_size
         for _ in range(CALLS):
             sent = comm.isend(data, right)

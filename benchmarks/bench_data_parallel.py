@@ -5,9 +5,9 @@
     ZeRO-2, -3     beside FSDP2's fully_shard of every block, which keeps gathered parameters until the backward (2), or
                    gathers them again (3)
 
-On each rank both sides train a GPT of 11 M parameters, a step of one and then a step of the other, all ranks
-starting together; a pair's ratio is that of the slowest rank's times. mpkit records all the while, the others do
-not. Each side's peak memory too, as `benchmarks.pairing` says.
+On each rank both sides train a GPT with 11 M parameters, alternating step by step, with all ranks starting
+together; a pair's ratio is that of the slowest rank's times. mpkit records all the while, the other side does
+not. Each side's peak memory is measured as `benchmarks.pairing` says.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ import mpkit as mk
 from benchmarks.pairing import Step, compared, compared_peaks, pairs, peak_memory
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
-from mpkit.parallel.train import Training
-from mpkit.prepare import prepare
+from mpkit.parallel.job.job import TrainJob
+from mpkit.parallel.runtime.train import Training
+from mpkit.prepare.prepare import prepare
 
 ROUNDS, WARM_UP = 15, 3
 LENGTH, BATCH = 64, 8
 
 
 def model() -> nn.Module:
-    """A GPT of 11 M parameters."""
+    """Build a GPT with 11 M parameters."""
     torch.manual_seed(0)
     return GPT(layers=6, width=384, heads=6, length=LENGTH)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """The optimizer of both sides."""
+    """Build the optimizer that both sides use."""
     return torch.optim.AdamW(params, lr=1e-4)
 
 
@@ -59,16 +60,28 @@ THEIRS = {
 
 
 def ours(ctx: Any, name: str) -> Step:
-    """A step of mpkit."""
+    """Return a function that runs one training step with mpkit."""
+    return trained(ctx, prepared(ctx, name))
+
+
+def prepared(ctx: Any, name: str) -> TrainJob:
+    """Prepare a training, which a caller's process does and a rank does not."""
     job = prepare(
         model(), text_batches(BATCH, LENGTH, 4), PLANS[name](ctx.world_size),
         loss=next_token_loss, optimizer=adamw, steps=1000, ranks=ctx.world_size,
     )  # fmt: skip
+    job.model = None
+    return job
+
+
+def trained(ctx: Any, job: TrainJob) -> Step:
+    """Return a function that runs one training step of a job, on a model that is made here as theirs is."""
+    job.model = model()
     return Training(ctx, job).step
 
 
 def theirs(ctx: Any, name: str) -> Step:
-    """A step of PyTorch."""
+    """Return a function that runs one training step with PyTorch alone."""
     net, optimizer = _theirs(name)
     batches = [
         (x[ctx.rank :: ctx.world_size], y[ctx.rank :: ctx.world_size])
@@ -111,17 +124,20 @@ def _theirs(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def both(ctx: Any, name: str) -> list[tuple[float, float]]:
-    """Seconds of a step of ours and of theirs, a pair a round."""
+    """Return the seconds of a step of ours and of theirs, one pair per round."""
     return pairs(ours(ctx, name), theirs(ctx, name), ROUNDS, WARM_UP)
 
 
 def peak(ctx: Any, name: str, side: str) -> int:
-    """Bytes that the allocator gave out at most on this rank."""
-    return peak_memory(lambda: (ours if side == "ours" else theirs)(ctx, name))
+    """Return the most bytes that the allocator held on this rank."""
+    if side == "theirs":
+        return peak_memory(lambda: theirs(ctx, name))
+    job = prepared(ctx, name)
+    return peak_memory(lambda: trained(ctx, job))
 
 
 def measure() -> list[dict[str, Any]]:
-    """Rows of the table."""
+    """Return the rows of the table."""
     rows = []
     chosen = [name for name in PLANS if name in sys.argv] or list(PLANS)
     for ranks in (2, 4):

@@ -1,7 +1,7 @@
-"""From asking for four ranks to their first finished all_reduce: mpkit's warm ranks, spawn, and torchrun.
+"""The time from asking for four ranks to their first finished all_reduce: mpkit's warm ranks, spawn, and torchrun.
 
-Each is measured in turn within one loop, so that whatever else the machine does falls on all three. The clock starts
-in this process and stops in rank 0 when its all_reduce is done; all read the machine's monotonic clock.
+They are measured in turn within one loop, so that other load on the machine affects all three. The clock starts in this
+process and stops in rank 0 when its all_reduce is done; all of them read the machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _by_torchrun(folder: Path) -> float:
 
 
 def measure() -> list[dict[str, Any]]:
-    """Medians of seconds, and how many times mpkit's the others take."""
+    """Measure medians in seconds, and how many times as long as mpkit the others take."""
     times: dict[str, list[float]] = {"mpkit": [], "spawn": [], "torchrun": []}
     with mk.Cluster(RANKS, device="cpu") as cluster, tempfile.TemporaryDirectory() as name:
         _by_mpkit(cluster)  # waits for torch to be imported in the warm process

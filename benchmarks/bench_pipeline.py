@@ -1,10 +1,10 @@
-"""Pipelines beside torch.distributed.pipelining, step by step in the same processes; and how fast `simulate` is.
+"""Pipelines beside torch.distributed.pipelining, step by step in the same processes; and the speed of `simulate`.
 
-On each of 4 ranks both sides train the same GPT, cut at the same layers, by the same schedule: a step of one and then a
-step of the other, all ranks starting together; a pair's ratio is that of the slowest rank's times. mpkit records
-all the while, and tells the loss to every rank; the other side does neither.
+On each of 4 ranks both sides train the same GPT, cut at the same layers, with the same schedule, alternating step by
+step, with all ranks starting together; a pair's ratio is that of the slowest rank's times. mpkit records all the while
+and sends the loss to every rank; the other side does neither.
 
-PyTorch has no naive schedule, and no ZB-H1 and ZB-H2.
+PyTorch has no naive schedule, no ZB-H1 and no ZB-H2.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import mpkit as mk
 from benchmarks.pairing import Step, compared, pairs
 from mpkit.data import text_batches
 from mpkit.models import GPT, chain, next_token_loss
-from mpkit.parallel.train import Training
-from mpkit.prepare import prepare
-from mpkit.schedule import build
+from mpkit.parallel.runtime.train import Training
+from mpkit.prepare.prepare import prepare
 
 RANKS, MICROBATCHES = 4, 8
 ROUNDS, WARM_UP = 15, 2
@@ -39,24 +38,24 @@ THEIRS = {
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
-"""Our name of a schedule, and PyTorch's."""
+"""For each of our schedule names, PyTorch's name."""
 
 LOOPS = ("looped_bfs", "interleaved_1f1b", "interleaved_zb")
 
 
 def model() -> nn.Module:
-    """A GPT of 11 M parameters: 6 blocks between an embedding and a head, 8 stages at most."""
+    """Build a GPT with 11 M parameters: 6 blocks between an embedding and a head, so 8 stages at most."""
     torch.manual_seed(0)
     return GPT(layers=6, width=384, heads=6, length=LENGTH)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """The optimizer of both sides."""
+    """Build the optimizer that both sides use."""
     return torch.optim.AdamW(params, lr=1e-4)
 
 
 def plan_of(name: str) -> mk.Plan:
-    """The plan, every stage of as many layers."""
+    """Return the plan for a schedule, with the same number of layers in every stage."""
     v = 2 if name in LOOPS else 1
     plan = mk.Plan(pp=RANKS, schedule=name, microbatches=MICROBATCHES, virtual_stages=v)
     each = 8 // plan.stages
@@ -70,7 +69,7 @@ def plan_of(name: str) -> mk.Plan:
 
 
 def ours(ctx: Any, name: str) -> Step:
-    """A step of mpkit."""
+    """Return a function that runs one training step with mpkit."""
     job = prepare(
         model(), text_batches(BATCH, LENGTH, 4), plan_of(name),
         loss=next_token_loss, optimizer=adamw, steps=1000, ranks=ctx.world_size,
@@ -79,12 +78,12 @@ def ours(ctx: Any, name: str) -> Step:
 
 
 def theirs(ctx: Any, name: str) -> Step:
-    """A step of PyTorch."""
+    """Return a function that runs one training step with PyTorch alone."""
     from torch.distributed import pipelining
     from torch.distributed.pipelining.stage import PipelineStage
 
     plan = plan_of(name)
-    holders = build(plan).stage_to_rank
+    holders = plan.build().stage_to_rank
     layers, each = [layer for _, layer in chain(model())], 8 // plan.stages
     mine = [s for s in range(plan.stages) if holders[s] == ctx.rank]
     parts = [nn.Sequential(*layers[s * each : (s + 1) * each]) for s in mine]
@@ -114,14 +113,14 @@ def theirs(ctx: Any, name: str) -> Step:
 
 
 def both(ctx: Any, name: str) -> list[tuple[float, float]]:
-    """Seconds of a step of ours and of theirs, a pair a round."""
+    """Return the seconds of a step of ours and of theirs, one pair per round."""
     return pairs(ours(ctx, name), theirs(ctx, name), ROUNDS, WARM_UP)
 
 
 def simulated(p: int, m: int) -> dict[str, Any]:
-    """Actions a second of `simulate`, of 1F1B."""
+    """Measure the actions per second of `simulate` for 1F1B."""
     plan = mk.Plan(pp=p, schedule="1f1b", microbatches=m)
-    actions = sum(map(len, build(plan).rows))
+    actions = sum(map(len, plan.build().rows))
     times = []
     for _ in range(20):
         start = time.perf_counter()
@@ -137,7 +136,7 @@ def simulated(p: int, m: int) -> dict[str, Any]:
 
 
 def explored(p: int, m: int) -> dict[str, Any]:
-    """How long the schedule explorer takes to follow a slider, two schedules being shown."""
+    """Measure how long the schedule explorer takes to follow a slider while it shows two schedules."""
     explorer = mk.explore("1f1b", "zb_h1", ranks=p, microbatches=m)
     times = []
     for number in range(21):
@@ -154,7 +153,7 @@ def explored(p: int, m: int) -> dict[str, Any]:
 
 
 def measure() -> list[dict[str, Any]]:
-    """Rows of the table."""
+    """Return the rows of the table."""
     rows = []
     chosen = [name for name in THEIRS if name in sys.argv] or list(THEIRS)
     with mk.Cluster(RANKS, device="cpu") as cluster:

@@ -1,7 +1,7 @@
-"""What recording costs: an op, and a training step with everything on; beside torch.profiler.
+"""What recording costs: per op, and per training step with everything recorded; beside torch.profiler.
 
-The step is a small GPT's on one thread, with AdamW. One model's steps are recorded and not in turn, some of each, so
-that whatever else the machine does falls on both, and so does where in memory the model happens to lie.
+The step is that of a small GPT on one thread, with AdamW. A model's steps are run in turn, some recorded and some not,
+so that other load on the machine, and the place of the model in memory, affect both alike.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BUSY = 500_000  # ns
 
 
 def measure() -> list[dict[str, Any]]:
-    """Medians: microseconds an op, and the share by which a step takes longer."""
+    """Measure medians: microseconds per op, and the fraction by which a step takes longer."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -61,7 +61,7 @@ def _ops(folder: Path) -> Iterator[dict[str, Any]]:
 
     ops = {
         "an op of no length": _cost(compute, busy=0),
-        "an op of 0.5 ms": _cost(compute, busy=BUSY),  # long enough for a look at the CPU clock
+        "an op of 0.5 ms": _cost(compute, busy=BUSY),  # long enough to need a reading of the CPU clock
         "communication": _cost(message, busy=0),
     }
     with profile(activities=[ProfilerActivity.CPU]):
@@ -73,7 +73,7 @@ def _ops(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _cost(begin: Callable[[], Callable[[], None]], *, busy: int) -> float:
-    """Median ns of beginning and ending an op that keeps the core busy for so many ns."""
+    """Measure the median ns to begin and end an op that keeps the core busy for `busy` ns."""
     clock = time.perf_counter_ns
 
     def once(begin: Callable[[], Callable[[], None]]) -> int:
@@ -97,7 +97,7 @@ def _cost(begin: Callable[[], Callable[[], None]], *, busy: int) -> float:
 
 
 class _Training:
-    """A model and its steps, recorded while `record` is set."""
+    """A model and its steps, which are recorded while `record` is set."""
 
     def __init__(self, microbatches: int) -> None:
         torch.manual_seed(0)
@@ -108,7 +108,7 @@ class _Training:
         self.number = 0
 
     def step(self) -> None:
-        """Each micro-batch forward and backward, and the optimizer."""
+        """Run each micro-batch forward and backward, and then the optimizer."""
         with self.record.step(self.number) if self.record else nullcontext():
             self.optimizer.zero_grad()
             for number, tokens in enumerate(self.tokens):
@@ -176,9 +176,9 @@ def _profiling() -> Iterator[None]:
 def _pairs(
     training: _Training, on: Callable[[], AbstractContextManager[None]], pairs: int = PAIRS
 ) -> tuple[float, float]:
-    """Median seconds of a step without, and the share by which it takes longer with: the median over the pairs.
+    """Measure the median seconds of a plain step, and the median fraction by which a recorded step takes longer.
 
-    Of the thread's CPU time: all of a step is on this thread, and other programs share the cores.
+    It measures the thread's CPU time: a step runs entirely on this thread, and other programs share the cores.
     """
     base, more = [], []
     for turn in range(pairs):

@@ -1,8 +1,8 @@
-"""Operations a second that a replay puts on the clock, and actions a second that a simulation does.
+"""Operations per second that a replay puts on the clock, and actions per second that a simulation plays.
 
-The trace is GPipe's, as its ranks would record it: most of it is sends, receives and waits, each of which the replay
-has to look at by itself; with layers, most of it is compute, which is placed by whole arrays. Fed in one piece, and as
-a live view is: whatever is new, a tenth of a second's worth at a time.
+The trace is GPipe's, as its ranks would record it. Most of it is sends, receives and waits, which the replay processes
+one by one; with layers, most of it is compute, which is placed by whole arrays. It is fed in one piece, and as in a
+live view: whatever is new, a tenth of a second's worth at a time.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 
 import mpkit as mk
-from mpkit.replay import Replay, replay
+from mpkit.timeline.replay import Replay, replay
 from mpkit.trace import MEMORY, OP, Kind, Lane, RankTrace, Trace
 
 RANKS, MICROBATCHES, STEPS, LAYERS, ROUNDS = 8, 64, 40, 12, 3
 REQUIRED = 200_000
-"""Ops a second that a replay has to do, at the least."""
+"""The least ops per second that a replay has to reach."""
 
 
 def pipeline(layers: int) -> Trace:
-    """A trace of GPipe: on each rank, for each micro-batch, receive, wait, compute and send, there and back."""
+    """Build a trace of GPipe: on each rank, each micro-batch is received, awaited, computed and sent, in both
+    directions.
+    """
     ranks = []
     for rank in range(RANKS):
         names = [""]
@@ -62,7 +64,7 @@ def _recorded(rows: Any, names: list[str]) -> RankTrace:
     layer = ops["depth"] > 0
     ops["start"] = 1 + 1000 * np.arange(len(ops))
     ops["end"] = ops["start"] + 900
-    # An action ends when its last layer has.
+    # An action ends when its last layer ends.
     actions = np.flatnonzero(~layer)
     last = np.append(actions[1:], len(ops)) - 1
     ops["end"][actions] = np.maximum(ops["end"][actions], ops["end"][last] + 50)
@@ -72,7 +74,7 @@ def _recorded(rows: Any, names: list[str]) -> RankTrace:
 
 
 def live(trace: Trace, pieces: int) -> None:
-    """Feed a trace in pieces, as it would come in."""
+    """Feed a trace in pieces, as it would arrive."""
     replaying = Replay(trace.world_size, meta=trace.meta)
     length = max(len(rank.ops) for rank in trace.ranks)
     for end in np.linspace(0, length, pieces + 1, dtype=int)[1:]:
@@ -84,7 +86,10 @@ def live(trace: Trace, pieces: int) -> None:
 
 
 def best(act: Callable[[], object]) -> float:
-    """The least CPU seconds of a few rounds of something that uses one core: others may use the machine meanwhile."""
+    """Return the least CPU time in seconds over a few rounds of something that uses one core.
+
+    CPU time is measured because other processes may use the machine meanwhile.
+    """
     seconds = []
     for _ in range(ROUNDS):
         start = time.process_time()
@@ -94,7 +99,7 @@ def best(act: Callable[[], object]) -> float:
 
 
 def measure() -> list[dict[str, Any]]:
-    """Ops and actions a second."""
+    """Measure ops and actions per second."""
     results = []
     for name, layers in (("pipeline", 0), ("pipeline with layers", LAYERS)):
         trace = pipeline(layers)

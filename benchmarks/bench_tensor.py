@@ -2,18 +2,18 @@
 
     TP             4 ranks: column and row layers of every block, embedding, head and cross-entropy by tokens; beside
                    ColwiseParallel and RowwiseParallel, and loss_parallel
-    TP + SP        the same with what is between them divided by sequence; beside SequenceParallel
+    TP + SP        the same with everything between these layers divided by sequence; beside SequenceParallel
     ZeRO-3 x TP    2 replicas of 2 ranks; beside FSDP2's fully_shard of every block over the replicas of the same
 
-On each rank both sides train the kit's own GPT of 11 M parameters, a step of one and then a step of the other, all
-ranks starting together; a pair's ratio is that of the slowest rank's times, and may be 1.1 at most. mpkit records all
-the while, the others do not. Before anything is timed both have trained 3 steps to the same losses.
+On each rank both sides train the kit's own GPT with 11 M parameters, alternating step by step, with all ranks starting
+together; a pair's ratio is that of the slowest rank's times, and may be 1.1 at most. mpkit records all the while, the
+other side does not. Before anything is timed, both train 3 steps to the same losses.
 
-PyTorch cuts the rows of a weight into equal parts, which would give a rank of the fused q, k, v some of q alone: on
-its side their rows lie in another order, heads of rank 0 first. What a rank computes is the same.
+PyTorch cuts the rows of a weight into equal parts, which for a fused q, k, v would give a rank rows of q alone. So on
+its side the rows are in another order, with the heads of rank 0 first. Each rank computes the same on both sides.
 
-Each side's peak memory too, as `benchmarks.pairing` says: of a rank, which of mpkit begins by reading what the caller
-has prepared, whole model and all, and of PyTorch by making the model.
+Each side's peak memory is measured as `benchmarks.pairing` says. A rank of mpkit begins by reading what the caller has
+prepared, including the whole model; a rank of PyTorch begins by making the model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import mpkit as mk
 from benchmarks.pairing import Step, compared, compared_peaks, pairs, peak_memory
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
-from mpkit.parallel.train import Training
-from mpkit.prepare import TrainJob, prepare
+from mpkit.parallel.runtime.train import Training
+from mpkit.prepare.prepare import TrainJob, prepare
 
 RANKS = 4
 ROUNDS, WARM_UP = 15, 3
@@ -49,13 +49,13 @@ THEIRS = {
 
 
 def model() -> GPT:
-    """A GPT of 11 M parameters, whose heads 4 ranks can share."""
+    """Build a GPT with 11 M parameters, whose heads can be divided among 4 ranks."""
     torch.manual_seed(0)
     return GPT(layers=6, width=384, heads=8, length=LENGTH)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """The optimizer of both sides."""
+    """Build the optimizer that both sides use."""
     return torch.optim.AdamW(params, lr=1e-4)
 
 
@@ -63,7 +63,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def prepared(name: str) -> TrainJob:
-    """What the ranks of mpkit are given; in `Cluster.train` the caller's process makes it."""
+    """Prepare the job for the ranks of mpkit; in `Cluster.train` the caller's process does so."""
     return prepare(
         model(), text_batches(BATCH, LENGTH, 4), PLANS[name],
         loss=next_token_loss, optimizer=adamw, steps=1000, ranks=RANKS,
@@ -71,15 +71,15 @@ def prepared(name: str) -> TrainJob:
 
 
 def ours(ctx: Any, name: str) -> Step:
-    """A step of mpkit."""
+    """Return a function that runs one training step with mpkit."""
     return Training(ctx, prepared(name)).step
 
 
 class Theirs:
-    """A rank's part of a training of PyTorch.
+    """A rank's part of a training with PyTorch alone.
 
     Attributes:
-        losses: of the rank's share of each batch.
+        losses: the losses of the rank's share of each batch.
     """
 
     def __init__(self, ctx: Any, name: str) -> None:
@@ -102,7 +102,7 @@ class Theirs:
         self.losses: list[float] = []
 
     def step(self, number: int) -> None:
-        """A step."""
+        """Run one training step."""
         from torch.distributed.tensor.parallel import loss_parallel
 
         inputs, targets = self._batches[number % len(self._batches)]
@@ -115,7 +115,7 @@ class Theirs:
 
 
 def theirs(ctx: Any, name: str) -> Step:
-    """A step of PyTorch."""
+    """Return a function that runs one training step with PyTorch alone."""
     return Theirs(ctx, name).step
 
 
@@ -133,7 +133,7 @@ def _in_order_of_ranks(rows: Tensor, t: int) -> Tensor:
 
 
 def layers_of(net: GPT, *, sequence: bool) -> dict[str, Any]:
-    """What parallelize_module is told to do with which layer."""
+    """Return the plan for `parallelize_module`: the parallel style of each layer."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -175,12 +175,12 @@ def layers_of(net: GPT, *, sequence: bool) -> dict[str, Any]:
 
 
 def both(ctx: Any, name: str) -> list[tuple[float, float]]:
-    """Seconds of a step of ours and of theirs, a pair a round."""
+    """Return the seconds of a step of ours and of theirs, one pair per round."""
     return pairs(ours(ctx, name), theirs(ctx, name), ROUNDS, WARM_UP)
 
 
 def their_losses(ctx: Any, name: str, steps: int) -> list[float]:
-    """Of their first steps."""
+    """Return the losses of their first steps."""
     training = Theirs(ctx, name)
     for number in range(steps):
         training.step(number)
@@ -188,18 +188,18 @@ def their_losses(ctx: Any, name: str, steps: int) -> list[float]:
 
 
 def check_same(cluster: mk.Cluster, name: str, steps: int = 3) -> None:
-    """Both sides compute the same thing."""
+    """Check that both sides compute the same losses."""
     run = cluster.train(
         model(), text_batches(BATCH, LENGTH, 4), PLANS[name],
         loss=next_token_loss, optimizer=adamw, steps=steps,
     )  # fmt: skip
     mine = torch.tensor(run.wait().losses)
-    other = torch.tensor(cluster.run(their_losses, name, steps)).mean(0)  # of the replicas
+    other = torch.tensor(cluster.run(their_losses, name, steps)).mean(0)  # mean over the replicas
     torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
 def peak(ctx: Any, name: str, side: str) -> int:
-    """Bytes that the allocator gave out at most on this rank."""
+    """Return the most bytes that the allocator held on this rank."""
     if side == "theirs":
         return peak_memory(lambda: theirs(ctx, name))
     job = cloudpickle.dumps(prepared(name))
@@ -207,7 +207,7 @@ def peak(ctx: Any, name: str, side: str) -> int:
 
 
 def measure() -> list[dict[str, Any]]:
-    """Rows of the table."""
+    """Return the rows of the table."""
     rows = []
     chosen = [name for name in PLANS if name in sys.argv] or list(PLANS)
     with mk.Cluster(RANKS, device="cpu") as cluster:

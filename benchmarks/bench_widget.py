@@ -1,10 +1,10 @@
-"""How often a second the live timeline takes in new spans and draws, with 1,000, 100,000 and 1,000,000 in view.
+"""How often per second the live timeline takes in new spans and draws, with 1,000, 100,000 and 1,000,000 in view.
 
-What is measured: the widget's own JavaScript in headless Chromium, in a page that plays the kernel. It is fed the
+It measures the widget's own JavaScript in headless Chromium, in a page that acts as the kernel. The widget is fed the
 binary messages that `TimelineView` sends (the same packing, the same JSON heads), one after the other, each followed
-by one whole frame of the picture, as fast as they are taken; the view follows the run and shows all spans so far.
-It starts with all spans but the last 20 batches of 1 % each. Messages do not cross a network, nor a kernel.
-A run sends 10 a second: a ratio above 1 is room to spare.
+by one whole frame of the picture, as fast as it takes them; the view follows the run and shows all spans so far.
+It starts with all spans but the last 20 batches of 1 % each. Messages cross neither a network nor a kernel.
+A run sends 10 per second, so a ratio above 1 leaves room to spare.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 
 import mpkit as mk
 from mpkit.views.browser import css, esm
-from mpkit.views.counting import BubbleCounter
-from mpkit.views.wire import Batches, look
+from mpkit.views.timeline.counting import BubbleCounter
+from mpkit.views.timeline.wire import Batches, look
 
 SIZES = (1_000, 100_000, 1_000_000)
 RANKS, UPDATES, SENT_HZ = 8, 20, 10.0
@@ -59,7 +59,7 @@ window.update = () => {
 
 
 def _spans(count: int) -> Any:
-    """So many spans of GPipe on 8 ranks, step after step, in the order of time."""
+    """Return `count` spans of GPipe on 8 ranks, step after step, in the order of time."""
     one = mk.simulate(mk.Plan.gpipe(RANKS, 16), hop=0.2)
     whole = one.spans[one.spans["end"] > one.spans["start"]]
     steps = -(-count // len(whole))
@@ -72,7 +72,7 @@ def _spans(count: int) -> Any:
 
 
 def _messages(spans: Any) -> list[tuple[dict[str, Any], str]]:
-    """What the kernel would send: all but the last fifth in large batches, then UPDATES of 1 % each."""
+    """Build the kernel's messages: all spans but the last fifth in large batches, then UPDATES of 1 % each."""
     batches, counter = Batches(), BubbleCounter(RANKS)
     small = max(1, len(spans) // 100)
     first = len(spans) - UPDATES * small
@@ -86,7 +86,7 @@ def _messages(spans: Any) -> list[tuple[dict[str, Any], str]]:
 
 
 def _milliseconds(page: Any, count: int) -> float:
-    """The median of an update's time."""
+    """Return the median time of an update in milliseconds."""
     messages = _messages(_spans(count))
     page.set_content("<!doctype html><meta charset=utf-8><body style='width:1200px'></body>")
     page.add_style_tag(content=css())
@@ -103,7 +103,7 @@ def _milliseconds(page: Any, count: int) -> float:
 
 
 def measure() -> list[dict[str, Any]]:
-    """Updates a second at each size, beside the ten a second that a run sends."""
+    """Measure the updates per second at each size, beside the ten per second that a run sends."""
     from playwright.sync_api import sync_playwright
 
     path = shutil.which(os.environ.get("CHROMIUM") or "chromium") or shutil.which("google-chrome")

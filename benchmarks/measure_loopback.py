@@ -1,9 +1,9 @@
-"""What messages and collectives of gloo take over the loopback interface: `mpkit/catalogue/loopback.csv`.
+"""How long Gloo's messages and collectives take over loopback: `mpkit/devices/catalogue/loopback.csv`.
 
     .venv/bin/python -m benchmarks.measure_loopback
 
-Two ranks, on a machine of two cores or more that does nothing else. A collective that computes beside its peers takes
-the CPU time of both, so more ranks than cores would measure the wait for a core.
+It runs two ranks on an otherwise idle machine with two cores or more. A collective uses CPU time on all its ranks at
+once, so more ranks than cores would measure the wait for a core.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Span = tuple[float, float]
 
 RANKS, WARM_UP = 2, 5
 PAYLOADS = [4 * 8**power for power in range(8)]
-"""Bytes: from 4 to 8 MiB."""
+"""Payloads in bytes, from 4 bytes to 8 MiB."""
 
 TABLE = Path(__file__).parents[1] / "mpkit" / "catalogue" / "loopback.csv"
 
@@ -39,8 +39,8 @@ def main() -> None:
         table.writerow(["kind", "ranks", "bytes", "time_us", "source"])
         for kind, payload in found[0]:
             calls = zip(*(spans[kind, payload] for spans in found), strict=True)
-            # From when the last rank is there until the last rank has it. The fastest tenth: what others do on the
-            # machine only ever adds to it.
+            # From when the last rank arrives until the last rank is done. The fastest tenth is taken, since other
+            # load on the machine can only add time.
             times = [max(ends) - max(starts) for starts, ends in (zip(*call, strict=True) for call in calls)]
             seconds = quantiles(times, n=10)[0]
             table.writerow([kind, RANKS, payload, f"{seconds * 1e6:.1f}", source])
@@ -68,7 +68,7 @@ def _spans(ctx: mk.Context, call: Callable[[], object], times: int) -> list[Span
 
 
 def _call(ctx: mk.Context, kind: str, payload: int) -> Callable[[], object] | None:
-    """Return what is measured; None where the payload cannot be divided. A message goes from rank 0 to rank 1."""
+    """Return the call to measure; None if the payload cannot be divided. A message goes from rank 0 to rank 1."""
     whole = torch.zeros(payload // 4)
     match kind:
         case "send" if ctx.rank == 0:

@@ -1,8 +1,8 @@
-"""Two sides in the same processes, a step of one and then a step of the other: what a ratio is made of.
+"""Two sides in the same processes, alternating step by step: the measurements behind a ratio.
 
-Peak memory is what torch's allocator gave out at most, from before the model is made to after the last step, as its
-profiler tells; each side for itself, the median of 5 runs: what gloo's own thread happens to free last, the profiler
-does not see being freed.
+Peak memory is the most that torch's allocator held, according to its profiler, from before the model is made until
+after the last step. Each side is measured on its own, as the median of 5 runs, since the profiler does not see what
+Gloo's own thread happens to free last.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Step = Callable[[int], None]
 
 
 def pairs(ours: Step, theirs: Step, rounds: int, warm_up: int) -> list[tuple[float, float]]:
-    """Seconds of a step of ours and of theirs, a pair a round; a step begins when all ranks are there."""
+    """Return the seconds of a step of ours and of theirs, one pair per round; all ranks begin a step together."""
     sides = ours, theirs
     found = []
     for number in range(warm_up + rounds):
         times = []
-        for side in sides if number % 2 else sides[::-1]:  # whoever comes second finds other caches
+        for side in sides if number % 2 else sides[::-1]:  # the side that runs second finds other caches
             dist.barrier()
             start = time.perf_counter()
             side(number)
@@ -37,12 +37,12 @@ def pairs(ours: Step, theirs: Step, rounds: int, warm_up: int) -> list[tuple[flo
 
 
 def compared(name: str, against: str, by_rank: list[list[tuple[float, float]]]) -> dict[str, Any]:
-    """A row of the table: the median of the slowest rank's times, and of the pairs' ratios.
+    """Return a row of the table: the median of the slowest rank's times, and the median of the pairs' ratios.
 
     Args:
-        name: of the row.
+        name: the name of the row.
         against: what the other side is.
-        by_rank: of each rank what `pairs` found.
+        by_rank: for each rank, what `pairs` returned.
     """
     rounds = range(len(by_rank[0]))
     ours, theirs = ([max(rank[i][side] for rank in by_rank) for i in rounds] for side in (0, 1))
@@ -56,7 +56,7 @@ def compared(name: str, against: str, by_rank: list[list[tuple[float, float]]]) 
 
 
 def peak_memory(make: Callable[[], Step]) -> int:
-    """Bytes that the allocator gave out at most, while a side is made and goes 3 steps."""
+    """Return the most bytes that the allocator held while a side is made and runs 3 steps."""
     from torch.autograd import profiler
 
     with profiler.profile(profile_memory=True) as profile:
@@ -74,14 +74,14 @@ def peak_memory(make: Callable[[], Step]) -> int:
 def compared_peaks(
     name: str, against: str, cluster: mk.Cluster, peak: Callable[..., int], which: str
 ) -> dict[str, Any]:
-    """A row of the table: the most that a rank has held, of both sides.
+    """Return a row of the table: the peak memory of the rank that holds the most, for both sides.
 
     Args:
-        name: of the row.
+        name: the name of the row.
         against: what the other side is.
-        cluster: where they run.
-        peak: (ctx, which, "ours" or "theirs") -> bytes, by `peak_memory`.
-        which: of the benchmark's sides.
+        cluster: the cluster on which they run.
+        peak: (ctx, which, "ours" or "theirs") -> bytes, as from `peak_memory`.
+        which: the configuration of the benchmark to measure.
     """
     mine, other = (
         statistics.median(max(cluster.run(peak, which, side)) for _ in range(5))

@@ -1,5 +1,5 @@
-"""`python -m mpkit`: see mpkit.cli."""
+"""`python -m mpkit`: see mpkit.apps.cli."""
 
-from mpkit.cli import main
+from mpkit.apps.cli import main
 
 main()

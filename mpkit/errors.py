@@ -1,7 +1,7 @@
 """The few exceptions that mpkit raises besides `ValueError`.
 
-A `ValueError` is a mistake in what was asked, found before anything started. The classes here are what
-can go wrong while ranks run, or with a file that they left; and one warning.
+A `ValueError` is a mistake in a call, found before anything started. The classes here are for what can go
+wrong while ranks run, or with a file that they left; and there is one warning.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ __all__ = [
 
 
 class MpkitError(Exception):
-    """Base of the kit's own exceptions."""
+    """The base class of the kit's own exceptions."""
 
 
 class ArgumentError(TypeError, ValueError):
-    """A call without an argument that is needed, or with one that there is not; the message has a call to paste."""
+    """A call lacks a required argument or has an unknown one; the message shows a call to paste."""
 
 
 class UnwisePlan(UserWarning):
-    """A plan that works, and costs more than another that does the same; the message says how much, and which.
+    """A plan works but costs more than another that does the same; the message says how much more, and which.
+
+    It also warns of a plan under which the model's buffers differ slightly from those of serial training.
 
     Or one by which the model's buffers are not quite those of serial training.
     """
 
 
 class TraceError(MpkitError):
-    """A trace file that is not one, is of another version, or is broken beyond reading."""
+    """A file is not a trace, is of another version, or is damaged beyond reading."""
 
 
 class RankFailed(MpkitError):
@@ -43,7 +45,7 @@ class RankFailed(MpkitError):
 
     Attributes:
         rank: the first rank that failed (None if all wait for each other).
-        step, stage, microbatch: where it was, each None where it does not apply.
+        step, stage, microbatch: where it failed; each is None if it does not apply.
         traceback: that rank's own traceback as text ("" if it was killed).
         signal: the name of the signal that ended it, such as "SIGKILL", or None.
     """
@@ -69,15 +71,15 @@ class RankFailed(MpkitError):
 
 
 class Deadlock(RankFailed):
-    """The ranks wait for each other for ever; the message says who waits where, and who never came."""
+    """The ranks wait for each other forever; the message says which rank waits where, and which never arrived."""
 
 
 class CommMismatch(RankFailed):
-    """Two ranks' calls of one communication do not fit; the message names both, their lines and what would work.
+    """Two ranks' calls of one communication do not match; the message names both, their lines and what would work.
 
     Attributes:
-        rank: the one that noticed.
-        other: the one whose call its own does not fit.
+        rank: the rank that noticed.
+        other: the rank whose call does not match.
     """
 
     def __init__(self, message: str, *, rank: int, other: int, **where: Any) -> None:

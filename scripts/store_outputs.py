@@ -1,8 +1,8 @@
-"""Run the notebooks and keep what they show, as pictures: for who reads them without a kernel, on GitHub say.
+"""Run the notebooks and keep their outputs as pictures, for readers without a kernel, such as on GitHub.
 
     python scripts/store_outputs.py [notebook ...]
 
-Widgets and charts become PNGs, drawn by the Chromium of the browser tests; what is state of widgets goes.
+Widgets and charts become PNGs, drawn by the Chromium of the browser tests; the state of widgets is dropped.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def store(path: Path, page: Page) -> None:
 
 
 def still(output: Any, page: Page) -> Any:
-    """The output without a kernel's help; None if nothing is left of it."""
+    """Return the output in a form that needs no kernel; None if nothing is left of it."""
     if output.output_type == "stream":
-        # Cells have files of their own, by process and content: say that it is a cell.
+        # Cells have file names that depend on process and content: replace them.
         output.text = re.sub(r'"?/\S*/ipykernel_\d+/\d+\.py"?', "<a cell>", output.text)
     if output.output_type not in ("display_data", "execute_result"):
         return output
@@ -56,7 +56,7 @@ def still(output: Any, page: Page) -> Any:
         if "text/html" not in data:
             return None
         image = picture(data["text/html"], page)
-    elif data.get("text/html", "").startswith("<img "):  # which GitHub leaves out
+    elif data.get("text/html", "").startswith("<img "):  # GitHub leaves these out
         image = picture(data["text/html"], page)
     else:
         return output
@@ -65,7 +65,7 @@ def still(output: Any, page: Page) -> Any:
 
 
 def picture(html: str, page: Page) -> str:
-    """HTML as a browser draws it, a PNG in base64."""
+    """Render HTML as a browser draws it, as a PNG in base64."""
     style = "body{margin:0;background:#fff;font:14px system-ui,'DejaVu Sans',sans-serif} img{display:block}"
     page.set_content(f"<!doctype html><meta charset=utf-8><style>{style}</style><body><main>{html}</main>")
     page.wait_for_function("[...document.images].every((image) => image.complete)")
@@ -73,7 +73,7 @@ def picture(html: str, page: Page) -> str:
 
 
 def chart(figure: dict[str, Any], page: Page) -> str:
-    """A plotly figure, likewise."""
+    """Render a plotly figure as a PNG in base64."""
     page.set_content("<!doctype html><body style='margin:0'><main></main>")
     page.add_script_tag(content=get_plotlyjs())
     draw = """({ data, layout }) => Plotly.newPlot(
@@ -83,7 +83,7 @@ def chart(figure: dict[str, Any], page: Page) -> str:
 
 
 def small_png(page: Page) -> str:
-    """What the page shows, as a PNG of 256 colours: a third of the bytes, and nobody sees it."""
+    """Take a picture of the page as a PNG with 256 colours: a third of the bytes, with no visible difference."""
     shot = b64encode(page.locator("main").screenshot(animations="disabled")).decode()
     width, height, raw = page.evaluate(PIXELS, shot)
     pixels = np.frombuffer(b64decode(raw), np.uint8).reshape(-1, 4)[:, :3].astype(np.int32)
@@ -91,12 +91,12 @@ def small_png(page: Page) -> str:
     palette = colours[np.argsort(-counts)[:256]]
     nearest = ((colours[:, None] - palette[None]) ** 2).sum(axis=2).argmin(axis=1).astype(np.uint8)
     rows = nearest[index.reshape(height, width)]
-    lines = np.hstack([np.zeros((height, 1), np.uint8), rows])  # each begins with its filter: 0, none
+    lines = np.hstack([np.zeros((height, 1), np.uint8), rows])  # each row begins with its filter: 0, none
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    head = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)  # 8 bits a pixel, which are palette indices
+    head = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)  # 8 bits per pixel: palette indices
     parts = {
         b"IHDR": head,
         b"PLTE": palette.astype(np.uint8).tobytes(),
@@ -122,7 +122,7 @@ PIXELS = """async (png) => {
 
 
 def main() -> None:
-    """Those named, or all."""
+    """Store the outputs of the given notebooks, or of all."""
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if not chromium:
         sys.exit("no Chromium: set CHROMIUM to one; scripts/chromium.sh finds or installs it")

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from torch import nn
 
 import mpkit as mk
-from mpkit.run import Run
+from mpkit.api.run import Run
 
 # The same examples every time: what fails here fails there. No deadline: on two busy cores
 # an example's time says nothing.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.run import Run
+from mpkit.api.run import Run
 
 Train = Callable[..., Run]
 

@@ -24,11 +24,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import mpkit as mk
-from mpkit.parallel.checkpoint_files import digest
-from mpkit.parallel.checkpoint_head import Damaged, seal
-from mpkit.parallel.checkpoint_index import read_index
+from mpkit.api.run import Run
+from mpkit.parallel.checkpoint.files import digest
+from mpkit.parallel.checkpoint.head import Damaged, seal
+from mpkit.parallel.checkpoint.index import read_index
 from mpkit.prepare.resume import find_checkpoint
-from mpkit.run import Run
 
 Clusters = Callable[[int], mk.Cluster]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -119,6 +119,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_resumed_under_the_same_plan_to_the_bit(clusters: Clusters, tmp_path: Path, plan: mk.Plan) -> None:
     how: dict[str, Any] = {
@@ -172,6 +173,7 @@ def test_the_loss_scale_goes_on(clusters: Clusters, tmp_path: Path) -> None:
     assert_same(whole, rest)
 
 
+@pytest.mark.thorough
 def test_resumed_after_the_whole_run_was_killed(clusters: Clusters, tmp_path: Path) -> None:
     how: dict[str, Any] = {"model": net(dropout=0.2), "data": batches(), "plan": mk.Plan.ddp(2), "seed": 1}
     whole = train(clusters, steps=40, **how)
@@ -181,9 +183,9 @@ def test_resumed_after_the_whole_run_was_killed(clusters: Clusters, tmp_path: Pa
         )
         while not (tmp_path / "step-00000008").exists():
             assert not run.done
-        nursery = cluster.warm_pid
-        assert nursery is not None
-        os.kill(nursery, signal.SIGKILL)  # and every rank with it
+        fork_server = cluster.fork_server_pid
+        assert fork_server is not None
+        os.kill(fork_server, signal.SIGKILL)  # and every rank with it
         with pytest.raises(mk.MpkitError):
             run.wait()
     rest = train(clusters, steps=40, resume_from=tmp_path, **how)
@@ -209,6 +211,7 @@ ANY = [
 ]
 
 
+@pytest.mark.thorough
 @given(
     before=st.sampled_from(ANY),
     after=st.sampled_from(ANY),
@@ -242,6 +245,7 @@ def test_resumed_under_any_other_plan(
     assert rest.losses == pytest.approx(whole.losses[3:], rel=1e-10)
 
 
+@pytest.mark.thorough
 def test_zero_3_on_4_ranks_goes_on_as_ddp_on_2_and_back(clusters: Clusters, tmp_path: Path) -> None:
     how: dict[str, Any] = {"model": net(torch.float64), "data": batches(torch.float64)}
     steps = 2

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import mpkit as mk
-from mpkit.mesh import Mesh
-from mpkit.parallel.checkpoint_boxes import Box, boxes_of, disjoint, rows_and_columns, tile
-from mpkit.parallel.checkpoint_head import Damaged
-from mpkit.parallel.checkpoint_index import read_index
-from mpkit.parallel.checkpoint_planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
-from mpkit.parallel.shard import Shard
+from mpkit.parallel.checkpoint.boxes import Box, boxes_of, disjoint, rows_and_columns, tile
+from mpkit.parallel.checkpoint.head import Damaged
+from mpkit.parallel.checkpoint.index import read_index
+from mpkit.parallel.checkpoint.planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
+from mpkit.parallel.stage.shard import Shard
 from mpkit.parallel.zero.flat import Layout
+from mpkit.plan.mesh import Mesh
 
 Clusters = Callable[[int], mk.Cluster]
 Shape = tuple[int, ...]
@@ -133,6 +133,7 @@ def read(ctx: Any, division: Division, folder: str) -> None:
         torch.testing.assert_close(state[name].held, part_of(name, shard, start, end), rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 @given(divisions=two_divisions())
 @settings(max_examples=15)
 def test_what_one_mesh_wrote_any_other_reads(
@@ -210,6 +211,7 @@ def views(piece: Slice) -> list[tuple[dcp.ChunkStorageMetadata, Tensor]]:
 BOX = st.tuples(*[st.integers(0, 5)] * 4).filter(lambda b: b[0] < b[2] and b[1] < b[3]).map(lambda b: Box(*b))
 
 
+@pytest.mark.thorough
 @given(boxes=st.lists(BOX, min_size=1, max_size=5))
 @settings(max_examples=300)
 def test_overlaps_are_found(boxes: list[Box]) -> None:

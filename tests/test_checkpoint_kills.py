@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
-from mpkit.parallel.checkpoint_files import read_head
-from mpkit.parallel.checkpoint_index import read_index
+from mpkit.parallel.checkpoint.files import read_head
+from mpkit.parallel.checkpoint.index import read_index
 from mpkit.prepare.resume import find_checkpoint
 
 Clusters = Callable[[int], mk.Cluster]
@@ -85,6 +85,7 @@ def newest(folder: Path) -> int:
     return max((int(name[5:]) for name in names if "." not in name), default=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(30))
 def test_killed_while_saving(
     clusters: Clusters, whole: Callable[[mk.Plan], list[float]], tmp_path: Path, seed: int
@@ -93,6 +94,7 @@ def test_killed_while_saving(
     kill_while_saving(clusters(plan.ranks), plan, whole(plan), tmp_path, seed, MOMENTS[seed // 5])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", [1, 2, 4, 5])
 def test_killed_while_a_mesh_saves(
     clusters: Clusters, whole: Callable[[mk.Plan], list[float]], tmp_path: Path, moment: int
@@ -120,10 +122,10 @@ def kill_while_saving(
     while time.monotonic() < until:
         pass
     # ---- kill
-    nursery = cluster.warm_pid
+    fork_server = cluster.fork_server_pid
     everybody = seed % 8 == 4
-    assert nursery is not None
-    os.kill(nursery if everybody else run.pids[chance.randrange(plan.ranks)], signal.SIGKILL)
+    assert fork_server is not None
+    os.kill(fork_server if everybody else run.pids[chance.randrange(plan.ranks)], signal.SIGKILL)
     with pytest.raises(mk.MpkitError):
         run.wait()
     # ---- every checkpoint that has its name is whole, and the newest is not long past

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.parallel.checkpoint_head import seal
-from mpkit.parallel.checkpoint_lock import FolderLock
+from mpkit.parallel.checkpoint.head import seal
+from mpkit.parallel.checkpoint.lock import FolderLock
 from mpkit.prepare.resume import find_checkpoint
 
 Clusters = Callable[[int], mk.Cluster]
@@ -161,6 +161,7 @@ def test_files_that_are_no_heads_end_in_a_sentence(saved: Path) -> None:
 # ---------------------------------------------------------------- one training a folder
 
 
+@pytest.mark.thorough
 def test_a_second_training_in_the_folder_is_refused(clusters: Clusters, tmp_path: Path) -> None:
     run = clusters(2).train(**how(checkpoint_every=1, checkpoint_dir=tmp_path, steps=100_000))
     with mk.Cluster(ranks=1, device="cpu") as other:
@@ -180,7 +181,7 @@ def test_a_second_training_in_the_folder_is_refused(clusters: Clusters, tmp_path
 HOLD = """
 import sys
 from pathlib import Path
-from mpkit.parallel.checkpoint_lock import FolderLock
+from mpkit.parallel.checkpoint.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.comparison import Comparison
+from mpkit.analysis.comparison import Comparison
 from mpkit.data import text_batches
-from mpkit.idleness import CAUSES, idle_by_cause
 from mpkit.models import GPT, next_token_loss
 from mpkit.schedule import NAMES
+from mpkit.timeline.idleness import CAUSES, idle_by_cause
 
 IMBALANCE, COMMUNICATION = CAUSES.index("imbalance"), CAUSES.index("communication")
 TIMES = st.sampled_from([0.5, 1.0, 1.37, 2.0])
@@ -56,6 +56,7 @@ def test_imbalance_is_what_a_balanced_cut_would_save() -> None:
     assert found[2, IMBALANCE] == 0  # the others wait for it
 
 
+@pytest.mark.thorough
 def test_of_real_runs_they_add_up_too(cluster: mk.Cluster) -> None:
     torch.manual_seed(0)
     model, data = GPT(layers=4, width=32, length=16), text_batches(batch=8, length=16, steps=2)

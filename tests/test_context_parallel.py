@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import mpkit as mk
-from mpkit.parallel.axis import Axis, Pretended
+from mpkit.comm.axis import AxisGroup
+from mpkit.comm.process_group import FakeGroup
 from mpkit.parallel.context.ring import ring_attention
 from mpkit.parallel.context.sequence import ORDERS, pieces
 from mpkit.trace import Kind
@@ -46,9 +47,9 @@ def attend(attention: Any, qkv: list[Tensor], weights: Tensor, **how: Any) -> li
 
 
 def on_a_rank(ctx: Any, qkv: list[Tensor], weights: Tensor, how: dict[str, Any]) -> list[Tensor]:
-    axis, order = Axis(ctx.comm), how.get("order", "contiguous")
+    axis, order = AxisGroup(ctx.comm), how.get("order", "contiguous")
     mine = [part(tensor, axis.index, axis.size, order) for tensor in (*qkv, weights)]
-    return attend(ring_attention, mine[:3], mine[3], line=axis, **how)
+    return attend(ring_attention, mine[:3], mine[3], group=axis, **how)
 
 
 def whole(qkv: list[Tensor], weights: Tensor, how: dict[str, Any]) -> list[Tensor]:
@@ -119,7 +120,7 @@ def test_autocast_does_not_reach_into_it() -> None:
     torch.manual_seed(4)
     q, k, v = random(*[(1, 2, 6, 4)] * 3, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        found = ring_attention(q, k, v, Pretended(1), is_causal=True)
+        found = ring_attention(q, k, v, FakeGroup(1), is_causal=True)
     torch.testing.assert_close(found, scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
@@ -193,7 +194,7 @@ def flops(n: int, index: int, how: dict[str, Any]) -> list[int]:
         q, k, v = (torch.empty(1, 1, 16 // n, 8, requires_grad=True) for _ in range(3))
         found = []
         with FlopCounterMode(display=False) as counter:
-            out = ring_attention(q, k, v, Pretended(n, index), **how)
+            out = ring_attention(q, k, v, FakeGroup(n, index), **how)
             found.append(counter.get_total_flops())
             out.sum().backward()
         assert out.shape == q.shape == q.grad.shape and k.grad is not None and v.grad is not None
@@ -228,7 +229,7 @@ def test_a_dry_run_counts_what_each_rank_computes() -> None:
 )
 def test_what_does_not_fit(shapes: list[tuple[int, ...]], how: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        ring_attention(*random(*shapes), Pretended(2), **how)
+        ring_attention(*random(*shapes), FakeGroup(2), **how)
     q, k, v = random(*[(1, 2, 4, 3)] * 3)
     with pytest.raises(ValueError, match="of one dtype"):
-        ring_attention(q, k.float(), v, Pretended(2))
+        ring_attention(q, k.float(), v, FakeGroup(2))

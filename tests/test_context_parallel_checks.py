@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from mpkit.comm.process_group import FakeGroup
 from mpkit.models.gpt import GPT
-from mpkit.parallel.axis import Pretended
 from mpkit.parallel.context.checks import check_context_parallel
 from mpkit.parallel.context.inside import ContextParallel
 from mpkit.parallel.context.positions import positions_of
 from mpkit.parallel.context.sequence import ORDERS, check_sequences, pieces, sequence_part
-from mpkit.parallel.selective import AttentionAgain
-from mpkit.prepare.dry_run import quiet
+from mpkit.parallel.stage.selective_recompute import AttentionAgain
+from mpkit.prepare.dry_run.dry_run import quiet
 
 SIZES: dict[str, Any] = {
     "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -200,14 +200,14 @@ def test_zigzag_positions_of_a_decoder_without_cache_look_like_several_texts() -
 
 def test_one_token_a_rank_would_lose_its_mask() -> None:
     x = torch.zeros(1, 1, 1, 2)
-    with ContextParallel(Pretended(2)), pytest.raises(ValueError, match="leave out the causal mask"):
+    with ContextParallel(FakeGroup(2)), pytest.raises(ValueError, match="leave out the causal mask"):
         F.scaled_dot_product_attention(x, x, x)
 
 
 def test_recomputing_within_is_refused() -> None:
     q, k, v = (torch.zeros(1, 1, 2, 2, requires_grad=True) for _ in range(3))
     with (
-        ContextParallel(Pretended(2)),
+        ContextParallel(FakeGroup(2)),
         AttentionAgain(),
         pytest.raises(ValueError, match="enter it before ContextParallel"),
     ):
@@ -216,7 +216,7 @@ def test_recomputing_within_is_refused() -> None:
 
 def test_alone_nothing_changes() -> None:
     x = torch.randn(1, 2, 4, 2)
-    with ContextParallel(Pretended(1)) as mode:
+    with ContextParallel(FakeGroup(1)) as mode:
         assert torch.equal(F.scaled_dot_product_attention(x, x, x), plain(x))
         assert torch.equal(F.avg_pool1d(x[0], 2), F.avg_pool1d(x[0], 2))
     mode.check_used()

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.mesh import Mesh
+from mpkit.comm.axis import AxisGroup, MeshAxes
+from mpkit.data.microbatch import Value
 from mpkit.models.gpt import GPT, next_token_loss
-from mpkit.parallel.axis import Axis, MeshAxes
 from mpkit.parallel.context.checks import check_context_parallel
 from mpkit.parallel.context.inside import ContextParallel
 from mpkit.parallel.context.positions import shift_positions
 from mpkit.parallel.context.sequence import sequence_part
-from mpkit.parallel.microbatch import Value
-from mpkit.parallel.selective import AttentionAgain
-from mpkit.parallel.split_backward import input_grads
-from mpkit.parallel.stage import call
+from mpkit.parallel.stage.selective_recompute import AttentionAgain
+from mpkit.parallel.stage.split_backward import input_grads
+from mpkit.parallel.stage.stage import call
 from mpkit.parallel.tensor import tensor_parallel
+from mpkit.plan.mesh import Mesh
 from mpkit.trace import Kind
 
 # Ranks get this module's functions by value, and need not import the module and what tests need.
@@ -112,7 +112,7 @@ Case = tuple[nn.Module, Value, Tensor, str, str]
 
 
 def on_a_rank(ctx: Any, cases: list[Case]) -> list[Any]:
-    axis, found = Axis(ctx.comm), []
+    axis, found = AxisGroup(ctx.comm), []
     for model, inputs, targets, order, recompute in cases:
         shift_positions(model, axis, order)
         mine, wanted = (sequence_part(value, axis.index, axis.size, order) for value in (inputs, targets))
@@ -139,6 +139,7 @@ def check(clusters: Clusters, n: int, cases: list[Case]) -> None:
         torch.testing.assert_close(summed, gradients, **near)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("n", "named"),
     [
@@ -164,7 +165,7 @@ def test_gradients_are_those_of_the_whole_sequence(clusters: Clusters, n: int, n
 
 
 def in_halves(ctx: Any, block: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    axis = Axis(ctx.comm)
+    axis = AxisGroup(ctx.comm)
     x, dy = (sequence_part(tensor, axis.index, axis.size) for tensor in (x, dy))
     x.requires_grad_()
     with ContextParallel(axis):
@@ -197,7 +198,7 @@ def on_a_mesh(ctx: Any, model: nn.Module, x: Tensor, y: Tensor) -> list[Any]:
     x, y = (sequence_part(value, cp.index, cp.size) for value in (x, y))
     found = []
     for divided in (False, True):
-        shards = tensor_parallel(ctx, copy.deepcopy(model), line=tp, sequence=divided)
+        shards = tensor_parallel(ctx, copy.deepcopy(model), group=tp, sequence=divided)
         shift_positions(shards, cp)
         loss, gradients = losses(shards, x, y, [nullcontext(), ContextParallel(cp)], False)
         found.append((loss, {name: cp.all_reduce(each) / cp.size for name, each in gradients.items()}))

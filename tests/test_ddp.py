@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.parallel.train import Training
-from mpkit.prepare import prepare
-from mpkit.run import Run
+from mpkit.api.run import Run
+from mpkit.parallel.runtime.train import Training
+from mpkit.prepare.prepare import prepare
 from tests.serial import Train, check_equal
 
 # Ranks get this module's functions by value, and need not import the module and what tests need.
@@ -138,6 +138,7 @@ def halving(step: int) -> float:
 
 
 # No shrinking: it would be hundreds of runs more.
+@pytest.mark.thorough
 @settings(max_examples=12, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_random_models_equal_serial_training(train: Train, data: st.DataObject) -> None:
@@ -164,6 +165,7 @@ def test_random_models_equal_serial_training(train: Train, data: st.DataObject) 
     check_equal(train, model.to(dtype), batches, plan, microbatches=m, loss=F.mse_loss, **how)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [mk.Plan.ddp, mk.Plan.dp])
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 3e-2), ("fp16", 4e-3)])
 def test_16_bits_against_serial_training_in_16_bits(
@@ -326,7 +328,7 @@ def ours(ctx: Any, model: nn.Module, data: Any, plan: mk.Plan) -> dict[str, Tens
     how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": plain_sgd, "steps": 1, "ranks": plan.ranks}
     training = Training(ctx, prepare(copy.deepcopy(model), [data], plan, **how))
     training.step(0)
-    return {piece.name: piece.parameter.grad.clone() for piece in training.replica.pieces}
+    return {piece.name: piece.parameter.grad.clone() for piece in training.sync.pieces}
 
 
 def both(ctx: Any, model: nn.Module, data: Any, plan: mk.Plan) -> tuple[Any, Any]:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mpkit.cli import main
-from mpkit.demo import STRATEGIES, Demo
+from mpkit.apps.cli import main
+from mpkit.apps.demo import STRATEGIES, Demo
 
 
+@pytest.mark.thorough
 def test_it_compares_the_strategies_and_keeps_the_timelines(tmp_path: Path) -> None:
     page = tmp_path / "demo.html"
     console = Console(file=io.StringIO(), width=120)
@@ -37,6 +38,7 @@ def test_it_compares_the_strategies_and_keeps_the_timelines(tmp_path: Path) -> N
     assert "bubble in theory" in html and "naive MP" in html
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -56,6 +58,7 @@ def test_mistakes_end_in_one_message(
     assert says in said and "Traceback" not in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", [set(STRATEGIES) - {"3d"}, {"3d"}], ids=["all but 3d", "3d"])
 def test_every_strategy_that_it_knows(tmp_path: Path, names: set[str]) -> None:
     console = Console(file=io.StringIO(), width=300)
@@ -76,12 +79,13 @@ def test_the_help_names_every_strategy(capsys: pytest.CaptureFixture[str]) -> No
     assert f"any of {', '.join(STRATEGIES)}; with commas" in said
 
 
+@pytest.mark.thorough
 def test_it_needs_nothing_that_only_notebooks_need(tmp_path: Path) -> None:
     code = f"""
 import sys
 for name in ("plotly", "ipywidgets", "anywidget", "pandas", "IPython"):
     sys.modules[name] = None
-from mpkit.cli import main
+from mpkit.apps.cli import main
 main(["demo", "--device", "cpu", "--ranks", "2", "--steps", "2", "--layers", "2", "--width", "32",
       "--html", {str(tmp_path / "demo.html")!r}])
 """

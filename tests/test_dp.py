@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.api.run import Run
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
-from mpkit.run import Run
 
 Train = Callable[..., Run]
 # Ranks get this module's functions by value, and need not import the module and what tests need.

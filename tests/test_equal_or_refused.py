@@ -7,7 +7,6 @@ in plain PyTorch is the whole batch at once.
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +33,8 @@ from tests.ingredients import (
 )
 
 STEPS = 3
-EXAMPLES = 200 if os.environ.get("CI") == "true" else 40
+FEW, ALL = 12, 200
+"""Trainings that `make test` draws, and `make test-all`."""
 
 
 def make_model(layers: list[str], hook: str, seed: int) -> nn.Sequential:
@@ -105,12 +105,25 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(1200)
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=FEW)
 @given(case=cases())
 def test_a_training_equals_plain_pytorch_or_is_refused(
     clusters: Callable[[int], mk.Cluster], case: dict[str, Any]
 ) -> None:
+    check_case(clusters, case)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1200)
+@settings(max_examples=ALL)
+@given(case=cases())
+def test_many_trainings_equal_plain_pytorch_or_are_refused(
+    clusters: Callable[[int], mk.Cluster], case: dict[str, Any]
+) -> None:
+    check_case(clusters, case)
+
+
+def check_case(clusters: Callable[[int], mk.Cluster], case: dict[str, Any]) -> None:
     plan, loss = PLANS[case["plan"]](), LOSSES[case["loss"]]()
     pairs = make_pairs(case["masked"], case["seed"])
     optimizer = OPTIMIZERS[case["optimizer"]]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.catalogue.tables import fit_all_reduce, one, rows, sweep
-from mpkit.devices import hops, wire_factor
+from mpkit.devices.catalogue.tables import fit_all_reduce, one, rows, sweep
+from mpkit.devices.hardware import hops, wire_factor
 from mpkit.trace import Kind
 
 SWEEPS = {

@@ -9,18 +9,23 @@ import pytest
 import mpkit as mk
 from mpkit.experiments.hugging_face import HFExperiment, hf_experiment
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def experiment(clusters: Callable[[int], mk.Cluster]) -> HFExperiment:
     return hf_experiment(clusters(1))
 
 
-def test_ratios_are_the_published_ones_within_5_percent(experiment: HFExperiment) -> None:
-    """DDP : DP : DDP without NVLink = 1 : 1.085 : 1.290 (perf_train_gpu_many, 200 steps each)."""
+def test_dp_is_slower_than_ddp_by_what_was_published(experiment: HFExperiment) -> None:
+    """DDP : DP : DDP without NVLink = 1 : 1.085 : 1.290 (perf_train_gpu_many, 200 steps each).
+
+    Only DP's ratio is predicted, and is held to its own effect: by how much DP is slower.
+    """
     ratios = [experiment.ratio(row) for row in experiment.rows]
     assert [published for _, published in ratios] == pytest.approx([1, 1.085, 1.290], abs=5e-4)
-    for mine, published in ratios:
-        assert mine == pytest.approx(published, rel=0.05)
+    mine, published = ratios[1]
+    assert mine - 1 == pytest.approx(published - 1, rel=0.1)
 
 
 def test_what_was_fitted_fits(experiment: HFExperiment) -> None:
@@ -54,3 +59,9 @@ def test_it_prints_as_a_table(experiment: HFExperiment) -> None:
     table = experiment.to_dataframe()
     assert table["strategy"].tolist() == ["DDP", "DP", "DDP"]
     assert table["off"].abs().max() < 0.05
+    assert table["fitted"].tolist() == [True, False, True]
+    assert [line.split()[-1] for line in str(experiment).splitlines()[1:]] == [
+        "fitted",
+        "predicted",
+        "fitted",
+    ]

@@ -18,10 +18,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize
 
 import mpkit as mk
-from mpkit.launch.packing import dumps
+from mpkit.launch.process.packing import dumps
 from mpkit.models import GPT, chain, next_token_loss
 from mpkit.models.chain import is_chain
-from mpkit.prepare import prepare
+from mpkit.prepare.prepare import prepare
 from tests.recipes import sgd
 from tests.serial import EXACT, Train, same
 
@@ -191,6 +191,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", RIGHT)
 @pytest.mark.filterwarnings(
     "ignore:Full backward hook is firing:UserWarning"

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.learning_rate import ScalingRule
+from mpkit.analysis.learning_rate import ScalingRule
 
 
-@pytest.mark.parametrize(("rule", "power"), [(mk.linear_scaling, 1.0), (mk.sqrt_scaling, 0.5)])
+@pytest.mark.parametrize(
+    ("rule", "power"), [(mk.learning_rate.linear_scaling, 1.0), (mk.learning_rate.sqrt_scaling, 0.5)]
+)
 def test_rates(rule: Callable[..., ScalingRule], power: float) -> None:
     for base, batch in ((32, 256), (256, 32), (10, 10)):
         found = rule(lr=0.3, base_batch=base, batch=batch, warmup_steps=5)
@@ -26,7 +28,7 @@ def test_rates(rule: Callable[..., ScalingRule], power: float) -> None:
 
 def test_a_training_with_warm_up(clusters: Callable[[int], mk.Cluster]) -> None:
     torch.manual_seed(1)
-    rule = mk.linear_scaling(lr=0.01, base_batch=2, batch=8, warmup_steps=3)
+    rule = mk.learning_rate.linear_scaling(lr=0.01, base_batch=2, batch=8, warmup_steps=3)
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     data = [(torch.ones(8, 1).double(), torch.zeros(8, 1).double())]
@@ -50,4 +52,4 @@ def test_a_training_with_warm_up(clusters: Callable[[int], mk.Cluster]) -> None:
 )
 def test_errors(wrong: dict[str, float], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        mk.linear_scaling(**{"lr": 0.1, "base_batch": 8, "batch": 16} | wrong)  # type: ignore[arg-type]
+        mk.learning_rate.linear_scaling(**{"lr": 0.1, "base_batch": 8, "batch": 16} | wrong)  # type: ignore[arg-type]

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpkit.mesh import AXES, Mesh
-from mpkit.parallel.axis import MeshAxes, Pretended
-from mpkit.parallel.shard import Shard, evenly, put_together
+from mpkit.comm.axis import MeshAxes
+from mpkit.comm.process_group import FakeGroup
+from mpkit.parallel.stage.shard import Shard, evenly, put_together
+from mpkit.plan.mesh import AXES, Mesh
 
 degrees = st.integers(1, 4)
 
@@ -82,7 +83,7 @@ def test_the_shards_of_a_parameter_make_it_whole(data: st.DataObject) -> None:
 
 
 def test_a_pretended_line_gives_the_right_shapes() -> None:
-    line = Pretended(3, 1)
+    line = FakeGroup(3, 1)
     x = torch.arange(6.0).view(6, 1)
     assert line.start_all_gather(x).wait().shape == (18, 1)
     assert line.start_reduce_scatter(x).wait().tolist() == [[2.0], [3.0]]

@@ -13,10 +13,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import mpkit as mk
 from mpkit.models import GPT, MLP, next_token_loss
-from mpkit.plan import Plan
-from mpkit.prepare import prepare
-from mpkit.prepare.arguments import check_plan
-from mpkit.tensor_plan import Region, TensorPlan
+from mpkit.plan.plan import Plan
+from mpkit.plan.tensor_plan import Region, TensorPlan
+from mpkit.prepare.arguments.arguments import check_plan
+from mpkit.prepare.prepare import prepare
 from tests.test_mesh_training import adamw, logits_loss, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_token_id.*")

@@ -61,6 +61,7 @@ def phases(timeline: mk.Timeline, rank: int, kind: Kind) -> dict[Kind, int]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("t", "m", "pp"), [(2, 1, 1), (4, 1, 1), (2, 4, 1), (2, 4, 2)], ids=lambda n: str(n))
 def test_a_layer_makes_two_all_reduces_forward_and_two_backward(
     train: Train, t: int, m: int, pp: int
@@ -78,6 +79,7 @@ def test_a_layer_makes_two_all_reduces_forward_and_two_backward(
         assert {kind: after[kind] - n for kind, n in before.items()} == dict.fromkeys(before, 2 * more * m)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", [
     mk.Plan(tp=2, sequence_parallel=True),
     mk.Plan(tp=4, sequence_parallel=True, microbatches=2),
@@ -133,6 +135,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", PLANS, ids=words)
 def test_what_is_sent_is_what_the_formulas_say(train: Train, how: dict[str, Any]) -> None:
     """Also where heads, vocabulary and micro-batches are not divided evenly, on average."""
@@ -146,6 +149,7 @@ def test_what_is_sent_is_what_the_formulas_say(train: Train, how: dict[str, Any]
     check_ratios(run.timeline(), axes | ({replicas} if replicas else set()))
 
 
+@pytest.mark.thorough
 def test_a_pipeline_sends_b_s_h_a_boundary(train: Train) -> None:
     plans = [mk.Plan(pp=2, tp=2, microbatches=2, sequence_parallel=divided) for divided in (False, True)]
     whole, divided = (wire(trained(train, plan), "pp", "send") - FP32 / 2 for plan in plans)
@@ -155,6 +159,7 @@ def test_a_pipeline_sends_b_s_h_a_boundary(train: Train) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_replicas_send_two_psi_of_what_a_rank_has_and_zero_3_three(train: Train, zero: int) -> None:
     timeline = trained(train, mk.Plan(dp=2, tp=2, zero=zero))
@@ -181,6 +186,7 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", OTHERS, ids=words)
 @pytest.mark.parametrize("make", [gpt2, llama, bert])
 def test_models_of_transformers_send_it_too(train: Train, make: Any, how: dict[str, Any]) -> None:
@@ -190,6 +196,19 @@ def test_models_of_transformers_send_it_too(train: Train, make: Any, how: dict[s
     data = [({"input_ids": x}, y) for x, y in tokens(6, 8, 33)]
     run = train(make(), data, plan, loss=logits_loss, optimizer=sgd, steps=2)
     check_ratios(run.timeline(), {axis for axis in ("pp", "cp", "tp") if getattr(plan, axis) > 1})
+
+
+@pytest.mark.parametrize(("t", "m"), [(2, 1), (2, 4), (4, 1)])
+def test_the_loss_of_divided_logits_all_reduces_three_numbers_per_token(train: Train, t: int, m: int) -> None:
+    """The largest logit, the target's and the sum of exp (Shoeybi et al. 2019, section 3): 3 b s elements per step.
+
+    A model with L layers adds 4 L b s h, and its embedding and its head b s h each.
+    """
+    layers = 2
+    payload = ((4 * layers + 2) * B * S * H + 3 * B * S) * FP32
+    timeline = trained(train, mk.Plan(tp=t, microbatches=m), layers)
+    assert wire(timeline, "tp", "all_reduce") == payload * 2 * (t - 1) / t
+    check_ratios(timeline, {"tp"})
 
 
 def of_whole_logits(logits: Tensor, targets: Tensor) -> Tensor:

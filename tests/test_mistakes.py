@@ -40,7 +40,7 @@ def layers() -> nn.Module:
     ],
 )
 def test_a_call_that_does_not_fit_is_answered_with_one_that_does(make: Callable[[], Any], says: str) -> None:
-    with pytest.raises(mk.ArgumentError, match=says) as caught:
+    with pytest.raises(mk.errors.ArgumentError, match=says) as caught:
         make()
     assert isinstance(caught.value, TypeError) and isinstance(caught.value, ValueError)
 
@@ -214,7 +214,7 @@ def test_a_mistake_of_mpkit_itself_keeps_its_frames(monkeypatch: pytest.MonkeyPa
         raise AttributeError("a bug")
 
     monkeypatch.setitem(broken.__globals__, "__name__", "mpkit.broken")
-    monkeypatch.setattr("mpkit.plan.checked_recompute", broken)
+    monkeypatch.setattr("mpkit.plan.plan.checked_recompute", broken)
     with pytest.raises(AttributeError) as caught:
         mk.Plan()
     assert "__post_init__" in places(caught.value)

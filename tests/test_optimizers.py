@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import mpkit as mk
-from mpkit.parallel.optimizer import Held, Whole, make_optimizer
-from mpkit.prepare import prepare
+from mpkit.parallel.update.optimizer import Held, Whole, make_optimizer
+from mpkit.prepare.prepare import prepare
 from tests.serial import Train, check_equal
 
 # Ranks get this module's classes by value, and need not import the module and what tests need.
@@ -188,6 +188,7 @@ PLANS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", PLANS)
 def test_groups_are_those_of_the_whole_model(train: Train, kind: str) -> None:
     check_equal(train, net(), DATA, PLANS[kind], loss=F.mse_loss, optimizer=all_kinds, steps=3)
@@ -240,6 +241,7 @@ RIGHT: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", RIGHT)
 def test_right_where_it_has_all_that_it_looks_at(train: Train, what: str) -> None:
     optimizer, kind = RIGHT[what]
@@ -310,6 +312,7 @@ def prepared(optimizer: Any, plan: mk.Plan, model: nn.Module | None = None, **ho
     prepare(net() if model is None else model, DATA, plan, optimizer=optimizer, **how)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused_where_it_looks_beyond_its_part(what: str) -> None:
     optimizer, kinds, words = REFUSED[what]

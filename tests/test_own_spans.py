@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import mpkit as mk
-from mpkit.views.colours import Key
-from mpkit.views.picture import picture
+from mpkit.views.drawing.colours import Key
+from mpkit.views.timeline.picture import picture
 
 
 def uneven(ctx):  # type: ignore[no-untyped-def]

@@ -22,10 +22,10 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.data import images, spirals
 from mpkit.models import GPT, MLP, ConvNet, next_token_loss
-from mpkit.parallel.job import TrainJob
-from mpkit.parallel.train import Training
-from mpkit.prepare import prepare
-from mpkit.schedule import NAMES, Action, Schedule, build
+from mpkit.parallel.job.job import TrainJob
+from mpkit.parallel.runtime.train import Training
+from mpkit.prepare.prepare import prepare
+from mpkit.schedule import NAMES, Action, Schedule
 from mpkit.trace import Kind
 from tests.orders import in_random_order, random_holders
 from tests.serial import EXACT, SINGLE, Train, same, serial
@@ -83,6 +83,7 @@ def test_every_schedule_equals_serial_training(train: Train, name: str, p: int, 
     same(train(model, data, plan, **how), losses, weights, **EXACT)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_in_single_precision_with_recomputation(train: Train, name: str) -> None:
     torch.manual_seed(2)
@@ -93,6 +94,7 @@ def test_in_single_precision_with_recomputation(train: Train, name: str) -> None
     same(train(model, data, plan, **how), losses, weights, **SINGLE)
 
 
+@pytest.mark.thorough
 @settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_any_size_of_any_schedule_equals_serial_training(train: Train, data: st.DataObject) -> None:
@@ -137,13 +139,14 @@ def gradients(ctx: Any, jobs: list[TrainJob]) -> list[tuple[float, dict[str, Ten
     found = []
     for job in jobs:
         training = Training(ctx, job)
-        training.replica.begin_step()
+        training.sync.begin_step()
         with ctx.record.step(0):
             (loss,) = training.pipeline.step(0, training.feed.take(0))
-        found.append((loss, {piece.name: piece.parameter.grad for piece in training.replica.pieces}))
+        found.append((loss, {piece.name: piece.parameter.grad for piece in training.sync.pieces}))
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_random_valid_schedules_run_and_give_serial_gradients(
     clusters: Callable[[int], mk.Cluster], ranks: int
@@ -168,7 +171,7 @@ def test_random_valid_schedules_run_and_give_serial_gradients(
         jobs.append(
             replace(prepared[stages, m], plan=replace(plan, recompute=recompute), model=copy.deepcopy(model))
         )
-    split = Counter(a.kind for job in jobs for row in build(job.plan).rows for a in row)
+    split = Counter(a.kind for job in jobs for row in job.plan.build().rows for a in row)
     assert split["B"] > 100
     assert split["I"] == split["W"] > 100
     by_rank = clusters(ranks).run(gradients, jobs)
@@ -257,6 +260,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(train: Train, name: str)
         torch.testing.assert_close(value, want.state_dict()[key], rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["gpipe", "interleaved_1f1b", "zb_h1"])
 def test_sixteen_bits_equal_serial_training_in_sixteen_bits(train: Train, name: str, precision: str) -> None:
@@ -272,6 +276,7 @@ def test_sixteen_bits_equal_serial_training_in_sixteen_bits(train: Train, name: 
         torch.testing.assert_close(value, want.state_dict()[key], **close)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_any_schedule_is_gone_on_from_under_any_other(train: Train, tmp_path: Any) -> None:
     torch.manual_seed(7)
     layers = [nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Dropout(0.2)) for _ in range(8)]
@@ -343,6 +348,7 @@ def test_micro_batches_steps_and_replicas_draw_apart(
 # ---------------------------------------------------------------- memory
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [*((name, "none") for name in NAMES), ("gpipe", "full"), ("1f1b", "full"), ("looped_bfs", "full")],

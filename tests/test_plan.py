@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpkit as mk
-from mpkit.plan import Plan
+from mpkit.plan.plan import Plan
 from mpkit.schedule import NAMES, Schedule
 
 OWN = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="mine")

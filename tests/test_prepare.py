@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
-from mpkit.prepare import TrainJob, prepare
-from mpkit.prepare.count import make
+from mpkit.prepare.dry_run.count import make
+from mpkit.prepare.prepare import TrainJob, prepare
 from mpkit.schedule import Schedule
 
 MODEL = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))

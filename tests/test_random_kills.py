@@ -29,6 +29,7 @@ def living_children(of: int) -> list[int]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(20))
 def test_a_rank_is_killed_at_some_moment(
     clusters: Callable[[int], mk.Cluster], seed: int, tmp_path: Path
@@ -47,7 +48,7 @@ def test_a_rank_is_killed_at_some_moment(
         optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
         steps=100_000,  # far longer than it will live
     )
-    nursery = cluster.warm_pid
+    fork_server = cluster.fork_server_pid
     ops_wanted = chance.choice([0, 1, 50, 500, 2000])  # what the victim has recorded by then, at least
     victim = chance.randrange(ranks)
     while not (pids := run.pids) or len(run.trace.ranks[victim].ops) < ops_wanted:
@@ -59,7 +60,7 @@ def test_a_rank_is_killed_at_some_moment(
         run.wait()
     assert time.monotonic() - killed < 5.0
     assert caught.value.signal == "SIGKILL"
-    assert not set(pids) & set(living_children(nursery))
+    assert not set(pids) & set(living_children(fork_server))
 
     assert all(len(rank.ops) >= before for rank, before in zip(run.trace.ranks, recorded, strict=True))
     again = mk.Trace.load(run.trace.save(tmp_path / "killed.mpkit"))

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parent.parent / "README.md"
 
 
+@pytest.mark.thorough
 def test_the_code_runs(tmp_path: Path) -> None:
     first, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (tmp_path / "readme.py").write_text(first + second)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpkit.devices import Device, Hardware, Link
-from mpkit.replay import Replay, replay
-from mpkit.timeline import Timeline
+from mpkit.devices.hardware import Device, Hardware, Link
+from mpkit.timeline.replay import Replay
+from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace, Trace, lane_of
 
 # Seconds are FLOPs here, and all figures are binary fractions: sums are exact, whatever their order.
@@ -58,7 +58,7 @@ class Rank:
 
 
 def play(*ranks: Rank, hardware: Hardware = TOY, **meta: Any) -> Timeline:
-    return replay(Trace([rank.trace() for rank in ranks], meta), hardware)
+    return Timeline.of(Trace([rank.trace() for rank in ranks], meta), hardware)
 
 
 def times(timeline: Timeline, rank: int, *kinds: Kind) -> list[tuple[float, float]]:
@@ -75,8 +75,8 @@ def test_nothing_is_nothing() -> None:
     for timeline in (
         play(),
         play(Rank()),
-        replay(Trace([])),
-        replay(Trace([Rank().trace()]), clock="measured"),
+        Timeline.of(Trace([])),
+        Timeline.of(Trace([Rank().trace()]), clock="measured"),
     ):
         assert len(timeline.spans) == 0
         assert timeline.makespan == timeline.step_time == timeline.bubble == 0.0
@@ -258,15 +258,15 @@ def test_on_the_machine_of_the_run_an_op_takes_the_cpu_time_it_took() -> None:
     rank = Rank()
     rank.compute(1e12, cpu=3_000_000_000)
     for hardware in (None, "cpu"):
-        assert times(replay(Trace([rank.trace()], {"device": "cpu"}), hardware), 0) == [(0.0, 3.0)]
+        assert times(Timeline.of(Trace([rank.trace()], {"device": "cpu"}), hardware), 0) == [(0.0, 3.0)]
 
 
 def test_on_a_gpu_it_is_the_time_between_its_events() -> None:
     rank = Rank()
     rank.compute(1e12, wall=2_000_000_000, cpu=5)
     trace = Trace([rank.trace()], {"device": "cuda"})
-    assert replay(trace).clock == "measured"
-    assert times(replay(trace, clock="virtual"), 0) == [(0.0, 2.0)]
+    assert Timeline.of(trace).clock == "measured"
+    assert times(Timeline.of(trace, clock="virtual"), 0) == [(0.0, 2.0)]
 
 
 def test_on_other_hardware_it_is_the_roofline() -> None:
@@ -382,7 +382,7 @@ def test_measured_is_the_wall_clock() -> None:
     other.compute(1.0, wall=250_000_000)
     rank.memory.append((1_250_000_001, 1, 3, 64))
     trace = Trace([rank.trace(), other.trace()])
-    timeline = replay(trace, clock="measured")
+    timeline = Timeline.of(trace, clock="measured")
     assert timeline.clock == "measured"
     assert times(timeline, 0, Kind.FORWARD) == [(0.0, 0.5)]
     assert times(timeline, 1) == [(1.0, 1.25)]
@@ -393,11 +393,11 @@ def test_measured_is_the_wall_clock() -> None:
 
 def test_clocks_that_there_are_not() -> None:
     with pytest.raises(ValueError, match=r"clock='wall'.*clock='virtual' and clock='measured'"):
-        replay(Trace([]), clock="wall")
+        Timeline.of(Trace([]), clock="wall")
     with pytest.raises(ValueError, match="leave the hardware out"):
-        replay(Trace([]), "cpu", clock="measured")
+        Timeline.of(Trace([]), "cpu", clock="measured")
     with pytest.raises(ValueError, match="8x-a100-nvlink"):
-        replay(Trace([]), "8x-a100")
+        Timeline.of(Trace([]), "8x-a100")
 
 
 # ---------------------------------------------------------------- any program
@@ -531,7 +531,7 @@ def test_any_program_is_placed_as_by_one_event_after_the_other(ranks: list[Rank]
     assert ours.keys() == theirs.keys()
     for op, (start, end) in theirs.items():
         assert ours[op] == (pytest.approx(start), pytest.approx(end))
-    assert sum(len(rank.ops) for rank in ranks) == len(replaying.timeline().spans)
+    assert sum(len(rank.ops) for rank in ranks) == len(replaying.replayed().spans)
 
 
 @given(programs(), st.data())
@@ -603,7 +603,7 @@ def test_it_does_not_matter_where_layers_and_steps_are_cut(cut: int) -> None:
         recorded = rank.trace()
         replaying.feed(number, recorded.ops, recorded.names, recorded.memory)
     late = replaying.finish()
-    timeline, expected = replaying.timeline(), whole(layered()).timeline()
+    timeline, expected = (Timeline.from_replay(each.replayed()) for each in (replaying, whole(layered())))
     assert len(early) + len(late) == len(expected.spans) == 2 * 8 + 2 * 9
     assert timeline.spans.tolist() == expected.spans.tolist()
     assert timeline.held.tolist() == expected.held.tolist()
@@ -622,7 +622,7 @@ def test_a_gap_between_records_is_refused() -> None:
 
 @given(programs())
 def test_lanes_never_do_two_things_at_once_and_nobody_waits_too_short(ranks: list[Rank]) -> None:
-    timeline = whole(ranks).timeline()
+    timeline = Timeline.from_replay(whole(ranks).replayed())
     spans = timeline.spans
     for rank, recorded in enumerate(ranks):
         mine = spans[spans["rank"] == rank]

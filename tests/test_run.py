@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
+from mpkit.api.run import Run
 from mpkit.models import MLP
-from mpkit.run import Run
 
 mse = torch.nn.functional.mse_loss
 
@@ -172,7 +172,7 @@ def test_layers_are_recorded_if_asked() -> None:
 UNFINISHED = """
 import torch, mpkit as mk
 from mpkit.models import MLP
-from mpkit.run import Run
+from mpkit.api.run import Run
 run = mk.Cluster(2, device="cpu").train(
     MLP(4, 2), [(torch.randn(8, 4), torch.randn(8, 2))], mk.Plan.naive_mp(2),
     loss=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=10**9)
@@ -182,6 +182,7 @@ print(*run.pids, flush=True)
 """
 
 
+@pytest.mark.thorough
 def test_a_script_that_ends_early_says_so(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", UNFINISHED], text=True, capture_output=True, cwd=tmp_path, timeout=60

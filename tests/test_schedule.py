@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpkit import Plan
-from mpkit.schedule import Action, Schedule, build, draw, gpipe, lower, naive, play, validate
+from mpkit.schedule import Action, Schedule, draw, gpipe, lower, naive, play, validate
 
 
 def test_gpipes_staircase() -> None:
@@ -43,7 +43,7 @@ def test_naives_staircase() -> None:
 @given(st.integers(1, 6), st.integers(1, 9))
 def test_the_bubble_is_what_the_formulas_say(p: int, m: int) -> None:
     for plan in (Plan(pp=p, microbatches=m), Plan(pp=p, microbatches=m, schedule="naive")):
-        placed = play(build(plan)).placed
+        placed = play(plan.build()).placed
         span = max(end for _, end, *_ in placed)
         busy = sum(end - start for start, end, *_ in placed)
         assert 1 - busy / (p * span) == pytest.approx(float(plan.bubble_in_theory))

@@ -10,7 +10,7 @@ import pytest
 
 from mpkit import Plan
 from mpkit.schedule import Action, Schedule, named, validate
-from mpkit.schedule.live import live
+from mpkit.schedule.activations import live
 
 Rows = list[list[Action]]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpkit import Plan
-from mpkit.schedule import NAMES, Action, Schedule, build, lower, named, play, validate
+from mpkit.schedule import NAMES, Action, Schedule, lower, named, play, validate
 from mpkit.schedule.catalogue import LOOPED, V_SHAPED
 from mpkit.schedule.theory import bubble_in_theory
 from tests.test_schedule import check_messages, run_in_order
@@ -177,7 +177,7 @@ def test_one_stage_a_rank_is_the_simpler_schedule() -> None:
 
 
 def test_a_pair_of_dualpipe_sends_when_both_are_done() -> None:
-    schedule = build(Plan(pp=2, schedule="dualpipev", microbatches=4))
+    schedule = Plan(pp=2, schedule="dualpipev", microbatches=4).build()
     assert Action("F", 0, 3) in schedule.together
     row = " ".join(map(str, lower(schedule).rows[0]))
     assert "0F3 3B1 0SEND_F3 3SEND_B1" in row

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import mpkit as mk
+from mpkit.analysis.schedule_search import Found
 from mpkit.schedule import NAMES, Schedule, named, validate
+from mpkit.schedule.activations import live
 from mpkit.schedule.catalogue import LOOPED, V_SHAPED
-from mpkit.schedule.greedy import Costs, Policy, greedy
-from mpkit.schedule.improve import improve, span
-from mpkit.schedule.live import live
-from mpkit.search import Found
+from mpkit.schedule.search.greedy import Costs, Policy, greedy
+from mpkit.schedule.search.improve import improve, span
 
 UNEVEN: dict[str, Any] = {
     "forward": [1, 1.2, 0.8, 1.5],

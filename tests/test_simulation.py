@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.replay.core import Replay
 from mpkit.schedule import NAMES, Action, Schedule, lower, named, play
+from mpkit.timeline.replay.core import Replay
 from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace, lane_of
 from tests.test_schedule import valid_schedules
 
@@ -120,14 +120,13 @@ def test_stages_may_differ(p: int, m: int, times: list[tuple[float, float, float
 
 
 def test_it_agrees_with_the_schedule_played_on_paper() -> None:
-    from mpkit.schedule import build
 
     for plan in (
         mk.Plan.gpipe(3, 5),
         mk.Plan.naive_mp(4),
         mk.Plan.from_schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]),
     ):
-        placed = play(build(plan)).placed
+        placed = play(plan.build()).placed
         letters = {"forward": "F", "backward": "B"}
         frame = mk.simulate(plan).to_dataframe()
         frame = frame[frame["lane"] == "compute"]
@@ -223,7 +222,7 @@ def test_only_plans_are_simulated() -> None:
 
 
 def test_it_is_public_whatever_was_imported_before() -> None:
-    for module in ("mpkit.catalogue", "mpkit.simulation", "mpkit.devices"):
+    for module in ("mpkit.devices.catalogue", "mpkit.timeline.simulation", "mpkit.devices.hardware"):
         import_module(module)  # which binds the module's own name in mpkit
     assert callable(mk.simulate)
     assert callable(mk.hardware)
@@ -254,7 +253,7 @@ def test_it_is_what_a_replay_of_the_ranks_records_comes_to(
         script = recorded(schedule, rank, row, seconds, recompute)
         replay.feed(rank, script.ops, script.names, script.memory)
     replay.finish()
-    replayed = replay.timeline()
+    replayed = mk.Timeline.from_replay(replay.replayed())
     plan = mk.Plan.from_schedule(schedule, recompute="full" if recompute else "none")
     simulated = mk.simulate(plan, f, i, w, hop)
     assert spans_of(simulated) == spans_of(replayed)

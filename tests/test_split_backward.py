@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mpkit.models import GPT, ConvNet
-from mpkit.parallel.split_backward import input_grads
+from mpkit.parallel.stage.split_backward import input_grads
 from mpkit.record.flops import count
 from mpkit.record.operators import flops_of
 

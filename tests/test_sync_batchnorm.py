@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.parallel.sync_batchnorm import over_whole_batch
+from mpkit.parallel.data_parallel.sync_batchnorm import over_whole_batch
 
 # Ranks get this module's functions by value, and need not import the module and what tests need.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.comm.axis import AxisGroup
+from mpkit.comm.process_group import FakeGroup
 from mpkit.models import GPT, MLP, ConvNet, ResNet, UNet, next_token_loss
-from mpkit.parallel.axis import Axis, Pretended
-from mpkit.parallel.shard import put_together
+from mpkit.parallel.stage.shard import put_together
 from mpkit.parallel.tensor import shard_model
 
 # Ranks get this module's functions by value, and need not import the module and what tests need.
@@ -50,7 +51,7 @@ class Case(NamedTuple):
 
 def on_a_rank(ctx: Any, cases: list[Case]) -> Any:
     """Loss, gradients and shards of one rank."""
-    found, line = [], Axis(ctx.comm)
+    found, line = [], AxisGroup(ctx.comm)
     for case in cases:
         sharded = shard_model(case.model, line, **case.how)
         value, gradients = case.gradients(case.model)
@@ -284,7 +285,7 @@ def test_a_plan_for_a_model_of_ones_own(clusters: Clusters) -> None:
     check_equal(clusters, 3, *cases)
     # Each rank's queries are its own, and what normalizes them has a gradient of each.
     expected = {f"layers.{i}.query_norm.{name}" for i in range(2) for name in ("weight", "bias")}
-    assert shard_model(Layers(), Pretended(2), plan).partial == expected
+    assert shard_model(Layers(), FakeGroup(2), plan).partial == expected
 
 
 # ---------------------------------------------------------------- generation

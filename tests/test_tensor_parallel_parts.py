@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.comm.axis import AxisGroup
+from mpkit.comm.process_group import FakeGroup
 from mpkit.models import GPT, next_token_loss
-from mpkit.parallel.axis import Axis, Pretended
-from mpkit.parallel.selective import AttentionAgain
-from mpkit.parallel.shard import evenly
-from mpkit.parallel.split_backward import input_grads
+from mpkit.parallel.stage.selective_recompute import AttentionAgain
+from mpkit.parallel.stage.shard import evenly
+from mpkit.parallel.stage.split_backward import input_grads
 from mpkit.parallel.tensor import shard_model
 from mpkit.parallel.tensor.logits import DividedLogits
 from mpkit.parallel.tensor.operators import f, f_bar, g, g_bar, gather, gather_features, scatter
@@ -46,7 +47,7 @@ def normal(*shape: int) -> Tensor:
 
 def conjugates(ctx: Any, whole: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Of each operator: what it gives for this rank's x, and the gradient of x for a dy like what it gives."""
-    line, found = Axis(ctx.comm), {}
+    line, found = AxisGroup(ctx.comm), {}
     x = whole[ctx.rank]
     part = x[:, : x.shape[1] // line.size]
     for operator, taken in [(f, x), (g, x), (f_bar, part), (g_bar, x), (scatter, x), (gather, part)]:
@@ -85,7 +86,7 @@ def test_operators_and_their_conjugates(clusters: Clusters) -> None:
 
 
 def features(ctx: Any, whole: Tensor, dims: list[int]) -> list[tuple[Tensor, Tensor]]:
-    line, found = Axis(ctx.comm), []
+    line, found = AxisGroup(ctx.comm), []
     for dim in dims:
         parts = evenly(whole.shape[dim], line.size)
         mine = parts[line.index]
@@ -117,7 +118,7 @@ def divided(line: Any, whole: Tensor) -> tuple[DividedLogits, Tensor]:
 def losses_on_a_rank(ctx: Any, whole: Tensor, losses: list[Any]) -> Any:
     found = []
     for loss in losses:
-        logits, leaf = divided(Axis(ctx.comm), whole)
+        logits, leaf = divided(AxisGroup(ctx.comm), whole)
         value = loss(logits)
         assert type(value) is Tensor
         value.backward()
@@ -184,7 +185,7 @@ def test_any_other_loss_sees_the_whole_logits(clusters: Clusters) -> None:
 
 
 def shapes_on_a_rank(ctx: Any, whole: Tensor) -> Any:
-    z, _ = divided(Axis(ctx.comm), whole)
+    z, _ = divided(AxisGroup(ctx.comm), whole)
     still = [
         z.view(-1, 7), z.reshape(2, 3, 1, 7), z.flatten(0, 1), z[:, :-1], z[:, -1], z[0], z[:, -1, :],
         z.float().double(), z.to(torch.float32), z.contiguous(), z.clone().detach(),
@@ -217,7 +218,7 @@ def test_what_keeps_logits_divided(clusters: Clusters) -> None:
 
 
 def test_logits_are_not_written_into() -> None:
-    z, _ = divided(Pretended(2), normal(2, 6))
+    z, _ = divided(FakeGroup(2), normal(2, 6))
     with pytest.raises(ValueError, match=r"masked_fill_ writes into the logits.*lost.*logits.masked_fill"):
         z.masked_fill_(torch.ones(2, 6, dtype=torch.bool), 0.0)
     with pytest.raises(ValueError, match="__setitem__ writes into the logits"):
@@ -232,7 +233,7 @@ BATCH = 2
 
 def forward_and_backward(ctx: Any, model: nn.Module, tokens: Tensor, how: Any) -> None:
     """Recorded, with a span where each weight's gradient is made."""
-    shard_model(model, Axis(ctx.comm), **how)
+    shard_model(model, AxisGroup(ctx.comm), **how)
 
     def made(name: str) -> Callable[[Tensor], None]:
         def mark(_: Tensor) -> None:
@@ -346,10 +347,10 @@ def test_what_is_kept_for_the_backward() -> None:
 
     whole, outside = kept(model), 8 * b * s * h
     shares = copy.deepcopy(model)
-    shard_model(shares, Pretended(t))
+    shard_model(shares, FakeGroup(t))
     assert kept(shares) == outside + (whole - outside) / t
     shares = copy.deepcopy(model)
-    sharded = shard_model(shares, Pretended(t), sequence=True)
+    sharded = shard_model(shares, FakeGroup(t), sequence=True)
     assert sharded.plan.sequence == ("block0", "head.norm")
     assert kept(shares, parts=t) == whole / t
 
@@ -431,7 +432,7 @@ def test_what_draws_outside_of_regions_only_draws_what_the_whole_model_does(clus
 
 def halves_on_a_rank(ctx: Any, model: nn.Module, x: Tensor, targets: Tensor, sequence: bool) -> Any:
     """The backward in two halves, attention computed again, everything recorded."""
-    sharded = shard_model(model, Axis(ctx.comm), sequence=sequence, overlap=False)
+    sharded = shard_model(model, AxisGroup(ctx.comm), sequence=sequence, overlap=False)
     watch(ctx.record, model)
     x = x.clone().requires_grad_()
     with saving(ctx.record, 0, "key") as saved, AttentionAgain():
@@ -467,7 +468,7 @@ def test_a_backward_in_halves(clusters: Clusters, sequence: bool) -> None:
 
 def test_a_sharded_model_is_copied_and_counted() -> None:
     model = GPT(**SIZES, dropout=0.1)
-    shard_model(model, Pretended(2))
+    shard_model(model, FakeGroup(2))
     other = copy.deepcopy(model)
     tokens = torch.zeros(BATCH, SIZES["length"], dtype=torch.long)
     next_token_loss(other(tokens), tokens).backward()
@@ -477,7 +478,7 @@ def test_a_sharded_model_is_copied_and_counted() -> None:
     x = torch.randn(BATCH, SIZES["length"], SIZES["width"], requires_grad=True)
     even = GPT(**SIZES | {"heads": 2})
     whole = count(even.block0, x)
-    shard_model(even, Pretended(2))
+    shard_model(even, FakeGroup(2))
     half = count(even.block0, x)
     assert half.forward == whole.forward / 2 and half.backward == whole.backward / 2
     assert half.input_grad == whole.input_grad / 2
@@ -516,7 +517,7 @@ def test_a_training_loop_by_hand(clusters: Clusters, how: Any) -> None:
 def test_alone_nothing_changes() -> None:
     model = GPT(**SIZES)
     before = list(model.parameters())
-    sharded = shard_model(model, Pretended(1))
+    sharded = shard_model(model, FakeGroup(1))
     assert not sharded.shards and not sharded.partial
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
@@ -528,7 +529,7 @@ def test_a_dry_run_with_fake_tensors() -> None:
         for index in range(2):
             for sequence in (False, True):
                 model = GPT(**SIZES, dropout=0.1)
-                shard_model(model, Pretended(2, index), sequence=sequence)
+                shard_model(model, FakeGroup(2, index), sequence=sequence)
                 tokens = torch.zeros(BATCH, SIZES["length"], dtype=torch.long)
                 logits = model(tokens)
                 next_token_loss(logits, tokens).backward()

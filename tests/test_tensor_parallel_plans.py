@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
+from mpkit.comm.process_group import FakeGroup
 from mpkit.models import GPT, MLP
-from mpkit.parallel.axis import Pretended
 from mpkit.parallel.tensor import check, shard_model
-from mpkit.prepare import prepare
+from mpkit.prepare.prepare import prepare
 from tests.serial import Train, check_equal
 from tests.zoo.architectures import ARCHITECTURES, batch_of, build, loss_of
 from tests.zoo.plain import sgd
@@ -31,8 +31,8 @@ SIZES: dict[str, Any] = {"layers": 2, "width": 12, "heads": 3, "vocab": 20, "len
 
 def test_partial_gradients_are_those_of_what_works_on_a_part() -> None:
     model = GPT(**SIZES | {"layers": 1})
-    assert shard_model(copy.deepcopy(model), Pretended(2)).partial == frozenset()
-    found = shard_model(copy.deepcopy(model), Pretended(2), sequence=True).partial
+    assert shard_model(copy.deepcopy(model), FakeGroup(2)).partial == frozenset()
+    found = shard_model(copy.deepcopy(model), FakeGroup(2), sequence=True).partial
     names = ["norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "attention.out.bias", "mlp.out.bias"]
     assert found == {"head.norm.weight", "head.norm.bias", *(f"block0.{name}" for name in names)}
 
@@ -40,14 +40,14 @@ def test_partial_gradients_are_those_of_what_works_on_a_part() -> None:
 def test_tied_weights_stay_tied_and_are_sharded_alike() -> None:
     model = GPT(**SIZES)
     model.head.logits.weight = model.embedding.tokens.weight
-    sharded = shard_model(model, Pretended(3, 1))
+    sharded = shard_model(model, FakeGroup(3, 1))
     assert model.head.logits.weight is model.embedding.tokens.weight
     tied = [sharded.shards[name] for name in ("head.logits.weight", "embedding.tokens.weight")]
     assert tied[0] == tied[1] and tied[0].ranges == (range(7, 14),)
     both = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     both[2].weight = both[0].weight
     with pytest.raises(ValueError, match=r"weight is divided in two ways.*0.weight and 2.weight"):
-        shard_model(both, Pretended(2))
+        shard_model(both, FakeGroup(2))
 
 
 def test_plans_travel_as_json() -> None:
@@ -88,7 +88,7 @@ def test_an_unknown_model_gets_a_plan_to_paste(clusters: Callable[[int], mk.Clus
     with pytest.raises(
         ValueError, match=r"words.weight is the same.* as last's.*embeddings=\('words',\) does"
     ):
-        shard_model(model, Pretended(2), half)
+        shard_model(model, FakeGroup(2), half)
     with pytest.raises(ValueError, match="divides linear layers, and LayerNorm has none"):
         mk.find_tensor_plan(nn.LayerNorm(3))
 
@@ -121,9 +121,9 @@ def test_torchs_own_transformer_layers(clusters: Callable[[int], mk.Cluster]) ->
 
 def test_what_is_sharded_is_not_sharded_again() -> None:
     model = GPT(**SIZES)
-    shard_model(model, Pretended(2))
+    shard_model(model, FakeGroup(2))
     with pytest.raises(ValueError, match=r"its forward has been replaced.*start from copy.deepcopy\(model\)"):
-        shard_model(model, Pretended(2))
+        shard_model(model, FakeGroup(2))
 
 
 def region(*args: Any, **kwargs: Any) -> mk.TensorPlan:
@@ -163,18 +163,18 @@ def test_what_else_cannot_be() -> None:
     with pytest.raises(ValueError, match="the model has 'block0' before 'block1'"):
         shard_model(
             copy.deepcopy(model),
-            Pretended(2),
+            FakeGroup(2),
             mk.TensorPlan((), sequence=("block1", "block0")),
             sequence=True,
         )
     with pytest.raises(ValueError, match=r"does not say between which modules: TensorPlan\(..., sequence="):
-        shard_model(copy.deepcopy(model), Pretended(2), mk.TensorPlan(()), sequence=True)
-    shard_model(model, Pretended(3), sequence=True)
+        shard_model(copy.deepcopy(model), FakeGroup(2), mk.TensorPlan(()), sequence=True)
+    shard_model(model, FakeGroup(3), sequence=True)
     with pytest.raises(ValueError, match=r"over 3 ranks, and.*shape \[1, 4, 12\]: pad it to 6, or take tp=2"):
         model(torch.zeros(1, 4, dtype=torch.long))
     mlp = MLP(2, 3, layers=2)
     with pytest.raises(ValueError, match="does not say between which modules"):
-        shard_model(mlp, Pretended(2), sequence=True)
+        shard_model(mlp, FakeGroup(2), sequence=True)
     with pytest.raises(ValueError, match="is several names, in a tuple"):
         mk.Region("a", "a.b")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="divides nothing"):
@@ -190,6 +190,7 @@ def test_what_else_cannot_be() -> None:
 ZOO = {one.name: one for one in ARCHITECTURES}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "qwen3_moe", "gpt_oss", "t5"])
 def test_transformers_own_plans_equal_serial_training(train: Train, name: str) -> None:
     # Norms by head, fused layers that are gathered, experts, sinks by head, a bias by head and a cross-attention.

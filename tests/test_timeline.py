@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit import metrics
-from mpkit.timeline import HELD, SPAN, Timeline
+from mpkit.timeline import metrics
+from mpkit.timeline.replay.spans import HELD, SPAN
+from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, Kind, lane_of
 
 Span = tuple[int, Kind, float, float]  # rank, kind, start, end

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.fake.mirror import Mirror
-from mpkit.mesh import AXES, Mesh
 from mpkit.models import GPT, next_token_loss
+from mpkit.plan.mesh import AXES, Mesh
 from mpkit.trace import MEMORY, OP, Kind, RankTrace, Trace
 from tests.fakes import adamw, both, check_same, communication
 
@@ -40,6 +40,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "plan"), MESHES, ids=repr)
 def test_memory_communication_and_flops_are_those_of_the_real_run(
     clusters: Clusters, kind: str, plan: mk.Plan
@@ -76,6 +77,7 @@ def check_complete(trace: Trace) -> mk.Timeline:
     return timeline
 
 
+@pytest.mark.thorough
 def test_mirrored_ranks_are_as_if_each_had_been_played(clusters: Clusters) -> None:
     plan = mk.Plan(pp=2, dp=2, tp=2, sequence_parallel=True, schedule="1f1b", microbatches=2)
     mirrored = play(clusters, plan)

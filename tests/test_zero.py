@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.data import text_batches
-from mpkit.devices import wire_factor
+from mpkit.devices.hardware import wire_factor
 from mpkit.models import GPT, next_token_loss
 from mpkit.parallel.zero import shard
 from mpkit.trace import Kind
@@ -98,6 +98,7 @@ def chains(draw: st.DrawFn) -> tuple[nn.Module, int]:
 
 
 # No shrinking: it would be hundreds of runs more.
+@pytest.mark.thorough
 @settings(max_examples=25, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_random_models_and_options_equal_serial_training(train: Train, data: st.DataObject) -> None:
@@ -380,11 +381,11 @@ def look(ctx: Any, zero: int) -> dict[str, Any]:
     replica = shard(ctx, model, zero)
     optimizer = torch.optim.SGD([piece.held for piece in replica.pieces], lr=0.1)
     replica.begin_step()
-    replica.before_backward(last=True)
-    model(x[ctx.rank : ctx.rank + 1]).square().sum().backward()
+    with replica.backward():
+        model(x[ctx.rank : ctx.rank + 1]).square().sum().backward()
     replica.finish()
     optimizer.step()
-    replica.updated()
+    replica.renew()
     found: dict[str, Any] = {"shape": tuple(model[0].weight.shape), "repr": repr(model[0].weight)}
     with replica.gathered(), replica.gathered():
         found["weights"] = {name: value.clone() for name, value in model.state_dict().items()}

@@ -1,9 +1,10 @@
 """DP beside torch.nn.DataParallel itself, on a machine with several GPUs.
 
-    python -m benchmarks.gpu.dp_beside_torch        on all GPUs, of which two are needed
+    python -m benchmarks.gpu.dp_beside_torch        on all GPUs, at least two
 
-Both train the same GPT from the same weights on the same batches; losses have to agree, and the table says what a step
-took and what each GPU held at most. nn.DataParallel is one process with a thread a GPU, mpkit's DP a process a GPU.
+Both train the same GPT from the same weights on the same batches. Their losses have to agree, and the table shows the
+time per step and the peak memory per GPU. nn.DataParallel is one process with a thread per GPU; mpkit's DP has one
+process per GPU.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ STEPS, WARM_UP, LENGTH, BATCH = 20, 5, 128, 16
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
-    """Momentum, so that rank 0 has states to hold."""
+    """Build SGD with momentum, so that rank 0 has states to hold."""
     return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
 def theirs(model: nn.Module, data: list[Any], gpus: int) -> tuple[list[float], float, list[int]]:
-    """Losses, seconds a step, and the most bytes each GPU held, of torch.nn.DataParallel."""
+    """Return the losses, seconds per step, and peak bytes per GPU of torch.nn.DataParallel."""
     replicas = nn.DataParallel(copy.deepcopy(model).cuda(), list(range(gpus)))
     optimizer = sgd(replicas.parameters())
     losses, start = [], 0.0
@@ -47,7 +48,7 @@ def theirs(model: nn.Module, data: list[Any], gpus: int) -> tuple[list[float], f
 
 
 def main() -> None:
-    """Run both, compare, print."""
+    """Run both, compare and print."""
     gpus = torch.cuda.device_count()
     if gpus < 2:
         sys.exit(f"torch.nn.DataParallel needs two GPUs to be compared with, and there are {gpus}")

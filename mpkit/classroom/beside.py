@@ -1,4 +1,4 @@
-"""A program beside serial training, step by step: where do losses and weights part?"""
+"""A program beside serial training, step by step, to find where losses and weights begin to differ."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mpkit.classroom.exercise import Case
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.serial import Outcome
+from mpkit.classroom.framework.exercise import Case
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.serial import Outcome
 from mpkit.errors import Deadlock, RankFailed
-from mpkit.shown import data_frame
+from mpkit.support.display import data_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,10 +20,10 @@ __all__ = ["BesideSerial", "beside_serial"]
 
 @dataclass(frozen=True, repr=False)
 class BesideSerial:
-    """Prints and shows itself as a table, none of it cut off.
+    """A comparison with serial training, printed and shown as a table without cutting anything off.
 
     Attributes:
-        frame: the table.
+        frame: the table, with one row per step.
     """
 
     frame: pd.DataFrame
@@ -41,21 +41,23 @@ class BesideSerial:
 
 
 def beside_serial(name: str, answer: Any = None) -> BesideSerial:
-    """What `mk.compare(name, answer)` is: a row a step, the answer's training beside serial training.
+    """Compare the answer's training with serial training, one row per step; this is `mk.compare(name, answer)`.
 
-    Serial training's loss, the answer's on each rank, and the weights that are no longer equal; of these also how far
-    they have moved since the beginning, as a multiple of how far they should have. The inputs are not the check's.
+    A row has serial training's loss, the answer's loss on each rank, and the weights that are no longer equal. Of
+    these it also says how far they have moved since the beginning, as a multiple of how far they should have. The
+    inputs are not those of the check.
 
     Args:
-        name: of the exercise; its results are `Outcome`s, and its cases have the size "steps".
-        answer: what it is about.
+        name: the name of the exercise; its results are `Outcome`s, and its cases have the size "steps".
+        answer: the student's function.
 
     Raises:
-        ValueError: there is no such exercise, it trains nothing, or there is no answer.
-        RankFailed, Deadlock: what the answer came to.
+        ValueError: There is no such exercise, it trains nothing, or there is no answer.
+        RankFailed: The answer raised an error.
+        Deadlock: The answer hangs.
     """
     from mpkit.classroom.catalogue import find
-    from mpkit.classroom.room import Answer, shared_room
+    from mpkit.classroom.framework.room import Answer, shared_room
 
     exercise = find(name).exercise
     if not isinstance(exercise, OnRanks) or "steps" not in exercise.cases[0].sizes:
@@ -71,7 +73,7 @@ def beside_serial(name: str, answer: Any = None) -> BesideSerial:
     packed, begin = Answer.of(answer), exercise.expected(_until(case, 0))
     rows = []
     for step in range(case["steps"]):
-        # From the beginning for each row: the weights after a step are those that the answer leaves behind.
+        # Each row trains from the beginning: the weights after a step are those that the answer leaves behind.
         seen = shared_room().play(exercise.play, packed, _until(case, step + 1))
         if seen.hang:
             raise Deadlock(seen.hang)
@@ -87,7 +89,7 @@ def _until(case: Case, steps: int) -> Case:
 
 @dataclass(frozen=True)
 class _Row:
-    """Training up to a step; outcomes by rank."""
+    """The outcomes of training up to a step, by rank."""
 
     step: int
     begin: Sequence[Outcome]
@@ -95,7 +97,7 @@ class _Row:
     got: Sequence[Outcome]
 
     def cells(self) -> dict[str, Any]:
-        """By column."""
+        """Return the cells of the row, by column."""
         losses = {f"loss, rank {r}": _number(one["losses"][-1]) for r, one in enumerate(self.got)}
         apart = self._apart()
         return {
@@ -110,7 +112,7 @@ class _Row:
         }
 
     def _apart(self) -> dict[str, tuple[float, float]]:
-        """By name how far off a weight is, where it is most, and how far it came, out of how far it should have."""
+        """Return, by name, the largest error of each wrong weight, and how far it moved relative to serial training."""
         found: dict[str, tuple[float, float]] = {}
         for begin, right, mine in zip(self.begin, self.expected, self.got, strict=True):
             for name, tensor in right["weights"].items():

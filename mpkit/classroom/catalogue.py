@@ -1,7 +1,7 @@
 """Exercises by name: each is a module of a family's folder in `mpkit/classroom/exercises/`.
 
-A family is a package, whose docstring is the notebook's beginning: a title, then Markdown; and after `# %% given` code
-that all of its exercises use.
+A family is a package. Its docstring is the beginning of the notebook: a title, then Markdown. The code after
+`# %% given` is used by all of its exercises.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from importlib import import_module
 from types import ModuleType
 
 import mpkit.classroom.exercises as home
-from mpkit.classroom.exercise import Exercise
-from mpkit.classroom.source import Source, given_in
+from mpkit.classroom.framework.exercise import Exercise
+from mpkit.classroom.framework.source import Source, given_in
 
 __all__ = ["Entry", "families", "find", "of_family"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An exercise and where it is.
+    """An exercise, by its name and its family.
 
     Attributes:
-        name: such as "ring-all-reduce".
-        family: such as "ranks".
+        name: the exercise's name, such as "ring-all-reduce".
+        family: the family's name, such as "ranks".
     """
 
     name: str
@@ -34,12 +34,12 @@ class Entry:
 
     @property
     def module(self) -> str:
-        """Its module's name."""
+        """The name of the exercise's module."""
         return f"{home.__name__}.{self.family}.{self.name.replace('-', '_')}"
 
     @cached_property
     def exercise(self) -> Exercise:
-        """What its author wrote."""
+        """The exercise that its author wrote."""
         found = import_module(self.module).EXERCISE
         assert isinstance(found, Exercise)
         return found
@@ -52,24 +52,24 @@ class Entry:
 
     @cached_property
     def source(self) -> Source:
-        """Its file, in parts."""
+        """The exercise's file, in its parts."""
         return Source.of(import_module(self.module))
 
 
 def families() -> list[ModuleType]:
-    """The packages, in the order of the course."""
+    """Return the families' packages, in the order of the course."""
     found = [import_module(f"{home.__name__}.{each.name}") for each in pkgutil.iter_modules(home.__path__)]
     return sorted(found, key=lambda package: package.PLACE)
 
 
 def of_family(family: str) -> list[Entry]:
-    """Its exercises, in their order."""
+    """Return the exercises of a family, in their order."""
     found = [entry for entry in _entries() if entry.family == family]
     return sorted(found, key=lambda entry: (entry.exercise.place, entry.name))
 
 
 def find(name: str) -> Entry:
-    """The exercise of that name.
+    """Return the exercise of that name.
 
     >>> find("pass-the-token").family
     'ranks'
@@ -79,7 +79,7 @@ def find(name: str) -> Entry:
     ValueError: there is no exercise 'pass-a-token'; did you mean 'pass-the-token'? mk.progress() lists them all
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is no exercise of that name.
     """
     entries = {entry.name: entry for entry in _entries()}
     if name in entries:
@@ -90,7 +90,7 @@ def find(name: str) -> Entry:
 
 
 def _entries() -> list[Entry]:
-    """All of them, without importing any."""
+    """Return all exercises without importing any."""
     return [
         Entry(module.name.replace("_", "-"), family.name)
         for family in pkgutil.iter_modules(home.__path__)

@@ -1,16 +1,16 @@
-"""mk.check and mk.progress: what a student calls."""
+"""mk.check and mk.progress, the functions that students call."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from mpkit.api.cluster import Cluster
 from mpkit.classroom.catalogue import families, find, of_family
+from mpkit.classroom.framework.room import Answer, Room, shared_room
 from mpkit.classroom.judge import Checked, judge
 from mpkit.classroom.overview import Overview
 from mpkit.classroom.progress import Progress
-from mpkit.classroom.room import Answer, Room, shared_room
-from mpkit.cluster import Cluster
 
 __all__ = ["check", "progress"]
 
@@ -26,15 +26,15 @@ def check(name: str, answer: Any, *, cluster: Cluster | None = None) -> Checked:
     True
 
     Args:
-        name: of the exercise, as its notebook has it; `mk.progress()` lists all.
+        name: the name of the exercise, as its notebook has it; `mk.progress()` lists all.
         answer: what the exercise asks for: a function, a class, a schedule, values.
-        cluster: whose helper process to use; None: one that all checks share.
+        cluster: the cluster whose helper process is used; None: one that all checks share.
 
     Returns:
-        What was found. A wrong answer is no exception: it comes with a hint, more specific each time.
+        The verdict. A wrong answer raises no exception; its verdict has a hint, more specific each time.
 
     Raises:
-        ValueError: there is no such exercise, or the answer cannot be sent to ranks.
+        ValueError: There is no such exercise, or the answer cannot be sent to ranks.
     """
     entry = find(name)
     packed = Answer.of(answer)
@@ -47,10 +47,10 @@ def check(name: str, answer: Any, *, cluster: Cluster | None = None) -> Checked:
 
 
 def progress(folder: str | Path | None = None) -> Overview:
-    """Which exercises there are, and which of them you have solved.
+    """List all exercises, and which of them you have solved.
 
     Args:
-        folder: of the notebooks, where the file with your progress is; None: the current one.
+        folder: the folder of the notebooks, where the file with your progress is; None: the current one.
     """
     done = Progress.read(Path(folder) if folder is not None else None).done
     return Overview(

@@ -1,9 +1,9 @@
 """From an answer to a verdict.
 
-examine   the exercise's own checks, up to the first that fails
-tell      which mistake that is: the first whose signs are there
-hint      the next one of that mistake, by how often the student has failed
-show      the answer's timeline beside the solution's
+examine   run the exercise's own checks, up to the first that fails
+tell      find the mistake: the first one that shows in the results
+hint      choose the mistake's next hint, by how often the student has failed
+show      draw the answer's timeline beside the solution's
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpkit.classroom.catalogue import Entry
-from mpkit.classroom.exercise import Exercise, Mistake, Row
-from mpkit.classroom.lesson import lesson
-from mpkit.classroom.room import Answer, Room
-from mpkit.classroom.seen import Seen
-from mpkit.classroom.source import run_cell
+from mpkit.classroom.framework.exercise import Exercise, Mistake, Row
+from mpkit.classroom.framework.lesson import lesson
+from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.framework.seen import Seen
+from mpkit.classroom.framework.source import run_cell
 from mpkit.errors import MpkitError
 from mpkit.trace import Lane
 
 if TYPE_CHECKING:
-    from mpkit.timeline import Timeline
+    from mpkit.timeline.timeline import Timeline
 
 __all__ = ["Checked", "NotSolved", "judge"]
 
 
 class NotSolved(MpkitError):
-    """An answer that was required to be right, and is not."""
+    """An answer that was required to be right is wrong."""
 
 
 @dataclass(frozen=True, repr=False)
 class Checked:
-    """What `mk.check` found: prints as text, shows itself as a table and a picture in a notebook.
+    """The verdict of `mk.check`: printed as text, and shown as a table and a picture in a notebook.
 
     Attributes:
-        name: of the exercise.
-        title: in words.
-        rows: what was checked, up to the first that failed.
-        passed: whether all is right.
+        name: the name of the exercise.
+        title: the title of the exercise.
+        rows: what was checked, up to the first check that failed.
+        passed: whether all checks passed.
         mistake: the name of the mistake that shows; "" if none is known, or the answer is right.
-        lesson: what happened on the ranks, where they hang or failed: paragraphs.
-        hint: one, for who has not solved it.
+        lesson: paragraphs on what happened on the ranks, if they hang or failed.
+        hint: a hint; "" if the answer is right.
         tries: how often this exercise was checked, this time included.
         printed: what the ranks printed in the last case.
-        timelines: "yours" and "target", where there is something to see.
+        timelines: the timelines "yours" and "target", if there is something to see.
     """
 
     name: str
@@ -60,24 +60,24 @@ class Checked:
     timelines: dict[str, Timeline] | None = None
 
     def require(self) -> Checked:
-        """This, if the answer is right.
+        """Return this verdict if the answer is right.
 
         Raises:
-            NotSolved: it is not; with the table and the hint.
+            NotSolved: The answer is wrong; the message has the table and the hint.
         """
         if not self.passed:
             raise NotSolved(str(self))
         return self
 
     def __str__(self) -> str:
-        from mpkit.views.checked_text import checked_text
+        from mpkit.classroom.checked_text import checked_text
 
         return checked_text(self)
 
     __repr__ = __str__
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        from mpkit.views.checked_html import checked_html
+        from mpkit.classroom.checked_html import checked_html
 
         return {"text/html": checked_html(self), "text/plain": str(self)}
 
@@ -87,10 +87,10 @@ def judge(entry: Entry, answer: Answer, room: Room, failures: int = 0, *, draw: 
 
     Args:
         entry: the exercise.
-        answer: packed.
-        room: where to run it.
-        failures: how often the student has failed before: hints get more specific.
-        draw: run the solution as well, and put both on the clock.
+        answer: the packed answer.
+        room: the ranks to run it on.
+        failures: how often the student has failed before; hints get more specific.
+        draw: whether to run the solution as well, and make the timelines of both.
     """
     exercise = entry.exercise
     # ---- examine
@@ -113,7 +113,7 @@ def judge(entry: Entry, answer: Answer, room: Room, failures: int = 0, *, draw: 
 
 
 def tell(entry: Entry, seen: Seen | None, room: Room) -> tuple[str, Sequence[str]]:
-    """The name of the mistake that shows, and its hints."""
+    """Return the name of the mistake that shows, and its hints."""
     exercise = entry.exercise
     if seen is not None:
         if exercise.untouched(seen):
@@ -133,12 +133,12 @@ def _shows(entry: Entry, mistake: Mistake, seen: Seen, room: Room) -> bool:
         return other is not None and entry.exercise.alike(seen, other)
     try:
         return bool(mistake.when(seen))
-    except Exception:  # results of a shape that nobody thought of: not this mistake
+    except Exception:  # the results have an unforeseen shape, so it is not this mistake
         return False
 
 
 def _timelines(exercise: Exercise, row: Row, room: Room) -> dict[str, Timeline] | None:
-    """Of the case that was seen last, beside the solution's; None where neither communicates."""
+    """Return the timelines of the answer and the solution in the last case; None if neither communicates."""
     seen = row.seen
     if seen is None or seen.trace is None:
         return None
@@ -149,7 +149,7 @@ def _timelines(exercise: Exercise, row: Row, room: Room) -> dict[str, Timeline] 
 
 
 def _drawable(seen: Seen) -> bool:
-    """Whether ranks did anything that has a place on a clock."""
+    """Return whether the ranks did anything that a timeline can show."""
     if seen.schedule is not None:
         return True
     return seen.trace is not None and any((rank.ops["lane"] == Lane.COMM).any() for rank in seen.trace.ranks)

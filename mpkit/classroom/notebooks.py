@@ -1,11 +1,11 @@
 """The exercises' notebooks, written from their files: for students, solved, and for nbgrader.
 
-    student    the text, what is given, a stub, and the check
-    solved     the solution instead of the stub, and the check has to pass
+    student    the text, the given code, a stub, and the check
+    solved     the solution in place of the stub; the check has to pass
     nbgrader   a source notebook: solutions and hidden tests between nbgrader's markers, and its metadata
 
-A family makes one notebook of each. What is written depends on the exercises only, so that a test can compare. The
-tutorials get a last cell that leads to the exercises that they prepare for.
+Each family has one notebook of each kind. The notebooks depend on the exercises only, so that a test can compare them.
+Each tutorial gets a last cell with links to the exercises that it prepares for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from mpkit.classroom.catalogue import Entry, families, of_family
-from mpkit.classroom.source import BEGIN, END, IMPORTS, given_in
+from mpkit.classroom.framework.source import BEGIN, END, IMPORTS, given_in
 
 __all__ = ["Kind", "link_tutorials", "notebook", "notebooks", "write_notebooks", "your_turn"]
 
@@ -31,11 +31,11 @@ WORDS = {
 TURN = "your-turn"
 """The id of the tutorials' last cell."""
 UP = {"student": "../", "solved": "../../"}
-"""From the notebook's folder to the tutorials."""
+"""The path from the notebook's folder to the tutorials."""
 
 
 def write_notebooks(folder: Path) -> list[Path]:
-    """Write all of them below a folder, and return their paths.
+    """Write all notebooks below a folder, and return their paths.
 
     Student notebooks lie in the folder itself, solved ones in `solved/`, nbgrader's in `nbgrader/source/`.
     """
@@ -51,7 +51,7 @@ def write_notebooks(folder: Path) -> list[Path]:
 
 
 def notebooks() -> Iterator[tuple[Path, Any]]:
-    """Where each belongs, and what it is."""
+    """Yield the path and the content of each notebook."""
     for package in families():
         name = _name(package)
         yield Path(f"{name}.ipynb"), notebook(package, "student")
@@ -60,7 +60,7 @@ def notebooks() -> Iterator[tuple[Path, Any]]:
 
 
 def link_tutorials(folder: Path) -> list[Path]:
-    """Give each tutorial in the folder above its last cell; returns those that changed."""
+    """Write the last cell of each tutorial in the parent folder; return the tutorials that changed."""
     import nbformat
 
     changed = []
@@ -78,7 +78,7 @@ def link_tutorials(folder: Path) -> list[Path]:
 
 
 def your_turn(tutorial: str) -> str:
-    """What a tutorial says of its exercises, in Markdown; "" if it has none."""
+    """Return what a tutorial says about its exercises, in Markdown; "" if it has none."""
     lines = []
     for package in families():
         titles = [e.source.title for e in of_family(_family(package)) if e.exercise.after == tutorial]
@@ -91,7 +91,7 @@ def your_turn(tutorial: str) -> str:
 
 
 def notebook(package: ModuleType, kind: Kind) -> Any:
-    """One family's notebook."""
+    """Return one family's notebook of one kind."""
     import nbformat
 
     cells = []
@@ -108,7 +108,7 @@ def notebook(package: ModuleType, kind: Kind) -> Any:
 
 
 def _cells(package: ModuleType, kind: Kind) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
-    """Id, source and nbgrader's metadata of each cell."""
+    """Yield the id, source and nbgrader metadata of each cell."""
     entries = of_family(_family(package))
     title, _, text = (package.__doc__ or "").strip().partition("\n")
     contents = "\n".join(f"{i}. {entry.source.title}" for i, entry in enumerate(entries, 1))
@@ -148,7 +148,7 @@ def _exercise(number: int, entry: Entry, kind: Kind) -> Iterator[tuple[str, str,
 
 
 def _graded(name: str, *, solution: bool = False, points: int = 0) -> dict[str, Any]:
-    """A cell's metadata, as nbgrader's schema 3 has it."""
+    """Return a cell's metadata in nbgrader's schema 3."""
     found: dict[str, Any] = {
         "grade": bool(points),
         "grade_id": name,

@@ -1,4 +1,4 @@
-"""All exercises, and how far a student is."""
+"""All exercises, and which of them a student has solved."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from mpkit.classroom.catalogue import Entry
 from mpkit.classroom.progress import Done
-from mpkit.visible import escape
+from mpkit.support.visible import escape
 
 __all__ = ["Overview"]
 
 
 @dataclass(frozen=True, repr=False)
 class Overview:
-    """Prints as a list, and shows itself as one in a notebook.
+    """All exercises, printed and shown as a list.
 
     Attributes:
-        families: title and exercises of each.
-        done: what the student's file says, by exercise.
+        families: the title and the exercises of each family.
+        done: the student's progress, by exercise.
     """
 
     families: tuple[tuple[str, tuple[Entry, ...]], ...]

@@ -17,12 +17,12 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Done:
-    """One exercise.
+    """A student's progress in one exercise.
 
     Attributes:
-        tries: how often it was checked.
-        failures: how often in a row since it was solved last.
-        passed: whether it was solved once.
+        tries: how often the exercise was checked.
+        failures: how often in a row it failed since it was last solved.
+        passed: whether it was ever solved.
     """
 
     tries: int = 0
@@ -32,11 +32,11 @@ class Done:
 
 @dataclass(frozen=True)
 class Progress:
-    """What the file says.
+    """A student's progress in all exercises.
 
     Attributes:
-        path: of the file.
-        done: by the exercise's name.
+        path: the path of the file.
+        done: the progress in each exercise, by name.
     """
 
     path: Path
@@ -44,9 +44,9 @@ class Progress:
 
     @classmethod
     def read(cls, folder: Path | None = None) -> Progress:
-        """Of the folder; None: of the current one, which is the notebook's.
+        """Read the progress file of a folder; None: of the current one, which is the notebook's.
 
-        A file that cannot be read is put aside.
+        A file that cannot be read is renamed, and progress begins anew.
         """
         path = (folder if folder is not None else Path.cwd()) / FILE
         try:
@@ -60,14 +60,14 @@ class Progress:
             return cls(_put_aside(path, error), {})
 
     def after(self, name: str, passed: bool) -> Progress:
-        """With one more check of an exercise."""
+        """Return the progress after one more check of an exercise."""
         before = self.done.get(name, Done())
         failures = 0 if passed else before.failures + 1
         now = replace(before, tries=before.tries + 1, failures=failures, passed=before.passed or passed)
         return replace(self, done={**self.done, name: now})
 
     def write(self) -> None:
-        """Whole or not at all; where nothing may be written, a warning says so."""
+        """Write the file atomically; warn if it cannot be written."""
         told = {"version": VERSION, "exercises": {name: vars(one) for name, one in sorted(self.done.items())}}
         partial = self.path.with_suffix(f".{os.getpid()}.partial")
         try:

@@ -1,22 +1,22 @@
-"""What a check found, as plain data: from the process that judges to the one that writes reports, and its files."""
+"""A verdict as plain data: it is sent from the judging process to the one that writes reports, and kept in files."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mpkit.classroom.catalogue import Entry
-from mpkit.classroom.exercise import Case, Row
+from mpkit.classroom.framework.exercise import Case, Row
+from mpkit.classroom.framework.seen import Seen
 from mpkit.classroom.judge import Checked
-from mpkit.classroom.seen import Seen
 
 __all__ = ["checked_of", "told"]
 
 MOST, LONGEST = 200, 2000
-"""Lines that ranks printed, and characters of a text."""
+"""The most printed lines and the most characters per text that are kept."""
 
 
 def told(checked: Checked) -> dict[str, Any]:
-    """Return it as JSON's types: what of a row its case was is a number, timelines are left out."""
+    """Return a verdict as JSON's types; the case of a row becomes a number, and timelines are left out."""
     cases: list[Case | None] = []
     rows = []
     for row in checked.rows:
@@ -35,10 +35,10 @@ def told(checked: Checked) -> dict[str, Any]:
 
 
 def checked_of(entry: Entry, values: dict[str, Any]) -> Checked:
-    """Return what `told` told; it passed if every row did.
+    """Return the verdict that `told` wrote; it passed if every row did.
 
     Raises:
-        KeyError, TypeError, ValueError: it is something else.
+        KeyError, TypeError, ValueError: The values were not written by `told`.
     """
     rows = []
     for what, expected, got, ok, case in values["rows"]:

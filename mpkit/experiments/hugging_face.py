@@ -1,16 +1,16 @@
 """The Hugging Face guide's experiment: DP against DDP, with NVLink and without, on two TITAN RTX.
 
 Source: huggingface/transformers, docs "Efficient training on multiple GPUs" (perf_train_gpu_many): run_clm.py with
-GPT-2 (124 M parameters), 4 samples of 1,024 tokens a GPU, fp32, 200 steps, PyTorch 1.8, CUDA 11.0.
+GPT-2 (124 M parameters), 4 samples of 1,024 tokens per GPU, fp32, 200 steps, PyTorch 1.8, CUDA 11.0.
 
     DP   with NVLink      110.6 s
     DDP  with NVLink      101.9 s
     DDP  without          131.4 s
 
-Nobody here has those cards. So ranks play it on tensors without content (`mpkit.trace_fake`), and the replay puts it
-on the hardware "2x-titan-rtx-nvlink" and "2x-titan-rtx". Of what describes the machine two figures are fitted to the
-guide's (`fit`): the share of the peak rate that a card reaches, to DDP with NVLink; the bandwidth without NVLink, to
-DDP without. How much slower DP is than DDP follows from them and from what DP does.
+Since these cards are not at hand, ranks run it on tensors without content (`mpkit.trace_fake`), and the replay puts it
+on the hardware "2x-titan-rtx-nvlink" and "2x-titan-rtx". Two figures of the machine are fitted to the guide's times
+(`fit`): the share of the peak rate that a card reaches, to DDP with NVLink; the bandwidth without NVLink, to DDP
+without. How much slower DP is than DDP follows from these two and from the work that DP does.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mpkit.catalogue import hardware
-from mpkit.catalogue.tables import rows
-from mpkit.cluster import Cluster
-from mpkit.devices import Hardware
+from mpkit.api.borrowed_cluster import lent
+from mpkit.api.cluster import Cluster
+from mpkit.devices.catalogue import hardware
+from mpkit.devices.catalogue.tables import rows
+from mpkit.devices.hardware import Hardware
 from mpkit.fake import trace_fake
-from mpkit.lent import lent
 from mpkit.models import GPT
-from mpkit.plan import Plan
-from mpkit.shown import data_frame
-from mpkit.timeline import Timeline
+from mpkit.plan.plan import Plan
+from mpkit.support.display import data_frame
+from mpkit.support.tracebacks import public
+from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Trace
-from mpkit.tracebacks import public
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,7 +47,7 @@ NVLINK, NO_NVLINK = "2x-titan-rtx-nvlink", "2x-titan-rtx"
 
 
 class LanguageModel(nn.Module):
-    """GPT-2 with its loss inside, as the guide's GPT2LMHeadModel has it.
+    """GPT-2 with its loss inside, like the guide's GPT2LMHeadModel.
 
     The head is tied to the token embedding. Attention is computed step by step, with its [batch, heads, time, time]
     scores in memory, as it was before PyTorch 2.0.
@@ -65,7 +65,7 @@ class LanguageModel(nn.Module):
         head.weight = embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and targets [batch, time] -> loss of each sample [batch], and logits [batch, time, vocab]."""
+        """Map tokens and targets [batch, time] to losses by sample [batch] and logits [batch, time, vocab]."""
         with sdpa_kernel(SDPBackend.MATH):
             logits = self.gpt(tokens)
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
@@ -73,12 +73,12 @@ class LanguageModel(nn.Module):
 
 
 def mean_loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-    """The mean over the batch; of the logits, which come along, nothing is made."""
+    """Return the mean loss over the batch; the logits, which are the second output, are not used."""
     return outputs[0].mean()
 
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """run_clm.py's default."""
+    """Make the optimizer that is the default of run_clm.py."""
     return torch.optim.AdamW(params, lr=5e-5)
 
 
@@ -88,10 +88,10 @@ class HFRow:
 
     Attributes:
         strategy: "DP" or "DDP".
-        nvlink: with it or without.
-        seconds: a step takes on the clock.
-        published: it took, by the guide.
-        timeline: of the step.
+        nvlink: whether the cards are connected by NVLink.
+        seconds: the time of a step on the clock.
+        published: the time of a step according to the guide.
+        timeline: the timeline of the step.
     """
 
     strategy: str
@@ -100,23 +100,28 @@ class HFRow:
     published: float
     timeline: Timeline
 
+    @property
+    def fitted(self) -> bool:
+        """Whether a figure of the machine was chosen so that this row agrees with the guide (`fit`)."""
+        return self.strategy == "DDP"
+
 
 @dataclass(frozen=True)
 class HFExperiment:
-    """The three runs beside the published ones; prints as a table.
+    """The three runs compared with the published ones; prints as a table.
 
     Attributes:
-        rows: DDP with NVLink first, of which the others' times are multiples.
+        rows: DDP with NVLink first; the other times are given as multiples of it.
     """
 
     rows: tuple[HFRow, ...]
 
     def ratio(self, row: HFRow) -> tuple[float, float]:
-        """A row's time as a multiple of the first one's: on the clock, and published."""
+        """Return a row's time as a multiple of the first row's: on the clock, and as published."""
         return row.seconds / self.rows[0].seconds, row.published / self.rows[0].published
 
     def to_dataframe(self) -> pd.DataFrame:
-        """A row a run: strategy, nvlink, seconds and published_seconds a step, ratio and published_ratio, off."""
+        """Return a row per run: strategy, nvlink, seconds and ratio, both also as published, off, and fitted."""
         found = []
         for row in self.rows:
             mine, published = self.ratio(row)
@@ -129,6 +134,7 @@ class HFExperiment:
                     "ratio": mine,
                     "published_ratio": published,
                     "off": mine / published - 1,
+                    "fitted": row.fitted,
                 }
             )
         return data_frame(found)
@@ -138,21 +144,20 @@ class HFExperiment:
         for row in self.rows:
             mine, published = self.ratio(row)
             name = f"{row.strategy:4} {'with' if row.nvlink else 'without'} NVLink"
-            lines.append(
-                f"{name:42} {row.seconds * 1e3:5.0f} ms {row.published * 1e3:8.0f} ms {mine:7.3f} {published:9.3f}"
-            )
+            times = f"{row.seconds * 1e3:5.0f} ms {row.published * 1e3:8.0f} ms {mine:7.3f} {published:9.3f}"
+            lines.append(f"{name:42} {times}   {'fitted' if row.fitted else 'predicted'}")
         return "\n".join(lines)
 
 
 @public
 def hf_experiment(cluster: Cluster | None = None) -> HFExperiment:
-    """Play the guide's three runs on tensors without content, and put them on the clock of its machine.
+    """Run the guide's three configurations on tensors without content, and put them on the clock of its machine.
 
     Args:
-        cluster: whose helper process to use, any will do; None: one of its own.
+        cluster: any cluster, whose helper process to use; None: start one.
 
     Returns:
-        The three rows beside the published ones: `print` it, or `to_dataframe()`.
+        The three rows, together with the published times: `print` it, or call `to_dataframe()`.
     """
     with lent(cluster) as used:
         ddp = play(Plan.ddp(GPUS), hardware(NVLINK), used)
@@ -171,7 +176,7 @@ def _row(strategy: str, nvlink: bool, trace: Trace) -> HFRow:
 
 
 def published(strategy: str, nvlink: bool) -> float:
-    """Seconds a step, by the guide.
+    """Return the seconds per step according to the guide.
 
     >>> round(published("DP", True) / published("DDP", True), 3), round(published("DDP", False), 3)
     (1.085, 0.657)
@@ -182,7 +187,7 @@ def published(strategy: str, nvlink: bool) -> float:
 
 
 def play(plan: Plan, machine: Hardware, cluster: Cluster) -> Trace:
-    """A step of the guide's training by this plan, on tensors without content."""
+    """Record a step of the guide's training under this plan, on tensors without content."""
     tokens = torch.empty(BATCH * plan.ranks, LENGTH, dtype=torch.long, device="meta")
     return trace_fake(
         LanguageModel, plan, batch=((tokens, tokens), tokens), loss=mean_loss, optimizer=adamw,
@@ -194,11 +199,12 @@ def play(plan: Plan, machine: Hardware, cluster: Cluster) -> Trace:
 
 
 def fit(cluster: Cluster) -> tuple[float, float]:
-    """The two figures of the guide's machine that no source has, so that DDP takes the published times.
+    """Fit the two figures of the guide's machine that no source gives, such that DDP takes the published times.
 
     Returns:
-        The share of a card's published float32 rate that is reached, from DDP with NVLink; and bytes a second between
-        the cards without NVLink, from DDP without. Both are in the catalogue (`mpkit.catalogue.machines`).
+        The share of a card's published float32 rate that is reached, from DDP with NVLink; and the bytes per second
+        between the cards without NVLink, from DDP without. Both are in the catalogue
+        (`mpkit.devices.catalogue.machines`).
     """
     machine, slow = hardware(NVLINK), hardware(NO_NVLINK)
     peak = (
@@ -223,7 +229,7 @@ def fit(cluster: Cluster) -> tuple[float, float]:
 
 
 def _root(time: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Where a time that falls as its argument grows is what is wanted, to one part in a thousand; by bisection."""
+    """Find by bisection where a decreasing `time` equals `wanted`, to one part in a thousand."""
     while high / low > 1.001:
         middle = float((low * high) ** 0.5)
         low, high = (middle, high) if time(middle) > wanted else (low, middle)

@@ -1,4 +1,4 @@
-"""What `mpkit.soap` found: who has which part of each tensor, what was exchanged, how near it is to the whole layer."""
+"""The result of `mpkit.soap`: which rank has which part of each tensor, what was exchanged, and the numeric error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpkit.experiments.soap_operator import Box
-from mpkit.shown import Drawn, data_frame
+from mpkit.support.display import Drawn, data_frame
 from mpkit.trace import Kind, Lane, Trace
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ class Sent:
         phase: "forward" or "backward".
         kind: "all_reduce", "all_gather" or "send".
         what: which tensor.
-        payload: bytes: the tensor of an all-reduce, the gathered one of an all-gather, of messages their sum.
-        times: how many of them.
+        payload: bytes: of an all-reduce its tensor, of an all-gather the gathered tensor, of messages their sum.
+        times: how many there are.
     """
 
     phase: str
@@ -42,14 +42,14 @@ class Way:
     """One way to split the layer.
 
     Attributes:
-        name: "O", "S", "A", or "P" and how.
-        title: in words.
+        name: "O", "S", "A", or "P" followed by how.
+        title: the way in words.
         known_as: what it is called elsewhere.
         told: what it does.
-        held: by tensor, and then by rank: which part it has, None: none.
+        held: by tensor, and then by rank: which part the rank has; None: nothing.
         sent: what ranks exchanged, from the run's trace.
-        difference: the largest between the ranks' output and the whole layer's.
-        gradient_difference: the same of the gradients of the input and of the parameters.
+        difference: the largest difference between the ranks' output and the whole layer's.
+        gradient_difference: the same for the gradients of the input and of the parameters.
     """
 
     name: str
@@ -62,20 +62,20 @@ class Way:
     gradient_difference: float
 
     def payload(self, phase: str) -> int:
-        """Bytes that are exchanged in a phase."""
+        """Sum the bytes that are exchanged in a phase."""
         return sum(sent.payload for sent in self.sent if sent.phase == phase)
 
 
 @dataclass(frozen=True, repr=False)
 class Soap(Drawn):
-    """A layer, and all ways to split it; a notebook shows its picture.
+    """A layer and all ways to split it; a notebook shows its picture.
 
     Attributes:
-        layer: as torch prints it.
+        layer: the layer as torch prints it.
         kind: "linear" or "layer_norm".
-        shapes: of the tensors, by name; C and Z belong to the next operator.
-        ways: in the order O, S, A, P.
-        trace: of the run.
+        shapes: the shapes of the tensors, by name; C and Z belong to the next operator.
+        ways: the ways, in the order O, S, A, P.
+        trace: the trace of the run.
     """
 
     layer: str
@@ -85,7 +85,7 @@ class Soap(Drawn):
     trace: Trace
 
     def __getitem__(self, name: str) -> Way:
-        """The way of that name."""
+        """Return the way with this name."""
         for way in self.ways:
             if way.name == name:
                 return way
@@ -94,25 +94,15 @@ class Soap(Drawn):
         )
 
     def to_dataframe(self) -> pd.DataFrame:
-        """A row for each exchange: way, phase, kind, what, payload (bytes), times."""
+        """Return a row per exchange: way, phase, kind, what, payload (bytes), times."""
         rows = [{"way": way.name, **vars(sent)} for way in self.ways for sent in way.sent]
         return data_frame(rows, columns=["way", "phase", "kind", "what", "payload", "times"])
 
-    def _svg(self) -> str:
-        from mpkit.views.soap_svg import soap_svg
-
-        return soap_svg(self)
-
-    def __str__(self) -> str:
-        from mpkit.views.soap_text import soap_text
-
-        return soap_text(self)
-
-    __repr__ = __str__
+    __repr__ = Drawn.__str__
 
 
 def exchanged(trace: Trace) -> dict[str, list[Sent]]:
-    """By way what ranks exchanged: collectives as rank 0 has them, messages as their senders do."""
+    """Return what ranks exchanged, by way: collectives as recorded on rank 0, messages as recorded by their senders."""
     found: dict[tuple[str, str, str, str], list[int]] = {}
     for rank in range(RANKS):
         for place, kind, payload in _payloads(trace, rank):
@@ -125,7 +115,7 @@ def exchanged(trace: Trace) -> dict[str, list[Sent]]:
 
 
 def _payloads(trace: Trace, rank: int) -> Iterator[tuple[tuple[str, str, str], Kind, int]]:
-    """A rank's communications: way, phase and what of the span that each is in, its kind, its bytes."""
+    """Yield a rank's communications: the way, phase and tensor of the enclosing span, the kind, and the bytes."""
     part = trace.ranks[rank]
     place = ("", "", "")
     for op in part.ops:

@@ -1,4 +1,4 @@
-"""One layer as algebra has it, and parts of its tensors.
+"""One layer in algebraic form, and parts of its tensors.
 
 linear        Y = X A + b                       X (B, L, in)   A (in, out)   b (out)   Y (B, L, out)
 layer norm    Y = γ (X - μ) / √(σ² + ε) + β     X (B, L, n)    γ, β (n)                Y (B, L, n)
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpkit.parallel.axis import Axis
+from mpkit.comm.axis import AxisGroup
 
 __all__ = ["Box", "Operator", "Pieces", "cut", "mine", "normalized", "pieces", "shifted", "whole"]
 
 Box = tuple[tuple[int, int], ...]
-"""Which part of a tensor: from where to where, by dimension."""
+"""Which part of a tensor: the first index and the one after the last, by dimension."""
 
 
 @dataclass
 class Operator:
-    """A layer as algebra has it.
+    """A layer in algebraic form.
 
     Attributes:
         kind: "linear" or "layer_norm".
-        parameters: A (in, out) and perhaps b (out); or γ (n) and perhaps β (n).
-        eps: ε of a layer norm.
+        parameters: A (in, out) and optionally b (out); or γ (n) and optionally β (n).
+        eps: the ε of a layer norm.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Operator:
     eps: float = 0.0
 
     def __call__(self, x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
-        """(..., in) -> (..., out)."""
+        """Map an input (..., in) to an output (..., out)."""
         if self.kind == "linear":
             return shifted(x @ parameters["A"], parameters, "b")
         return shifted(
@@ -48,23 +48,23 @@ class Operator:
 
 
 def shifted(y: Tensor, parameters: dict[str, Tensor], name: str) -> Tensor:
-    """y, and the bias of that name if there is one."""
+    """Add the bias of that name to y, if there is one."""
     return y + parameters[name] if name in parameters else y
 
 
 def normalized(x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
-    """(x - μ) / √(σ² + ε), with μ and σ² of each row."""
+    """Compute (x - μ) / √(σ² + ε), where μ and σ² are those of each row."""
     return (x - mean[..., None]) * torch.rsqrt(variance + eps)[..., None]
 
 
 @dataclass
 class Pieces:
-    """What a rank has, and which part of the whole that is.
+    """The parts of tensors that a rank has.
 
     Attributes:
-        boxes: by tensor: X, the parameters, Y.
-        values: of these.
-        gradients: of X and the parameters, of the same parts.
+        boxes: by tensor (X, the parameters, Y), which part of the whole it is.
+        values: the values of these parts.
+        gradients: the gradients of the parts of X and of the parameters.
     """
 
     boxes: dict[str, Box]
@@ -73,12 +73,12 @@ class Pieces:
 
 
 def whole(tensor: Tensor) -> Box:
-    """All of it."""
+    """Return the box that covers the whole tensor."""
     return tuple((0, size) for size in tensor.shape)
 
 
-def mine(tensor: Tensor, dim: int, axis: Axis) -> Box:
-    """This rank's part, with `dim` divided."""
+def mine(tensor: Tensor, dim: int, axis: AxisGroup) -> Box:
+    """Return the box of this rank's part, with `dim` divided."""
     n, size = axis.size, tensor.shape[dim]
     box = list(whole(tensor))
     box[dim] = (axis.index * size // n, (axis.index + 1) * size // n)
@@ -86,12 +86,12 @@ def mine(tensor: Tensor, dim: int, axis: Axis) -> Box:
 
 
 def cut(tensor: Tensor, box: Box) -> Tensor:
-    """A leaf of autograd with that part of the values."""
+    """Return that part of the values as an autograd leaf."""
     return tensor[tuple(slice(*edge) for edge in box)].detach().clone().requires_grad_()
 
 
 def pieces(boxes: dict[str, Box], values: dict[str, Tensor]) -> Pieces:
-    """Of tensors whose gradients autograd has left in them."""
+    """Collect the pieces of tensors, with the gradients that autograd has left in them."""
     gradients = {
         name: value.grad for name, value in values.items() if value.is_leaf and value.grad is not None
     }

@@ -1,12 +1,12 @@
-"""What a rank does to have a part of one layer: split by operators, samples, attribute or parameters.
+"""What a rank computes to obtain its part of one layer, split by operators, samples, attribute or parameters.
 
-The layer is an `Operator`; the one after it, for the split by operators, is Z = Y C. Every way takes X and what comes
-back, the gradient ∂Y (or ∂Z), and has two phases:
+The layer is an `Operator`; the one after it, for the split by operators, is Z = Y C. Every way takes X and the incoming
+gradient, ∂Y (or ∂Z), and has two phases:
 
     forward     the rank's part of Y
     backward    its part of ∂X, and of the gradients of the parameters that it has
 
-What is sent goes through an `Axis`, within a span that says of which phase it is and what it is.
+Everything is sent through an `AxisGroup`, within a span that names the phase and the tensor.
 
 Source: Jia, Zaharia, Aiken, "Beyond Data and Model Parallelism for Deep Neural Networks", MLSys 2019, section 4; the
 two ways to split a matrix are those of Shoeybi et al., "Megatron-LM", 2019, section 3.
@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mpkit.comm.axis import AxisGroup
 from mpkit.experiments.soap_operator import Operator, Pieces, cut, mine, normalized, pieces, shifted, whole
-from mpkit.parallel.axis import Axis
 
 if TYPE_CHECKING:
-    from mpkit.launch.context import Context
+    from mpkit.launch.process.context import Context
 
 __all__ = ["PHASES", "WAYS", "on_a_rank"]
 
@@ -33,17 +33,17 @@ PHASES = ("forward", "backward")
 
 
 Phase = Callable[[str, str], AbstractContextManager[Any]]
-"""A span of a phase, with what is sent in it."""
+"""A function that opens the span of a phase, in which a tensor is sent."""
 
-Way = Callable[[Axis, Operator, dict[str, Tensor], Phase], Pieces]
-"""Axis, operator, and the whole X, ∂Y, C and ∂Z -> what this rank has in the end."""
+Way = Callable[[AxisGroup, Operator, dict[str, Tensor], Phase], Pieces]
+"""Maps the group, the operator, and the whole X, ∂Y, C and ∂Z to the pieces that this rank ends up with."""
 
 
 # ---- O: operators --------------------------------------------------------------------------------------------
 
 
-def by_operators(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
-    """This operator on rank 0, the next one on rank 1; while that has one micro-batch, this has another."""
+def by_operators(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+    """Run this operator on rank 0 and the next one on rank 1, pipelined over two micro-batches."""
     x, c = given["X"], given["C"]
     if axis.index == 0:
         boxes = {name: whole(tensor) for name, tensor in operator.parameters.items()}
@@ -80,17 +80,17 @@ def by_operators(axis: Axis, operator: Operator, given: dict[str, Tensor], phase
 # ---- S and A: rows of X --------------------------------------------------------------------------------------
 
 
-def by_samples(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
-    """Each rank has all parameters and a part of the samples: the gradients of the parameters are summed."""
+def by_samples(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+    """Split the samples: each rank has all parameters, whose gradients are summed over the ranks."""
     return _rows(axis, operator, given, phase, dim=0)
 
 
-def by_attribute(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
-    """Each rank has all parameters and some positions of every sample; neither layer looks from one to another."""
+def by_attribute(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+    """Split the positions of every sample: each rank has all parameters, and neither layer mixes positions."""
     return _rows(axis, operator, given, phase, dim=1)
 
 
-def _rows(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase, dim: int) -> Pieces:
+def _rows(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase, dim: int) -> Pieces:
     x, dy = given["X"], given["∂Y"]
     boxes = {name: whole(tensor) for name, tensor in operator.parameters.items()}
     held = {name: cut(tensor, boxes[name]) for name, tensor in operator.parameters.items()}
@@ -109,17 +109,21 @@ def _rows(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase
 # ---- P: parameters -------------------------------------------------------------------------------------------
 
 
-def by_columns(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
-    """A = [A0 A1]: each rank has some columns of A, and so of Y, which stay where they are."""
+def by_columns(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+    """Split A = [A0 A1] by columns: each rank keeps its columns of A and of Y."""
     return _columns(axis, operator, given, phase, gather=False)
 
 
-def by_columns_gathered(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
-    """A = [A0 A1], and then every rank gets all columns of Y."""
+def by_columns_gathered(
+    axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase
+) -> Pieces:
+    """Split A = [A0 A1] by columns, and gather all columns of Y on every rank."""
     return _columns(axis, operator, given, phase, gather=True)
 
 
-def _columns(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase, gather: bool) -> Pieces:
+def _columns(
+    axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase, gather: bool
+) -> Pieces:
     x, dy = given["X"], given["∂Y"]
     boxes = {name: mine(tensor, -1, axis) for name, tensor in operator.parameters.items()}
     held = {name: cut(tensor, boxes[name]) for name, tensor in operator.parameters.items()}
@@ -127,7 +131,7 @@ def _columns(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Ph
     with phase("forward", "Y"):
         y_r = operator(x_r, held)
         y = y_r.detach()
-        if gather:  # ranks' parts come one after the other in the first dimension
+        if gather:  # the ranks' parts are concatenated along the first dimension
             y = axis.all_gather(y.movedim(-1, 0).contiguous()).movedim(0, -1)
     with phase("backward", "∂X"):
         y_r.backward(cut(dy, mine(dy, -1, axis)))
@@ -137,8 +141,8 @@ def _columns(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Ph
     return pieces({**boxes, "X": whole(x), "Y": box}, {**held, "X": x_r, "Y": y})
 
 
-def by_rows(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
-    """X = [X0 X1], A = [A0; A1], Y = X0 A0 + X1 A1: each rank has some columns of X and those rows of A."""
+def by_rows(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+    """Split X = [X0 X1] by columns and A = [A0; A1] by rows: Y = X0 A0 + X1 A1 is summed over the ranks."""
     x, dy = given["X"], given["∂Y"]
     parameters = operator.parameters
     boxes = {name: mine(p, 0, axis) if name == "A" else whole(p) for name, p in parameters.items()}
@@ -147,7 +151,7 @@ def by_rows(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Pha
     with phase("forward", "Y"):
         part = x_r @ held["A"]
         summed = axis.all_reduce(part.detach().clone())
-        y = shifted(summed, held, "b")  # once: after the sum
+        y = shifted(summed, held, "b")  # the bias is added once, after the sum
     with phase("backward", ""):
         part.backward(dy)
         if "b" in held:
@@ -155,8 +159,8 @@ def by_rows(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Pha
     return pieces({**boxes, "X": mine(x, -1, axis), "Y": whole(dy)}, {**held, "X": x_r, "Y": y})
 
 
-def by_statistics(axis: Axis, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
-    """Each rank has some columns of X, γ and β: μ and σ² are over all columns, so that ranks have to exchange sums.
+def by_statistics(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+    """Split X, γ and β by columns: μ and σ² are over all columns, so the ranks exchange sums.
 
     With x̂ = (x - μ) / √(σ² + ε) and g = γ ∂y, the backward needs two sums as well:
     ∂x = (g - mean(g) - x̂ mean(g x̂)) / √(σ² + ε).
@@ -167,14 +171,14 @@ def by_statistics(axis: Axis, operator: Operator, given: dict[str, Tensor], phas
     held = {name: cut(tensor, boxes[name]).detach() for name, tensor in operator.parameters.items()}
     x_r, dy_r = cut(x, mine(x, -1, axis)).detach(), cut(dy, mine(dy, -1, axis)).detach()
     with phase("forward", "Σx, Σx²"):
-        sums = axis.all_reduce(torch.stack([x_r.sum(-1), x_r.square().sum(-1)]))  # two numbers a row
+        sums = axis.all_reduce(torch.stack([x_r.sum(-1), x_r.square().sum(-1)]))  # two numbers per row
         mean = sums[0] / n
         variance = sums[1] / n - mean.square()
         hat = normalized(x_r, mean, variance, operator.eps)
         y_r = shifted(held["γ"] * hat, held, "β")
     with phase("backward", "Σg, Σg·x̂"):
         g = held["γ"] * dy_r
-        sums = axis.all_reduce(torch.stack([g.sum(-1), (g * hat).sum(-1)]))  # again two
+        sums = axis.all_reduce(torch.stack([g.sum(-1), (g * hat).sum(-1)]))  # again two numbers per row
         of_mean, of_spread = (sums / n)[..., None]
         dx_r = (g - of_mean - hat * of_spread) * torch.rsqrt(variance + operator.eps)[..., None]
     gradients = {"X": dx_r, "γ": (dy_r * hat).sum((0, 1)), "β": dy_r.sum((0, 1))}
@@ -196,8 +200,8 @@ WAYS: dict[str, dict[str, Way]] = {
 
 
 def on_a_rank(context: Context, operator: Operator, given: dict[str, Tensor]) -> dict[str, Pieces]:
-    """Every way in which the operator can be split, one after the other; what this rank has of each in the end."""
-    axis = Axis(context.comm)
+    """Split the operator in every possible way, one after the other; return this rank's pieces by way."""
+    axis = AxisGroup(context.comm)
     here = {name: tensor.to(context.device) for name, tensor in given.items()}
     parameters = {name: tensor.to(context.device) for name, tensor in operator.parameters.items()}
     local = Operator(operator.kind, parameters, operator.eps)

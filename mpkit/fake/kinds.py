@@ -1,25 +1,25 @@
 """Which ranks do the same, so that one of them is played for all.
 
-along pp    each has stages of its own, and another order of actions: all are played
-along cp    of a causal sequence the later parts look back further, and rings start elsewhere: all are played
-along tp    shards are alike, unless what is divided does not divide evenly
-along dp    those with the same number of samples in each micro-batch
+along pp    each rank has stages of its own, and another order of actions: all are played
+along cp    later parts of a causal sequence attend to more, and rings start at different ranks: all are played
+along tp    shards are equal, unless the divided size is not a multiple of tp
+along dp    ranks with the same number of samples in each micro-batch do the same
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
-from mpkit.parallel.microbatch import share, split
-from mpkit.plan import Plan
+from mpkit.data.microbatch import share, split
+from mpkit.plan.plan import Plan
 
 __all__ = ["kinds", "order"]
 
 
 def kinds(plan: Plan, size: int, rank: int | None, *, even: bool = True) -> list[int]:
-    """By rank, which rank to play in its place: the first that does the same.
+    """Return for each rank the rank to play in its place: the first that does the same.
 
-    Under DP rank 0 does what the others do not.
+    Under DP, rank 0 does work that the others do not.
 
     >>> kinds(Plan.ddp(4), 8, None), kinds(Plan.ddp(4), 6, None), kinds(Plan.dp(3), 6, None), kinds(Plan.ddp(3), 3, 2)
     ([0, 0, 0, 0], [0, 0, 2, 2], [0, 1, 1], [2, 2, 2])
@@ -27,10 +27,10 @@ def kinds(plan: Plan, size: int, rank: int | None, *, even: bool = True) -> list
     ([0, 0, 0, 0, 4, 4, 4, 4], [3, 3, 3, 3, 7, 7, 7, 7])
 
     Args:
-        plan: of the training.
-        size: of a batch.
-        rank: whose places along dp and tp are played; None: of each kind the first.
-        even: whether tensor-parallel ranks have shards that are alike.
+        plan: the plan of the training.
+        size: the batch size.
+        rank: the rank whose places along dp and tp are played; None: the first of each kind.
+        even: whether tensor-parallel ranks have equal shards.
     """
     mesh = plan.mesh
     places = [mesh.place(each) for each in range(plan.ranks)]
@@ -49,7 +49,7 @@ def kinds(plan: Plan, size: int, rank: int | None, *, even: bool = True) -> list
 
 
 def order(stands_for: list[int], plan: Plan) -> list[int]:
-    """Which ranks to play: under DP the others do what rank 0 tells them, so it has its say first.
+    """Return the ranks to play, in order: rank 0 first under DP, since the others do what it broadcasts.
 
     >>> order([1, 1], Plan.dp(2)), order([1, 1], Plan.ddp(2))
     ([0, 1], [1])

@@ -1,8 +1,8 @@
-"""A rank that was not played has the records of the one that does the same, about the ranks that it talks to itself.
+"""A rank that was not played gets the records of the one that does the same, rewritten for its own peers.
 
 Records name other ranks: the members of a group ("0,2"), the ends of a message ("0>4#F3"), the root of a collective or
-the other end of a message (`peer`). Along some axes of the mesh these are at various places, which both ranks name
-alike. Along all the others they are where the rank is: there its own coordinates take the place of the played one's.
+the other end of a message (`peer`). Along the axes in which these ranks differ, their coordinates stay the same. Along
+all other axes they have the coordinates of the played rank, which are replaced by those of the other rank.
 
     played rank 0 of pp=2, dp=2, tp=2     mirrored to rank 3, at dp 1 and tp 1
     "0,1" (along tp)                      "2,3"
@@ -17,19 +17,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from mpkit.mesh import AXES, Mesh, Place
+from mpkit.plan.mesh import AXES, Mesh, Place
 from mpkit.trace import Kind, RankTrace
 
 __all__ = ["Mirror"]
 
 
 class Mirror:
-    """What was recorded of a rank, for those it stands for.
+    """The records of one rank, rewritten for the ranks that it stands for.
 
     Args:
         recorded: the records.
-        rank: that was played.
-        mesh: its ranks.
+        rank: the rank that was played.
+        mesh: the mesh of the ranks.
     """
 
     def __init__(self, recorded: RankTrace, rank: int, mesh: Mesh) -> None:
@@ -43,7 +43,7 @@ class Mirror:
         self._which = which.reshape(-1)
 
     def of(self, other: int) -> RankTrace:
-        """What `other` would have recorded."""
+        """Return what rank `other` would have recorded."""
         if other == self._rank:
             return self._recorded
         # ---- names of groups and messages
@@ -62,7 +62,7 @@ class Mirror:
         return replace(self._recorded, ops=ops, names=names)
 
     def _renamed(self, text: str, other: int) -> str:
-        """Of a group or a message, with the other rank's members."""
+        """Rewrite the name of a group or a message with the other rank's members."""
         _, hash_, tag = text.partition("#")
         members = _members(text)
         moved = [self._moved(member, members, other) for member in members]
@@ -70,7 +70,7 @@ class Mirror:
         return (">" if hash_ else ",").join(map(str, moved)) + hash_ + tag
 
     def _moved(self, member: int, members: Sequence[int], other: int) -> int:
-        """Where a member of one of the played rank's groups is in the other rank's."""
+        """Return the rank in the other rank's group that corresponds to `member` in the played rank's."""
         places = [self._mesh.place(each) for each in members]
         theirs, place = self._mesh.place(other), self._mesh.place(member)
         agree = [len({getattr(each, axis) for each in places}) == 1 for axis in AXES]
@@ -79,6 +79,6 @@ class Mirror:
 
 
 def _members(text: str) -> list[int]:
-    """Of a group "0,2" or a message "0>4#F3"."""
+    """Parse the ranks in the name of a group "0,2" or of a message "0>4#F3"."""
     ends, is_message, _ = text.partition("#")
     return [int(rank) for rank in ends.split(">" if is_message else ",")]

@@ -1,10 +1,10 @@
-"""One rank of many, played alone on tensors without content: what a rank of `trace_fake` does.
+"""One rank of many, played alone on tensors without content: the work of a rank of `trace_fake`.
 
 Phases:
 
     build     the model and its batches, under torch's FakeTensorMode: shapes and no memory
     join      leave the real process group, and join a fake one of as many ranks as the plan takes
-    count     every operator moves the rank's clock by what it would take on the device (`mpkit.record.counted`)
+    count     every operator advances the rank's clock by its time on the device (`mpkit.record.counted`)
     train     the strategy's own code, the same that real ranks run; communication takes no time here, the replay puts
               it on the clock
 
@@ -26,14 +26,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private;
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
-from mpkit.devices import Device
+from mpkit.comm.communicator import Communicator, Group
+from mpkit.data.microbatch import Value
+from mpkit.devices.hardware import Device
 from mpkit.fake.kinds import kinds, order
-from mpkit.launch.context import Context
-from mpkit.parallel.comm import Comm, Group
-from mpkit.parallel.microbatch import Value
-from mpkit.parallel.train import train
-from mpkit.plan import Plan
-from mpkit.prepare import TrainJob, prepare
+from mpkit.launch.process.context import Context
+from mpkit.parallel.runtime.train import train
+from mpkit.plan.plan import Plan
+from mpkit.prepare.prepare import TrainJob, prepare
 from mpkit.record.counted import CountedRecorder, Counting
 from mpkit.trace import RankTrace
 from mpkit.trace.files import read_rank
@@ -43,14 +43,14 @@ __all__ = ["Played", "Script", "play"]
 
 @dataclass(frozen=True)
 class Script:
-    """What there is to play.
+    """The training to play.
 
     Attributes:
         model_fn: makes the model.
-        batch: (inputs, targets), of which only the shapes matter; or what makes them.
+        batch: (inputs, targets), of which only the shapes matter; or a function that makes them.
         plan, loss, optimizer, steps, max_grad_norm: as in `Cluster.train`.
-        device: whose time it is.
-        rank: which rank to play; None: one of each kind.
+        device: the device whose times are counted.
+        rank: the rank to play; None: one of each kind.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -66,12 +66,12 @@ class Script:
 
 @dataclass
 class Played:
-    """What came of it.
+    """The result of playing a script.
 
     Attributes:
-        ranks: what was recorded, by the rank that was played.
-        stands_for: by rank, which of the played ones does the same.
-        meta: for the Trace.
+        ranks: the records, by the rank that was played.
+        stands_for: by rank, the played rank that does the same.
+        meta: the Trace's meta.
         error: why it could not be played: the user's mistake, in words.
     """
 
@@ -82,9 +82,9 @@ class Played:
 
 
 def play(context: Context, script: Script) -> Played | None:
-    """Play the ranks that the script asks for, one after the other; what `trace_fake` runs on a rank of its own."""
+    """Play the ranks that the script needs, one after the other; `trace_fake` runs this on a rank of its own."""
     if context.rank:
-        return None  # of a cluster with more ranks, one is enough
+        return None  # on a cluster with several ranks, one is enough
     played, said = Played(), Said()
     try:
         mode = _without_content()
@@ -107,18 +107,18 @@ def play(context: Context, script: Script) -> Played | None:
 
 
 Said = dict[tuple[str, int], Tensor]
-"""What first ranks broadcast, as far as it was numbers and not tensors without content; by group and number there."""
+"""What root ranks broadcast, if it was numbers and not tensors without content; by group and number of the call."""
 
 
-class FakeComm(Comm):
-    """Communication with ranks that are not there: but what a root said, if it was played before, is heard.
+class FakeCommunicator(Communicator):
+    """Communication with absent ranks; a broadcast delivers its root's values if the root was played before.
 
     Args:
-        rank: the one that is played.
-        world_size: of the fake process group.
-        recorder: on the clock that counts.
+        rank: the rank that is played.
+        world_size: the size of the fake process group.
+        recorder: the recorder on the counting clock.
         counting: that clock.
-        said: filled by the roots.
+        said: what roots have broadcast; filled by the roots.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class FakeComm(Comm):
         self._counting, self._said = counting, said
 
     def device_mesh(self, device: torch.device, shape: Mapping[str, int]) -> None:
-        """None: groups need no one to talk to."""
+        """Return None: groups need no real peers."""
 
     def broadcast(self, tensor: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
-        """As a Comm's."""
+        """Broadcast like `Communicator.broadcast`, with the values that the root sent if it was played before."""
         asked = group or self.world
         call = asked.name, asked.issued
         whole = super().broadcast(tensor, src, group)
@@ -149,10 +149,10 @@ def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeTensorMode, sa
     with tempfile.TemporaryDirectory(prefix="mpkit-fake-") as folder:
         recorder = CountedRecorder(Path(folder), rank, counting)
         with mode:
-            # A model for each rank: strategies change it, and checks have left references to the first one, which
-            # torch does not let move then.
+            # Each rank gets a model of its own: strategies change it, and checks have left references to the first one,
+            # which prevent torch from moving it.
             job = replace(job, model=script.model_fn())
-            comm = FakeComm(rank, plan.ranks, recorder, counting, said)
+            comm = FakeCommunicator(rank, plan.ranks, recorder, counting, said)
             # ---- count, train
             with counting:
                 train(Context(rank, plan.ranks, device, comm, recorder), job)
@@ -161,9 +161,9 @@ def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeTensorMode, sa
 
 
 def _without_content() -> FakeTensorMode:
-    """A mode in which tensors have no content.
+    """Return a mode in which tensors have no content.
 
-    torch's own keeps a weak reference to each one that it makes, and then does not let their module be moved or cast.
+    Torch's own mode keeps a weak reference to each tensor that it makes, which prevents moving or casting their module.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
@@ -171,7 +171,7 @@ def _without_content() -> FakeTensorMode:
 
 
 def _job(script: Script, mode: FakeTensorMode) -> TrainJob:
-    """A training on tensors without content, checked and cut as a real one."""
+    """Prepare a training on tensors without content, checked and cut like a real one."""
     return prepare(
         script.model_fn(),
         [_batch_of(script, mode)],
@@ -185,7 +185,7 @@ def _job(script: Script, mode: FakeTensorMode) -> TrainJob:
 
 
 def _batch_of(script: Script, mode: FakeTensorMode) -> tuple[Value, Value]:
-    """The batch without its content; called under the fake mode."""
+    """Return the batch without its content; called under the fake mode."""
     pair = script.batch() if callable(script.batch) else script.batch
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         kind = type(pair).__name__

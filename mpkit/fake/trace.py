@@ -1,4 +1,4 @@
-"""The caller's side of `trace_fake`: checks, one real process, and the Trace of all ranks from what it played.
+"""The caller's side of `trace_fake`: checks, one real process, and the Trace of all ranks from what it recorded.
 
 Phases:
 
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpkit.catalogue import hardware as find
-from mpkit.cluster import Cluster
-from mpkit.devices import Hardware
+from mpkit.api.borrowed_cluster import lent
+from mpkit.api.cluster import Cluster
+from mpkit.devices.catalogue import hardware as find
+from mpkit.devices.hardware import Hardware
 from mpkit.fake.mirror import Mirror
-from mpkit.lent import lent
-from mpkit.plan import Plan
+from mpkit.plan.plan import Plan
+from mpkit.support.tracebacks import public
 from mpkit.trace import Trace
-from mpkit.tracebacks import public
 
 if TYPE_CHECKING:
     from mpkit.fake.play import Played
@@ -31,22 +31,14 @@ __all__ = ["trace_fake"]
 
 @public
 def trace_fake(
-    model_fn: Callable[[], torch.nn.Module],
-    plan: Plan,
-    *,
-    batch: Any,
-    loss: Callable[[Any, Any], torch.Tensor],
-    optimizer: Callable[[Any], torch.optim.Optimizer],
-    steps: int = 1,
-    rank: int | None = None,
-    hardware: Hardware | str = "8x-a100-nvlink",
-    max_grad_norm: float | None = None,
-    cluster: Cluster | None = None,
-) -> Trace:
-    """What the ranks of a training would do, played by one process on tensors that have shapes and no content.
+    model_fn: Callable[[], torch.nn.Module], plan: Plan, *, batch: Any,
+    loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
+    steps: int = 1, rank: int | None = None, hardware: Hardware | str = "8x-a100-nvlink",
+    max_grad_norm: float | None = None, cluster: Cluster | None = None,
+) -> Trace:  # fmt: skip
+    """Trace what the ranks of a training would do, played by one process on tensors that have shapes and no content.
 
-    The strategy's own code runs, at full size: only the numbers are missing. The trace has every op with its FLOPs,
-    every communication with its payload, memory by category, and no losses. `Timeline.of` puts it on a clock.
+    The strategy's own code runs, at full size; `Timeline.of` puts its trace on a clock. Only the losses are missing.
 
     >>> import torch, mpkit as mk
     >>> trace = mk.trace_fake(
@@ -56,8 +48,6 @@ def trace_fake(
     >>> mk.Timeline.of(trace).peak_memory[15]["optimizer"] // 2**20  # MiB: AdamW's two moments, 4 bytes each
     128
 
-    Any plan can be played; of a 4 x 4 x 4 mesh one rank a stage.
-
     >>> plan = mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4)
     >>> tokens = torch.empty(16, 64, dtype=torch.long, device="meta")
     >>> trace = mk.trace_fake(lambda: mk.models.GPT(layers=2), plan, batch=(tokens, tokens),
@@ -65,30 +55,30 @@ def trace_fake(
     >>> trace.meta["fake"]["stands_for"]
     [0, 0, 0, 0, 4, 4, 4, 4]
 
-    Times within an action are counted operator by operator: the longer of FLOPs / rate and bytes / bandwidth
-    (the roofline). Ranks that do the same are played once. Nothing overflows; gradients are above the norm to clip to.
+    Times within an action are counted by operator: the longer of FLOPs / rate and bytes / bandwidth (the roofline).
+    Ranks that do the same are played once. Nothing overflows; gradients are taken to exceed the norm to clip to.
 
     Args:
         model_fn: makes the model; called where tensors have no content, so that it takes no memory.
-        plan: any.
+        plan: any plan.
         batch: (inputs, targets) of the whole global batch, as for `Cluster.train`, or a function that makes them.
             Only the shapes matter: `torch.empty(..., device="meta")` takes no memory.
         loss: loss(outputs, targets) -> scalar, the mean over the batch, or (total, count).
         optimizer: optimizer(params) -> torch.optim.Optimizer.
-        steps: how many. DDP's first differs from the rest: buckets are laid out anew after it.
-        rank: play this one's places along dp and tp, for all others there; None: the first of each kind. Along pp and
-            cp all are played, since each has other work.
-        hardware: whose device the times are of, a name in `mk.hardware()` or a `Hardware`.
-        max_grad_norm: clip gradients to this norm; None: do not.
-        cluster: whose helper process to use, any will do; None: one of its own.
+        steps: the number of steps. DDP's first step differs from the rest: buckets are rebuilt after it.
+        rank: play this rank's places along dp and tp in place of all others; None: the first of each kind. Along pp
+            and cp all are played, since each has different work.
+        hardware: the machine whose device determines the times, a name in `mk.hardware()` or a `Hardware`.
+        max_grad_norm: clip gradients to this norm; None: do not clip.
+        cluster: any cluster, whose helper process to use; None: start one.
 
     Raises:
         ValueError: the plan has no such rank, or the model, batch, loss or optimizer cannot work.
-        RankFailed: the model looks at its tensors' values, which are not there.
+        RankFailed: the model reads its tensors' values, which are not there.
     """
-    # ---- check
     from mpkit.fake.play import Script, play
 
+    # ---- check
     machine = find(hardware)
     _check(model_fn, plan, rank)
     script = Script(model_fn, batch, plan, loss, optimizer, steps, max_grad_norm, machine.device, rank)
@@ -102,7 +92,7 @@ def trace_fake(
 
 
 def _mirrored(played: Played, plan: Plan, rank: int | None, machine: Hardware) -> Trace:
-    """Every rank has the records of the one that does the same; and what was played, for who reads the trace."""
+    """Give every rank the records of the one that does the same; the meta says which ranks were played."""
     first = min(played.ranks)
     fake = {
         "rank": rank,

@@ -1,7 +1,7 @@
-"""From what failed ranks left behind to an error that teaches.
+"""Turn what failed ranks left behind into an instructive error.
 
-Several ranks may have failed when one did: its peers see their connections close. The first cause is sought in
-this order: an exception that is no mere consequence, by time; a signal; a rank that left by itself; any exception.
+When one rank fails, others may fail too, because their connections to it close. The first cause is sought in this
+order: the earliest exception that is not a mere consequence; a signal; a rank that exited by itself; any exception.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from mpkit.disk import full_disk
 from mpkit.errors import CommMismatch, RankFailed
-from mpkit.launch.cells import in_cells
-from mpkit.launch.folder import UNREPORTED, part, read_error
-from mpkit.launch.unmatched import first_mismatch
+from mpkit.launch.hang.unmatched import first_mismatch
+from mpkit.launch.process.cells import in_cells
+from mpkit.launch.process.folder import UNREPORTED, part, read_error
+from mpkit.support.disk import full_disk
+from mpkit.support.tracebacks import fold_stack, internals_shown
 from mpkit.trace import Kind, RankTrace, Trace
-from mpkit.tracebacks import fold_stack, internals_shown
 
 __all__ = ["failure"]
 
 
 def failure(folder: Path, statuses: dict[int, int], trace: Trace) -> RankFailed | None:
-    """The error of a launch whose ranks are all gone, or None if all finished.
+    """Return the error of a launch whose ranks have all exited, or None if all of them finished.
 
     Args:
-        folder: of the launch.
-        statuses: exit status by rank, in the order in which they ended; negative: the signal.
-        trace: what they recorded.
+        folder: the launch's folder.
+        statuses: exit statuses by rank, in the order in which the ranks ended; a negative status is a signal.
+        trace: the trace that the ranks recorded.
     """
     if statuses and all(status == 0 for status in statuses.values()) and _all_finished(trace):
         return None
@@ -37,9 +37,9 @@ def failure(folder: Path, statuses: dict[int, int], trace: Trace) -> RankFailed 
     if causes:
         return _raised(min(causes, key=lambda rank: causes[rank]["time"]), causes, trace)
     unfit = first_mismatch(trace)
-    if unfit is not None:  # connections that closed and aborts in C++ code may come of it
+    if unfit is not None:  # it may cause closed connections and aborts in C++ code
         return unfit
-    # The nursery kills the others with SIGKILL once one has ended: the first to end is the cause.
+    # The fork server kills the others with SIGKILL once one rank has ended, so the first to end is the cause.
     for rank, status in statuses.items():
         if rank not in errors:
             if status < 0:
@@ -81,7 +81,7 @@ def _raised(rank: int, errors: dict[int, dict[str, Any]], trace: Trace) -> RankF
 
 
 def crash_stack(path: Path) -> str:
-    """The stack of the main thread that faulthandler wrote when a rank crashed, without inner frames; "" if none."""
+    """Return the main thread's stack that faulthandler wrote at a crash, without inner frames; "" if there is none."""
     try:
         crash = path.read_text(errors="replace").rpartition("Fatal Python error")[2]
     except FileNotFoundError:
@@ -125,7 +125,7 @@ def _left(rank: int, status: int, trace: Trace) -> RankFailed:
 
 
 def _last_seen(rank: RankTrace) -> tuple[dict[str, int | None], str]:
-    """Step, stage and micro-batch of the newest op, and that op in words."""
+    """Return the step, stage and micro-batch of the newest op, and that op in words."""
     place: dict[str, int | None] = {"step": None, "stage": None, "microbatch": None}
     if not len(rank.ops):
         return place, "It had recorded nothing yet"

@@ -1,8 +1,8 @@
 """The parent's half: one launch, from the payload to its outcome.
 
-poll      events, output, time-outs; called by one thread until the launch is over
-end       all ranks gone, whatever they and the nursery do
-outcome   results by rank, or the error that the first failing rank left
+poll      handle events, output and timeouts; called by one thread until the launch is over
+end       end all ranks, whatever they and the fork server do
+outcome   results by rank, or the error of the rank that failed first
 """
 
 from __future__ import annotations
@@ -22,56 +22,56 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mpkit.disk import name_full_disk
 from mpkit.errors import Deadlock, MpkitError, RankFailed
 from mpkit.launch.failure import failure
-from mpkit.launch.folder import RESERVED, Settings, part, reserve
-from mpkit.launch.hang import GRACE, LIMIT, Patience, explain
+from mpkit.launch.hang.hang import GRACE, LIMIT, Patience, explain
+from mpkit.launch.hang.progress import Watch
+from mpkit.launch.hang.unmatched import first_mismatch
+from mpkit.launch.hang.waiting import IDLE, NOTICE_AFTER, Waiting, ranks_spelt, stopped_words
 from mpkit.launch.output_reader import OutputReader
-from mpkit.launch.stacks import place_of, read_stack, request_stack
-from mpkit.launch.unmatched import first_mismatch
-from mpkit.launch.vitals import is_stopped
-from mpkit.launch.waiting import IDLE, NOTICE_AFTER, Waiting, ranks_spelt, stopped_words
-from mpkit.launch.warm import STOPPED, STOPPED_FOR, Warm
-from mpkit.launch.watch import Watch
+from mpkit.launch.process.folder import RESERVED, Settings, part, reserve
+from mpkit.launch.process.fork_server_client import STOPPED, STOPPED_FOR, ForkServerClient
+from mpkit.launch.process.stacks import place_of, read_stack, request_stack
+from mpkit.launch.process.vitals import is_stopped
+from mpkit.support.disk import name_full_disk
 from mpkit.trace import Trace
 
 __all__ = ["Launch"]
 
 LOOK_EVERY = 0.1
-"""Seconds between two looks at what the ranks do."""
+"""Seconds between two checks of the ranks' progress."""
 
 STACKS_TAKE = 0.6
-"""Seconds that ranks get to write their stacks, by their own thread and then by a signal."""
+"""Seconds that ranks are given to write their stacks, from their own thread and then on a signal."""
 
 SAID_RANKS = 4
-"""Ranks that others wait for, of which it is said where they are."""
+"""The number of awaited ranks whose location is reported."""
 
 KILL_TAKES = 5.0
-"""Seconds within which killed ranks are gone, if the nursery answers."""
+"""Seconds within which killed ranks have exited, if the fork server answers."""
 
 
 class Launch:
     """Ranks that run one function.
 
     Args:
-        warm: where ranks come from.
-        settings: what every rank is told.
-        payload: what `pack` made.
-        timeout, grace: see `mpkit.launch.hang.Patience`.
-        sink: takes a labelled line of output. If it raises, it gets no more lines, and the ranks go on; a
-            BrokenPipeError, which says that nobody reads what this program prints, ends them.
-        flush: called after some lines have gone into `sink`.
-        meta: goes into the trace's meta.
-        modules: that the ranks need; see `Warm.launch`.
+        fork_server: the process that forks the ranks.
+        settings: the settings that every rank reads.
+        payload: the bytes that `pack` returned.
+        timeout, grace: see `mpkit.launch.hang.hang.Patience`.
+        sink: receives labelled lines of output. If it raises, it receives no more lines and the ranks continue; a
+            BrokenPipeError, which means that nothing reads this program's output, ends them.
+        flush: called after lines have been passed to `sink`.
+        meta: data for the trace's meta.
+        modules: modules that the ranks need; see `ForkServerClient.launch`.
 
     Raises:
-        OSError: no space for what the ranks need.
+        OSError: the disk has no space for the files that the ranks need.
     """
 
     def __init__(
         self,
-        warm: Warm,
+        fork_server: ForkServerClient,
         settings: Settings,
         payload: bytes,
         *,
@@ -86,10 +86,10 @@ class Launch:
         self.over = False
         self.error: Exception | None = None
         self.stopped = False
-        self.waiting_for: str | None = None  # who waits for whom for long, in words
-        self.pids: list[int] = []  # by rank, once they are started
+        self.waiting_for: str | None = None  # the notice of a long wait, in words
+        self.pids: list[int] = []  # by rank, once the ranks are started
         self.meta = {"world_size": self.ranks, "device": settings.device, "backend": settings.backend, **meta}
-        self._warm, self._modules = warm, modules
+        self._fork_server, self._modules = fork_server, modules
         self.folder = self._write(settings, payload)
         self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._sink: Callable[[str], None] | None = sink
@@ -102,13 +102,13 @@ class Launch:
         self._waiting = Waiting(NOTICE_AFTER)
         self._noticed: set[str] = set()
         self._looked = 0.0
-        self._stopped_looks = 0  # in a row that found the nursery stopped
+        self._stopped_looks = 0  # consecutive looks that found the fork server stopped
         self._killed_at: float | None = None
         self._trace: Trace | None = None
-        self._id: int | None = None  # set when the ranks are started, by the first poll
+        self._id: int | None = None  # set by the first poll, which starts the ranks
 
     def _write(self, settings: Settings, payload: bytes) -> Path:
-        """Make the folder of the launch, with all that ranks read."""
+        """Create the launch's folder with all files that the ranks read."""
         files = {
             "settings.json": settings.dumps(),
             "meta.json": json.dumps(self.meta).encode(),
@@ -117,7 +117,9 @@ class Launch:
         needed = sum(map(len, files.values())) + self.ranks * sum(RESERVED.values())
         with name_full_disk(tempfile.gettempdir(), needed):
             folder = Path(tempfile.mkdtemp(prefix="mpkit-run-"))
-            self._warm.tell(do="folder", folder=str(folder))  # which it removes if this process is killed
+            self._fork_server.tell(
+                do="folder", folder=str(folder)
+            )  # so that it removes the folder if this process is killed
             try:
                 for name, content in files.items():
                     (folder / name).write_bytes(content)
@@ -129,7 +131,7 @@ class Launch:
 
     @property
     def trace(self) -> Trace:
-        """What the ranks have recorded so far, or, when they are gone, all of it."""
+        """The trace that the ranks have recorded so far, or all of it once they have exited."""
         if self._trace is not None:
             return self._trace
         trace = Trace.read(self.folder)
@@ -137,12 +139,12 @@ class Launch:
             self._trace = trace
         return trace
 
-    # ---- while it goes ------------------------------------------------------------------------------------
+    # ---- while it runs ------------------------------------------------------------------------------------
 
     def poll(self, wait: float) -> bool:
-        """Take in what happens within `wait` seconds; returns whether the launch is over.
+        """Process what happens within `wait` seconds and return whether the launch is over.
 
-        The first call starts the ranks, waiting for torch to be imported in the warm process if need be.
+        The first call starts the ranks; if necessary it waits until the fork server has imported torch.
         """
         with self._polling:
             if self._id is None and not self.over:
@@ -155,11 +157,11 @@ class Launch:
         return self.over
 
     def finish(self, pause: float = LOOK_EVERY, tick: Callable[[], None] = lambda: None) -> None:
-        """Poll until it is over; an exception on the way (Ctrl-C, an unreadable trace) ends the ranks first.
+        """Poll until the launch is over; an exception meanwhile (Ctrl-C, an unreadable trace) ends the ranks first.
 
         Args:
-            pause: seconds of one poll.
-            tick: called after each.
+            pause: seconds per poll.
+            tick: called after each poll.
         """
         try:
             while not self.poll(pause):
@@ -169,21 +171,21 @@ class Launch:
             raise
 
     def kill(self) -> None:
-        """End all ranks at once; what they recorded stays. May be called from any thread, and does not wait."""
+        """Kill all ranks without waiting; what they recorded stays. Any thread may call this."""
         self.stopped = True
         self._kill_ranks()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End all ranks, and return when they are gone and the cluster can be used again. From any thread.
+        """Kill all ranks and return when they have exited and the cluster can be used again. Any thread may call this.
 
         Args:
-            error: why; None: the user wants it. It is what the launch ends with.
+            error: the error that the launch ends with; None: the user ended it.
         """
         if error is not None and self.error is None:
             self.error = error if isinstance(error, Exception) else MpkitError(_spell_interrupt(error))
         self.kill()
         while not self.over:
-            if self._polling.acquire(timeout=LOOK_EVERY):  # else the thread that polls takes it in
+            if self._polling.acquire(timeout=LOOK_EVERY):  # otherwise the polling thread handles it
                 try:
                     if self._id is None:
                         self._finish(None)
@@ -194,20 +196,20 @@ class Launch:
 
     def _start(self) -> None:
         try:
-            self._warm.wait_ready()
+            self._fork_server.wait_ready()
         except MpkitError as error:
             self._finish(error)
             return
         if self.stopped:
             self._finish(None)
             return
-        self._id = self._warm.launch(str(self.folder), self.ranks, self._modules)
-        if self.stopped:  # meanwhile, by another thread
+        self._id = self._fork_server.launch(str(self.folder), self.ranks, self._modules)
+        if self.stopped:  # by another thread in the meantime
             self.kill()
 
     def _take_events(self, wait: float) -> None:
         assert self._id is not None
-        for event in self._warm.events(self._id, wait):
+        for event in self._fork_server.events(self._id, wait):
             if event["event"] == "gone":
                 self._force(MpkitError("the process that ranks are started from has died"))
             elif event["event"] == "started":
@@ -224,15 +226,15 @@ class Launch:
             )
 
     def _look(self) -> None:
-        self._stopped_looks = self._stopped_looks + 1 if is_stopped(self._warm.pid) else 0
+        self._stopped_looks = self._stopped_looks + 1 if is_stopped(self._fork_server.pid) else 0
         if self._stopped_looks * LOOK_EVERY > STOPPED_FOR:
-            self._force(MpkitError(STOPPED.format(pid=self._warm.pid)))
+            self._force(MpkitError(STOPPED.format(pid=self._fork_server.pid)))
             return
         self._show_output()
         self._check_for_hang()
 
     def _show_output(self, last: bool = False) -> None:
-        """Bring new lines into the sink. One that fails gets no more."""
+        """Pass new lines to the sink. A sink that fails receives no more."""
         shown = False
         for line in self._output.lines(last):
             shown = self._tell_sink(line) or shown
@@ -240,7 +242,7 @@ class Launch:
             self._tell_sink(None)
 
     def _tell_sink(self, line: str | None) -> bool:
-        """Give the sink a line, or flush it; return whether it took it."""
+        """Pass a line to the sink, or flush it if the line is None; return whether it succeeded."""
         if self._sink is None:
             return False
         try:
@@ -253,7 +255,7 @@ class Launch:
             else:
                 with contextlib.suppress(
                     OSError, ValueError, AttributeError
-                ):  # standard error may be gone as well
+                ):  # standard error may be closed as well
                     print(
                         "mpkit: what the ranks print cannot be shown any more "
                         f"({type(error).__name__}: {error}); they go on",
@@ -266,10 +268,10 @@ class Launch:
         if self._killed_at is None:
             self._killed_at = time.monotonic()
         if self._id is not None:
-            self._warm.tell(do="kill", id=self._id)
+            self._fork_server.tell(do="kill", id=self._id)
 
     def _force(self, error: MpkitError) -> None:
-        """End everything without the nursery's help, and the nursery too."""
+        """Kill all ranks and the fork server without the fork server's help."""
         living = [pid for rank, pid in enumerate(self.pids) if rank not in self._statuses]
         if living:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -277,7 +279,7 @@ class Launch:
         for pid in living:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        self._warm.kill()
+        self._fork_server.kill()
         self._finish(error)
 
     def _check_for_hang(self) -> None:
@@ -296,11 +298,11 @@ class Launch:
             self._notice(waiting, others)
 
     def _stopped_ranks(self) -> dict[int, int]:
-        """Ranks that SIGSTOP holds, with their process ids."""
+        """Return the process ids, by rank, of the ranks stopped by SIGSTOP."""
         return {rank: pid for rank, pid in enumerate(self.pids) if is_stopped(pid)}
 
     def _notice(self, waiting: list[int], others: list[int]) -> None:
-        """Say for whom ranks wait, and where it is; once for each place."""
+        """Print for which ranks others wait and where those are, once for each place."""
         stacks = self._stacks(others)
         if self.over:
             return
@@ -329,7 +331,10 @@ class Launch:
                 self._tell_sink(None)
 
     def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Python stacks of these ranks, "" for a rank that does not answer; exits meanwhile are taken in."""
+        """Return the Python stacks of these ranks, "" for a rank that does not answer.
+
+        Exits of ranks are handled meanwhile.
+        """
         paths = {rank: part(self.folder, rank, "stack") for rank in ranks}
         ends = {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
         found = dict.fromkeys(ranks, "")
@@ -350,7 +355,7 @@ class Launch:
         return found
 
     def give_up(self) -> None:
-        """End all ranks as hung, with the report of who waits where; for `poll` and who calls it."""
+        """End all ranks as hung, with a report of which rank waits where. For `poll` and its callers."""
         trace, now, stopped = self.trace, time.monotonic_ns(), self._stopped_ranks()
         still = self._patience.still
         stacks = self._stacks(range(self.ranks))
@@ -359,10 +364,10 @@ class Launch:
         self.error = first_mismatch(trace) or Deadlock(explain(trace, stacks, still, now, stopped))
         self._kill_ranks()
 
-    # ---- when it is over ----------------------------------------------------------------------------------
+    # ---- after it has ended -------------------------------------------------------------------------------
 
     def _finish(self, error: MpkitError | None) -> None:
-        """The ranks are gone: find out what became of them, show the last they printed, keep no files open."""
+        """Conclude the launch once the ranks have exited: find the outcome, show the last output, close files."""
         try:
             if self.error is None and not self.stopped:
                 lost = error is not None and not self._statuses
@@ -375,14 +380,14 @@ class Launch:
             self.over = True
             self._watch.close()
             if self._id is not None:
-                self._warm.forget(self._id)
+                self._fork_server.forget(self._id)
             self._show_output(last=True)
 
     def raise_error(self) -> None:
-        """Raise what went wrong, if something did.
+        """Raise the error of the launch, if there is one.
 
-        Where nobody reads what this program prints (`python train.py | head -1`), it ends as other programs do:
-        with exit code 141 (128 + SIGPIPE), and without a traceback.
+        If nothing reads this program's output (`python train.py | head -1`), it ends as other programs do: with exit
+        code 141 (128 + SIGPIPE) and without a traceback.
         """
         if self.error is None:
             return
@@ -391,18 +396,18 @@ class Launch:
             and sys.stdout is sys.__stdout__
             and sys.stdout is not None
         ):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
             raise SystemExit(128 + 13)
-        raise self.error.with_traceback(None)  # not the frames of an earlier raise
+        raise self.error.with_traceback(None)  # without the frames of an earlier raise
 
     def results(self, load: Callable[[IO[bytes]], Any] = pickle.load) -> list[Any]:
-        """What the function returned, by rank; raises what went wrong instead.
+        """Return what the function returned, by rank, or raise the error of the launch.
 
         Args:
-            load: reads a result's file; for who does not trust the ranks.
+            load: reads a result's file; replace it if the ranks are not trusted.
 
         Raises:
-            MpkitError: it was stopped before its end.
+            MpkitError: the launch was stopped before its end.
         """
         assert self.over, "asked for results before the launch was over"
         self.raise_error()
@@ -411,7 +416,7 @@ class Launch:
         return [self.result(rank, load) for rank in range(self.ranks)]
 
     def result(self, rank: int, load: Callable[[IO[bytes]], Any] = pickle.load) -> Any:
-        """What the function returned on one rank."""
+        """Return what the function returned on one rank."""
         with part(self.folder, rank, "result").open("rb") as file:
             return load(file)
 

@@ -1,4 +1,4 @@
-"""Was this process started by a launcher that starts one process per rank (torchrun, srun, mpirun)?"""
+"""Detects a process that was started by a launcher with one process per rank (torchrun, srun, mpirun)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "mpirun"),
     "PMI_SIZE": ("PMI_RANK", "mpiexec"),
 }
-"""By the variable that says how many processes there are: the one that says which this is, and who sets both."""
+"""By the variable with the number of processes: the variable with this process's number, and the launcher."""
 
 
 def refuse_second_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse to start ranks from each of several copies of a program.
+    """Raise an error if this process is one of several copies of a program, each of which would start all ranks.
 
     >>> refuse_second_launcher({"RANK": "0", "WORLD_SIZE": "1"})  # one copy is one program
     >>> refuse_second_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})  # a batch script, which srun has not copied

@@ -1,4 +1,4 @@
-"""What ranks print, brought to whoever launched them: labelled by rank, in order, nothing lost up to the limit."""
+"""Reads what ranks print for the launching process: labelled by rank, in order, and complete up to the limit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpkit.launch.folder import MAGIC, OUTPUT, OUTPUT_LIMIT, part, read_note
-from mpkit.launch.output import cut_note
-from mpkit.visible import visible
+from mpkit.launch.process.folder import MAGIC, OUTPUT, OUTPUT_LIMIT, part, read_note
+from mpkit.launch.process.output import cut_note
+from mpkit.support.visible import visible
 
 __all__ = ["OutputReader", "flush_stdout"]
 
@@ -21,21 +21,21 @@ LINE_ENDS = re.compile(r"\r\n|\n|\r")
 
 
 class OutputReader:
-    """Yields what was printed since the last look, a labelled line at a time."""
+    """Yields what was printed since the last read, one labelled line at a time."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self._folder = folder
         self._ranks = ranks
         self._log = _Growing(folder / "output.log")
-        self._torn = b""  # the beginning of a record
+        self._torn = b""  # the beginning of an incomplete record
         self._std = [_Growing(part(folder, rank, "std")) for rank in range(ranks)]
         self._lines = [b""] * ranks  # the beginning of a line of C++ code or of a child process
 
     def lines(self, last: bool = False) -> Iterator[str]:
-        """Return lines such as "[rank 2] loss 3.1", without their line ends.
+        """Yield lines such as "[rank 2] loss 3.1", without line ends.
 
         Args:
-            last: nobody writes any more: all there is, lines without an end too.
+            last: nothing writes any more: yield everything, including lines without a line end.
         """
         yield from self._printed(last)
         for rank in range(self._ranks):
@@ -45,7 +45,7 @@ class OutputReader:
                 yield from _labelled(rank, read_note(self._folder, rank))
 
     def _printed(self, last: bool) -> Iterator[str]:
-        """What came through Python. Pieces of a line that were printed since the last look make one line."""
+        """Yield what was printed through Python, joining pieces of a line printed since the last read."""
         unfinished: dict[tuple[int, int], list[str]] = {}
         while new := self._log.read():
             records, self._torn = _records(self._torn + new, whole=False)
@@ -58,10 +58,10 @@ class OutputReader:
             yield from _labelled(rank, "".join(pieces))
 
     def _bypassing(self, rank: int, last: bool) -> Iterator[str]:
-        """What C++ code and child processes wrote."""
+        """Yield what C++ code and child processes wrote."""
         file = self._std[rank]
         if file.place >= OUTPUT_LIMIT:
-            file.empty()  # they may write for ever, and the disk is not to be full
+            file.empty()  # they may write forever, and must not fill the disk
             return
         while new := file.read(OUTPUT_LIMIT - file.place):
             whole, end, rest = new.rpartition(b"\n")
@@ -86,7 +86,7 @@ class _Growing:
         self.path, self.place = path, 0
 
     def read(self, most: int = CHUNK) -> bytes:
-        """Return what is new, up to some bytes."""
+        """Return up to `most` bytes of what was appended since the last read."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.place)
@@ -97,22 +97,22 @@ class _Growing:
         return new
 
     def empty(self) -> None:
-        """Give back the disk's space; whoever appends begins anew."""
+        """Truncate the file to free its disk space; appending starts again at the beginning."""
         if self.path.stat().st_size:
             os.truncate(self.path, 0)
 
 
 def _records(data: bytes, whole: bool) -> tuple[list[tuple[int, int, str]], bytes]:
-    """Return (rank, stream, text) of each record, and the beginning of one that is not all there.
+    """Return (rank, stream, text) of each record, and the beginning of an incomplete last one.
 
-    A rank that is killed, or has no space, while it writes leaves a torn record: what there is of it counts once
-    another record follows, or if there is no more to come (`whole`).
+    A rank that is killed or runs out of space while writing leaves a torn record. Its text counts once another record
+    follows it, or if nothing will follow (`whole`).
     """
     found: list[tuple[int, int, str]] = []
     place = 0
     while True:
         begin = data.find(MAGIC, place)
-        if begin < 0:  # but its first bytes may be there
+        if begin < 0:  # but the first bytes of a mark may be there
             return found, data[max(place, len(data) - len(MAGIC) + 1) :]
         place = begin
         if place + OUTPUT.size > len(data):
@@ -148,6 +148,6 @@ def _labelled(rank: int, text: str) -> Iterator[str]:
 
 
 def flush_stdout() -> None:
-    """Bring what was printed here to whoever reads it, as a pipe's end does not by itself."""
+    """Flush stdout, so that the reader of a pipe receives what was printed."""
     if sys.stdout is not None:
         sys.stdout.flush()

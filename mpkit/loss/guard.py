@@ -1,4 +1,4 @@
-"""A loss that is right as long as no target is masked, of data that nobody has seen yet: a rank looks at it first."""
+"""Guarded: a loss that is correct only while no target is masked, and checks batches not seen before the start."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from torch import Tensor
 
+from mpkit.data.microbatch import Value, leaves
 from mpkit.errors import MpkitError
-from mpkit.parallel.microbatch import Value, leaves
 
 __all__ = ["Guarded", "Masked"]
 
 
 @dataclass(frozen=True)
 class Masked:
-    """How masked data is recognized.
+    """How to recognize masked data.
 
     Attributes:
-        side: 0 of the inputs, 1 of the targets.
-        place: which tensor of theirs.
-        number: what is put in place of a target that does not count; None for a mask, or weights.
+        side: 0 for the inputs, 1 for the targets.
+        place: the index of the tensor among them.
+        number: the value of targets that do not count; None for a mask or weights.
     """
 
     side: int
@@ -29,42 +29,42 @@ class Masked:
     number: int | None
 
     def leaf(self, inputs: Value, targets: Value) -> Tensor:
-        """The tensor of a batch that it is about."""
+        """Return the tensor of a batch that may be masked."""
         return leaves((inputs, targets)[self.side])[self.place]
 
     def uneven(self, inputs: Value, targets: Value) -> bool:
-        """Whether samples of this batch count differently."""
+        """Return whether the samples of this batch count differently."""
         leaf = self.leaf(inputs, targets)
         counted = leaf if self.number is None else leaf == self.number
         return bool((counted != counted[:1]).any())
 
     def there(self, inputs: Value, targets: Value) -> bool:
-        """Whether anything is masked in a part of a batch, which cannot be compared with the others."""
+        """Return whether anything is masked in a part of a batch, which cannot be compared with the other parts."""
         leaf = self.leaf(inputs, targets)
         return bool(((leaf != 1) if self.number is None else (leaf == self.number)).any())
 
 
 class Guarded:
-    """Looks at what a rank is about to compute.
+    """A loss with a check of each micro-batch before a rank computes it.
 
     Args:
-        loss: of the training.
-        masked: what it would be wrong for.
-        message: what is said then.
+        loss: the loss of the training.
+        masked: kinds of masked data for which the loss would be wrong.
+        message: the error message for such data.
     """
 
     def __init__(self, loss: Callable[[Any, Any], Any], masked: list[Masked], message: str) -> None:
         self.loss, self.masked, self.message = loss, masked, message
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
-        """The loss."""
+        """Return the loss."""
         return self.loss(outputs, targets)
 
     def check(self, inputs: Value, targets: Value) -> None:
-        """Look at a micro-batch.
+        """Check a micro-batch.
 
         Raises:
-            MpkitError: something in it does not count.
+            MpkitError: something in the micro-batch is masked.
         """
         if any(masked.there(inputs, targets) for masked in self.masked):
             raise MpkitError(self.message)

@@ -1,10 +1,10 @@
-"""mean_loss: a mean of torch's, as the (total, count) that the parts of a batch add up to.
+"""mean_loss: a mean of torch's as (total, count), which can be summed over the parts of a batch.
 
-The function is called as it is, in a mode that sees its call of a loss of torch.nn.functional. That call gives the sum,
-and what torch would have divided it by is counted:
+The function is called unchanged, in a mode that intercepts its call of a loss of torch.nn.functional. That call returns
+the sum, and the number that torch would have divided it by is counted:
 
-    cross_entropy, nll_loss   targets that are not `ignore_index`; with class weights, the sum of theirs; of targets
-                              that are probabilities, how many there are
+    cross_entropy, nll_loss   targets that are not `ignore_index`; with class weights, the sum of their weights; all
+                              targets if they are probabilities
     kl_div ("batchmean")      samples
     all others                elements
 """
@@ -31,7 +31,7 @@ ELEMENTWISE = (
     F.multilabel_soft_margin_loss, F.multi_margin_loss, F.hinge_embedding_loss, F.cosine_embedding_loss,
     F.margin_ranking_loss, F.triplet_margin_loss,
 )  # fmt: skip
-"""Means over all that there is."""
+"""Means over all elements, or over all samples."""
 
 WORKS = "loss=mk.mean_loss(torch.nn.functional.cross_entropy)"
 
@@ -39,24 +39,24 @@ WORKS = "loss=mk.mean_loss(torch.nn.functional.cross_entropy)"
 def mean_loss(
     fn: Callable[[Any, Any], Tensor], ignore_index: int | None = None, weight: Any = None
 ) -> MeanLoss:
-    """Make a loss that is right in parts from a mean of torch's: `loss` of `Cluster.train`.
+    """Turn a mean of torch's into a loss that is correct in parts: the `loss` of `Cluster.train`.
 
-    It returns (total, count), so that masked targets and class weights count as they do in the whole batch, however it
-    is split into micro-batches and shared out over ranks.
+    The loss returns (total, count), so that masked targets and class weights count as in the whole batch, however it is
+    split into micro-batches and distributed over ranks.
 
     >>> loss = mean_loss(F.cross_entropy)
     >>> loss(torch.zeros(3, 4), torch.tensor([1, 2, -100]))  # log(4) twice, and 2 targets
     (tensor(2.7726), tensor(2))
 
     Args:
-        fn: fn(outputs, targets) that returns what one of torch's losses did: `F.cross_entropy`, `nn.NLLLoss()`,
-            `F.mse_loss`, or a function around one:
+        fn: fn(outputs, targets), which returns the result of one of torch's losses: `F.cross_entropy`, `nn.NLLLoss()`,
+            `F.mse_loss`, or a function that wraps one:
             `lambda out, y: F.cross_entropy(out.logits.flatten(0, 1), y.flatten())`.
-        ignore_index: targets of this value do not count; None: the loss's own, which is -100 of cross-entropy.
-        weight: by class, [C], for cross-entropy and the likelihood; None: the loss's own.
+        ignore_index: targets of this value do not count; None: the loss's own value, which is -100 for cross-entropy.
+        weight: weights of the classes, [C], for cross-entropy and negative log likelihood; None: the loss's own.
 
     Raises:
-        ValueError: it is no such function.
+        ValueError: `fn` is not such a function.
     """
     if isinstance(fn, type) and issubclass(fn, nn.Module):
         raise ValueError(f"mean_loss({fn.__name__}) is given a class: mk.mean_loss(torch.nn.{fn.__name__}())")
@@ -76,10 +76,10 @@ def mean_loss(
 
 
 class MeanLoss:
-    """What `mean_loss` makes.
+    """The loss that `mean_loss` returns.
 
     Args:
-        fn, ignore_index, weight: as there.
+        fn, ignore_index, weight: as in `mean_loss`.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class MeanLoss:
         self.fn, self.ignore_index, self.weight = fn, ignore_index, weight
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-        """(total, count).
+        """Return (total, count).
 
         Raises:
-            ValueError: the function does something with the loss, or calls none that is known.
+            ValueError: the function modifies the result of the loss, or calls no loss that is known.
         """
         with Reduced(self.ignore_index, self.weight) as reduced:
             value = self.fn(outputs, targets)
@@ -105,24 +105,24 @@ class MeanLoss:
         return pair
 
     def mean(self, outputs: Any, targets: Any) -> Tensor:
-        """The mean itself, as torch gives it: for a batch that is computed in one part."""
+        """Return the mean itself, as torch computes it, for a batch that is computed in one part."""
         if self.ignore_index is None and self.weight is None:
             found: Tensor = self.fn(outputs, targets)
             return found
         total, count = self(outputs, targets)
-        # Of nothing: NaN, and gradients of 0, as torch's.
+        # The mean of nothing is NaN with gradients of 0, as in torch.
         empty = count == 0
         return total / count.where(~empty, 1) + torch.where(empty, torch.nan, 0.0)
 
 
 class Reduced(TorchFunctionMode):
-    """Inside, torch's means give sums, and what they would have been divided by is kept.
+    """A mode in which torch's means return sums and the divisors are recorded.
 
     Args:
         ignore_index, weight: as in `mean_loss`.
 
     Attributes:
-        calls: of each call its total and count, the name of the function, and what it is given as targets.
+        calls: for each call its total, its count, the function, and its arguments.
     """
 
     def __init__(self, ignore_index: int | None = None, weight: Tensor | None = None) -> None:
@@ -131,13 +131,13 @@ class Reduced(TorchFunctionMode):
         self.calls: list[tuple[Tensor, Tensor, Callable[..., Any], dict[str, Any]]] = []
 
     def pair_of(self, value: Any) -> tuple[Tensor, Tensor] | None:
-        """The total and count that a function's result is; None if it is something else."""
+        """Return the (total, count) behind a function's result; None if the result is something else."""
         return next(((total, count) for total, count, *_ in self.calls if total is value), None)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """One call of something of torch's."""
+        """Handle one call of a torch function."""
         if func not in INDEXED and func not in ELEMENTWISE:
             return func(*args, **(kwargs or {}))
         bound = inspect.signature(func).bind(*args, **(kwargs or {}))

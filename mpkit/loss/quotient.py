@@ -1,15 +1,16 @@
-"""Losses that return (total, count): what the parts of a batch add up to.
+"""Losses that return (total, count), which can be summed over the parts of a batch.
 
-A batch is computed in parts: micro-batches, and each replica's share of them. Where a loss is no mean over samples but
-over something else, such as the targets that are not masked, the means of the parts say nothing of the whole. So each
-part gives the sum of its losses and how many there are, and the loss of the batch is
+A batch is computed in parts: micro-batches, and each replica's share of them. If a loss is a mean over something other
+than samples, such as the targets that are not masked, the means of the parts do not determine the mean of the whole.
+Each part therefore returns the sum of its losses and their number, and the loss of the batch is
 
     loss = (total_1 + ... + total_n) / (count_1 + ... + count_n)
 
-Its gradient is that of the totals, divided by all counts together, which are known only when every forward is over.
-By then a 1F1B pipeline has done most of its backwards. So each backward starts from total / nominal, where `nominal` is
-about the count of a batch, and the update multiplies the complete gradients by nominal / count. It is a power of two,
-so neither changes a digit; and gradients are about as large as those of a mean, which fp16 can show.
+Its gradient is the gradient of the summed totals divided by the summed counts, which are known only after the last
+forward. By then a 1F1B pipeline has done most of its backwards. So each backward starts from total / nominal, where
+`nominal` approximates the count of a batch, and the update multiplies the complete gradients by nominal / count.
+`nominal` is a power of two, so scaling by it is exact, and gradients are about as large as those of a mean, which fp16
+can represent.
 
     mean over samples   (loss * k / K, )         of k samples out of K
     (total, count)      (total / nominal, count)
@@ -32,7 +33,7 @@ EXAMPLE = "loss=lambda out, y: (F.cross_entropy(out, y, reduction='sum'), (y != 
 
 
 def as_pair(value: Any) -> tuple[Tensor, Tensor] | None:
-    """The (total, count) that a loss returned, both scalars; None if it returned something else.
+    """Return the (total, count) that a loss returned as scalars; None if it returned something else.
 
     >>> as_pair((torch.tensor([6.0]), 3))
     (tensor(6.), tensor(3., dtype=torch.float64))
@@ -40,7 +41,7 @@ def as_pair(value: Any) -> tuple[Tensor, Tensor] | None:
     True
 
     Raises:
-        ValueError: it is a pair of something else, or the count has a gradient.
+        ValueError: the value is a pair of something else, or the count requires a gradient.
     """
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         return None
@@ -69,16 +70,16 @@ def as_pair(value: Any) -> tuple[Tensor, Tensor] | None:
 
 
 class Quotient:
-    """A loss as one number whatever it returns: a scalar as it is, (total, count) as total / count.
+    """A loss that always returns one number: a scalar unchanged, and (total, count) as total / count.
 
     >>> Quotient(lambda out, y: (out.sum(), 4))(torch.ones(8), None)
     tensor(2.)
 
     Args:
-        loss: the one to call.
+        loss: the loss to call.
 
     Attributes:
-        count: what the last call counted; None if it returned a mean.
+        count: the count that the last call returned; None if it returned a mean.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -86,7 +87,7 @@ class Quotient:
         self.count: Tensor | None = None
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
-        """The loss; what is neither a scalar nor a pair is returned as it is."""
+        """Return the loss; a value that is neither a scalar nor a pair is returned unchanged."""
         value = self.loss(outputs, targets)
         pair = as_pair(value)
         self.count = None if pair is None else pair[1].detach()
@@ -94,7 +95,7 @@ class Quotient:
 
 
 def shares(value: Any, weight: float, nominal: float | None) -> tuple[Tensor, ...]:
-    """What a part's loss adds to that of the batch; the first of it is what its backward starts from.
+    """Return what a part contributes to the loss of the batch; the part's backward starts from the first item.
 
     >>> shares(torch.tensor(3.0), 0.25, None)
     (tensor(0.7500),)
@@ -102,9 +103,9 @@ def shares(value: Any, weight: float, nominal: float | None) -> tuple[Tensor, ..
     (tensor(3.), tensor(3., dtype=torch.float64))
 
     Args:
-        value: what the loss returned.
-        weight: the part's share of the samples; 0 of a stand-in, which counts nothing.
-        nominal: about the count of a batch, for a loss that returns (total, count); None for a mean.
+        value: the value that the loss returned.
+        weight: the part's share of the samples; 0 for a stand-in, which does not count.
+        nominal: the approximate count of a batch, for a loss that returns (total, count); None for a mean.
     """
     if nominal is None:
         assert isinstance(value, Tensor), "the dry run has seen what the loss returns"
@@ -116,7 +117,7 @@ def shares(value: Any, weight: float, nominal: float | None) -> tuple[Tensor, ..
 
 
 def nominal_count(count: float) -> float:
-    """The power of two below a count; 1 if there is none.
+    """Return the largest power of two that does not exceed the count; 1 if there is none.
 
     >>> nominal_count(48.0), nominal_count(0.75), nominal_count(0.0), nominal_count(float("nan"))
     (32.0, 0.5, 1.0, 1.0)

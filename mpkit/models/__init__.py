@@ -1,4 +1,4 @@
-"""Models to train, most of them chains of layers, and what cuts a chain into stages."""
+"""Models to train, most of them chains of layers, and functions that cut a chain into stages."""
 
 from mpkit.models.blocks import repeated_blocks
 from mpkit.models.chain import chain

@@ -1,14 +1,14 @@
 """The repeated blocks of a model: a transformer's layers, a ResNet's residual blocks.
 
-They are what FSDP users wrap, and what Megatron and torchtitan recompute: pieces that are alike, follow each other, and
+They are what FSDP users wrap, and what Megatron and torchtitan recompute: similar modules that follow each other and
 make up most of a model.
 
-    list        modules that lie in one nn.ModuleList or nn.Sequential, or side by side as attributes, some of them
+    list        modules in one nn.ModuleList or nn.Sequential, or side by side as attributes, some of which are
                 alike
-    alike       of one class, with at least half of their parameters of the same names and shapes: T5's first layer has
-                a table more than the others, and DeepSeek's first layers have no experts
-    outermost   a layer of a Mixtral is a block, its experts are not; the stages of a Swin, each of another width, are
-                not alike, and so the layers within them are the blocks
+    alike       of the same class, with at least half of their parameters of the same names and shapes: T5's first
+                layer has one table more than the others, and DeepSeek's first layers have no experts
+    outermost   a layer of a Mixtral is a block, its experts are not; the stages of a Swin differ in width and so are
+                not alike: the layers inside them are the blocks
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost repeated blocks of a model, by name, in the order in which they are registered.
+    """Return the outermost repeated blocks of a model, by name, in the order in which they are registered.
 
     >>> layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))
     >>> list(repeated_blocks(nn.ModuleDict({"embed": nn.Embedding(4, 2), "layers": layers})))
@@ -37,17 +37,17 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _within(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks inside of a module."""
+    """Yield the names and modules of the blocks inside a module."""
     names = {id(child): f"{prefix}{name}" for name, child in module.named_children()}
     inner = {id(child): list(_within(f"{names[id(child)]}.", child)) for child in module.children()}
     candidates = [child for child in module.children() if _is_composite(child)]
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-        # Two towers side by side are no blocks: their layers are.
+        # Two towers side by side are not blocks, but their layers are.
         candidates = [
             child for child in candidates if not inner[id(child)] and not isinstance(child, CONTAINERS)
         ]
     alike = _alike(candidates)
-    if isinstance(module, nn.ModuleList):  # of one block, or of blocks none of which is like another
+    if isinstance(module, nn.ModuleList):  # a list with one block, or with blocks that all differ
         blocks = {id(child) for child in candidates if alike or not inner[id(child)]}
     else:
         blocks = {id(child) for child in candidates if type(child) in alike}
@@ -59,12 +59,12 @@ def _within(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Whether a module is made of others and has parameters."""
+    """Return whether a module contains other modules and has parameters."""
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def _alike(modules: list[nn.Module]) -> set[type]:
-    """The classes of which two of the modules are alike."""
+    """Return the classes of which at least two of the modules are alike."""
     by_class: dict[type, list[set[tuple[str, torch.Size]]]] = {}
     for module in modules:
         has = {(name, parameter.shape) for name, parameter in module.named_parameters()}

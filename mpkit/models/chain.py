@@ -1,6 +1,6 @@
-"""A model as a chain of layers, each of which takes what the one before it gives.
+"""A model as a chain of layers, each of which takes the output of the previous one.
 
-Any other model is one layer here: where it is cut, it is opened (`mpkit.parallel.anymodel`).
+Any other model counts as one layer here; `mpkit.parallel.partition` cuts such models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["chain", "is_chain", "layers_of", "prefix_of"]
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of a chain; any other module is one layer, whose name is empty.
+    """Return the layers of a chain; any other module counts as one layer, whose name is empty.
 
     >>> layers_of(nn.Linear(2, 3))
     [('', Linear(in_features=2, out_features=3, bias=True))]
@@ -22,7 +22,7 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def prefix_of(layer: str) -> str:
-    """What the model's state dict puts before the names within a layer.
+    """Return the prefix that the model's state dict puts before the names within a layer.
 
     >>> prefix_of("block0"), prefix_of("")
     ('block0.', '')
@@ -31,16 +31,16 @@ def prefix_of(layer: str) -> str:
 
 
 def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of a model that is a chain, in order, with the names that its state dict knows them by.
+    """Return the layers of a model that is a chain, in order, with their names in its state dict.
 
-    A chain is an `nn.Sequential`, or a class made from it that leaves its `forward` and `__call__` as they are, such as
-    the kit's own models; without hooks, which would see the whole of it. Sequentials inside one are taken apart too.
+    A chain is an `nn.Sequential`, or a subclass that keeps its `forward` and `__call__`, such as the kit's own models.
+    It has no hooks, since those would see the whole chain. Sequentials inside a chain are taken apart too.
 
     >>> [name for name, _ in chain(nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1))))]
     ['0', '1.0', '1.1']
 
     Raises:
-        ValueError: the model is of another shape, or has no layers.
+        ValueError: the model is not a chain, or has no layers.
     """
     if not is_chain(model):
         kind = type(model).__name__
@@ -64,7 +64,7 @@ def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Whether a module is an `nn.Sequential` whose call calls its layers one after the other, and nothing else.
+    """Return whether a module is an `nn.Sequential` whose call runs its layers one after the other, and nothing else.
 
     >>> is_chain(nn.Sequential()), is_chain(nn.ReLU())
     (True, False)
@@ -79,7 +79,7 @@ def is_chain(module: nn.Module) -> bool:
 
 def _flatten(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     found = []
-    for name, module in model._modules.items():  # named_children would leave out a module's second place
+    for name, module in model._modules.items():  # named_children lists a shared module only once
         assert module is not None
         if is_chain(module):
             found += _flatten(module, f"{prefix}{name}.")

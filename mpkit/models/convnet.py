@@ -11,20 +11,20 @@ __all__ = ["ConvNet"]
 
 
 class ConvNet(nn.Sequential):
-    """Images [batch, channels, height, width] to [batch, outputs]; a chain of `stem`, `block0`, ..., `head`.
+    """Map images [batch, channels, height, width] to [batch, outputs]; a chain of `stem`, `block0`, ..., `head`.
 
-    Residual blocks after He et al., "Deep Residual Learning for Image Recognition", CVPR 2016. They normalize by
-    group (Wu and He 2018) and not by batch: a batch norm's mean over a micro-batch is not that over the
-    batch, so with it micro-batches train another model.
+    The residual blocks follow He et al., "Deep Residual Learning for Image Recognition", CVPR 2016. They normalize by
+    group (Wu and He 2018) and not by batch: a batch norm's mean over a micro-batch differs from that over the batch,
+    so micro-batches would train a different model.
 
     >>> ConvNet(channels=1, outputs=4)(__import__("torch").zeros(2, 1, 16, 16)).shape
     torch.Size([2, 4])
 
     Args:
-        channels: of the images.
-        outputs: classes.
+        channels: channels of the images.
+        outputs: the number of classes.
         width: channels inside; a multiple of 4.
-        layers: residual blocks.
+        layers: the number of residual blocks.
     """
 
     def __init__(self, channels: int, outputs: int, *, width: int = 16, layers: int = 3) -> None:

@@ -12,14 +12,14 @@ __all__ = ["balance", "cut"]
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut a chain into contiguous stages so that the dearest costs as little as can be.
+    """Cut a chain into contiguous stages so that the most expensive stage costs as little as possible.
 
-    The slowest stage sets a pipeline's pace. Among the cuts that are best in that, the one of the smallest sum of
-    squares, so that the others are alike too; among those, the one with the earliest stages the longest.
+    The slowest stage sets a pipeline's pace. Among the best cuts by that measure, choose the one with the smallest sum
+    of squares, so that the other stages are balanced too, and among those the one whose earliest stages are longest.
 
     Args:
-        costs: of each layer, such as its FLOPs.
-        stages: how many, at most as many as there are layers.
+        costs: the cost of each layer, such as its FLOPs.
+        stages: the number of stages, at most the number of layers.
 
     Returns:
         The layers of each stage.
@@ -35,14 +35,14 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
     @cache
     def dearest(first: int, parts: int) -> float:
-        """The least that the dearest of `parts` stages can cost, for the layers from `first` on."""
+        """Return the least possible cost of the most expensive of `parts` stages, for the layers from `first` on."""
         if parts == 1:
             return upto[layers] - upto[first]
         least = inf
         for end in range(first + 1, layers - parts + 2):
             cost = upto[end] - upto[first]
             if cost >= least:
-                break  # a longer first stage costs more still
+                break  # a longer first stage would cost even more
             least = min(least, max(cost, dearest(end, parts - 1)))
         return least
 
@@ -50,7 +50,10 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
     @cache
     def evenest(first: int, parts: int) -> tuple[float, tuple[int, ...]]:
-        """The least sum of squares within `limit`, and the ends of the stages, negated so that later is less."""
+        """Return the least sum of squared costs within `limit`, and the stages' ends.
+
+        The ends are negated, so that a later end is less.
+        """
         best: tuple[float, tuple[int, ...]] = (inf, ())
         for end in range(first + 1, layers - parts + 2) if parts > 1 else [layers]:
             cost = upto[end] - upto[first]
@@ -67,19 +70,19 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 def cut(
     names: Sequence[str], costs: Sequence[float], stages: int, at: Sequence[int | str] | None
 ) -> list[range]:
-    """The layers of each stage: where the user said, or balanced.
+    """Divide the layers among the stages: where the user said, or balanced by cost.
 
     Args:
-        names: of the layers.
-        costs: of the layers.
-        stages: how many.
+        names: the names of the layers.
+        costs: the costs of the layers.
+        stages: the number of stages.
         at: the first layer of each stage but stage 0, by number or name; None: balanced by cost.
 
     >>> cut(["embedding", "0", "1", "head"], [0, 3, 3, 1], 2, at=["head"])
     [range(0, 3), range(3, 4)]
 
     Raises:
-        ValueError: more stages than layers, or a cut at a layer that there is not.
+        ValueError: there are more stages than layers, or a cut is at a layer that does not exist.
     """
     layers = len(names)
     if not layers:

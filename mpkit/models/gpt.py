@@ -1,4 +1,4 @@
-"""A small GPT: a chain of embedding, blocks, head."""
+"""A small GPT: a chain of embedding, blocks and head."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class GPTConfig:
     """The sizes of a GPT.
 
     Attributes:
-        vocab: how many tokens there are; 256 for bytes: V.
-        length: the longest sequence: s.
-        layers: blocks: l.
-        width: of the residual stream: h.
-        heads: of the attention; they divide the width: a.
-        dropout: 0 for results that a pipeline repeats exactly.
+        vocab: the number of tokens, V; 256 for bytes.
+        length: the longest sequence, s.
+        layers: the number of blocks, l.
+        width: the width of the residual stream, h.
+        heads: the number of attention heads, a, which must divide the width.
+        dropout: the dropout rate; with 0, a pipeline repeats results exactly.
     """
 
     vocab: int = 256
@@ -57,7 +57,7 @@ class GPT(nn.Sequential):
     torch.Size([3, 10, 256])
 
     Args:
-        config: the sizes; single ones may be given by name instead.
+        config: the sizes; individual sizes may be given by name instead.
     """
 
     def __init__(self, config: GPTConfig | None = None, **sizes: Any) -> None:
@@ -69,16 +69,16 @@ class GPT(nn.Sequential):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
-                # What is added to the residual stream is smaller the more blocks add to it.
+                # The more blocks add to the residual stream, the smaller each contribution.
                 into_stream = name.endswith(("attention.out.weight", "mlp.out.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5 if into_stream else 0.02)
 
 
 class Embedding(nn.Module):
-    """Tokens [batch, time] to vectors [batch, time, width]: what it is, plus where it stands.
+    """Map tokens [batch, time] to vectors [batch, time, width]: the token's embedding plus that of its position.
 
     Attributes:
-        pieces: which pieces of the sequence the tokens are, in equal lengths; (0,): they begin it.
+        pieces: which equally long pieces of the sequence the tokens are; (0,): the beginning.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -118,7 +118,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention: each position looks at itself and those before it."""
+    """Causal self-attention: each position attends to itself and to earlier positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Four times as wide, GELU, and back."""
+    """A linear map to four times the width, a GELU, and a linear map back."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class FeedForward(nn.Module):
 
 
 class Head(nn.Module):
-    """Vectors [batch, time, width] to logits [batch, time, vocab]."""
+    """Map vectors [batch, time, width] to logits [batch, time, vocab]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Head(nn.Module):
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy in nats of logits [batch, time, vocab] against targets [batch, time].
+    """Return the mean cross-entropy in nats of logits [batch, time, vocab] against targets [batch, time].
 
     >>> round(next_token_loss(torch.zeros(1, 2, 256), torch.tensor([[7, 8]])).item(), 3)  # ln 256
     5.545

@@ -1,6 +1,6 @@
-"""Hooks: what is called around a module's forward and backward, or when a parameter's gradient comes.
+"""Hooks: functions that are called around a module's forward and backward, or when a parameter's gradient is ready.
 
-A module is *bare* if calling it is calling its forward: then others may do that forward in its place.
+A module is *bare* if calling it only calls its forward; then the forward may be run without calling the module.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ON_PARAMETERS = {
 
 
 class Hook(NamedTuple):
-    """A function that is called around something.
+    """A function that is called around a module's forward or backward, or on a parameter's gradient.
 
     Attributes:
         where: the module's or parameter's name in the model.
-        kind: of hook, as PyTorch's documentation calls it; of a parameter's, the method that registers it.
-        function: the user's.
+        kind: the kind of hook in PyTorch's terms; for a parameter, the method that registers it.
+        function: the user's function.
     """
 
     where: str
@@ -48,7 +48,7 @@ class Hook(NamedTuple):
 
 
 def hook_name(function: Any) -> str:
-    """What a hook is called.
+    """Return the name of a hook.
 
     >>> hook_name(len), hook_name(lambda: None)
     ('len', '<lambda>')
@@ -72,7 +72,7 @@ def is_bare(module: nn.Module) -> bool:
 
 
 def around(module: nn.Module, where: str = "") -> str | None:
-    """What is done around the forward of a module's class, in words; None of a bare module.
+    """Describe what runs around the forward of a module's class; None if nothing does.
 
     >>> around(nn.ReLU()) is None
     True
@@ -87,7 +87,7 @@ def around(module: nn.Module, where: str = "") -> str | None:
 
 
 def backward_hooks(model: nn.Module) -> list[Hook]:
-    """The hooks around the backward of a model's modules."""
+    """List the hooks around the backward of a model's modules."""
     return [
         Hook(name, kind, function)
         for name, module in model.named_modules()
@@ -96,7 +96,7 @@ def backward_hooks(model: nn.Module) -> list[Hook]:
 
 
 def with_backward_hooks(model: nn.Module) -> dict[str, Hook]:
-    """The first backward hook of each module that has one."""
+    """Return the first backward hook of each module that has one, by the module's name."""
     found: dict[str, Hook] = {}
     for hook in backward_hooks(model):
         found.setdefault(hook.where, hook)
@@ -104,12 +104,12 @@ def with_backward_hooks(model: nn.Module) -> dict[str, Hook]:
 
 
 def parameter_hooks(model: nn.Module) -> list[Hook]:
-    """The hooks on a model's parameters."""
+    """List the hooks on a model's parameters."""
     return hooks_on(dict(model.named_parameters()))
 
 
 def hooks_on(parameters: Mapping[str, nn.Parameter]) -> list[Hook]:
-    """The hooks on some parameters, given by name."""
+    """List the hooks on the given parameters, which are passed by name."""
     return [
         Hook(name, kind, function)
         for name, parameter in parameters.items()
@@ -119,14 +119,14 @@ def hooks_on(parameters: Mapping[str, nn.Parameter]) -> list[Hook]:
 
 
 def register(hooks: Sequence[Hook], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Register hooks on parameters, given by name; those of others are left out."""
+    """Register hooks on the parameters that are given by name; hooks on other parameters are left out."""
     for hook in hooks:
         if hook.where in parameters:
             getattr(parameters[hook.where], hook.kind)(hook.function)
 
 
 def _hooks(module: nn.Module, kinds: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """The user's hooks on a module: strategies have hooks of their own on a rank's modules."""
+    """Yield the user's hooks on a module, without those that strategies add to a rank's modules."""
     for attribute, kind in kinds.items():
         for function in getattr(module, attribute).values():
             if not _is_ours(function):

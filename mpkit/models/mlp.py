@@ -11,16 +11,16 @@ __all__ = ["MLP"]
 
 
 class MLP(nn.Sequential):
-    """[batch, inputs] to [batch, outputs] through `layers` hidden layers; a chain of `hidden0`, ..., `head`.
+    """Map [batch, inputs] to [batch, outputs] through `layers` hidden layers; a chain of `hidden0`, ..., `head`.
 
     >>> MLP(inputs=2, outputs=3, width=16, layers=4)(__import__("torch").zeros(5, 2)).shape
     torch.Size([5, 3])
 
     Args:
-        inputs: features of a sample.
+        inputs: features per sample.
         outputs: classes, or values to predict.
-        width: of each hidden layer.
-        layers: how many hidden layers.
+        width: the width of each hidden layer.
+        layers: the number of hidden layers.
     """
 
     def __init__(self, inputs: int, outputs: int, *, width: int = 64, layers: int = 4) -> None:

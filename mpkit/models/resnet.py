@@ -1,4 +1,4 @@
-"""A residual network as it is usually written: a class with a forward, groups of blocks, batch norms, no chain."""
+"""A residual network as usually written: a class with a forward, groups of blocks and batch norms, not a chain."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ __all__ = ["ResNet"]
 
 
 class ResNet(nn.Module):
-    """Images [batch, channels, height, width] to [batch, outputs].
+    """Map images [batch, channels, height, width] to [batch, outputs].
 
-    Groups of basic blocks, each group of twice the channels and half the size of the one before: He et al., "Deep
-    Residual Learning for Image Recognition", CVPR 2016, section 4.2. What a pipeline of it has to know: BatchNorm takes
-    its statistics over a micro-batch, so with it micro-batches train another model than the whole batch does.
+    The model has groups of basic blocks, each group with twice the channels and half the size of the previous one: He
+    et al., "Deep Residual Learning for Image Recognition", CVPR 2016, section 4.2. In a pipeline, BatchNorm takes its
+    statistics over a micro-batch, so micro-batches train a different model than the whole batch does.
 
     >>> ResNet(channels=1, outputs=4, groups=(1, 1))(__import__("torch").zeros(2, 1, 16, 16)).shape
     torch.Size([2, 4])
 
     Args:
-        channels: of the images.
-        outputs: classes.
+        channels: channels of the images.
+        outputs: the number of classes.
         width: channels in the first group.
-        groups: how many blocks each group has.
+        groups: the number of blocks in each group.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A U-Net: skips from the first half of the network to the second, across whatever is cut between them."""
+"""A U-Net: skip connections from the first half of the network to the second, across any cut between them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ __all__ = ["UNet"]
 
 
 class UNet(nn.Module):
-    """Images [batch, channels, height, width] to a score for each class and pixel, [batch, outputs, height, width].
+    """Map images [batch, channels, height, width] to scores per class and pixel, [batch, outputs, height, width].
 
-    Each step down halves the size and doubles the channels; each step up undoes one, and sees what was there at this
-    size on the way down: Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation", MICCAI
-    2015, figure 1. In a pipeline these skips travel directly to the stage that needs them. Normalized by group.
+    Each step down halves the size and doubles the channels; each step up undoes one, and also takes the features of the
+    same size from the way down: Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation",
+    MICCAI 2015, figure 1. In a pipeline these skips travel directly to the stage that needs them. The model normalizes
+    by group.
 
     >>> UNet(channels=1, outputs=2, levels=2)(__import__("torch").zeros(3, 1, 16, 12)).shape
     torch.Size([3, 2, 16, 12])
 
     Args:
-        channels: of the images.
-        outputs: classes of pixels.
+        channels: channels of the images.
+        outputs: the number of classes of pixels.
         width: channels at full size; a multiple of 4.
-        levels: steps down; each halves height and width, so 2**levels has to divide them.
+        levels: the number of steps down; each halves height and width, so 2**levels has to divide them.
     """
 
     def __init__(self, channels: int, outputs: int, *, width: int = 8, levels: int = 3) -> None:
@@ -51,7 +52,7 @@ class UNet(nn.Module):
 
 
 class Double(nn.Module):
-    """Two convolutions, each normalized, then a ReLU: [batch, inputs, h, w] -> [batch, outputs, h, w]."""
+    """Two convolutions, each normalized, with a ReLU after each: [batch, inputs, h, w] -> [batch, outputs, h, w]."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

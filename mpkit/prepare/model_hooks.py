@@ -1,12 +1,12 @@
-"""Hooks of a model, and whether training in parts can run them.
+"""Checks whether training in parts can run a model's hooks.
 
-    on modules       around a forward: they travel with the model, and run where it does. Around a backward: they see
-                     the gradients of a micro-batch's samples on one rank
-    on parameters    pickling drops them: they are sent beside the model, and see the gradients of one backward
-    on all modules   of this process only, and ranks are others: refused
-    on state dicts   ranks give their parts of the state by name: refused if they change what there is
+    on modules       forward hooks are sent with the model and run where it does; backward hooks see the gradients of
+                     a micro-batch's samples on one rank
+    on parameters    pickling drops them, so they are sent separately; they see the gradients of one backward
+    on all modules   they exist in this process only, and ranks are other processes: refused
+    on state dicts   ranks return their parts of the state by name: refused if they change its entries
 
-A hook that sees gradients in parts is right if what it does to parts adds up to what it does to the whole. That is
+A hook that sees gradients in parts is correct if its effects on the parts add up to its effect on the whole. This is
 tried on a few samples, with gradients of several sizes.
 """
 
@@ -19,28 +19,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
+from mpkit.data.microbatch import Value, batch_size, map_tensors, part
 from mpkit.models.hooks import Hook, around, backward_hooks, hook_name, parameter_hooks, register
-from mpkit.parallel.anymodel.structure import flatten
-from mpkit.parallel.microbatch import Value, batch_size, map_tensors, part
-from mpkit.parallel.stage import call
-from mpkit.plan import Plan
-from mpkit.prepare.copying import copied
-from mpkit.schedule import build
-from mpkit.tensor_plan import TensorPlan
+from mpkit.models.nested import flatten
+from mpkit.parallel.stage.stage import call
+from mpkit.plan.plan import Plan
+from mpkit.plan.tensor_plan import TensorPlan
+from mpkit.prepare.dry_run.copying import copied
 
 __all__ = ["check_hooks", "check_no_global_hooks", "check_state_hooks", "check_whole"]
 
 SIZES = (1.0, 1e-6, 1e6)
-"""Of gradients: a threshold between the smallest and the largest shows."""
+"""Sizes of gradients: a hook with a threshold between the smallest and the largest is detected."""
 
 SAMPLES = 4
 
 
 def check_no_global_hooks() -> None:
-    """No hook is on all modules.
+    """Check that no hook is registered on all modules.
 
     Raises:
-        ValueError: there is one.
+        ValueError: there is such a hook.
     """
     kinds = {
         "register_module_forward_pre_hook": torch_modules._global_forward_pre_hooks,
@@ -59,15 +58,15 @@ def check_no_global_hooks() -> None:
 
 
 def check_hooks(model: nn.Module, inputs: Value, plan: Plan) -> list[Hook]:
-    """Whether a plan can run a model's hooks on gradients; returns those on parameters, which are sent apart.
+    """Check that a plan can run a model's hooks on gradients; return the hooks on parameters, which are sent apart.
 
     Args:
-        model: whole.
-        inputs: of a batch.
-        plan: of the training.
+        model: the whole model.
+        inputs: the inputs of a batch.
+        plan: the plan of the training.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the plan cannot run a hook.
     """
     on_modules, on_parameters = backward_hooks(model), parameter_hooks(model)
     hooks = [*on_parameters, *on_modules]
@@ -85,7 +84,7 @@ def check_hooks(model: nn.Module, inputs: Value, plan: Plan) -> list[Hook]:
         raise _refused(hooks[0], plan, "sees the gradient of a part of a layer or of a sequence")
     if plan.precision == "fp16":
         raise _refused(hooks[0], plan, "sees gradients that are multiplied by the loss scale")
-    if on_modules and any(action.kind == "W" for row in build(plan).rows for action in row):
+    if on_modules and any(action.kind == "W" for row in plan.build().rows for action in row):
         raise _refused(
             on_modules[0],
             plan,
@@ -101,13 +100,13 @@ def check_hooks(model: nn.Module, inputs: Value, plan: Plan) -> list[Hook]:
 
 
 def check_whole(model: nn.Module, plan: Plan, tensor: TensorPlan) -> None:
-    """What is done around a layer's forward sees all of its features and tokens.
+    """Check that hooks and wrappers around a layer's forward see all of its features and tokens.
 
     Args:
-        tensor: the layers that are divided.
+        tensor: the plan of the layers that are divided.
 
     Raises:
-        ValueError: it may see a part of them.
+        ValueError: one may see only a part of them.
     """
     if plan.tp * plan.cp == 1:
         return
@@ -143,13 +142,13 @@ def _refused(hook: Hook, plan: Plan, why: str) -> ValueError:
 
 
 def _adds_up(model: nn.Module, hooks: list[Hook], inputs: Value) -> bool:
-    """Whether gradients of some samples are the sums of those of each, whatever their size."""
+    """Return whether the gradients of some samples are the sums of each sample's gradients, whatever their size."""
     count = min(batch_size(inputs), SAMPLES)
     everything = slice(0, count)
     gradients = [_gradients(model, hooks, inputs, [everything], size) for size in SIZES]
     parts = _gradients(model, hooks, inputs, [slice(i, i + 1) for i in range(count)], 1.0)
     if any(found is None for found in (*gradients, parts)):
-        return False  # no output is of samples: it cannot be told
+        return False  # no output has a batch dimension: unknown
     return all(_alike(gradients[0], found) for found in (*gradients[1:], parts))
 
 
@@ -164,7 +163,7 @@ def _alike(ones: Any, others: Any) -> bool:
 def _gradients(
     model: nn.Module, hooks: list[Hook], inputs: Value, parts: list[slice], size: float
 ) -> dict[str, Tensor] | None:
-    """Of a sum over samples, times `size`; divided by it again."""
+    """Return the gradients of a sum over samples that is scaled by `size`, divided by `size` again."""
     model = copied(model).eval()
     register(hooks, dict(model.named_parameters()))
     for which in parts:
@@ -183,7 +182,7 @@ def _of_samples(outputs: Any, count: int) -> Iterator[Tensor]:
 
 
 def _weights(row: Tensor, first: int) -> Tensor:
-    """Of each number of each sample, the same wherever the sample is."""
+    """Return a weight for each element of each sample, independent of the sample's place in the batch."""
     each = row[0].numel()
     numbers = torch.arange(first * each, (first + len(row)) * each, dtype=torch.float64)
     return torch.cos(numbers * 0.7 + 0.2).to(row.dtype).view(row.shape)
@@ -193,7 +192,7 @@ def _weights(row: Tensor, first: int) -> Tensor:
 
 
 def check_state_hooks(model: nn.Module) -> None:
-    """The hooks on a model's state dict leave it as it is.
+    """Check that the hooks on a model's state dict do not change it.
 
     Raises:
         ValueError: one of them adds, renames, drops or replaces an entry.

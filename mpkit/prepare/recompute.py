@@ -1,24 +1,24 @@
-"""What a plan's recomputation means for a model."""
+"""Checks what a plan's recomputation means for a model."""
 
 from __future__ import annotations
 
 from torch import nn
 
+from mpkit.data.microbatch import Value
 from mpkit.models.blocks import repeated_blocks
-from mpkit.parallel.block_recompute import chosen_blocks
-from mpkit.parallel.microbatch import Value
-from mpkit.plan import Plan
-from mpkit.plan_checks import call_of
-from mpkit.prepare.attentions import keys_and_values
+from mpkit.parallel.stage.block_recompute import chosen_blocks
+from mpkit.plan.checks import call_of
+from mpkit.plan.plan import Plan
+from mpkit.prepare.layout.attentions import keys_and_values
 
 __all__ = ["check_recompute", "recomputes_nothing"]
 
 
 def check_recompute(model: nn.Module, plan: Plan) -> tuple[int, int]:
-    """How many of a model's repeated blocks are recomputed, and of how many.
+    """Return how many of a model's repeated blocks are recomputed, and how many blocks there are.
 
     Raises:
-        ValueError: the plan asks for every k-th block, and there are not that many.
+        ValueError: the plan recomputes every k-th block, and there are fewer than k.
     """
     blocks = repeated_blocks(model)
     chosen = chosen_blocks(plan.recompute, blocks)
@@ -33,12 +33,12 @@ def check_recompute(model: nn.Module, plan: Plan) -> tuple[int, int]:
 
 
 def recomputes_nothing(model: nn.Module, inputs: Value, plan: Plan) -> str:
-    """Return what to warn of where a plan recomputes attentions and the model calls none; else nothing.
+    """Return a warning if a plan recomputes attentions and the model calls none; otherwise "".
 
     Args:
-        model: whole, on the CPU; left as it is.
-        inputs: a batch.
-        plan: of the training.
+        model: the whole model, on the CPU; it is not changed.
+        inputs: the inputs of a batch.
+        plan: the plan of the training.
     """
     if plan.recompute != "selective":
         return ""

@@ -1,4 +1,4 @@
-"""Checkpoints, before any rank starts: where they go, and whether a training can go on from one."""
+"""Checks of checkpoints before any rank starts: where to save them, and whether training can resume from one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpkit.parallel.checkpoint_files import PARTIAL, Resume, Saving, candidates, read_head
-from mpkit.parallel.checkpoint_head import HEAD, Damaged, Head
-from mpkit.parallel.checkpoint_index import check_told, read_index
-from mpkit.prepare.optimizer_trial import Examined
+from mpkit.parallel.checkpoint.files import PARTIAL, Resume, Saving, candidates, read_head
+from mpkit.parallel.checkpoint.head import HEAD, Damaged, Head
+from mpkit.parallel.checkpoint.index import check_told, read_index
+from mpkit.prepare.optimizer.trial import Examined
 
 __all__ = ["check_saved", "check_saving", "facts_of", "find_checkpoint", "take_up"]
 
@@ -21,10 +21,10 @@ EXAMPLE = 'checkpoint_every=100, checkpoint_dir="checkpoints"'
 
 
 def check_saving(every: Any, folder: Any, keep: Any) -> Saving | None:
-    """When and where to save; None: never.
+    """Return when and where to save checkpoints; None: never.
 
     Raises:
-        ValueError: one is given without the other, they are no numbers or no path, or the folder cannot be made.
+        ValueError: one argument is missing, not a valid number or path, or the folder cannot be created.
     """
     if every is None and folder is None:
         return None
@@ -65,12 +65,12 @@ def _path(name: str, value: Any) -> Path:
 
 
 def find_checkpoint(resume_from: Any, say: Callable[[str], None] = print) -> Resume:
-    """The checkpoint at a path, or the newest whole one in a folder of checkpoints.
+    """Return the checkpoint at a path, or the newest complete one in a folder of checkpoints.
 
-    One that was asked for by its own name has to be whole. In a folder, one that is not is passed over, aloud.
+    A checkpoint given by its own path must be complete. In a folder, incomplete ones are skipped with a message.
 
     Raises:
-        ValueError: there is none, or none that is whole, with what is wrong with each.
+        ValueError: there is no checkpoint, or no complete one; the message says what is wrong with each.
     """
     path = _path("resume_from", resume_from)
     saves = f"cluster.train(..., {EXAMPLE}) saves them"
@@ -114,7 +114,7 @@ def _whole(path: Path) -> Resume:
 
 
 def facts_of(model: nn.Module, examined: Examined) -> dict[str, Any]:
-    """What a checkpoint and a training have to have in common: names, shapes and dtypes; the optimizer's kind."""
+    """Return what a checkpoint and a training must have in common: names, shapes and dtypes; the optimizer's kind."""
     parameters = dict(model.named_parameters())
     buffers = {
         name: value for name, value in model.state_dict(keep_vars=True).items() if name not in parameters
@@ -138,10 +138,10 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def check_saved(examined: Examined) -> None:
-    """Whether a checkpoint has all that a training goes on from.
+    """Check that a checkpoint contains everything that training needs to resume.
 
     Raises:
-        ValueError: the optimizer counts somewhere else than in its parameters' states.
+        ValueError: the optimizer keeps state outside its parameters' states.
     """
     if examined.elsewhere:
         raise ValueError(
@@ -153,10 +153,10 @@ def check_saved(examined: Examined) -> None:
 
 
 def take_up(resume: Resume, facts: dict[str, Any], steps: int) -> Resume:
-    """Whether this training can go on from the checkpoint; returns it.
+    """Check that this training can resume from the checkpoint, and return the checkpoint.
 
     Raises:
-        ValueError: it is of another model or another optimizer, or further than the training is to go.
+        ValueError: it belongs to another model or optimizer, or is beyond the last step of the training.
     """
     head, where = resume.head, f"The checkpoint {resume.path}"
     for what, ours in (("trained", facts["trained"]), ("others", facts["others"])):

@@ -1,4 +1,4 @@
-"""A model made ready to be copied and sent to ranks: on the CPU, and without the graph of an earlier forward."""
+"""Prepare a model to be copied and sent to ranks: on the CPU, and without the graph of an earlier forward."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from mpkit.parallel.anymodel.structure import flatten
-from mpkit.plan import Plan
-from mpkit.prepare.copying import copied
+from mpkit.models.nested import flatten
+from mpkit.plan.plan import Plan
+from mpkit.prepare.dry_run.copying import copied
 
 __all__ = ["check_compiled", "check_repeatable", "ready_to_travel"]
 
 
 def ready_to_travel(model: nn.Module) -> nn.Module:
-    """The model itself, or a copy where some of it is on a GPU or belongs to a graph.
+    """Return the model itself, or a copy if some of it is on a GPU or belongs to a graph.
 
     A tensor that a module keeps from a forward, as `torch.nn.utils.weight_norm` keeps the weight that it computes, can
-    neither be copied nor sent with the graph that it is in.
+    be neither copied nor sent together with its graph.
 
     Raises:
-        ValueError: it cannot be copied.
+        ValueError: the model cannot be copied.
     """
     kept = [
         leaf
@@ -40,7 +40,7 @@ def ready_to_travel(model: nn.Module) -> nn.Module:
 
 
 def in_code(name: str) -> str:
-    """How a module of the model is written.
+    """Return the Python expression for a module of the model.
 
     >>> in_code(""), in_code("head.0")
     ('model', "model.get_submodule('head.0')")
@@ -49,7 +49,7 @@ def in_code(name: str) -> str:
 
 
 def check_repeatable(model: nn.Module, plan: Plan) -> None:
-    """No weight is computed with state that each forward changes, where a step does several forwards.
+    """Check that no weight depends on state that each forward changes, where a step has several forwards.
 
     Raises:
         ValueError: spectral_norm, or a parametrization like it, under micro-batches or recomputation.
@@ -73,7 +73,7 @@ def check_repeatable(model: nn.Module, plan: Plan) -> None:
 
 
 def _weight_changes(module: nn.Module) -> bool:
-    """Whether asking for a module's weight changes what it would be the next time."""
+    """Return whether computing a module's weight changes the weight of the next forward."""
     if any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
         return True
     if not nn.utils.parametrize.is_parametrized(module):
@@ -88,10 +88,10 @@ def _weight_changes(module: nn.Module) -> bool:
 
 
 def check_compiled(model: nn.Module, plan: Plan) -> None:
-    """Nothing is compiled where parameters come and go.
+    """Check that no module is compiled where parameters are gathered and freed.
 
     Raises:
-        ValueError: it is.
+        ValueError: a module is compiled.
     """
     for name, module in model.named_modules():
         if plan.zero == 3 and type(module).__name__ == "OptimizedModule":

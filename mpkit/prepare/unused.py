@@ -1,7 +1,7 @@
-"""Parameters that no sample ever uses: replicas would wait for their gradients, so this is said before they start.
+"""Refuses parameters that no sample ever uses before the ranks start: replicas would wait for their gradients.
 
-Which parameters get a gradient is seen on tensors without content. A forward that looks at numbers may go another way
-on each rank; of such a one only the ranks can tell.
+Fake tensors show which parameters get a gradient. A forward whose control flow depends on values may take a different
+path on each rank; there only the ranks can detect unused parameters.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpkit.parallel.ddp import unused_message
-from mpkit.parallel.microbatch import Value, map_tensors, part
-from mpkit.parallel.stage import call
-from mpkit.plan import Plan
-from mpkit.prepare.copying import copied
+from mpkit.data.microbatch import Value, map_tensors, part
+from mpkit.parallel.data_parallel.ddp import unused_message
+from mpkit.parallel.stage.stage import call
+from mpkit.plan.plan import Plan
+from mpkit.prepare.dry_run.copying import copied
 
 __all__ = ["check_unused"]
 
@@ -25,28 +25,28 @@ __all__ = ["check_unused"]
 def check_unused(
     model: nn.Module, batch: tuple[Value, Value], plan: Plan, loss: Callable[[Any, Any], Any]
 ) -> None:
-    """Refuse parameters that get no gradient, where the plan allows none and sums gradients over replicas.
+    """Refuse parameters that get no gradient where gradients are summed over replicas, unless the plan allows them.
 
     Args:
-        model: whole.
-        batch: of which a replica has at least one sample.
+        model: the whole model.
+        batch: a batch, of which each replica has at least one sample.
 
     Raises:
-        ValueError: there are such parameters; with their names.
+        ValueError: there are such parameters; the message names them.
     """
     if plan.dp == 1 or plan.unused != "error":
         return
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    few = slice(0, 2)  # BatchNorm wants two samples
+    few = slice(0, 2)  # BatchNorm needs two samples
     try:
         with mode, torch.enable_grad():
             fake = _without_content(model, mode)
             x, y = (map_tensors(mode.from_tensor, part(value, few)) for value in batch)
             value = loss(call(fake, x, first=True), y)
-            value = value[0] if isinstance(value, tuple) else value  # a sum, and what it counts
+            value = value[0] if isinstance(value, tuple) else value  # (total, count)
             if not _reached(value) >= _trained(fake):
-                value.backward()  # what a checkpoint hides from the graph gets its gradient now
-    except Exception:  # control flow that looks at numbers: nothing is known here
+                value.backward()  # parameters that checkpointing hides from the graph get gradients now
+    except Exception:  # control flow that depends on values: nothing is known here
         return
     reached = _reached(value)
     names = [
@@ -62,7 +62,7 @@ def _trained(model: nn.Module) -> set[int]:
 
 
 def _reached(value: Tensor) -> set[int]:
-    """The parameters in a value's graph."""
+    """Return the ids of the parameters in a value's graph."""
     found: set[int] = set()
     seen: set[Any] = set()
     ahead: list[Any] = [value.grad_fn]

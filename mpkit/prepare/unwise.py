@@ -1,26 +1,26 @@
-"""Plans that work, and cost more than another that does the same: a warning with the reason and the price."""
+"""Warns of plans that cost more than an equivalent one, with the reason and the price."""
 
 from __future__ import annotations
 
 import warnings
 
 from mpkit.errors import UnwisePlan
-from mpkit.plan import Plan
-from mpkit.plan_checks import call_of
+from mpkit.plan.checks import call_of
+from mpkit.plan.plan import Plan
 
 __all__ = ["warn_if_unwise"]
 
 MEASURED = {2: (1.15, 1.4), 3: (1.8, 2.9)}
-"""The step under ZeRO-2 and -3, as a multiple of ZeRO-1's: of a GPT with h = 256 and 8 layers on 2 x 2 CPU ranks, 1F1B
-with 8 micro-batches of 2 x 64 tokens; and of the same runs replayed on H100s with NVLink. More work a micro-batch makes
-both smaller."""
+"""The step time under ZeRO-2 and -3 relative to ZeRO-1: for a GPT with h = 256 and 8 layers on 2 x 2 CPU ranks, with
+1F1B and 8 micro-batches of 2 x 64 tokens; and for the same runs replayed on H100s with NVLink. More work per
+micro-batch makes both ratios smaller."""
 
 
 def warn_if_unwise(plan: Plan) -> None:
-    """Say what a plan costs that works against itself.
+    """Warn if a plan's features work against each other, and say what that costs.
 
-    ZeRO-2 and -3 let go of gradients and parameters after each backward, and a pipeline has m of these a step: what is
-    sent grows with m. Rajbhandari et al. 2020, section 7.2, count one.
+    ZeRO-2 and -3 free gradients and parameters after each backward, and a pipeline has m backwards per step, so the
+    volume sent grows with m. Rajbhandari et al. 2020, section 7.2, count one backward.
     """
     m = plan.microbatches
     if plan.pp == 1 or plan.dp * plan.cp == 1 or plan.zero < 2 or m == 1:

@@ -1,1 +1,1 @@
-"""What a rank writes down about itself while it runs: operations, memory, FLOPs."""
+"""What a rank records about itself while it runs: operations, memory, FLOPs."""

@@ -1,8 +1,8 @@
-"""What time an op begins and ends: on the CPU at once, on a GPU some time later.
+"""When an op begins and ends: immediately on the CPU, some time later on a GPU.
 
-A GPU works behind the program's back: when a forward returns, its kernels may not have started. So CudaClock
-puts an event into the stream where an op begins and where it ends, and asks at the end of the step, when
-the GPU has finished anyway, when each was passed.
+A GPU works asynchronously: when a forward returns, its kernels may not have started. So CudaClock records an event in
+the stream where an op begins and where it ends. At the end of the step, when the GPU has finished anyway, it reads
+the time of each event.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ __all__ = ["Clock", "CpuClock", "CudaClock", "clock_for"]
 
 
 class Clock(Protocol):
-    """Marks the beginnings and ends of ops that run behind the program's back."""
+    """A clock that marks the beginnings and ends of ops, which may run asynchronously."""
 
     late: bool
-    """Whether times are known later only: `mark` every op, and `resolve` now and then."""
+    """Whether times are known only later: `mark` every op, and `resolve` now and then."""
 
     def mark(self, index: int, end: bool) -> None:
-        """Op `index` begins, or ends, after whatever is queued."""
+        """Mark the beginning or the end of op `index`, after whatever is queued."""
 
     def resolve(self) -> list[tuple[int, int, int]]:
-        """Wait for the device; (index, start, end) of ops marked twice, in ns of the monotonic clock."""
+        """Wait for the device; return (index, start, end) of ops marked twice, in ns of the monotonic clock."""
 
 
 class CpuClock:
-    """The CPU works when it is told to: what the clock shows around an op is its time."""
+    """The CPU works synchronously: the time that the clock shows around an op is the op's time."""
 
     late = False
 
     def mark(self, index: int, end: bool) -> None:
-        """Nothing to mark."""
+        """Do nothing: there is nothing to mark."""
 
     def resolve(self) -> list[tuple[int, int, int]]:
-        """Nothing to wait for."""
+        """Return nothing: there is nothing to wait for."""
         return []
 
 
@@ -45,7 +45,7 @@ class CudaClock:
     """CUDA events in the device's current stream, put on the machine's monotonic clock.
 
     An anchor ties the two clocks together: an event on an idle GPU whose host time is known. Event times are
-    float32 milliseconds since the anchor, so it is laid anew with every `resolve`: a step of a second is
+    float32 milliseconds since the anchor, so the anchor is renewed with every `resolve`: a step of one second is
     then timed to 0.1 us.
     """
 
@@ -53,13 +53,13 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._spare: list[Any] = []  # events to use again: making one costs more than recording it
-        self._begun: dict[int, Any] = {}  # an event; the host time, once that is known
+        self._spare: list[Any] = []  # events to reuse: creating one costs more than recording it
+        self._begun: dict[int, Any] = {}  # an event, or its host time once that is known
         self._ended: list[tuple[int, Any, Any]] = []
         self._lay_anchor()
 
     def mark(self, index: int, end: bool) -> None:
-        """Put an event for this op into the stream."""
+        """Record an event for this op in the stream."""
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         if not end:
@@ -68,11 +68,11 @@ class CudaClock:
             self._ended.append((index, self._begun.pop(index), event))
 
     def resolve(self) -> list[tuple[int, int, int]]:
-        """Wait for the device; (index, start, end) of the ops that have ended since the last time."""
+        """Wait for the device; return (index, start, end) of the ops that have ended since the last call."""
         torch.cuda.synchronize(self._device)
         found = [(index, self._host_time(begin), self._host_time(end)) for index, begin, end in self._ended]
         self._ended.clear()
-        for index, begin in self._begun.items():  # still open: dated now, before the anchor moves
+        for index, begin in self._begun.items():  # still open: convert its start now, before the anchor moves
             self._begun[index] = self._host_time(begin)
         self._lay_anchor()
         return found
@@ -92,7 +92,7 @@ class CudaClock:
 
 
 def clock_for(device: torch.device | None) -> Clock:
-    """The clock of a device.
+    """Return the clock of a device.
 
     >>> clock_for(torch.device("cpu")).late
     False

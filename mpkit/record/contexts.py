@@ -1,4 +1,4 @@
-"""What a rank is within: a step, a span, a place in the schedule."""
+"""What a rank is inside: a step, a span, a place in the schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Current", "Span", "Step"]
 
 
 class Current(NamedTuple):
-    """Where a rank is; None where that does not apply."""
+    """Where a rank is; a field is None if it does not apply."""
 
     step: int | None
     stage: int | None

@@ -1,12 +1,12 @@
-"""A clock that counts: what a rank does on tensors without content takes as long as it would on a device.
+"""A counted clock: what a rank runs on tensors without content takes as long as it would on a device.
 
-On fake tensors (shapes, no numbers) nothing takes the time that it would really take. So time here is not looked up
-but counted: each operator moves the clock on by what its FLOPs and its bytes cost on a chosen device, whichever takes
-longer (the roofline, Williams, Waterman and Patterson 2009). The recorder looks at that clock instead of the wall's,
-so that ops, what they communicate and what they free fall where they would.
+On fake tensors (shapes without numbers) nothing takes as long as it would in reality. So time here is not measured but
+counted: each operator advances the clock by the time of its FLOPs or of its bytes on a chosen device, whichever is
+longer (the roofline, Williams, Waterman and Patterson 2009). The recorder reads that clock instead of the wall clock,
+so that ops, their communication and the memory that they free get the times that they would have there.
 
-Counting          the clock, and what was counted so far
-CountedRecorder   a Recorder on that clock, whose ops have the FLOPs and bytes that were counted while they went on
+Counting          the clock, and what has been counted so far
+CountedRecorder   a Recorder on that clock, whose ops have the FLOPs and bytes that were counted while they ran
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ _FROM_NUMBERS = torch.ops.aten.lift_fresh
 
 
 class Roofline(Protocol):
-    """A device, as far as the clock needs it; `mpkit.Device` is one."""
+    """The properties of a device that the clock needs; `mpkit.Device` has them."""
 
     @property
     def host(self) -> float:
-        """Bytes a second between it and the host's memory."""
+        """Bytes per second between the device and the host's memory."""
 
     def time(self, flops: float, nbytes: float = 0.0, dtype: str = "float32") -> float:
-        """Seconds of an op."""
+        """Return the seconds that an op takes."""
 
 
 class Counting(TorchDispatchMode):
-    """Inside, every operator on fake tensors is counted, and tensors without content answer when read.
+    """A mode that counts every operator on fake tensors, and lets tensors without content answer when they are read.
 
-    A tensor made of numbers and not computed with still knows them: an order that ranks agree on, say. Any other
-    answers with something that keeps a training going, whatever it is asked for: True, 1, and of floats the largest
-    finite one, which overflows nothing and exceeds every limit, so that clipping clips.
+    A tensor that was made from numbers, such as an order that ranks agree on, keeps them until it is written into.
+    Any other tensor answers with a value that keeps a training going: True, 1, or for floats the largest finite
+    number, which does not overflow and exceeds every limit, so that gradient clipping takes effect.
 
     Args:
-        device: whose time it is.
+        device: the device whose time is counted.
 
     Attributes:
-        seconds: since the beginning.
-        flops, nbytes: so far.
+        seconds: seconds since the beginning.
+        flops, nbytes: FLOPs and bytes counted so far.
     """
 
     def __init__(self, device: Roofline) -> None:
@@ -68,7 +68,7 @@ class Counting(TorchDispatchMode):
         self._numbers: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # by storage
 
     def now(self) -> int:
-        """The clock in ns: the wall's and the thread's. A look takes one, so that nothing happens at the same time."""
+        """Return the wall clock and the thread's clock in ns. Each call advances it, so that no two events coincide."""
         self.seconds += 1e-9
         return round(self.seconds * 1e9)
 
@@ -92,11 +92,11 @@ class Counting(TorchDispatchMode):
         return out
 
     def numbers(self, tensor: Tensor) -> Tensor | None:
-        """What a tensor that still knows its numbers was made of."""
+        """Return the numbers that a tensor without content was made from, if it still has them."""
         return self._numbers.get(tensor.untyped_storage())
 
     def tell(self, tensor: Tensor, numbers: Tensor) -> None:
-        """These are a tensor's numbers, until it is written into."""
+        """Record the numbers that a tensor has until it is written into."""
         self._numbers[tensor.untyped_storage()] = numbers
 
     def _answer(self, tensor: Tensor) -> bool | int | float:
@@ -111,7 +111,7 @@ class Counting(TorchDispatchMode):
 
 
 def _dtype(args: Any, out: Any) -> str:
-    """What an operator computes in: the dtype of the first tensor of floating point that it is given or makes."""
+    """Return the dtype that an operator computes in: that of its first floating-point argument or result."""
     for value in tensors_in((args, out)):
         if value.is_floating_point():
             return str(value.dtype).removeprefix("torch.")
@@ -119,11 +119,11 @@ def _dtype(args: Any, out: Any) -> str:
 
 
 class CountedRecorder(Recorder):
-    """A Recorder on a clock that counts. Losses are unknown, so none is written.
+    """A Recorder on a counted clock. Losses are unknown, so none is written.
 
     Args:
-        folder, rank: as a Recorder's.
-        counting: the clock; entered by the caller.
+        folder, rank: as for a Recorder.
+        counting: the clock, which the caller enters.
     """
 
     def __init__(self, folder: Path, rank: int, counting: Counting) -> None:
@@ -132,7 +132,7 @@ class CountedRecorder(Recorder):
         self._begun: dict[int, tuple[float, int, float]] = {}  # FLOPs, bytes and seconds before an op
 
     def begin(self, kind: int, name: str = "", **columns: Any) -> int:
-        """As a Recorder's."""
+        """Write that an op begins, as a Recorder does."""
         index = super().begin(kind, name, **columns)
         if kind < Kind.WAIT or Kind.COPY_TO_DEVICE <= kind < Kind.STEP:
             counted = self._counting
@@ -140,7 +140,7 @@ class CountedRecorder(Recorder):
         return index
 
     def end(self, index: int, *, nbytes: int = 0) -> None:
-        """As a Recorder's; a copy takes what the way to the host takes, anything that computes what was counted."""
+        """Write that an op ends; a copy takes the transfer time to or from the host, compute takes what was counted."""
         begun = self._begun.pop(index, None)
         if begun is None:
             super().end(index, nbytes=nbytes)
@@ -158,4 +158,4 @@ class CountedRecorder(Recorder):
         _LONG(self._file.map, at + _AT["bytes"], counted.nbytes - moved)
 
     def loss(self, value: float) -> None:
-        """Nobody knows it."""
+        """Write nothing: the loss is unknown."""

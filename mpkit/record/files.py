@@ -1,9 +1,9 @@
 """A rank's files while they grow: records in memory-mapped files, names in lines.
 
-What is written into a mapped file belongs to the kernel, not to the process: it survives SIGKILL, and others
-read it while it grows. The space is asked for before it is written to (`posix_fallocate`), since a write into
-a mapped page for which the disk has no room is a SIGBUS, which would kill the rank; asked for beforehand, a
-full disk is an OSError, and costs the rest of the trace and not the run.
+Data written into a mapped file belongs to the kernel, not to the process: it survives SIGKILL, and other processes can
+read it while the file grows. Space is allocated before it is written to (`posix_fallocate`), since writing to a mapped
+page for which the disk has no room raises SIGBUS, which would kill the rank. With allocation beforehand, a full disk is
+an OSError that costs only the rest of the trace.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from mpkit.disk import name_full_disk
+from mpkit.support.disk import name_full_disk
 from mpkit.trace import HEADER, MAGIC
 
 __all__ = ["NameFile", "RecordFile", "claim", "warn_of_end"]
@@ -28,12 +28,12 @@ _AT_COUNT, _AT_STATE = 8, 16  # offsets of `count` and `state` in HEADER
 
 
 class RecordFile:
-    """A HEADER and then `capacity` records of `size` bytes, of which the first `count` are whole.
+    """A HEADER followed by `capacity` records of `size` bytes, of which the first `count` are complete.
 
     Attributes:
-        map: what records are packed into, at `HEADER.itemsize + size * index`; another one after `grow`.
-        capacity: records that fit into it; 0 once the file is closed.
-        count: records that are whole. The writer sets it, and `map`'s header, after each record.
+        map: the buffer that records are packed into, at `HEADER.itemsize + size * index`; `grow` replaces it.
+        capacity: the number of records that fit into it; 0 once the file is closed.
+        count: the number of complete records. The writer sets it, and the header of `map`, after each record.
     """
 
     def __init__(self, path: Path, part: str, size: int, capacity: int = 4096) -> None:
@@ -48,12 +48,12 @@ class RecordFile:
         os.register_at_fork(after_in_child=_Forget(self))
 
     def publish(self, count: int) -> None:
-        """Say that the first `count` records are whole."""
+        """Mark the first `count` records as complete."""
         self.count = count
         _WORD.pack_into(self.map, _AT_COUNT, count)
 
     def grow(self) -> bool:
-        """Make room for twice as many; False where there is none (a full disk, a closed file)."""
+        """Double the capacity; return False if that is impossible (a full disk, a closed file)."""
         if not self.capacity:
             return False
         capacity = 2 * self.capacity
@@ -66,21 +66,21 @@ class RecordFile:
             self.stop()
             warn_of_end(self.count, f"{self.path} cannot grow to {bytes_:,} bytes ({error.strerror})")
             return False
-        if self._fd < 0:  # not a view of the same file, but scratch
+        if self._fd < 0:  # not a view of the same file, but scratch memory
             grown[: len(self.map)] = self.map[:]
         self.map.close()
         self.map, self.capacity = grown, capacity
         return True
 
     def close(self, state: int) -> None:
-        """Write `state` and take no more records."""
+        """Write `state` and accept no more records."""
         if not self._closed:
             _WORD.pack_into(self.map, _AT_STATE, state)
         self._closed = True
         self.stop()
 
     def stop(self) -> None:
-        """Take no more records, and give back the room that was not needed."""
+        """Accept no more records, and release unused space."""
         self.capacity = 0
         if self._fd >= 0:
             os.ftruncate(self._fd, HEADER.itemsize + self.size * self.count)
@@ -88,7 +88,7 @@ class RecordFile:
             self._fd = -1
 
     def forget(self) -> None:
-        """In a forked child: write into scratch from here on, the file belongs to the parent."""
+        """Write into scratch memory from here on, in a forked child: the file belongs to the parent."""
         if self.capacity and self._fd >= 0:
             scratch = mmap.mmap(-1, len(self.map))
             scratch[: HEADER.itemsize] = self.map[: HEADER.itemsize]
@@ -97,7 +97,7 @@ class RecordFile:
 
 
 def warn_of_end(count: int, reason: str) -> None:
-    """Say that nothing more is recorded."""
+    """Warn that nothing more is recorded."""
     warnings.warn(
         f"recording stops after {count:,} records, the run goes on: {reason}; make room there or record less",
         RuntimeWarning,
@@ -106,7 +106,7 @@ def warn_of_end(count: int, reason: str) -> None:
 
 
 class _Forget:
-    """Calls `forget` without keeping the file alive: what is registered at fork stays registered."""
+    """A callback that calls `forget` without keeping the file alive, since callbacks at fork cannot be unregistered."""
 
     def __init__(self, file: RecordFile | NameFile) -> None:
         self._file = weakref.ref(file)
@@ -118,11 +118,11 @@ class _Forget:
 
 
 class NameFile(dict[str, int]):
-    """Strings by line number: `names["forward"]` writes a string that is new and answers its line.
+    """Strings by line number: `names["forward"]` writes a new string and returns its line number.
 
     Args:
-        path: of the file.
-        on_full: told why a string could not be written; none is from then on.
+        path: the path of the file.
+        on_full: called with the reason when a string could not be written; no more strings are written from then on.
     """
 
     def __init__(self, path: Path, on_full: Callable[[OSError], None]) -> None:
@@ -139,13 +139,13 @@ class NameFile(dict[str, int]):
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
-        except OSError as error:  # a line that is not whole is not read
+        except OSError as error:  # an incomplete line is not read
             self.close()
             self._on_full(error)
         return line
 
     def close(self) -> None:
-        """Names asked for later are numbered and not written."""
+        """Stop writing: later names are numbered but not written."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -154,12 +154,12 @@ class NameFile(dict[str, int]):
 
 
 def claim(fd: int, size: int) -> None:
-    """Let the file have `size` bytes on the disk, or at least in name."""
+    """Allocate `size` bytes for the file on the disk, or at least set its size."""
     try:
         os.posix_fallocate(fd, 0, size)
-    except AttributeError:  # macOS has no such call
+    except AttributeError:  # macOS does not have this call
         os.ftruncate(fd, size)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        os.ftruncate(fd, size)  # a file system that cannot say beforehand
+        os.ftruncate(fd, size)  # a file system that cannot allocate beforehand

@@ -1,9 +1,9 @@
-"""How much a stage computes and moves, counted once a shape, without computing anything.
+"""How much a stage computes and moves, counted once per shape, without computing anything.
 
-The module runs forward and backward on fake tensors: they have shapes and no data. FLOPs are those of matrix
-multiplications, convolutions and attention, a multiply-add being two (torch.utils.flop_counter); what else there
-is costs memory traffic instead. Bytes are what each operator reads and writes, one kernel an operator, as PyTorch
-runs them when nothing is compiled; views move nothing.
+The module runs forward and backward on fake tensors, which have shapes but no data. FLOPs are those of matrix
+multiplications, convolutions and attention, counting a multiply-add as two (torch.utils.flop_counter); all other
+operators cost memory traffic instead. Bytes are what each operator reads and writes, with one kernel per operator, as
+PyTorch runs them without compilation; views move nothing.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ __all__ = ["Flops", "count"]
 
 @dataclass(frozen=True)
 class Flops:
-    """What one forward and its backward cost; zeros for what could not be counted.
+    """The cost of one forward and its backward; zeros for what could not be counted.
 
     Attributes:
         forward, backward: FLOPs.
         forward_bytes, backward_bytes: bytes read and written.
-        layers: (forward, backward) FLOPs of every module within, by its name.
-        why: why nothing could be counted, "" otherwise.
-        input_grad, input_grad_bytes: of `backward`, what the gradients of the inputs alone take; the rest is that of
-            the weights.
+        layers: (forward, backward) FLOPs of every module inside, by name.
+        why: why nothing could be counted; "" otherwise.
+        input_grad, input_grad_bytes: the part of the backward for the gradients of the inputs; the rest is for those
+            of the weights.
     """
 
     forward: float = 0.0
@@ -56,7 +56,7 @@ class Flops:
     input_grad_bytes: int = 0
 
     def of(self, kind: Kind) -> tuple[float, int]:
-        """FLOPs and bytes of an op of this kind.
+        """Return the FLOPs and bytes of an op of this kind.
 
         >>> Flops(1.0, 2.0, 10, 20, input_grad=1.5).of(Kind.WEIGHT_GRAD)
         (0.5, 20)
@@ -75,15 +75,15 @@ class Flops:
 def count(target: Callable[..., Any], *inputs: Any) -> Flops:
     """Count the forward of a module or function on these inputs, and the backward of its outputs.
 
-    Nothing is computed, and neither the module, its gradients nor any random state change: a copy runs, on
-    tensors without data. A module that cannot run so (its control flow looks into its tensors) costs
-    zeros, and `why` says so; this never raises.
+    Nothing is computed, and neither the module nor its gradients nor any random state change: a copy runs on
+    tensors without data. A module that cannot run this way (because its control flow reads its tensors) costs
+    zeros, and `why` says so; the function never raises.
 
     Args:
         target: a module, or a function of tensors such as a module with its loss.
-        inputs: as `target` takes them; one that requires a gradient gets it in the backward.
+        inputs: the arguments of `target`; an input that requires a gradient gets one in the backward.
 
-    A linear layer of k inputs and n outputs takes 2bkn forward, and as much for each of its two gradients:
+    A linear layer with k inputs and n outputs takes 2bkn FLOPs forward, and as many for each of its two gradients:
 
     >>> flops = count(nn.Linear(3, 5), torch.zeros(2, 3, requires_grad=True))
     >>> flops.forward, flops.backward
@@ -91,7 +91,7 @@ def count(target: Callable[..., Any], *inputs: Any) -> Flops:
     """
     try:
         with _unseen(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run itself will say them
+            warnings.simplefilter("ignore")  # the run itself will show them
             return _count(target, inputs)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
@@ -109,7 +109,7 @@ def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:
     forward, backward, input_grad = (_Costs(mode, within) for _ in range(3))
     with mode, torch.enable_grad():
         target, inputs = _copied(target, mode), tree_map_only(torch.Tensor, fake, inputs)
-        with within:  # from the forward on: its tensors tell the backward within which module it is
+        with within:  # from the forward on: its tensors show in which module the backward is
             with forward:
                 outputs = [out for out in tree_leaves(target(*inputs)) if isinstance(out, torch.Tensor)]
             outputs = [out for out in outputs if out.requires_grad]
@@ -139,7 +139,7 @@ def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:
 
 
 def _copied(target: Callable[..., Any], mode: Any) -> Callable[..., Any]:
-    """The module with parameters and buffers without data; a function as it is."""
+    """Copy a module, with parameters and buffers that hold no data; return a function as it is."""
     if not isinstance(target, nn.Module):
         return target
     memo: dict[int, Any] = {}
@@ -156,7 +156,7 @@ def _wants_gradient(value: Any) -> bool:
 
 
 def _leaves_of(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The parameters that the outputs' graph leads to; a function's own are found nowhere else."""
+    """Return the parameters in the outputs' graph, which is the only way to find those that a function uses."""
     seen: set[Any] = set()
     found: list[torch.Tensor] = []
     todo: list[Any] = [out.grad_fn for out in outputs]
@@ -171,13 +171,13 @@ def _leaves_of(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class _Costs(TorchDispatchMode):
-    """Sums what operators cost, none of which compute.
+    """A mode that sums the costs of operators without computing them.
 
-    A function may bring tensors of its own, with data; what it writes into those must not arrive.
+    A function may use tensors of its own, with data, which must not be written to.
 
     Attributes:
-        flops: by the module within which they are, each one's with those of the modules within it; "Global": all.
-        nbytes: read and written.
+        flops: FLOPs by module, each including those of the modules inside it; "Global": all of them.
+        nbytes: bytes read and written.
     """
 
     def __init__(self, mode: Any, within: ModuleTracker) -> None:
@@ -190,7 +190,7 @@ class _Costs(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # every second call: a fake tensor is asked for its device
+        if func is torch.ops.prim.device.default:  # every second call: a query for a fake tensor's device
             return func(*args, **kwargs)
         if not all(isinstance(value, FakeTensor) for value in tensors_in((args, kwargs))):
             args, kwargs = tree_map_only(torch.Tensor, self._without_content, (args, kwargs))
@@ -203,14 +203,14 @@ class _Costs(TorchDispatchMode):
         return out
 
     def _without_content(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, or a stand-in for one that has data."""
+        """Return the tensor itself, or a fake tensor in place of one that has data."""
         fake: torch.Tensor = tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
         return fake
 
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """Put every random state back."""
+    """Restore every random state afterwards."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield

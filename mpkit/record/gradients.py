@@ -1,8 +1,8 @@
 """Gradients in the ledger: one by one while a shape is measured, all at once afterwards.
 
-A hook on each parameter sees its gradient the moment it is made; called between two kernels, with nothing of it in
-any cache, it costs microseconds, and a model has many parameters. So the hooks are there only while a backward is
-measured (`mpkit.record.saved`), and later the gradients are collected when a backward is over.
+A hook on each parameter sees its gradient as soon as it is made. Since it is called between two kernels, with none of
+its code in any cache, it costs microseconds, and a model has many parameters. So the hooks exist only while a backward
+is measured (`mpkit.record.saved`); afterwards the gradients are collected when a backward is over.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ class Gradients:
     """The gradients of some parameters.
 
     Args:
-        made: called around the making of each gradient, while `watch` is on.
+        made: called before and after each gradient is accounted for, while `watch` is on.
     """
 
     def __init__(self, ledger: Ledger, parameters: Iterable[nn.Parameter], made: Callable[[], None]) -> None:
         self._ledger = ledger
         self._made = made
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._known: list[weakref.ref[torch.Tensor]] = []  # the gradients there were when last looked at,
+        self._known: list[weakref.ref[torch.Tensor]] = []  # the gradients at the last look,
         self._there: list[bool] = []  # which of the parameters had one,
         self._others = -1  # and bytes of all but the last, if each has its own storage; -1 if not
         self._last: Callable[[], torch.Tensor | None] = (
-            _nothing  # the last one's gradient when all were there
+            _nothing  # the last parameter's gradient, when all had one
         )
         self._hooks: list[RemovableHandle] = []
 
     def watch(self) -> None:
-        """See each gradient as it is made."""
+        """Start to see each gradient as it is made."""
         if not self._hooks:
-            self._there = []  # what `collect` knew is out of date from here on
+            self._there = []  # what `collect` remembered is out of date from here on
             self._hooks = [p.register_post_accumulate_grad_hook(self._see) for p in self._parameters]
 
     def unwatch(self) -> None:
-        """See them only when they are collected."""
+        """Stop seeing gradients one by one; they are then collected."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def collect(self) -> int:
-        """Take the gradients that are new since the last time into the ledger; returns their bytes.
+        """Enter the gradients that are new since the last call into the ledger; return their bytes.
 
-        What is new replaces what died: `zero_grad` drops all, and backward makes all. So while the last one is
-        still there, so are the others; and if the same parameters have new ones, they are as many bytes.
+        New gradients replace dropped ones: `zero_grad` drops all, and backward makes all. So as long as the last one is
+        still there, so are the others; and if the same parameters have new ones, these have as many bytes.
         """
         last = self._last()
         if last is not None and last is self._parameters[-1].grad:
@@ -85,7 +85,7 @@ class Gradients:
 
 
 def _owns(grad: torch.Tensor) -> bool:
-    """Whether the gradient has a storage of its own: it is no view of a bucket."""
+    """Return whether the gradient has its own storage and is not a view of a bucket."""
     return grad.untyped_storage().nbytes() == grad.nbytes
 
 

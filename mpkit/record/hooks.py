@@ -1,9 +1,9 @@
-"""Watching a module and its optimizer: model states into the ledger, the optimizer's step as an op.
+"""Watching a module and its optimizer: model states go into the ledger, and the optimizer's step becomes an op.
 
 parameters, buffers    counted when the watch begins
-gradients              when backward has made them; `zero_grad` drops them, and their storage's death tells
-optimizer state        after the first step has made it
-layers                 (if asked) each layer's share of a forward or backward, as an op within that action
+gradients              counted when backward has made them, until `zero_grad` frees their storage
+optimizer state        counted after the first step has made it
+layers                 (if requested) each layer's part of a forward or backward, as an op inside that action
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["Watch", "layers_of", "saving", "watch", "watch_optimizer"]
 
 
 class Watch:
-    """What `watch` put in place; `close` takes it away again."""
+    """The hooks that `watch` registered; `close` removes them."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._last: list[Callable[[], None]] = []
-        self._backward = -1  # the layer whose backward is under way: its op
+        self._backward = -1  # the op of the layer whose backward is running
 
     def close(self) -> None:
-        """Remove every hook. What is in the ledger stays there until it dies."""
+        """Remove every hook. Entries in the ledger stay until their storage is freed."""
         for handle in self._handles:
             handle.remove()
         for forget in self._last:
@@ -45,10 +45,10 @@ class Watch:
         gradients = Gradients(
             ledger, module.parameters(), made=lambda: savings.gradient_made(recorder.place()[:2])
         )
-        ledger.change(("grads", gradients.collect()))  # those that are there already
+        ledger.change(("grads", gradients.collect()))  # existing gradients
         if (
             not savings.measured
-        ):  # or they are collected: a runtime is at work that says when a backward is over
+        ):  # else they are collected: there is a runtime, which says when a backward is over
             gradients.watch()
         savings.gradients.append(gradients)
         self._last = [gradients.unwatch, lambda: savings.gradients.remove(gradients)]
@@ -62,12 +62,12 @@ def watch(
     flops: Mapping[str, tuple[float, float]] | None = None,
     layers: bool = True,
 ) -> Watch:
-    """Record the module's states as they come and go, and the optimizer's steps.
+    """Record the module's states as they are made and freed, and the optimizer's steps.
 
     Args:
         module: a rank's part of the model; call it once for each part.
-        optimizer: of that part's parameters; its `step` becomes an OPTIMIZER op.
-        flops: (forward, backward) FLOPs by layer, as in `Flops.layers`; used where `recorder.layers` is set.
+        optimizer: the optimizer of that part's parameters; its `step` becomes an OPTIMIZER op.
+        flops: (forward, backward) FLOPs by layer, as in `Flops.layers`; used if `recorder.layers` is set.
         layers: whether the module's layers may be watched too, if `recorder.layers` is set.
     """
     watched = Watch()
@@ -93,7 +93,7 @@ def watch_optimizer(
     """Record an optimizer's steps and count its states.
 
     Args:
-        elsewhere: its states are on the host, and so nothing that the device holds.
+        elsewhere: whether its states are on the host and so do not count as device memory.
     """
     name = type(optimizer).__name__
     index = states = touched = 0
@@ -101,7 +101,7 @@ def watch_optimizer(
     def before(*_: Any) -> None:
         nonlocal index
         made = recorder.savings.collect()
-        if made:  # by a backward that nobody released
+        if made:  # by a backward that was not released
             recorder.ledger.change(("grads", made))
         index = recorder.begin(Kind.OPTIMIZER, name, nbytes=touched)
 
@@ -110,7 +110,7 @@ def watch_optimizer(
         found = sum(map(len, optimizer.state.values()))
         if (
             found != states or not touched
-        ):  # made in the first step, or for a parameter used for the first time
+        ):  # made in the first step, or for a parameter that is used for the first time
             states, touched = found, _track_states(recorder, optimizer, elsewhere)
         recorder.end(index, nbytes=touched)
 
@@ -118,9 +118,9 @@ def watch_optimizer(
 
 
 def _track_states(recorder: Recorder, optimizer: torch.optim.Optimizer, elsewhere: bool) -> int:
-    """Count the optimizer's state; returns the bytes that a step reads and writes.
+    """Count the optimizer's state, and return the bytes that a step reads and writes.
 
-    A state of no dimension is left out: Adam's step counters, which live on the host.
+    Zero-dimensional states are left out: Adam's step counters, which are on the host.
     """
     touched = 0
     for group in optimizer.param_groups:
@@ -137,7 +137,7 @@ def _track_states(recorder: Recorder, optimizer: torch.optim.Optimizer, elsewher
 
 
 def layers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a module: its children, and those of the containers among them.
+    """Yield the layers of a module: its children, and the children of containers among them.
 
     >>> [name for name, _ in layers_of(nn.ModuleDict({"wte": nn.Embedding(2, 2), "h": nn.ModuleList([nn.GELU()])}))]
     ['wte', 'h.0']
@@ -152,15 +152,15 @@ def layers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _watch_layer(
     watched: Watch, recorder: Recorder, name: str, layer: nn.Module, flops: tuple[float, float]
 ) -> list[RemovableHandle]:
-    """A layer's forward lasts from call to return.
+    """Record a layer's forward, from call to return, and its backward.
 
-    Its backward lasts from the arrival of its output's gradient until that of the next layer's, or until the
-    action is over. (Module backward hooks would tell more, but they forbid layers that work in place.)
+    The backward lasts from the arrival of the gradient of its output until that of the next layer's, or until the
+    action is over. (Module backward hooks would be more precise, but they forbid layers that work in place.)
     """
     index = -1
 
     def begin(kind: Kind, flops: float) -> int:
-        if not recorder.busy:  # not within an action: a look at the model between steps, say
+        if not recorder.busy:  # outside of an action, such as a look at the model between steps
             return -1
         stage, microbatch, _ = recorder.place()
         return recorder.begin(kind, name, stage=stage, microbatch=microbatch, flops=flops)

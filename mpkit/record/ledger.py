@@ -1,7 +1,7 @@
-"""Who holds how much memory: a ledger of storages by category.
+"""Which memory is held for what: a ledger of storages by category.
 
-What counts is the storage, not the tensor: views, tied weights and a gradient kept in a bucket share one, and it
-is counted once. A storage leaves the ledger when it dies, so nothing has to be said when memory is freed.
+The ledger counts storages, not tensors: views, tied weights and a gradient in a bucket share a storage, which is
+counted once. A storage leaves the ledger when it is freed, so nothing has to be reported when memory is freed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _NUMBER = {category: number for number, category in enumerate(CATEGORIES)}
 
 
 class Claim:
-    """The storages that a forward saved and nobody else had in the ledger; see `mpkit.record.saved`.
+    """The storages that a forward saved and that were not in the ledger before; see `mpkit.record.saved`.
 
     Attributes:
-        nbytes: bytes of all of them.
-        alive: bytes of those that have not died yet.
+        nbytes: bytes of all these storages.
+        alive: bytes of those that have not been freed yet.
     """
 
     def __init__(self) -> None:
@@ -40,19 +40,19 @@ class Claim:
         self.alive = 0
 
     def add(self, nbytes: int) -> None:
-        """A storage is claimed; with a negative number, it turned out to be somebody else's."""
+        """Add the bytes of a claimed storage; a negative number takes back a storage that belongs elsewhere."""
         self.nbytes += nbytes
         self.alive += nbytes
 
 
 class _Entry(weakref.ref[Any]):
-    """A storage in the ledger; with a callback, it tells when the storage dies."""
+    """A storage in the ledger, as a weak reference whose callback runs when the storage is freed."""
 
     __slots__ = ("block", "category", "claim", "key", "nbytes")
 
     block: (
         tuple[list[weakref.ref[torch.Tensor]], int] | None
-    )  # what it stands for besides itself, and its bytes
+    )  # the tensors that it also stands for, and their bytes
     category: int
     claim: Claim | None
     key: int
@@ -60,13 +60,13 @@ class _Entry(weakref.ref[Any]):
 
 
 class Ledger:
-    """Bytes held on the rank's device by category, each storage counted once: the first category wins.
+    """The bytes held on the rank's device by category, with each storage counted once, in its first category.
 
-    What lives elsewhere is not counted: on a GPU's ledger nothing of the host's memory, and nowhere the
-    step counters that Adam keeps in host scalars (`mpkit.record.hooks` leaves them out).
+    Memory elsewhere is not counted: a GPU's ledger has none of the host's memory, and no ledger has the step counters
+    that Adam keeps in host scalars (`mpkit.record.hooks` leaves them out).
 
     Attributes:
-        held: bytes by category, now.
+        held: the bytes currently held, by category.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Ledger:
         self._ops = ops
         self._is_here = attrgetter(f"is_{device.type if device is not None else 'cpu'}")
         self._entries: dict[int, _Entry] = {}
-        self._blocks: set[int] = set()  # keys of entries that stand for others too
+        self._blocks: set[int] = set()  # keys of entries that also stand for others
         self._queue: deque[tuple[int, int, int]] = deque()
         self._writing = threading.Lock()
         self.held = dict.fromkeys(CATEGORIES, 0)
 
     def track(self, tensor: torch.Tensor, category: str) -> None:
-        """Count the tensor's storage from now until it dies; one that is known stays in its category."""
+        """Count the tensor's storage from now until it is freed; a known storage keeps its category."""
         if self._blocks and category == "grads":
             self._resolve()
         entry, is_new = self._find(tensor, _number(category))
@@ -109,7 +109,7 @@ class Ledger:
             entry.category = new
 
     def claim(self, tensor: torch.Tensor, category: str, claim: Claim) -> None:
-        """Track the tensor; a storage that is new is added to `claim` until `track` is called for it."""
+        """Track the tensor; a new storage belongs to `claim` until `track` is called for it."""
         entry, is_new = self._find(tensor, _number(category))
         if entry is not None and is_new:
             self._change((entry.category, entry.nbytes))
@@ -117,7 +117,7 @@ class Ledger:
             claim.add(entry.nbytes)
 
     def enter(self, tensors: Iterable[torch.Tensor], category: str) -> int:
-        """Track the tensors; returns the bytes that are new. The caller writes the `change`."""
+        """Track the tensors, and return the bytes of new storages. The caller writes the `change`."""
         self._resolve()
         found = [self._find(tensor, _number(category)) for tensor in tensors]
         return sum(entry.nbytes for entry, is_new in found if entry is not None and is_new)
@@ -125,10 +125,11 @@ class Ledger:
     def enter_block(
         self, others: list[weakref.ref[torch.Tensor]], nbytes: int, last: torch.Tensor, category: str
     ) -> int:
-        """Track tensors that came together and will go together, `last` last, at the cost of one.
+        """Track tensors that are made together and freed together, `last` last, at the cost of one.
 
-        The others must be new and have storages of their own, of `nbytes` together. When the last one dies they are
-        looked at, and before that if one of them may be asked for. Returns and leaves to write what `enter` does.
+        The others must be new and have storages of their own, `nbytes` in total. They are checked when the last one is
+        freed, or earlier if one of them may be needed. As with `enter`, the new bytes are returned and the caller
+        writes the change.
         """
         entry, is_new = self._find(last, _number(category))
         if entry is None or not is_new:
@@ -139,16 +140,16 @@ class Ledger:
         return nbytes + entry.nbytes
 
     def change(self, *deltas: tuple[str, int]) -> None:
-        """Count so many bytes more in these categories, without naming a tensor: `change(("grads", 400))`.
+        """Add bytes to these categories without naming a tensor: `change(("grads", 400))`.
 
-        May be called at any moment by any thread.
+        Any thread may call it at any moment.
         """
         self._change(*[(_NUMBER[category], delta) for category, delta in deltas])
 
     def _change(self, *deltas: tuple[int, int]) -> None:
-        # Also in the middle of itself: the death of a storage is noticed wherever the garbage collector happens
-        # to run. So nobody waits for the lock: whoever finds it taken queues the change, and whoever holds it
-        # looks at the queue after letting it go.
+        # It may even be called within itself, since freed storages are noticed wherever the garbage collector
+        # happens to run. So nothing waits for the lock: a call that finds it taken queues the change, and the call
+        # that holds it checks the queue after releasing it.
         now = self._now()
         if self._writing.acquire(False):
             try:
@@ -175,7 +176,7 @@ class Ledger:
             file.publish(index + 1)
 
     def _find(self, tensor: torch.Tensor, category: int) -> tuple[_Entry | None, bool]:
-        """The entry of the tensor's storage, and whether it is new; None for what is not counted."""
+        """Return the entry of the tensor's storage, and whether it is new; (None, False) if it is not counted."""
         if not self._is_here(tensor):
             return None, False
         try:
@@ -210,7 +211,7 @@ class Ledger:
             self._change((entry.category, -self._break_up(entry)))
 
     def _break_up(self, entry: _Entry) -> int:
-        """End the entry's block, if it has one: what is alive enters by itself; returns the bytes of what is not."""
+        """End the entry's block, if any: tensors that are alive enter by themselves; return the bytes of the others."""
         if entry.block is None:
             return 0
         (others, nbytes), entry.block = entry.block, None

@@ -1,7 +1,7 @@
-"""What one operator costs: FLOPs by torch's formulas, bytes by what it is given and makes.
+"""The cost of one operator: FLOPs by torch's formulas, bytes by its arguments and results.
 
-For dispatch modes, which see every operator of a forward or a backward: `flops.count` on tensors without data, ranks
-that are played, models that are walked through.
+Dispatch modes, which see every operator of a forward or a backward, use it: `flops.count` on tensors without data,
+simulated ranks, and models that are traced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import (
 
 __all__ = ["flops_of", "moved_by", "tensors_in"]
 
-_MOVES_NOTHING = {  # besides what is declared to be a view
+_MOVES_NOTHING = {  # besides operators that are declared as views
     torch.ops.aten._unsafe_view,
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
@@ -29,9 +29,9 @@ _MOVES_NOTHING = {  # besides what is declared to be a view
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Those among an operator's arguments or results, which are nested in tuples, lists and dicts only.
+    """Yield the tensors among an operator's arguments or results, which nest in tuples, lists and dicts only.
 
-    torch's own tree_leaves knows more kinds of trees and takes ten times as long, at every operator.
+    torch's own tree_leaves knows more kinds of trees but takes ten times as long, for every operator.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -44,14 +44,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Bytes that one operator reads and writes: all that it is given and makes, unless that is a view."""
+    """Return the bytes that an operator reads and writes: all its arguments and results, unless it is a view."""
     if func.is_view or func.namespace in ("prim", "c10d") or func.overloadpacket in _MOVES_NOTHING:
         return 0
     return sum(value.nbytes for value in tensors_in((args, kwargs, out)))
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """FLOPs of one operator; 0 for all but matrix products, convolutions and attention."""
+    """Return the FLOPs of an operator; 0 for all but matrix products, convolutions and attention."""
     formula = _FORMULAS.get(func.overloadpacket)
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
 
@@ -64,7 +64,7 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
     return int(sdpa_backward_flop_count(gradient, query, key, value))
 
 
-# PyTorch counts its GPU kernels for attention and, as of 2.13, not the one for CPUs.
+# PyTorch counts its GPU kernels for attention but, as of 2.13, not the one for CPUs.
 _ATTENTION_ON_CPU = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

@@ -1,13 +1,13 @@
-"""The Recorder writes what one rank does into its files, while it does it.
+"""The Recorder writes what one rank does into the rank's files as it happens.
 
 An op is written when it begins, as open, and again when it ends. So the file always says what the rank is doing
-now, and what it was doing when it was killed or hung. The hot path is `begin` and `end`: two looks at the
-clock, two packings into mapped memory, no allocation to speak of.
+now, and what it was doing when it was killed or hung. The hot path is `begin` and `end`: two readings of the clock,
+two writes into mapped memory, and almost no allocation.
 
-A look at the wall clock is cheap, a look at the CPU time of a thread is a system call and costs as much as all
-the rest. So within 0.2 ms of such a look CPU time is taken to have run on with the wall clock: the op that begins
-right after another needs no look of its own. A system that gives a core to somebody else gives it for longer than
-that, and a thread that slept did so in a WAIT, after which there is a look again.
+Reading the wall clock is cheap; reading a thread's CPU time is a system call that costs as much as all the rest. So
+within 0.2 ms of such a reading, CPU time is assumed to advance with the wall clock: an op that begins right after
+another needs no reading of its own. A system that gives the core to another process does so for longer than that, and
+a thread sleeps only in a WAIT, after which CPU time is read again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, lane_of
 
 __all__ = ["Current", "Recorder"]
 
-_BEGIN = struct.Struct("<BBBxhxxiiIIIiiiq16xqd8x").pack_into  # an OP record, still without end, cpu and value
+_BEGIN = struct.Struct("<BBBxhxxiiIIIiiiq16xqd8x").pack_into  # an OP record without end, cpu and value
 _END = struct.Struct("<qq").pack_into
 _LONG = struct.Struct("<q").pack_into
 _FLOAT = struct.Struct("<d").pack_into
@@ -52,21 +52,21 @@ _NOTHING: _Open = (-2, 0, 0, None)
 
 
 class Recorder:
-    """Writes one rank's operations and memory; a function run by `Cluster.run` has it as `ctx.record`.
+    """The writer of one rank's operations and memory; a function run by `Cluster.run` has it as `ctx.record`.
 
-    One thread at a time begins and ends ops; memory may change in any.
+    Only one thread at a time may begin and end ops; memory may change in any thread.
 
     Args:
-        folder: where its files go.
-        rank: whose they are.
-        device: whose memory and, on a GPU, whose times.
-        layers: whether hooks are to record every layer within an action as well.
+        folder: the folder for its files.
+        rank: the rank that it records.
+        device: the device whose memory and, on a GPU, whose times are recorded.
+        layers: whether hooks also record every layer inside an action.
         now: the wall clock, in ns.
         thread_time: the CPU time of this thread, in ns.
 
     Attributes:
-        folder: where its files are.
-        ledger: the memory this rank holds, by category.
+        folder: the folder of its files.
+        ledger: the memory that this rank holds, by category.
         savings: what forwards save for their backwards; see `mpkit.record.saved`.
         layers: whether hooks are to record every layer within an action as well.
     """
@@ -92,28 +92,17 @@ class Recorder:
         self._clock = clock_for(device)
         self._late = self._clock.late
         self._open = _NOTHING
-        self._looked, self._cpu = 0, 0  # when the thread's CPU time was looked at last, and what it was
+        self._looked, self._cpu = 0, 0  # when the thread's CPU time was last read, and what it was
         self._step, self._step_op = -1, -1
         self._dropped, self._dropped_at = Current(None, None, None), -1
 
     def begin(
-        self,
-        kind: int,
-        name: str = "",
-        *,
-        stage: int = -1,
-        microbatch: int = -1,
-        flops: float = 0.0,
-        nbytes: int = 0,
-        group: str = "",
-        number: int = -1,
-        peer: int = -1,
-        ref: int = -1,
-        where: str = "",
-    ) -> int:
-        """Write that an op begins; returns the index to `end` it by, -1 if it could not be recorded.
+        self, kind: int, name: str = "", *, stage: int = -1, microbatch: int = -1, flops: float = 0.0,
+        nbytes: int = 0, group: str = "", number: int = -1, peer: int = -1, ref: int = -1, where: str = "",
+    ) -> int:  # fmt: skip
+        """Write that an op begins; return the index with which to `end` it, -1 if it could not be recorded.
 
-        Ops of the compute lane nest: one begun inside another is ended before it. Communication may overlap
+        Ops of the compute lane nest: an op that begins inside another ends before it. Communication may overlap
         anything. The arguments are the columns of `mpkit.trace.OP`.
         """
         names = self._names
@@ -145,13 +134,13 @@ class Recorder:
             flops,
         )
         file.count = index + 1
-        _LONG(file.map, 8, index + 1)  # the header's count, after the record: what it counts is whole
+        _LONG(file.map, 8, index + 1)  # the header's count, set after the record: it counts complete records
         if self._late:
             self._clock.mark(index, False)
         if not lane:
             since = start - self._looked
             if kind == _WAIT:
-                cpu = -1  # nobody asks
+                cpu = -1  # not needed
             elif since < _NEAR:
                 cpu = self._cpu + since
             else:
@@ -160,9 +149,9 @@ class Recorder:
         return index
 
     def end(self, index: int, *, nbytes: int = 0) -> None:
-        """Write that the op ended, with the CPU time its thread used; `nbytes` if known only now.
+        """Write that the op ended, with the CPU time that its thread used, and `nbytes` if it is known only now.
 
-        Ops of the compute lane that were left open within it end as well.
+        Ops of the compute lane that were left open inside it end as well.
         """
         now = self._now()
         file = self._file
@@ -193,39 +182,39 @@ class Recorder:
             _LONG(file.map, at + _AT_BYTES, nbytes)
 
     def drop(self, index: int) -> None:
-        """Leave the op open in the file, as what was under way when something failed, and go on without it."""
+        """Leave the op open in the file, as the one that was running when something failed, and go on without it."""
         if index not in self._stack():
             return
-        if self._dropped_at != self._file.count:  # of several, the innermost knows best where it was
+        if self._dropped_at != self._file.count:  # of several, the innermost knows best where the failure was
             self._dropped, self._dropped_at = self.current, self._file.count
         while self._open[0] >= index:
             self._open = self._open[3] or _NOTHING
 
     def step(self, number: int) -> Step:
-        """One training step: every op begun inside `with record.step(0):` belongs to it.
+        """Make the context of a training step: every op begun inside `with record.step(0):` belongs to it.
 
-        Left by an exception, it stays open.
+        If an exception leaves it, it stays open.
         """
         if number < 0:
             raise ValueError(f"steps are numbered from 0, and this one was to be {number}")
         return Step(self, number)
 
     def begin_step(self, number: int) -> None:
-        """What `step` does on entering; its loss is not known yet."""
+        """Begin a step, as `step` does on entering; the step's loss is not known yet."""
         self._step = number
         self._step_op = index = self.begin(Kind.STEP, "step")
         if index >= 0:
             _FLOAT(self._file.map, _FIRST + _SIZE * index + _AT_VALUE, nan)
 
     def end_step(self) -> None:
-        """What `step` does on leaving."""
+        """End a step, as `step` does on leaving."""
         self.end(self._step_op)
         if self._late:
             self._resolve()
         self._step = self._step_op = -1
 
     def loss(self, value: float) -> None:
-        """Write the loss of the step that is under way."""
+        """Write the loss of the current step."""
         if self._step < 0:
             raise ValueError("no step is under way: call record.loss(value) inside `with record.step(0):`")
         if self._step_op >= 0:
@@ -234,7 +223,7 @@ class Recorder:
     def span(self, name: str, *, flops: float = 0.0, nbytes: int = 0) -> Span:
         """Record a piece of a function of your own: `with ctx.record.span("attention"):`.
 
-        It has the stage and micro-batch of the op around it. Left by an exception, it stays open.
+        It has the stage and micro-batch of the op around it. If an exception leaves it, it stays open.
         """
         return Span(self, name, flops, nbytes)
 
@@ -252,7 +241,7 @@ class Recorder:
         return self._open is not _NOTHING
 
     def place(self) -> tuple[int, int, int]:
-        """Stage, micro-batch and step of the innermost open compute op, -1 for none."""
+        """Return stage, micro-batch and step of the innermost open compute op, -1 for none."""
         if self._open is _NOTHING:
             return -1, -1, self._step
         stage, microbatch, step = _PLACE(self._file.map, _FIRST + _SIZE * self._open[0] + _AT_PLACE)
@@ -260,34 +249,34 @@ class Recorder:
 
     def close(self, state: Literal["finished", "failed"] = "finished") -> None:
         """Write how the rank ended; nothing is recorded afterwards."""
-        with suppress(RuntimeError) if state == "failed" else nullcontext():  # a GPU that failed cannot say
+        with suppress(RuntimeError) if state == "failed" else nullcontext():  # a failed GPU has no times
             self._resolve()
         for file in (self._file, self._memory):
             file.close(_STATES[state])
         self._names.close()
 
     def _stop(self, error: OSError) -> None:
-        """A name had no room on the disk: without it, records mean nothing."""
+        """Stop recording, since the disk had no room for a name: without names, records mean nothing."""
         count = self._file.count
         for file in (self._file, self._memory):
             file.stop()
         warn_of_end(count, f"{self.folder} has no room for a name ({error.strerror})")
 
     def _unwind(self, index: int) -> None:
-        """End what was left open within op `index`, and then it; nothing if it has ended already."""
+        """End the ops that were left open inside op `index`, and then that op; do nothing if it has ended already."""
         if index in self._stack():
             while self._open[0] >= index:
                 self.end(self._open[0])
 
     def _stack(self) -> Iterator[int]:
-        """The open ops of the compute lane, innermost first."""
+        """Yield the open ops of the compute lane, innermost first."""
         op: _Open | None = self._open
         while op is not None and op is not _NOTHING:
             yield op[0]
             op = op[3]
 
     def _resolve(self) -> None:
-        """Put the device's own times in place of the host's."""
+        """Replace the host's times by the device's own."""
         for index, start, end in self._clock.resolve():
             at = _FIRST + _SIZE * index
             _LONG(self._file.map, at + _AT_START, start)

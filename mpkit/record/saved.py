@@ -1,18 +1,20 @@
 """What a forward saves for its backward, counted as activations.
 
-Autograd tells through two hooks what it saves, tensor by tensor. Calling Python for each costs microseconds, which is
-some percent of a small micro-batch; and the answer is the same for every micro-batch of one shape. So forwards of a
-shape are *measured* with the hooks on until the backward of one of them is over; the later ones *reuse* its numbers:
+Autograd's saved-tensor hooks show what it saves, tensor by tensor. Calling Python for each one costs microseconds,
+which is a few percent of a small micro-batch, and the result is the same for every micro-batch of one shape. So
+forwards of a shape are *measured* with the hooks on until the backward of one of them is over; later ones *reuse* its
+numbers:
 
-    measured    each storage enters the ledger as it is saved, and leaves it as backward lets go of it; each
-                gradient enters as it is made
-    reused      the sum enters when the forward is over; when backward is over the ledger is told what was held at
-                the measured backward's peak, then that the sum is gone and which gradients there are
+    measured    each storage enters the ledger when it is saved, and leaves it when backward frees it; each
+                gradient enters when it is made
+    reused      the sum enters when the forward is over; when backward is over, the ledger records what was held at
+                the measured backward's peak, then that the sum is freed and which gradients exist
 
-Where the backward is split in two (`mpkit.parallel.split_backward`), a part of it goes when the first half is over.
+If the backward is split in two (`mpkit.parallel.stage.split_backward`), a part of the sum is freed when the first half
+is over.
 
-Parameters, buffers and whatever else is in the ledger already is not counted again, so a pipeline that keeps
-a stage's inputs tracks them before the forward, and its outputs as soon as it has them.
+Parameters, buffers and anything else that is in the ledger already are not counted again. So a pipeline that keeps a
+stage's inputs tracks them before the forward, and its outputs as soon as it has them.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ __all__ = ["Packed", "Saved", "Savings", "saving"]
 
 @dataclass
 class Measured:
-    """What one measured forward and its backward told of a shape.
+    """What one measured forward and its backward showed about a shape.
 
     Attributes:
         claim: the storages that the forward saved.
-        peaks: (bytes of them still alive, bytes of gradients made) when their sum was largest, of a
-            backward that made gradients for good (True: there were none) and of one that did not (False).
-        half: bytes of them still alive between the halves of a backward that is split.
+        peaks: (bytes of these storages still alive, bytes of gradients made) when their sum was largest, for a
+            backward that made gradients to keep (True: there were none) and for one that did not (False).
+        half: bytes of these storages still alive between the halves of a split backward.
     """
 
     claim: Claim = field(default_factory=Claim)
@@ -52,10 +54,10 @@ class Measured:
 
 
 class Savings:
-    """What was measured so far, by stage and shape, and what there is to measure with.
+    """What has been measured so far, by stage and shape, and what is needed for measuring.
 
     Attributes:
-        gradients: of the modules that are watched.
+        gradients: the gradients of the watched modules.
         under_way: the measured forward of each stage and micro-batch.
         measuring: how many of those wait for the end of their backward.
     """
@@ -67,14 +69,14 @@ class Savings:
         self.measuring = 0
 
     def gradient_made(self, place: tuple[int, int]) -> None:
-        """The backward of this stage and micro-batch makes a gradient, or has made it."""
+        """Sample the memory when the backward of this stage and micro-batch makes a gradient, or has made it."""
         found = self.under_way.get(place)
         saved = found() if found is not None else None
         if saved is not None:
             saved.sample()
 
     def collect(self) -> int:
-        """Take gradients that are new into the ledger; the caller writes the change of that many bytes."""
+        """Enter new gradients into the ledger, and return their bytes; the caller writes that change."""
         new = 0
         for gradients in self.gradients:
             new += gradients.collect()
@@ -98,14 +100,14 @@ class Saved:
         return 0
 
     def halve(self) -> None:
-        """The first half of a backward that is split is over: what only it needed is gone."""
+        """Drop what only the first half of a split backward needed, once that half is over."""
 
     def release(self) -> None:
-        """The backward is over, or never comes: nothing is held any more."""
+        """Drop everything, once the backward is over or will never run."""
 
 
 class MeasuredSaved(Saved):
-    """The ledger sees its storages one by one."""
+    """A measured forward: the ledger sees its storages one by one."""
 
     def __init__(self, recorder: Recorder, key: Hashable, *, every: bool) -> None:
         self.measured = Measured()
@@ -132,7 +134,7 @@ class MeasuredSaved(Saved):
         return self.measured.claim.alive
 
     def sample(self) -> None:
-        """Remember what is held if it is more than at any time before in this backward."""
+        """Remember what is held if it is the most so far in this backward."""
         alive, grads = self.measured.claim.alive, self._ledger.held["grads"]
         if self._grads_before < 0:
             self._grads_before = grads
@@ -161,11 +163,11 @@ class MeasuredSaved(Saved):
             self._savings.measuring -= 1
 
     def __del__(self) -> None:
-        self._close()  # given up without a backward: it told only half of it
+        self._close()  # dropped without a backward, so only half was measured
 
 
 class ReusedSaved(Saved):
-    """The ledger sees a sum."""
+    """A forward that reuses a measurement: the ledger sees one sum."""
 
     def __init__(self, recorder: Recorder, measured: Measured) -> None:
         self._ledger, self._savings = recorder.ledger, recorder.savings
@@ -196,20 +198,20 @@ class ReusedSaved(Saved):
             self._ledger.change(("activations", -held), ("grads", new))
 
     def __del__(self) -> None:
-        if self._held:  # given up
+        if self._held:  # dropped without a backward
             self._ledger.change(("activations", -self._held))
 
 
 def saving(recorder: Recorder, stage: int, key: Hashable, *, every: bool = False) -> Saved:
-    """Count what autograd saves inside, as activations: a context manager.
+    """Return a context manager that counts what autograd saves inside it as activations.
 
     Args:
-        stage: whose forward it is.
-        key: what makes two forwards of the stage save the same: shapes and dtypes of its inputs.
-        every: measure each time, not only the first of a key; exact, also where the key says too little.
+        stage: the stage whose forward it is.
+        key: two forwards of the stage with equal keys save the same: shapes and dtypes of its inputs.
+        every: whether to measure every time, not only the first per key; this is exact even if the key says too little.
 
     Returns:
-        What is saved, to be released after the backward.
+        the saved storages, to be released after the backward.
     """
     if not torch.is_grad_enabled():
         return Saved()  # nothing is saved
@@ -220,10 +222,10 @@ def saving(recorder: Recorder, stage: int, key: Hashable, *, every: bool = False
 
 
 def _measuring(ledger: Ledger, claim: Claim) -> saved_tensors_hooks:
-    """The hooks that see each tensor as autograd saves it."""
+    """Return the hooks that measure each tensor as autograd saves it."""
 
-    # The tensor itself must not be handed back: an output that its own node saves would hold itself. And since
-    # autograd leaves the check for writes in place to those who hook in, it is made here.
+    # The tensor itself must not be returned: an output that its own node saves would keep itself alive. And since
+    # autograd leaves the check for in-place writes to the hooks, it is made here.
     def pack(tensor: torch.Tensor) -> Packed:
         ledger.claim(tensor, "activations", claim)
         return Packed(tensor.detach(), tensor._version)
@@ -232,7 +234,7 @@ def _measuring(ledger: Ledger, claim: Claim) -> saved_tensors_hooks:
 
 
 class Packed:
-    """A tensor that autograd saved, with the count of writes that it had then."""
+    """A tensor that autograd saved, with its version counter at that time."""
 
     __slots__ = ("tensor", "version")
 
@@ -241,7 +243,7 @@ class Packed:
         self.version = version
 
     def drop(self) -> None:
-        """Let go of it: nobody will ask for it."""
+        """Free the tensor, since it will not be needed again."""
         self.tensor = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from importlib.resources import files
 
-from mpkit.tracebacks import public
+from mpkit.support.tracebacks import public
 
 __all__ = ["SOURCES", "Source", "source"]
 
@@ -13,10 +13,11 @@ SOURCES = {
     "naive": "naive_model_parallelism", "gpipe": "gpipe", "1f1b": "one_f_one_b", "stage": "stage",
     "dp": "dp", "naive-ddp": "naive_ddp", "flat-ddp": "flat_ddp", "ddp": "bucketed_ddp",
     "zero-1": "zero1", "zero-2": "zero2", "zero-3": "zero3",
-    "f-and-g": "conjugates", "column-parallel": "column_parallel_linear", "row-parallel": "row_parallel_linear",
-    "parallel-mlp": "parallel_mlp", "parallel-attention": "parallel_attention",
-    "vocabulary-cross-entropy": "vocabulary_cross_entropy",
-    "sequence-parallel": "sequence_parallel", "ring-attention": "ring_attention", "2d": "two_dimensions",
+    "f-and-g": "tensor/conjugates", "column-parallel": "tensor/column_parallel_linear",
+    "row-parallel": "tensor/row_parallel_linear",
+    "parallel-mlp": "tensor/parallel_mlp", "parallel-attention": "tensor/parallel_attention",
+    "vocabulary-cross-entropy": "tensor/vocabulary_cross_entropy",
+    "sequence-parallel": "tensor/sequence_parallel", "ring-attention": "ring_attention", "2d": "two_dimensions",
 }  # fmt: skip
 """The module of `mpkit.reference` by the name of the strategy."""
 
@@ -45,7 +46,9 @@ def source(name: str) -> Source:
         return g(ctx, partial, group)
     """
     wanted = str(name).lower().replace("_", "-")
-    module = SOURCES.get(wanted) or next((m for m in SOURCES.values() if m.replace("_", "-") == wanted), None)
+    module = SOURCES.get(wanted) or next(
+        (m for m in SOURCES.values() if m.rpartition("/")[2].replace("_", "-") == wanted), None
+    )
     if module is None:
         near = get_close_matches(wanted, SOURCES, n=1, cutoff=0.4)
         meant = f" Is mk.source({near[0]!r}) meant?" if near else ""

@@ -1,25 +1,25 @@
-"""One stage of a pipeline, on one rank: what every pipeline schedule is made of.
+"""A stage of a pipeline, on one rank, and the training loop: what every pipeline schedule shares.
 
     F_i       receive micro-batch i from rank s - 1, compute the stage, send the activations to rank s + 1
     B_i       receive the gradient of these activations, compute the backward, send the gradient of the input
     update    once per step, each rank its own stage
 
-A schedule is the order in which a rank calls `forward(i)` and `backward(i)`. Sends do not block, so ranks whose orders
-fit together cannot deadlock.
+A schedule is the order in which a rank calls `forward(i)` and `backward(i)`: `naive_model_parallelism`, `gpipe` or
+`one_f_one_b`. Sends do not block, so ranks whose orders fit together cannot deadlock.
 
 Source: Huang et al., "GPipe: Easy Scaling with Micro-Batch Pipeline Parallelism", NeurIPS 2019, section 2.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.reference.arguments import Loss
+from mpkit.reference.arguments import Batches, Loss, Optimizer
 
 
 class Stage:
@@ -75,3 +75,24 @@ class Stage:
         return self.ctx.comm.recv(
             torch.empty(*self.boundary, dtype=next(self.module.parameters()).dtype), rank, tag
         )
+
+
+def train(
+    ctx: mk.Context, schedule: Callable[[Stage], None], stages: Sequence[nn.Module], batches: Batches, loss: Loss,
+    optimizer: Optimizer, boundary: Sequence[int], m: int = 1,
+) -> list[float]:  # fmt: skip
+    """Return the loss of each step, on the last rank.
+
+    Args:
+        ctx, stages, batches, loss, optimizer: see `mpkit.reference.arguments`.
+        schedule: computes one step of a stage.
+        boundary: the shape of one micro-batch's activations between two stages.
+        m: micro-batches per batch.
+    """
+    stage, losses = Stage(ctx, stages[ctx.rank], loss, boundary), []
+    update = optimizer(stage.module.parameters())
+    for inputs, targets in batches:
+        stage.begin_step(inputs, targets, m)
+        schedule(stage)
+        losses.append(stage.end_step(update))
+    return losses

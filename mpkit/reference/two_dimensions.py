@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.reference.arguments import Batches, Loss, Optimizer
-from mpkit.reference.parallel_mlp import parallel_mlp
+from mpkit.reference.tensor.parallel_mlp import parallel_mlp
 
 __all__ = ["train"]
 

@@ -2,26 +2,26 @@
 
 A schedule says, for each rank, which actions it does in which order; when they happen follows from what each needs.
 Authors write compute only. `validate` says why a schedule cannot run, `lower` adds the sends and receives,
-`draw` shows it, and one runtime (`mpkit.parallel.pipeline`) executes any that is valid.
+`draw` shows it, and one runtime (`mpkit.parallel.runtime.pipeline`) executes every valid schedule.
 
     action       one step of one rank: `2F0` is stage 2's forward of micro-batch 0
-    core, read   Schedule: a row of actions for each rank; what an action needs. Made from text, lists or a function
-    play, live   when each action can run, on paper; what is held meanwhile
+    core, read   Schedule: a row of actions for each rank, and what an action needs; made from text, lists or a function
+    play, live   when each action can run, on paper, and what is held meanwhile
     all_forward, one_f_one_b, zero_bubble, v_shaped
                  the schedules of the literature, pure functions of (p, m) or (p, m, v)
     placement    which rank holds which stage
     catalogue    the schedules by name
-    theory       their bubbles, as the papers have them
-    validate     would it finish, do what it should, and fit?
-    lower        sends and receives, added
-    grid         drawn in text
+    theory       their bubbles, according to the papers
+    validate     whether a schedule finishes, is complete and fits into memory
+    lower        adds sends and receives
+    grid         draws a schedule in text
     greedy, improve
-                 orders found by a search (`mpkit.search`)
+                 orders found by a search (`mpkit.analysis.schedule_search`)
 """
 
 from mpkit.schedule.action import Action
 from mpkit.schedule.all_forward import gpipe, looped_bfs, naive
-from mpkit.schedule.catalogue import NAMES, build, named
+from mpkit.schedule.catalogue import NAMES, named
 from mpkit.schedule.core import Schedule
 from mpkit.schedule.grid import draw
 from mpkit.schedule.lower import lower
@@ -35,7 +35,6 @@ __all__ = [
     "NAMES",
     "Action",
     "Schedule",
-    "build",
     "draw",
     "dualpipev",
     "gpipe",

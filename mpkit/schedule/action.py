@@ -9,17 +9,17 @@ __all__ = ["COMMUNICATION", "COMPUTE", "Action"]
 
 COMPUTE = ("F", "B", "I", "W")
 """What an author writes. `F`: forward. `B`: backward, or split in two, `I`: gradients of the inputs, which
-the stage before waits for, and `W`: gradients of the weights, which nobody does."""
+the previous stage waits for, and `W`: gradients of the weights, which no stage waits for."""
 
 COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-"""What `lower` adds. `SEND_F` passes a stage's output on, `RECV_F` takes the stage's input; `SEND_B` passes
-the gradient of the stage's input back, `RECV_B` takes that of its output."""
+"""What `lower` adds. `SEND_F` sends a stage's output, `RECV_F` receives the stage's input; `SEND_B` sends
+the gradient of the stage's input back, `RECV_B` receives the gradient of its output."""
 
 _SPELLING = re.compile(rf"(\d*)({'|'.join((*COMMUNICATION, *COMPUTE))})(\d+)")
 
 
 class Action(NamedTuple):
-    """A kind, the stage that does it, and the micro-batch it is done for, all counted from 0.
+    """A kind, the stage that does it, and the micro-batch that it is done for, all counted from 0.
 
     >>> Action("F", stage=2, microbatch=0)
     2F0
@@ -42,11 +42,11 @@ class Action(NamedTuple):
         """Read what `str(action)` spells.
 
         Args:
-            text: such as 2F0, or F0 where the stage is known.
-            stage: the one that is meant where the text names none.
+            text: an action's text, such as 2F0, or F0 if the stage is known.
+            stage: the stage to assume if the text names none.
 
         Raises:
-            ValueError: it spells no action.
+            ValueError: the text is not an action.
         """
         match = _SPELLING.fullmatch(text.strip())
         if match is None or (stage is None and not match[1]):

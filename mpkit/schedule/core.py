@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mpkit.schedule.action import Action
-from mpkit.schedule.live import live
-from mpkit.schedule.read import holders, read
-from mpkit.tracebacks import public
+from mpkit.schedule.activations import live
+from mpkit.schedule.read import Read, called, holders, read
+from mpkit.support.tracebacks import public
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,20 +23,20 @@ __all__ = ["Schedule"]
 @public
 @dataclass(frozen=True, init=False, repr=False)
 class Schedule:
-    """For each rank, its actions in program order.
+    """The actions of each rank, in program order.
 
     Attributes:
-        rows: one a rank.
-        name: what it is called.
-        stage_to_rank: the rank that holds each stage; left out, the rank whose row names the stage.
+        rows: one row of actions per rank.
+        name: the name of the schedule.
+        stage_to_rank: the rank that holds each stage; if left out, the rank whose row names the stage.
         together: forwards that run as one with the backward that follows them in their row (DualPipe's F & B):
-            what both make leaves when both are done.
+            the results of both are sent when both are done.
 
-    It is made from (see `mpkit.schedule.read`):
+    A Schedule is made from one of these (see `mpkit.schedule.read`):
 
-    - text, a line a rank, or a list of lines: `2F0` is stage 2's forward of micro-batch 0, `0F3&3B1` are together;
-      the stage may be left out where a rank holds one only
-    - a list of actions a rank, or one list of all in the order in which they are done, dealt out to the ranks
+    - text with one line per rank, or a list of lines: `2F0` is stage 2's forward of micro-batch 0, `0F3&3B1` run
+      together; the stage may be left out where a rank holds only one
+    - one list of actions per rank, or one list of all actions in execution order, which is split by rank
     - a function of (p, m) that returns or yields any of these
 
     >>> Schedule(["F0 F1 B1 B0", "F0 F1 B1 B0"], name="gpipe").stage_to_rank
@@ -48,7 +48,7 @@ class Schedule:
     Schedule(['0F0 0B0 0F1 0B1 0F2 0B2', '1F0 1B0 1F1 1B1 1F2 1B2'], name='depth_first')
 
     Raises:
-        ValueError: something is no action. (Whether it would finish, `validate` says.)
+        ValueError: something is not an action. (`validate` says whether the schedule would finish.)
     """
 
     rows: tuple[tuple[Action, ...], ...]
@@ -66,7 +66,13 @@ class Schedule:
         p: int | None = None,
         m: int | None = None,
     ) -> None:
-        found = read(rows, tuple(stage_to_rank), p, m)
+        source, called_as = called(rows, p, m)
+        if isinstance(source, Schedule):
+            found = Read(
+                source.rows, tuple(stage_to_rank or source.stage_to_rank), source.together, source.name
+            )
+        else:
+            found = read(source, tuple(stage_to_rank), called_as)
         object.__setattr__(self, "rows", found.rows)
         object.__setattr__(self, "name", name or found.name)
         object.__setattr__(self, "stage_to_rank", found.stage_to_rank)
@@ -74,17 +80,17 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are: p."""
+        """The number of ranks, p."""
         return len(self.rows)
 
     @property
     def stages(self) -> int:
-        """How many stages there are: p, or v p where each rank holds v of them."""
+        """The number of stages: p, or v p if each rank holds v of them."""
         return len(self.stage_to_rank)
 
     @cached_property
     def microbatches(self) -> int:
-        """How many micro-batches there are: m."""
+        """The number of micro-batches, m."""
         return 1 + max((action.microbatch for row in self.rows for action in row), default=-1)
 
     @cached_property
@@ -92,11 +98,11 @@ class Schedule:
         return frozenset(action for row in self.rows for action in row)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in order."""
+        """Return the stages that a rank holds, in order."""
         return tuple(stage for stage, holder in enumerate(self.stage_to_rank) if holder == rank)
 
     def needs(self, action: Action) -> list[Action]:
-        """The actions that must be done before this one can run, besides those earlier in its row.
+        """List the actions that must be done before this one can run, besides those earlier in its row.
 
         >>> s = Schedule(["0F0 0B0", "1F0 1B0"])
         >>> s.needs(Action.parse("0B0"))
@@ -112,13 +118,13 @@ class Schedule:
         return [forward] if s == self.stages - 1 else [forward, self.input_grad(s + 1, m)]
 
     def input_grad(self, stage: int, microbatch: int) -> Action:
-        """The action that makes the gradient of a stage's input: I where its backward is split, else B."""
+        """Return the action that makes the gradient of a stage's input: I where its backward is split, else B."""
         split = Action("I", stage, microbatch)
         return split if split in self._actions else Action("B", stage, microbatch)
 
     @property
     def peak_live(self) -> list[float]:
-        """By rank the most activations that it holds at once: 1 for each micro-batch of a stage, from F to B, or W.
+        """The most activations that each rank holds at once: 1 per micro-batch and stage, from F to B or W.
 
         >>> Schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"]).peak_live
         [2, 1]
@@ -131,14 +137,14 @@ class Schedule:
         max_live: float | Sequence[float] | None = None,
         activation: float | Sequence[float] = 1,
     ) -> Schedule:
-        """Itself, if it can run, and within a cap on memory; see `mpkit.schedule.validate`.
+        """Return the schedule itself, if it can run, and within a cap on memory; see `mpkit.schedule.validate`.
 
         Args:
-            max_live: the most activations that a rank may hold at once: one number, or one a rank.
-            activation: how much of that unit a stage holds of a micro-batch: one number, or one a stage.
+            max_live: the most activations that a rank may hold at once: one number, or one per rank.
+            activation: how much a stage holds per micro-batch, in the same unit: one number, or one per stage.
 
         Raises:
-            ValueError: with the schedule drawn, an arrow at the step that cannot be, and why.
+            ValueError: it cannot run; the message says why and draws the schedule, with an arrow at the action.
         """
         from mpkit.schedule.validate import validate
 
@@ -146,7 +152,7 @@ class Schedule:
         return self
 
     def spelled(self) -> list[str]:
-        """The rows as text, which makes the schedule again.
+        """Return the rows as text, from which the same schedule can be made again.
 
         >>> Schedule(["F0&B1", "F0"]).spelled()
         ['0F0&0B1', '1F0']

@@ -1,25 +1,28 @@
-"""A schedule drawn in text: on a clock, or as it is written with an arrow at one step."""
+"""A schedule drawn in text: over time, or as it is written, with an arrow at one action."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from mpkit.schedule.action import Action
-from mpkit.schedule.core import Schedule
 from mpkit.schedule.play import SLOTS, play
+
+if TYPE_CHECKING:
+    from mpkit.schedule.core import Schedule
 
 __all__ = ["draw", "draw_rows"]
 
 
 def draw(schedule: Schedule, slots: Mapping[str, float] = SLOTS) -> str:
-    """The schedule on a clock, a column a slot; dots are idle, dashes go on with the action before them.
+    """Draw the schedule over time, one column per slot. Dots are idle slots; dashes continue the action before them.
 
-    Where a rank holds several stages, the stage is named too: `2F0`. Of a schedule that cannot finish, what runs
-    until it is stuck.
+    Where a rank holds several stages, the stage is named too: `2F0`. A schedule that cannot finish is drawn up to the
+    point where it is stuck.
 
     Args:
-        schedule: what to draw.
-        slots: whole numbers of slots by kind of action.
+        schedule: the schedule to draw.
+        slots: the number of slots for each kind of action, whole numbers.
     """
     placed = play(schedule, slots).placed
     plain = schedule.stage_to_rank == tuple(range(schedule.ranks))
@@ -35,8 +38,9 @@ def draw(schedule: Schedule, slots: Mapping[str, float] = SLOTS) -> str:
 
 
 def draw_rows(schedule: Schedule, *arrows: tuple[int, int]) -> str:
-    """The rows as they are written, a column a position, with arrows under some, each a (rank, position).
+    """Draw the rows as they are written, one column per position, with an arrow under each given (rank, position).
 
+    >>> from mpkit.schedule import Schedule
     >>> print(draw_rows(Schedule(["0F0 0B0", "1F0 1B0"]), (1, 1)))
     rank 0 | 0F0 0B0
     rank 1 | 1F0 1B0
@@ -60,7 +64,7 @@ def draw_rows(schedule: Schedule, *arrows: tuple[int, int]) -> str:
 
 
 WIDE = 40
-"""Of longer rows what is about the arrows is shown."""
+"""The longest rows to show whole; longer ones are shown around the arrows."""
 
 
 def _window(columns: int, positions: list[int]) -> tuple[int, int]:

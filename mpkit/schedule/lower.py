@@ -12,20 +12,20 @@ __all__ = ["lower"]
 
 
 HOP = 1 / 1024
-"""A message takes a little time on paper, so that a stage starts a little after the one before it."""
+"""The time that a message takes on paper, so that a stage starts slightly after the previous one."""
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """Add the sends and receives that a valid schedule of compute needs; stages on one rank need none.
+    """Add the sends and receives that a valid schedule of compute needs; stages on the same rank need none.
 
-    1. Play the schedule on paper. Each message belongs to the instant t at which what it carries is made.
-       What runs together is sent together: then t is when both are done.
-    2. The SEND stands where its rank is at t: right after the action that made it.
-    3. The RECV stands before what its rank does at t: it is posted when the message comes, so that the message
-       travels during that action, and not much earlier, for its buffer takes memory.
+    1. Play the schedule on paper. Each message belongs to the instant t at which its content is computed. Actions
+       that run together send together: then t is when both are done.
+    2. The SEND goes where its rank is at t: right after the action that made the message.
+    3. The RECV goes before the action that its rank runs at t. It is posted when the message is sent, so that the
+       message travels during that action, and not much earlier, since its buffer takes memory.
 
-    So between two ranks the messages of both directions stand in one order, that of t, in both rows. That makes
-    the result safe on nccl, which pairs messages by their order and not by name; gloo goes by name and doesn't care.
+    So the messages between two ranks, in both directions, are in the same order in both rows, that of t. That makes
+    the result safe on NCCL, which matches messages by order and not by name; Gloo matches by name, in any order.
 
     >>> for row in lower(Schedule(["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"])).rows:
     ...     print(*row)
@@ -55,7 +55,7 @@ def lower(schedule: Schedule) -> Schedule:
 
 
 def _since(busy: list[tuple[float, float]], t: float) -> float:
-    """When a rank began what it does at time t; t itself where it is idle or about to begin."""
+    """Return when a rank began what it does at time t; t itself if it is idle or about to begin."""
     before = bisect_left(busy, (t, t)) - 1
     if before < 0:
         return t
@@ -64,7 +64,7 @@ def _since(busy: list[tuple[float, float]], t: float) -> float:
 
 
 def _message(schedule: Schedule, action: Action) -> tuple[Action, Action] | None:
-    """The send and the receive that follow an action, None if what it makes stays on its rank."""
+    """Return the send and the receive that follow an action, or None if its result stays on its rank."""
     if action.kind == "F":
         way, to = "F", action.stage + 1
     elif action.kind in ("B", "I"):

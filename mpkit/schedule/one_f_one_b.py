@@ -1,10 +1,10 @@
-"""One forward, one backward: 1F1B, and interleaved 1F1B over several stages a rank.
+"""One forward, one backward: 1F1B, and interleaved 1F1B with several stages per rank.
 
 Every rank goes through these phases:
 
-    warm-up      forwards only, until the first gradient can be there
-    steady       a forward, a backward, in turn: as many activations are freed as are made
-    cool-down    the backwards that are left
+    warm-up      forwards only, until the first gradient can have arrived
+    steady       forwards and backwards in turn: as many activations are freed as are made
+    cool-down    the remaining backwards
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from itertools import accumulate
 
 from mpkit.schedule.action import Action
 from mpkit.schedule.core import Schedule
-from mpkit.schedule.placement import loops
+from mpkit.schedule.stage_to_rank import loops
 
 __all__ = ["in_turns", "interleaved_1f1b", "one_f_one_b"]
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """1F1B: a rank's backward begins as soon as it can, so at most p activations live, whatever m is.
+    """Build 1F1B: a rank's backward runs as soon as it can, so at most p activations are held, whatever m is.
 
     >>> print(one_f_one_b(3, 4))
     rank 0 | F0 F1 F2  .  .  .  . B0 -- F3 B1 --  . B2 --  . B3 --
     rank 1 |  . F0 F1  .  . B0 -- F2 B1 -- F3 B2 --  . B3 --  .  .
     rank 2 |  .  . F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 --  .  .  .  .
 
-    The bubble is GPipe's, (p-1)/(m+p-1). Rank r holds the activations of p-r micro-batches, GPipe's of all m.
+    The bubble is GPipe's, (p-1)/(m+p-1). Rank r holds the activations of p-r micro-batches; in GPipe, of all m.
 
     Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.2;
     with a flush after each batch, as here: Narayanan et al. 2021 (below), section 2.2.1 and figure 4.
@@ -41,15 +41,15 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
 
 def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
-    """Interleaved 1F1B: v stages a rank, taken in turns of p micro-batches.
+    """Build interleaved 1F1B: v stages per rank, run in turns of p micro-batches.
 
     >>> print(interleaved_1f1b(2, 4))
     rank 0 | 0F0 0F1 2F0 2F1 0F2   . 2B0 --- 0F3 2B1 --- 2F2 0B0 --- 2F3 0B1 ---   . 2B2 ---   . 2B3 --- 0B2 --- 0B3 ---
     rank 1 |   . 1F0 1F1 3F0 3B0 --- 3F1 3B1 --- 1F2 1B0 --- 1F3 1B1 --- 3F2 3B2 --- 3F3 3B3 --- 1B2 --- 1B3 ---   .   .
 
-    The bubble shrinks to (p-1)/(vm+p-1), for v times as many messages and 1 + (p-1)/(pv) times 1F1B's activations
-    (of stages that are 1/v as large). The paper wants p to divide m. Otherwise turns are longer here, the fewest over p
-    and as even as can be: the bubble stays what it is, and more is held.
+    The bubble shrinks to (p-1)/(vm+p-1), at the cost of v times as many messages and 1 + (p-1)/(pv) times 1F1B's
+    activations (of stages that are 1/v as large). The paper requires that p divides m. Otherwise turns here are longer
+    than p, and as even as possible: the bubble stays the same, and more activations are held.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     SC 2021, section 2.2.2 and figure 4.
@@ -63,13 +63,13 @@ def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
 
 
 def in_turns(rank: int, p: int, m: int, v: int, backward: str) -> tuple[int, list[Action], list[Action]]:
-    """A rank's forwards and backwards, a turn of micro-batches through one of its stages before the next one's.
+    """Order a rank's forwards and backwards: a turn of micro-batches runs through one of its stages before the next.
 
-    A turn is of p micro-batches. Where p does not divide m there are as many turns as there are whole p's in m, and
-    they are as even as can be, the longer ones first: a shorter turn than p would leave ranks waiting.
+    A turn is p micro-batches. If p does not divide m, there are floor(m / p) turns, as even as possible, with the
+    longer ones first: a turn shorter than p would leave ranks waiting.
 
     Returns:
-        how long the first turn is, and the two orders.
+        the length of the first turn, and the two orders.
 
     >>> in_turns(0, 2, 5, 2, "B")[:2]
     (3, [0F0, 0F1, 0F2, 2F0, 2F1, 2F2, 0F3, 0F4, 2F3, 2F4])
@@ -83,7 +83,7 @@ def in_turns(rank: int, p: int, m: int, v: int, backward: str) -> tuple[int, lis
 
 
 def _one_by_one(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> Iterator[Action]:
-    """Warm-up, steady phase and cool-down of a rank with these forwards and backwards."""
+    """Yield warm-up, steady phase and cool-down of a rank with these forwards and backwards."""
     warm_up = min(warm_up, len(forwards))
     steady = len(forwards) - warm_up
     yield from forwards[:warm_up]

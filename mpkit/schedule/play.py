@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpkit.schedule.action import COMPUTE, Action
-from mpkit.schedule.core import Schedule
+
+if TYPE_CHECKING:
+    from mpkit.schedule.core import Schedule
 
 __all__ = ["SLOTS", "Placed", "Played", "Timed", "play", "timed"]
 
 SLOTS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""How long an action takes where nothing better is known: a backward is twice a forward."""
+"""How long an action takes by default: a backward takes twice as long as a forward."""
 
 
 class Placed(NamedTuple):
@@ -25,7 +27,7 @@ class Placed(NamedTuple):
 
 
 class Played(NamedTuple):
-    """What `play` found: the actions that could run, and by rank where it was stuck and on what."""
+    """The result of `play`: the actions that could run, and by rank where it was stuck and on what."""
 
     placed: list[Placed]
     stuck: dict[int, tuple[Action, Action]]
@@ -35,11 +37,11 @@ class Timed(NamedTuple):
     """An action with all its times.
 
     Attributes:
-        rank, action: who does what.
-        free: when the rank came to it.
-        start: when all that it needs was there, and it began.
+        rank, action: the action, and the rank that runs it.
+        free: when the rank got to it.
+        start: when everything that it needs was there, so that it began.
         end: when it was done.
-        left: when what it made left the rank: its end, or that of the action that it is together with.
+        left: when its result left the rank: its end, or the end of the action that it runs together with.
     """
 
     rank: int
@@ -51,16 +53,17 @@ class Timed(NamedTuple):
 
 
 def play(schedule: Schedule, slots: Mapping[str, float | Sequence[float]] = SLOTS, hop: float = 0) -> Played:
-    """Run a schedule on paper: each rank does its row in order, each action as soon as what it needs is there.
+    """Run a schedule on paper: each rank runs its row in order, each action as soon as what it needs is there.
 
-    Of a schedule that cannot finish, `stuck` says for each rank that did not the action it is at and the one it
-    waits for.
+    If a schedule cannot finish, `stuck` gives, for each rank that did not, the action that it is at and the one that
+    it waits for.
 
     Args:
-        schedule: its messages, if it has any, are passed over.
-        slots: how long an action takes, by kind: a number, or one a stage.
-        hop: how long it takes until what one rank made is on another.
+        schedule: the schedule; messages in it are ignored.
+        slots: how long an action takes, by kind: a number, or one per stage.
+        hop: how long a result takes to get from one rank to another.
 
+    >>> from mpkit.schedule import Schedule
     >>> play(Schedule(["0F0 0B0", "1F0 1B0"])).placed
     [Placed(start=0, end=1, rank=0, action=0F0), Placed(start=1, end=2, rank=1, action=1F0),
      Placed(start=2, end=4, rank=1, action=1B0), Placed(start=4, end=6, rank=0, action=0B0)]
@@ -77,11 +80,11 @@ def timed(
     hop: float = 0,
     again: Sequence[float] = (),
 ) -> tuple[list[list[Timed]], dict[int, tuple[Action, Action]]]:
-    """What `play` finds, by rank in program order, with all the times of each action; and who is stuck.
+    """Play a schedule as `play` does; return all times of each action, by rank in program order, and the stuck ranks.
 
     Args:
-        schedule, slots, hop: as of `play`.
-        again: by stage, how long its forward takes anew before a backward; it does not wait for the gradient.
+        schedule, slots, hop: as for `play`.
+        again: by stage, how long recomputing its forward takes before a backward; it does not wait for the gradient.
     """
     rank_of, needs, together = schedule.stage_to_rank, schedule.needs, schedule.together
     lengths = {kind: _by_stage(slots.get(kind, 0), schedule.stages) for kind in COMPUTE}
@@ -92,7 +95,7 @@ def timed(
     stuck: dict[int, tuple[Action, Action]] = {}
 
     def run(rank: int) -> Iterator[Action]:
-        """Do what can be done of a rank's row; yields what has left it."""
+        """Run what can be run of a rank's row, and yield the actions whose results have left it."""
         row, done = rows[rank], found[rank]
         now = done[-1].end if done else 0
         for action in row[len(done) :]:

@@ -1,4 +1,4 @@
-"""Reading: what a learner writes a schedule as, made rows of actions."""
+"""Reading: the forms in which a learner may write a schedule, turned into rows of actions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     Rows: TypeAlias = str | Iterable[str | Iterable[Action | str]] | Iterable[Action]
     Source: TypeAlias = Schedule | Rows | Callable[[int, int], Schedule | Rows]
-    """Text, rows of text or of actions, actions in the order in which they are done, or a function of (p, m) that
-    returns or yields these."""
+    """Text, rows of text or of actions, actions in execution order, or a function of (p, m) that returns or
+    yields these."""
 
-__all__ = ["Read", "holders", "read"]
+__all__ = ["Read", "called", "holders", "read"]
 
 _HEAD = re.compile(r"\s*rank\s*\d+\s*[|:]\s*")  # as in a drawing
 _IDLE = re.compile(r"[.-]+")
@@ -35,30 +35,36 @@ class Read(NamedTuple):
     name: str
 
 
-def read(source: Any, stage_to_rank: tuple[int, ...], p: int | None, m: int | None) -> Read:
-    """Rows of actions, of whatever form.
+def called(source: Any, p: int | None, m: int | None) -> tuple[Any, str]:
+    """Return the rows that a function makes for p ranks and m micro-batches, and its name.
 
-    Args:
-        source: see `Schedule`. A drawing can be read again: its heads, dots and dashes are passed over.
-        stage_to_rank: where stages are, if that is known.
-        p, m: what a function is called with.
+    Anything that is not a function is returned as it is, with the name "own".
 
     Raises:
-        ValueError: it is nothing of that sort.
+        ValueError: it is a function, and p or m is missing.
     """
-    from mpkit.schedule.core import Schedule
+    if not callable(source):
+        return source, "own"
+    name = getattr(source, "__name__", "own")
+    if p is None or m is None:
+        raise ValueError(
+            f"The schedule {name} is a function, of p ranks and m micro-batches. How many are there? "
+            f"Schedule({name}, p=4, m=8), or Plan(pp=4, microbatches=8, schedule={name})"
+        )
+    return source(p, m), name
 
-    name = "own"
-    if callable(source):
-        name = getattr(source, "__name__", name)
-        if p is None or m is None:
-            raise ValueError(
-                f"The schedule {name} is a function, of p ranks and m micro-batches. How many are there? "
-                f"Schedule({name}, p=4, m=8), or Plan(pp=4, microbatches=8, schedule={name})"
-            )
-        source = source(p, m)
-    if isinstance(source, Schedule):
-        return Read(source.rows, stage_to_rank or source.stage_to_rank, source.together, source.name)
+
+def read(source: Any, stage_to_rank: tuple[int, ...], name: str) -> Read:
+    """Return the rows of actions that are given as text or as lists.
+
+    Args:
+        source: see `Schedule`. A drawing can be read back: its heads, dots and dashes are ignored.
+        stage_to_rank: the rank of each stage, if that is known.
+        name: the name of the schedule.
+
+    Raises:
+        ValueError: the source is neither.
+    """
     given = _lines(source)
     if given and all(isinstance(action, Action) for action in given):
         given = _dealt(given, stage_to_rank)
@@ -71,7 +77,9 @@ def read(source: Any, stage_to_rank: tuple[int, ...], p: int | None, m: int | No
 
 
 def holders(rows: tuple[tuple[Action, ...], ...]) -> tuple[int, ...]:
-    """By stage, the rank whose row names it most often; of several the first, and rank 0 of none."""
+    """Return, for each stage, the rank whose row names it most often: the first of several, and rank 0 if there is
+    none.
+    """
     times: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for rank, row in enumerate(rows):
         for stage, count in Counter([action.stage for action in row]).items():
@@ -82,7 +90,7 @@ def holders(rows: tuple[tuple[Action, ...], ...]) -> tuple[int, ...]:
 
 
 def _checked(stage_to_rank: tuple[int, ...], rows: tuple[tuple[Action, ...], ...]) -> tuple[int, ...]:
-    """A placement that has all stages and no ranks that there are not."""
+    """Check that a placement covers all stages and names only existing ranks, and return it."""
     stages = 1 + max((action.stage for row in rows for action in row), default=-1)
     if stage_to_rank and (len(stage_to_rank) < stages or not {*stage_to_rank} <= {*range(len(rows))}):
         raise ValueError(
@@ -104,7 +112,7 @@ def _lines(source: Any) -> list[Any]:
 
 
 def _dealt(actions: Sequence[Action], stage_to_rank: tuple[int, ...]) -> list[Any]:
-    """To each rank its actions, of all in the order in which they are done."""
+    """Split a list of actions in execution order by rank."""
     stages = 1 + max(action.stage for action in actions)
     rank_of = stage_to_rank if len(stage_to_rank) >= stages else range(stages)
     rows: list[list[Action]] = [[] for _ in range(1 + max(rank_of))]
@@ -114,9 +122,9 @@ def _dealt(actions: Sequence[Action], stage_to_rank: tuple[int, ...]) -> list[An
 
 
 def _spelled(row: str, rank: int, stage_to_rank: tuple[int, ...], together: set[Action]) -> Iterable[Action]:
-    """A row of text. A stage that is not named is the one that the rank holds, which has its number if nobody says.
+    """Read a row of text. A stage that is not named is the only one that the rank holds, by default rank's number.
 
-    Of a rank whose row names several stages, each has to be named.
+    If the row names several stages, each action has to name its stage.
     """
     row = _HEAD.sub("", row)
     stages = {stage for stage, holder in enumerate(stage_to_rank) if holder == rank}
@@ -146,7 +154,7 @@ def _parsed(word: str, rank: int, only: int | None, stages: set[int]) -> Action:
 
 
 def _listed(row: Any, rank: int) -> Iterable[Action]:
-    """A row that is a list: of Actions, of their spellings, or of (kind, stage, micro-batch)."""
+    """Read a row that is a list: of Actions, of their spellings, or of (kind, stage, micro-batch)."""
     if not isinstance(row, Iterable):
         raise ValueError(
             f"Rank {rank}'s row is {row!r}; it is text, such as 'F0 B0', or a list of Actions, such as "

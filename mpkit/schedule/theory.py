@@ -1,4 +1,4 @@
-"""What the papers say of the schedules' bubbles."""
+"""What the papers say about the schedules' bubbles."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ __all__ = ["bubble_in_theory"]
 
 
 def bubble_in_theory(name: str, p: int, m: int, v: int = 1, *, recompute: bool = False) -> Fraction | None:
-    """The idle share of a step's span, averaged over ranks, for equal stages, F = I = W, messages that take no time.
+    """Return the idle fraction of a step's span, averaged over ranks, in theory.
 
-    The span is from the first action of any rank to the last of any (GPipe's bubble; Megatron divides by the ideal
-    time instead). So a rank that ZB-H2 lets begin later counts as idle until then.
+    Stages are equal, F = I = W, and messages take no time.
+
+    The span is from the first action of any rank to the last action of any rank (GPipe's bubble; Megatron divides by
+    the ideal time instead). So a rank that begins later in ZB-H2 counts as idle until then.
 
     Args:
-        name: of a schedule in the catalogue.
-        p, m, v: ranks, micro-batches, stages a rank.
-        recompute: whether a backward does its forward again: then a micro-batch takes 4 instead of 3, and ranks are
+        name: the name of a schedule in the catalogue.
+        p, m, v: ranks, micro-batches, stages per rank.
+        recompute: whether a backward recomputes its forward: then a micro-batch takes 4 instead of 3, and ranks are
             idle for as long as before, since they recompute while they wait for the gradient.
 
     Returns:
-        None where the papers say nothing, of too few micro-batches to fill the pipeline.
+        the fraction; None where the papers give none, with too few micro-batches to fill the pipeline.
 
     >>> bubble_in_theory("gpipe", 4, 8), bubble_in_theory("interleaved_1f1b", 4, 8, 2)
     (Fraction(3, 11), Fraction(3, 19))

@@ -1,20 +1,22 @@
-"""Would a schedule finish, do all that it should, once each, and within the memory there is?"""
+"""Checks whether a schedule finishes, is complete, does everything once, and fits into memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpkit.schedule.action import COMPUTE, Action
-from mpkit.schedule.core import Schedule
+from mpkit.schedule.activations import live
 from mpkit.schedule.grid import draw_rows
-from mpkit.schedule.live import live
 from mpkit.schedule.play import timed
+
+if TYPE_CHECKING:
+    from mpkit.schedule.core import Schedule
 
 __all__ = ["each", "validate"]
 
 Spot = tuple[int, int]
-"""Where in a schedule: rank, position in its row."""
+"""A place in a schedule: rank, position in its row."""
 
 
 def validate(
@@ -27,22 +29,23 @@ def validate(
 ) -> None:
     """Check a schedule of compute before anything runs.
 
-    1. Each row holds actions of its own rank's stages, of micro-batches that there are, none of them twice.
-    2. Nothing is missing: for each stage and micro-batch an F, and a B or both I and W.
-    3. It finishes: no action stands before what it needs, and no ranks wait for each other in a ring.
-    4. No rank holds more activations than it may.
+    1. Each row holds actions of its own rank's stages and of existing micro-batches, each of them once.
+    2. Nothing is missing: each stage and micro-batch has an F, and a B or both I and W.
+    3. It finishes: no action comes before what it needs, and no ranks wait for each other in a cycle.
+    4. No rank holds more activations than `max_live`.
 
     Args:
-        schedule: compute only; `lower` adds the messages.
-        stages: how many the model is cut into; left out, as many as the schedule names.
-        microbatches: m, counted from 0; likewise.
-        max_live: the most activations that a rank may hold at once, for all ranks or one number a rank.
-        activation: how much a stage holds of a micro-batch, from its F to the end of its B, or W: a number, or one a
-            stage, of the unit that max_live is in.
+        schedule: a schedule of compute only; `lower` adds the messages.
+        stages: the number of stages; if left out, as many as the schedule names.
+        microbatches: the number of micro-batches, m; likewise.
+        max_live: the most activations that a rank may hold at once: one number for all ranks, or one per rank.
+        activation: how much a stage holds per micro-batch, from its F to the end of its B or W: a number, or one per
+            stage, in the unit of max_live.
 
     Raises:
-        ValueError: with the schedule drawn, an arrow at the step that cannot be, and why.
+        ValueError: it cannot run; the message draws the schedule with an arrow at the impossible action, and says why.
 
+    >>> from mpkit.schedule import Schedule
     >>> validate(Schedule(["F0 F1 B0 B1", "F0 F1 B0 B1"]), max_live=1)
     Traceback (most recent call last):
     ValueError: Schedule 'own' cannot run: at 0F1 rank 0 would hold 2 activations, and max_live is 1. A backward (B, or
@@ -112,7 +115,7 @@ def _check_complete(schedule: Schedule, stages: int, microbatches: int) -> None:
 
 
 def _check_numbers(schedule: Schedule, what: str, count: int, number: Callable[[Action], int]) -> None:
-    """No stage or micro-batch is left out altogether, as when another's number was meant."""
+    """Check that no stage or micro-batch is missing altogether, as when another's number was meant."""
     there = {number(action) for row in schedule.rows for action in row}
     absent = next((n for n in range(count) if n not in there), None)
     if absent is None:
@@ -126,7 +129,10 @@ def _check_numbers(schedule: Schedule, what: str, count: int, number: Callable[[
 
 
 def _miss(schedule: Schedule, action: Action, why: str) -> NoReturn:
-    """Something is missing; the arrow is at another action of its stage and micro-batch, or else of its micro-batch."""
+    """Fail because an action is missing.
+
+    The arrow is at another action of its stage and micro-batch or, if there is none, of its micro-batch.
+    """
     others = [
         ((other.stage != action.stage), rank, position, other)
         for rank, row in enumerate(schedule.rows)
@@ -145,7 +151,7 @@ def _check_finishes(schedule: Schedule) -> None:
     _, stuck = timed(schedule)
     if not stuck:
         return
-    # From a rank that is stuck to the rank that it waits for, and so on: it must come back.
+    # Follow each stuck rank to the rank that it waits for: the path must come back to itself.
     ring: list[int] = []
     rank = min(stuck)
     while rank not in ring:
@@ -164,7 +170,7 @@ def _check_finishes(schedule: Schedule) -> None:
 
 
 def _held(schedule: Schedule, action: Action) -> str:
-    """A forward that is together with a backward leaves with that."""
+    """Say which backward an action leaves together with, if it is a forward that is paired with one."""
     if action not in schedule.together:
         return ""
     row = schedule.rows[schedule.stage_to_rank[action.stage]]
@@ -202,7 +208,7 @@ def _check_memory(
 
 
 def each(name: str, value: float | Sequence[float], count: int, what: str) -> list[float]:
-    """One number for each rank or stage."""
+    """Return one number for each rank or stage."""
     given: list[Any] = [*value] if isinstance(value, Iterable) else [value] * count
     if len(given) != count or not all(isinstance(number, int | float) and number > 0 for number in given):
         raise ValueError(

@@ -1,12 +1,12 @@
-"""Zero bubble: the backward is split, and its half that nobody waits for fills what would be bubble.
+"""Zero bubble: the backward is split, and the half that no stage waits for fills what would be bubble.
 
-`I`, the gradient of a stage's input, is sent at once to the stage before. `W`, that of its weights, can wait; until
-then the micro-batch's activations are kept. Every rank goes through these phases:
+`I`, the gradient of a stage's input, is sent to the previous stage immediately. `W`, the gradient of its weights, can
+wait; until then the micro-batch's activations are kept. Every rank goes through these phases:
 
     warm-up      forwards only
-    steady       a forward and an I in turn; and a W, once the I's are ahead of the W's by more than a certain lead
-    cool-down    the I's that are left, with W's between them
-    rest         the W's that are left
+    steady       a forward and an I in turn, and a W once the I's are ahead of the W's by more than a certain lead
+    cool-down    the remaining I's, with W's between them
+    rest         the remaining W's
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Iterator, Sequence
 from mpkit.schedule.action import Action
 from mpkit.schedule.core import Schedule
 from mpkit.schedule.one_f_one_b import in_turns
-from mpkit.schedule.placement import loops
+from mpkit.schedule.stage_to_rank import loops
 
 __all__ = ["interleaved_zb", "zb_h1", "zb_h2"]
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """ZB-H1: no more activations than 1F1B's p micro-batches, and a third of its bubble.
+    """Build ZB-H1: no more activations than 1F1B's p micro-batches, and a third of its bubble.
 
     >>> print(zb_h1(3, 4))
     rank 0 | F0 F1 F2  .  . I0 W0 F3 I1 W1 I2 W2 I3 W3
     rank 1 |  . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     rank 2 |  .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    A rank is idle for (p-1)(F+I-W), if W is no longer than F and I; of 1F1B (p-1)(F+I+W).
+    A rank is idle for (p-1)(F+I-W), if W takes no longer than F or I; in 1F1B for (p-1)(F+I+W).
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 and figure 3, top.
     """
@@ -41,7 +41,7 @@ def zb_h1(p: int, m: int) -> Schedule:
 
 
 def zb_h2(p: int, m: int) -> Schedule:
-    """ZB-H2: twice as many forwards to warm up with, and no bubble between a rank's first action and its last.
+    """Build ZB-H2: twice as many warm-up forwards, and no bubble between a rank's first action and its last.
 
     >>> print(zb_h2(3, 6))
     rank 0 | F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5  .  .
@@ -49,8 +49,9 @@ def zb_h2(p: int, m: int) -> Schedule:
     rank 2 |  .  . F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
 
     A rank is idle for (p-1)(F+I-2W), counted from its own first action to its own last: rank r begins r forwards
-    later than rank 0 and ends as much later. Over a step that begins and ends for all at once that is as long as
-    ZB-H1; it pays where the next step begins without waiting for all ranks. It holds 2p-1 micro-batches' activations.
+    later than rank 0 and ends as much later. Over a step that begins and ends at the same time on all ranks, that takes
+    as long as ZB-H1; it pays off if the next step begins without waiting for all ranks. A rank holds the activations of
+    2p-1 micro-batches.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, sections 2.2 and 4 and figure 3, bottom.
     """
@@ -62,16 +63,16 @@ def zb_h2(p: int, m: int) -> Schedule:
 
 
 def interleaved_zb(p: int, m: int, v: int = 2) -> Schedule:
-    """Interleaved zero bubble: interleaved 1F1B's turns of micro-batches, with ZB-H1's warm-up and W's.
+    """Build interleaved zero bubble: interleaved 1F1B's turns of micro-batches, with ZB-H1's warm-up and W's.
 
     >>> print(interleaved_zb(2, 4))
     rank 0 | 0F0 0F1 2F0 2F1   . 2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
     rank 1 |   . 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
 
-    A rank is idle for (p-1)(F+I-W) of stages that are 1/v as large, and holds the activations of vp such, or more where
-    p does not divide m.
+    A rank is idle for (p-1)(F+I-W) of stages that are 1/v as large, and holds vp of their activations, or more if p
+    does not divide m.
 
-    Source: the two combined, as PyTorch's ScheduleInterleavedZeroBubble does: Narayanan et al. 2021, section 2.2.2,
+    Source: both combined, as in PyTorch's ScheduleInterleavedZeroBubble: Narayanan et al. 2021, section 2.2.2,
     and Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
     """
     rows = []
@@ -89,7 +90,7 @@ def _of_stage(s: int, m: int) -> tuple[list[Action], list[Action]]:
 def _filled(
     forwards: Sequence[Action], inputs: Sequence[Action], warm_up: int, lead: int, lead_at_the_end: int
 ) -> Iterator[Action]:
-    """The four phases of a rank with these F's and I's; a W comes once the I's lead by more than `lead`."""
+    """Yield the four phases of a rank with these F's and I's; a W runs once the I's lead by more than `lead`."""
     warm_up = min(warm_up, len(forwards))
     steady = len(forwards) - warm_up
     weights = [Action("W", stage, i) for _, stage, i in inputs]

@@ -1,17 +1,17 @@
 """A Trace: what each rank of a run did, in program order.
 
-A rank writes three files into the run's folder while it runs, and whoever wants to look reads them while
-they grow. They are memory-mapped, so a rank killed by SIGKILL loses nothing that it recorded.
+A rank writes three files into the run's folder while it runs, and they can be read while they grow. They are
+memory-mapped, so a rank that is killed by SIGKILL loses nothing that it recorded.
 
-    rank3.ops     a HEADER, then one OP record an operation, in the order in which they began
-    rank3.mem     a HEADER, then one MEMORY record a change of the bytes held
-    rank3.names   one JSON string a line; the records name things by line number
+    rank3.ops     a HEADER, then one OP record per operation, in the order in which they began
+    rank3.mem     a HEADER, then one MEMORY record per change of the bytes held
+    rank3.names   one JSON string per line; the records refer to names by line number
     meta.json     about the run: world size, device, plan, ...
 
-An op that has begun and not ended has `end == 0`. That is what a hang or a crash is read from.
+An op that has begun and not ended has `end == 0`, which shows where a hang or a crash happened.
 
-This module meets both sides, the ranks that record and the views that draw, and so imports nothing of mpkit
-but its exceptions.
+Both the ranks that record and the views that draw import this package, so it imports nothing from mpkit but its
+exceptions.
 """
 
 from mpkit.trace.files import RankTrace, read_rank

@@ -1,4 +1,4 @@
-"""Reading the files of a rank, whole, growing or cut."""
+"""Reading the files of a rank, whether complete, growing or truncated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RankTrace:
         ops: (n,) array of `OP`.
         memory: (m,) array of `MEMORY`.
         names: the strings that `ops` refers to.
-        state: "running" (cut off there, if the run is over), "finished" or "failed".
+        state: "running" (or, if the run is over, cut off while running), "finished" or "failed".
     """
 
     ops: npt.NDArray[Any]
@@ -33,14 +33,14 @@ class RankTrace:
     state: str = "finished"
 
     def name(self, line: int) -> str:
-        """The string of that number; "?" where the rank was killed before it wrote it."""
+        """Return the string with that number; "?" if the rank was killed before writing it."""
         return self.names[line] if 0 <= line < len(self.names) else "?"
 
 
 def read_rank(folder: Path, number: int) -> RankTrace:
-    """What rank `number` has recorded so far; copies, so that the files may go."""
+    """Read what rank `number` has recorded so far, as copies, so that the files may be deleted."""
     ops, state = _read_records(folder / f"rank{number}.ops", "ops", OP)
-    while len(ops) and not ops[-1]["kind"]:  # counted, but on its way still from another core
+    while len(ops) and not ops[-1]["kind"]:  # counted, but not yet visible from the other core
         ops = ops[:-1]
     memory, _ = _read_records(folder / f"rank{number}.mem", "mem", MEMORY)
     names = _read_names(folder / f"rank{number}.names")
@@ -48,8 +48,8 @@ def read_rank(folder: Path, number: int) -> RankTrace:
 
 
 def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], int]:
-    """The whole records of one file and its state."""
-    if not path.is_file():  # not there yet, or something that would keep a reader waiting
+    """Read the complete records of one file, and its state."""
+    if not path.is_file():  # not there yet, or something that would block a reader
         return np.empty(0, dtype), 0
     try:
         data = np.memmap(path, mode="r")
@@ -58,7 +58,7 @@ def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDAr
     if len(data) < HEADER.itemsize:
         return np.empty(0, dtype), 0
     head = data[: HEADER.itemsize].view(HEADER)[0]
-    if not head["magic"]:  # only just made
+    if not head["magic"]:  # just created
         return np.empty(0, dtype), 0
     if bytes(head["magic"]) != MAGIC[part]:
         raise TraceError(
@@ -73,7 +73,7 @@ def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDAr
 def _read_names(path: Path) -> list[str]:
     names = []
     if path.is_file():
-        for line in path.read_bytes().split(b"\n")[:-1]:  # a line without its end is not whole
+        for line in path.read_bytes().split(b"\n")[:-1]:  # a line without its newline is incomplete
             try:
                 names.append(str(json.loads(line)))
             except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""Do two ranks' calls fit each other, and what to say if they do not.
+"""Whether two ranks' calls match, and what to say if they do not.
 
-Issued        a communication as one rank asked for it, found in its trace by group and number
-fits          kind, root, dtype, shape and reduction of a collective; dtype and shape of a message
-why_not       one sentence with both ranks and both lines, and what would work
+Issued        a communication as one rank issued it, found in its trace by group and number
+fits          compares kind, root, dtype, shape and reduction of a collective, or dtype and shape of a message
+why_not       says in one sentence which ranks and lines do not match, and what would work
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from mpkit.trace.records import Kind
 __all__ = ["Issued", "find_issued", "fits", "why_not"]
 
 ROOT_ARGUMENT = {Kind.BROADCAST: "src", Kind.SCATTER: "src", Kind.REDUCE: "dst", Kind.GATHER: "dst"}
-"""What the root is called in a call."""
+"""The name of the argument for the root."""
 
 FIRST_COMM, LAST_COMM = 32, 63
 
 
 @dataclass(frozen=True)
 class Issued:
-    """A communication that a rank asked for.
+    """A communication that a rank issued.
 
     Attributes:
-        rank: who.
-        kind: `Kind.WAIT` of the making of a group, which takes a number among all ranks' collectives.
-        group: as the trace spells it: "0,1,2,3", or "0>1#tag" of a message.
-        number: of the call in that group.
+        rank: the rank that issued it.
+        kind: the kind; `Kind.WAIT` for the creation of a group, which takes a number among all ranks' collectives.
+        group: the group as the trace spells it: "0,1,2,3", or "0>1#tag" for a message.
+        number: the number of the call in that group.
         peer: the root of a collective, the other end of a message, or -1.
-        text: what it was called with, such as 'float32[4], op="sum"'; "" in a training, which does not record it.
-        nbytes: payload.
-        where: "file.py:12 in function".
+        text: the arguments, such as 'float32[4], op="sum"'; "" in a training, which does not record them.
+        nbytes: bytes of the payload.
+        where: the line that issued it, such as "file.py:12 in function".
     """
 
     rank: int
@@ -50,14 +50,14 @@ class Issued:
 
     @classmethod
     def of(cls, rank: int, trace: RankTrace, op: Any) -> Issued:
-        """A record of a rank's trace."""
+        """Make an `Issued` from a record of a rank's trace."""
         return cls(
             rank, Kind(int(op["kind"])), trace.name(int(op["group"])), int(op["number"]), int(op["peer"]),
             trace.name(int(op["name"])), int(op["bytes"]), trace.name(int(op["where"])),
         )  # fmt: skip
 
     def __str__(self) -> str:
-        """Which communication it is, in words: "recv from rank 0 (tag 3, number 0)"."""
+        """Say which communication it is, in words: "recv from rank 0 (tag 3, number 0)"."""
         if self.is_message:
             towards = "to" if self.kind == Kind.SEND else "from"
             return f"{self.kind.word} {towards} rank {self.peer} (tag {self.tag}, number {self.number})"
@@ -66,7 +66,7 @@ class Issued:
 
     @property
     def tag(self) -> str:
-        """Of a message."""
+        """The tag of a message."""
         return self.group.split("#")[-1]
 
     @property
@@ -76,12 +76,12 @@ class Issued:
 
     @property
     def given(self) -> str:
-        """Its tensor: dtype and shape, or at least its size."""
+        """The dtype and shape of its tensor, or at least its size."""
         return self.text or f"{self.nbytes:,} bytes"
 
     @property
     def call(self) -> str:
-        """The call, as a user would write it: all_reduce(float32[4], op="sum")."""
+        """The call as a user would write it: all_reduce(float32[4], op="sum")."""
         if self.kind == Kind.WAIT:
             return f"group({self.text})"
         if self.kind == Kind.BARRIER:
@@ -96,12 +96,12 @@ class Issued:
 
     @property
     def at(self) -> str:
-        """The line and its function: " at file.py:12 in function", "" if it is not known."""
+        """The line and its function: " at file.py:12 in function"; "" if they are not known."""
         return f" at {self.where}" if self.where else ""
 
 
 def find_issued(rank: int, trace: RankTrace, group: str, number: int) -> Issued | None:
-    """What this rank issued as the `number`-th communication of `group`; None if it has not come to it."""
+    """Return what this rank issued as the `number`-th communication of `group`; None if it has not got there."""
     ops = trace.ops
     kind = ops["kind"]
     issues = ((kind >= FIRST_COMM) & (kind <= LAST_COMM)) | (kind == Kind.WAIT)
@@ -112,7 +112,7 @@ def find_issued(rank: int, trace: RankTrace, group: str, number: int) -> Issued 
 
 
 def fits(a: Issued, b: Issued) -> bool:
-    """Whether two ranks' ends of one communication fit; where dtype and shape were not recorded, by size."""
+    """Return whether two ranks' ends of one communication match; by size, if dtype and shape were not recorded."""
     same = a.text == b.text if a.text and b.text else a.nbytes == b.nbytes
     if a.is_message or b.is_message:
         return same
@@ -120,7 +120,7 @@ def fits(a: Issued, b: Issued) -> bool:
 
 
 def why_not(a: Issued, b: Issued) -> str:
-    """That two ranks' ends of one communication do not fit, at which lines, and what would work.
+    """Explain why two ranks' ends of one communication do not match, on which lines, and what would work.
 
     >>> sent = Issued(0, Kind.SEND, "0>1#0", 0, 1, "int64[2]", 16, "train.py:3 in step")
     >>> received = Issued(1, Kind.RECV, "0>1#0", 0, 0, "float32[4]", 16, "train.py:7 in step")
@@ -186,7 +186,7 @@ def _collective_advice(a: Issued, b: Issued) -> str:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """What `Issued.text` says of a tensor."""
+    """A tensor as `Issued.text` describes it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -206,7 +206,7 @@ class _Tensor:
 
     @property
     def empty(self) -> str:
-        """Python that makes one."""
+        """Python code that makes an empty one."""
         shape = str(self.shape[0]) if len(self.shape) == 1 else str(self.shape)
         dtype = "" if self.dtype == "float32" else f", dtype=torch.{self.dtype}"
         return f"torch.empty({shape}{dtype})"

@@ -1,4 +1,4 @@
-"""What is recorded: the kinds of operations, the lanes they run on, and the columns of a record."""
+"""What is recorded: the kinds of operations, the lanes that they run on, and the columns of a record."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ __all__ = ["CATEGORIES", "HEADER", "MAGIC", "MEMORY", "OP", "Kind", "Lane", "lan
 
 
 class Lane(IntEnum):
-    """The lanes of one device: what can happen at the same time on it."""
+    """The lanes of one device: what can happen on it at the same time."""
 
     COMPUTE = 0
     COMM = 1
     HOST = 2
     NONE = 3  # markers, such as a step; never drawn as work
-    DATA = 4  # the rank gets its share of a batch, and does nothing else meanwhile
+    DATA = 4  # the rank gets its share of a batch and does nothing else meanwhile
 
 
 class Kind(IntEnum):
-    """What an op is. The lower-case name is the word used in data frames and pictures."""
+    """The kind of an op. Its lower-case name is the word used in data frames and pictures."""
 
     # compute lane: the device is busy
     FORWARD = 1  # F
     BACKWARD = 2  # B
-    INPUT_GRAD = 3  # I: the backward's half that the stage before waits for
+    INPUT_GRAD = 3  # I: the half of the backward that the previous stage waits for
     WEIGHT_GRAD = 4  # W: the other half
     OPTIMIZER = 5
     RECOMPUTE = 6
@@ -61,7 +61,7 @@ class Kind(IntEnum):
 
 
 def lane_of(kind: int) -> Lane:
-    """The lane on which an op of this kind runs.
+    """Return the lane on which an op of this kind runs.
 
     >>> lane_of(Kind.ALL_REDUCE).name
     'COMM'
@@ -76,22 +76,22 @@ def lane_of(kind: int) -> Lane:
 
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
-"""What memory is held for. A MEMORY record's `category` is an index into these."""
+"""What memory holds. A MEMORY record's `category` is an index into these."""
 
 HEADER = np.dtype([("magic", "S8"), ("count", "<u8"), ("state", "<u8"), ("pad", "V40")])
-"""64 bytes. `count`: the records that are whole. `state`: 0 running, 1 finished, 2 failed."""
+"""64 bytes. `count`: the number of complete records. `state`: 0 running, 1 finished, 2 failed."""
 
 OP = np.dtype(
     [
         ("kind", "u1"),
         ("lane", "u1"),
-        ("depth", "u1"),  # 0: a whole action; 1 and more: a layer within it, not counted again
+        ("depth", "u1"),  # 0: an action; 1 and more: a layer inside it, not counted again
         ("flags", "u1"),  # reserved
         ("stage", "<i2"),  # -1: none
         ("pad", "<i2"),
         ("microbatch", "<i4"),  # -1: none
         ("step", "<i4"),  # -1: outside of any step
-        # Lines of rank*.names; line 0 is "". `where` is the code that asked for it, "file.py:12 in function";
+        # Lines of rank*.names; line 0 is "". `where` is the code that issued the op, "file.py:12 in function";
         # `group` is "0,1,2,3" for a collective, "0>1#tag" for a message.
         ("name", "<u4"),
         ("where", "<u4"),
@@ -99,19 +99,19 @@ OP = np.dtype(
         ("number", "<i4"),  # the n-th op of its group (or of its src, dst and tag), from 0; -1: none
         ("peer", "<i4"),  # the other end of a message or the root of a collective, as a global rank; -1
         ("ref", "<i4"),  # WAIT: index of the op waited for; -1
-        # ns of the machine's monotonic clock. Of communication: when it was issued, when it was seen to be complete.
+        # ns of the machine's monotonic clock. Communication starts when issued and ends when seen to be complete.
         ("start", "<i8"),
         ("end", "<i8"),  # 0 while the op is open
         (
             "cpu",
             "<i8",
-        ),  # ns of CPU time that the rank's thread used in between; of a compute op other than WAIT
-        ("bytes", "<i8"),  # payload of a communication or copy; touched by a compute op, 0 if unknown
-        ("flops", "<f8"),  # of a compute op, 0 if unknown
+        ),  # ns of CPU time that the rank's thread used in between, for compute ops other than WAIT
+        ("bytes", "<i8"),  # payload of a communication or copy; bytes that a compute op touches, 0 if unknown
+        ("flops", "<f8"),  # for a compute op, 0 if unknown
         ("value", "<f8"),  # STEP: the loss, nan if unknown
     ]
 )
-"""88 bytes an op."""
+"""88 bytes per op."""
 
 MEMORY = np.dtype(
     [

@@ -1,7 +1,8 @@
-"""What a trace has to be before it is put on a clock: one may come from somebody else, or from a damaged disk.
+"""Checks of a trace before it is put on a clock, since it may come from somebody else or from a damaged disk.
 
-Reading a trace runs none of it, and takes time and memory by its size only. But a record may say anything: a lane that
-there is not, a step of number 2,147,483,647, a wait for an op that never was. Here that is found, in a sentence.
+Reading a trace executes nothing in it, and takes time and memory in proportion to its size. But a record may say
+anything: a lane that does not exist, step number 2,147,483,647, a wait for an op that never was. These checks find such
+records and say so in a sentence.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from mpkit.trace.records import CATEGORIES, Kind, lane_of
 __all__ = ["MOST_RANKS", "check_meta", "check_rank", "check_steps", "check_unpacked"]
 
 MOST_RANKS = 65_536
-"""Ranks of one trace; the largest trainings so far had some ten thousand."""
+"""The most ranks of one trace; the largest trainings so far had some ten thousand."""
 
 Array = npt.NDArray[Any]
 
 _KINDS = np.zeros(256, bool)
 _KINDS[[int(kind) for kind in Kind]] = True
 _LANES = np.array([lane_of(kind) for kind in range(256)], np.uint8)
-_LARGEST = 2**60  # ns are 36 years, bytes a million TB: what is larger overflows when it is added up
+_LARGEST = 2**60  # 36 years in ns, a million TB in bytes: larger numbers overflow when they are added up
 
 
 def check_meta(meta: Any, ranks: int | None = None) -> dict[str, Any]:
-    """Return what a trace says of its run, if it is a mapping whose numbers are of the kind that is counted with.
+    """Return what a trace says about its run, if it is a mapping whose numbers can be calculated with.
 
     Args:
-        ranks: how many there are, once that is known.
+        ranks: the number of ranks, once that is known.
 
     Raises:
-        TraceError: it is not.
+        TraceError: it is not such a mapping.
     """
     if not isinstance(meta, Mapping):
         raise TraceError(
@@ -60,10 +61,10 @@ def check_meta(meta: Any, ranks: int | None = None) -> dict[str, Any]:
 
 
 def check_unpacked(archive: zipfile.ZipFile, packed: int) -> None:
-    """Check how much an archive of so many bytes would be unpacked: records shrink to a tenth, zeros to a thousandth.
+    """Check the unpacked size of an archive of `packed` bytes: records shrink to a tenth, zeros to a thousandth.
 
     Raises:
-        TraceError: far more than a trace of that size.
+        TraceError: it is far larger than that of a trace.
     """
     size = sum(member.file_size for member in archive.infolist())
     if size > 64 * 2**20 and size > 100 * packed:
@@ -77,7 +78,7 @@ def check_rank(rank: RankTrace, number: int, world_size: int) -> None:
     """Check the records of one rank.
 
     Raises:
-        TraceError: one says what cannot be.
+        TraceError: a record says something impossible.
     """
     ops, memory = rank.ops, rank.memory
     here = np.arange(len(ops))
@@ -101,12 +102,12 @@ def check_rank(rank: RankTrace, number: int, world_size: int) -> None:
 
 
 def check_steps(last: int, first: int, records: int) -> None:
-    """Check the number of the last step: steps follow each other, each with a record.
+    """Check the number of the last step: steps are consecutive, each with a record.
 
     Raises:
         TraceError: there are far fewer records of steps than steps.
     """
-    if last - first > 1000 * (1 + records):  # some may be missing, of ranks that were killed
+    if last - first > 1000 * (1 + records):  # some may be missing, since ranks were killed
         raise TraceError(
             f"it tells of step {last:,}, and has {records:,} records of steps from step {first:,} on: this trace is "
             "damaged, or somebody has made it up"

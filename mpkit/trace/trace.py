@@ -1,4 +1,4 @@
-"""The Trace of a run: one file of it, or the folder into which its ranks write."""
+"""The Trace of a run: a single file, or the folder into which its ranks write."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.disk import write_whole
 from mpkit.errors import TraceError
+from mpkit.support.disk import write_whole
 from mpkit.trace.files import RankTrace, read_rank
 from mpkit.trace.records import MEMORY, OP, Kind
 from mpkit.trace.sound import MOST_RANKS, check_meta, check_rank, check_steps, check_unpacked
@@ -29,8 +29,8 @@ class Trace:
     """What each rank of a run did, in program order. See `Trace.save`, `Trace.load`, `mpkit.Timeline`.
 
     Attributes:
-        ranks: one `RankTrace` a rank.
-        meta: about the run, of JSON types: "world_size", "device" ("cpu" or "cuda"), "plan", "hardware", ...
+        ranks: one `RankTrace` per rank.
+        meta: facts about the run, of JSON types: "world_size", "device" ("cpu" or "cuda"), "plan", "hardware", ...
     """
 
     ranks: list[RankTrace]
@@ -38,16 +38,16 @@ class Trace:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.ranks)
 
     @property
     def losses(self) -> list[float]:
-        """The loss of every step, the first one being meta["first_step"]; nan for a step of unknown loss.
+        """The loss of every step, beginning with step meta["first_step"]; nan for a step of unknown loss.
 
-        The first rank's that knows it. Where replicas share a batch (meta["replicas"], the ranks of each), each knows
-        its share, and all are summed. A step under way counts once its loss is known. A loss of nan or infinity is a
-        loss like any other: a step is left out only while a replica is still on its way to it.
+        It is the loss of the first rank that knows it. Where replicas share a batch (meta["replicas"], the ranks of
+        each), each one knows its share, and all shares are summed. A step in progress counts once its loss is known. A
+        loss of nan or infinity is a loss like any other: a step is left out only while some replica has not got there.
         """
         replicas = self.meta.get("replicas", [range(len(self.ranks))])
         replica_of = {rank: i for i, ranks in enumerate(replicas) for rank in ranks}
@@ -76,10 +76,11 @@ class Trace:
         return found
 
     def check(self) -> Trace:
-        """Check that its records can be put on a clock; return the trace. What reads a trace does so first.
+        """Check that the trace's records can be put on a clock, and return the trace. Everything that reads a trace
+        does so.
 
         Raises:
-            TraceError: one says what no run records: the trace is damaged, or somebody has made it up.
+            TraceError: a record says what no run records: the trace is damaged, or somebody has made it up.
         """
         check_meta(self.meta, self.world_size)
         for number, rank in enumerate(self.ranks):
@@ -94,7 +95,7 @@ class Trace:
         return f"<Trace of {self.world_size} ranks, {len(self):,} ops, {steps} steps>"
 
     def save(self, path: str | Path) -> Path:
-        """Write everything into one file (a zip of .npy arrays and JSON, no pickle); returns its path."""
+        """Write everything into one file (a zip of .npy arrays and JSON, no pickle), and return its path."""
         path = Path(path)
         data = io.BytesIO()
         with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -110,12 +111,12 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read what `save` wrote, or the folder of a run, whole or not.
+        """Read what `save` wrote, or the folder of a run, complete or not.
 
-        Nothing in it is run, and it takes no more time and memory than its size on the disk accounts for.
+        Nothing in it is executed, and it takes no more time and memory than its size on disk accounts for.
 
         Raises:
-            TraceError: the file is none of ours, of a later version, or broken.
+            TraceError: the file is not a trace, is of a later version, or is broken.
         """
         path = Path(path)
         if path.is_dir():
@@ -146,7 +147,7 @@ class Trace:
 
     @classmethod
     def read(cls, folder: str | Path) -> Trace:
-        """The folder of a run, as far as it is written: of a cut file, the records that are whole."""
+        """Read the folder of a run, as far as it is written; from a truncated file, read the complete records."""
         folder = Path(folder)
         try:
             meta = check_meta(_read_json(folder / "meta.json"))
@@ -167,7 +168,7 @@ class Trace:
 
 
 def _read_json(path: Path) -> Any:
-    """What the file says; of one that is not there, or was cut short, nothing."""
+    """Read a JSON file; return {} if it does not exist or is truncated."""
     try:
         return json.loads(path.read_text()) if path.is_file() else {}
     except (FileNotFoundError, ValueError, RecursionError):

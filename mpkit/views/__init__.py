@@ -1,17 +1,17 @@
-"""What a reader sees of a Timeline: one picture, many ends.
+"""Views of a Timeline and of other results: one picture, many forms.
 
-    picture.py      Timeline -> Picture: lanes, spans, marks and words, and no drawing
-    text.py         ... in a terminal, once        live.py   ... in a terminal, while a run goes
-    svg.py          ... as a file without a kernel
-    timeline.py     ... as a live widget, with timeline.js
-    html.py         ... as one page, with the same timeline.js
-    perfetto.py     ... as a trace for ui.perfetto.dev
-    lanes.py        what ranks are called, and how they are grouped by their places in the mesh
-    memory.py       memory by category and GPU, as a chart or as SVG
-    traffic.py      bytes from rank to rank; volume.py: what a rank sends beside the formulas
-    placement_*.py  which rank holds what, on which node
-    dashboard.py    what a Run shows in a notebook: all of it together
+    timeline/picture.py     Timeline -> Picture: lanes, spans, marks and words, and no drawing
+    timeline/text.py        ... in a terminal, once        terminal.py   ... in a terminal, while a run goes on
+    timeline/svg.py         ... as a file without a kernel
+    timeline/widget.py      ... as a live widget, with the browser's half of it (browser/)
+    timeline/html.py        ... as one page, with the same JavaScript
+    timeline/perfetto.py    ... as a trace for ui.perfetto.dev
+    drawing/lanes.py        what ranks are called, and how they are grouped by their places in the mesh
+    memory/                 memory by category and GPU, as a chart or as SVG
+    traffic/                bytes from rank to rank; volume.py: what a rank sends, compared with the formulas
+    placement/              which rank holds what, on which node
+    dashboard/              what a Run shows in a notebook: all of it together
 
-Nothing here is imported by what runs in a rank. What only notebooks need (ipywidgets, anywidget, plotly) is
+Code that runs in a rank imports nothing from here. What only notebooks need (ipywidgets, anywidget, plotly) is
 imported when such a view is made.
 """

@@ -85,7 +85,8 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     assert [cell["error"] for cell in cells if cell["error"]] == []
     assert [cell["count"] for cell in cells] == list(range(1, len(cells) + 1))
 
-    expect(in_cell(page, "naive = train").locator(".js-plotly-plot .main-svg").first).to_be_visible()
+    chart = in_cell(page, "naive = train").locator(".js-plotly-plot .main-svg").first
+    expect(chart).to_be_visible(timeout=30_000)  # plotly is loaded while other processes compute
 
     # Hover: what an operation is. GPU 0 begins with its forward, and waits in the middle.
     look_at(naive)

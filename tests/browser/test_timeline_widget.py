@@ -14,13 +14,13 @@ import pytest
 from playwright.sync_api import Page, expect
 
 import mpkit as mk
-from mpkit.mesh import Mesh
+from mpkit.plan.mesh import Mesh
 from mpkit.trace import Kind
 from mpkit.views.browser import css, esm
-from mpkit.views.colours import INKS, Key
-from mpkit.views.html import html
-from mpkit.views.lanes import groups_of
-from mpkit.views.timeline import TimelineView
+from mpkit.views.drawing.colours import INKS, Key
+from mpkit.views.drawing.lanes import groups_of
+from mpkit.views.timeline.html import html
+from mpkit.views.timeline.widget import TimelineView
 
 NewPage = Callable[..., Page]
 Screenshot = Callable[[Page, str], None]

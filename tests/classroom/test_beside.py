@@ -7,7 +7,7 @@ import pytest
 import mpkit as mk
 from mpkit.classroom.beside import BesideSerial
 from mpkit.classroom.catalogue import Entry, of_family
-from mpkit.classroom.source import run_cell
+from mpkit.classroom.framework.source import run_cell
 
 ENTRIES = of_family("silent_bugs")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mpkit.classroom.catalogue import Entry, families, of_family
+from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.framework.source import run_cell
 from mpkit.classroom.judge import judge
-from mpkit.classroom.room import Answer, Room
-from mpkit.classroom.source import run_cell
 
 ENTRIES = [entry for package in families() for entry in of_family(package.__name__.rsplit(".", 1)[1])]
 MISTAKES = [(entry, mistake) for entry in ENTRIES for mistake in entry.exercise.mistakes]

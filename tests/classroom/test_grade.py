@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from mpkit.classroom.catalogue import find
+from mpkit.classroom.framework.source import IMPORTS
 from mpkit.classroom.grading.guard import way_to_enclose
-from mpkit.classroom.source import IMPORTS
 
 NAMES = ("pass-the-token", "gpipe")
 SOLUTION = "identical to the solution"
@@ -132,7 +132,7 @@ OF_THE_KIT: dict[str, str] = {  # answers that are the kit's own
         import sys
         from pathlib import Path
         from mpkit.classroom.catalogue import find
-        from mpkit.classroom.room import Answer
+        from mpkit.classroom.framework.room import Answer
         for name in ("pass-the-token", "gpipe"):
             Path(sys.argv[2], name + ".answer").write_bytes(Answer.of(find(name).exercise.solution).packed)
         """,

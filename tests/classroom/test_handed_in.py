@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from mpkit.classroom.catalogue import find
-from mpkit.classroom.exercise import Row
+from mpkit.classroom.framework.exercise import Row
+from mpkit.classroom.framework.room import Answer
 from mpkit.classroom.grading import grade as grading
 from mpkit.classroom.grading.enclose import WAYS
 from mpkit.classroom.grading.guard import enclosed, way_to_enclose
@@ -24,7 +25,6 @@ from mpkit.classroom.grading.kept import Grade
 from mpkit.classroom.grading.report import Report, page_names, read_roster
 from mpkit.classroom.grading.same import suspicion
 from mpkit.classroom.judge import Checked
-from mpkit.classroom.room import Answer
 
 
 def book(*cells: str) -> bytes:

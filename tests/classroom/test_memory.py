@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.classroom.memory import Host, Memory
-from mpkit.launch.context import Context
+from mpkit.classroom.framework.memory import Host, Memory
+from mpkit.launch.process.context import Context
 
 
 def categories(ctx: Context) -> list[dict[str, int]]:

@@ -12,7 +12,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.parallel.wire import Wire
+from mpkit.comm.wire import Wire
 from mpkit.record.recorder import Recorder
 from mpkit.trace import Kind, Trace
 
@@ -71,6 +71,7 @@ def programs(draw: st.DrawFn) -> tuple[int, list[object]]:
     return world, program
 
 
+@pytest.mark.thorough
 @examples(max_examples=20)
 @given(programs())
 def test_collectives(clusters: Callable[[int], mk.Cluster], drawn: tuple[int, list[object]]) -> None:

@@ -6,7 +6,6 @@ Programs are drawn at random: calls that all ranks make, and in between one or t
 from __future__ import annotations
 
 import linecache
-import os
 import random
 import time
 from collections.abc import Callable
@@ -17,7 +16,8 @@ import torch
 
 import mpkit as mk
 
-EXAMPLES = 200 if os.environ.get("CI") == "true" else 40
+FEW, ALL = 12, 200
+"""Programs that `make test` draws, and `make test-all`."""
 
 DTYPES = ["float32", "float64", "int32", "int64", "bfloat16", "uint8", "float16"]
 ROOTED = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
@@ -200,7 +200,9 @@ def program(number: int) -> Program:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(EXAMPLES))
+@pytest.mark.parametrize(
+    "number", [*range(FEW), *(pytest.param(i, marks=pytest.mark.thorough) for i in range(FEW, ALL))]
+)
 def test_two_ranks_part(clusters: Callable[[int], mk.Cluster], number: int) -> None:
     drawn = program(number)
     name = f"<program {number}>"
@@ -220,7 +222,7 @@ def test_two_ranks_part(clusters: Callable[[int], mk.Cluster], number: int) -> N
         assert "Why:" in says, says
 
 
-@pytest.mark.parametrize("number", range(EXAMPLES // 10))
+@pytest.mark.parametrize("number", range(ALL // 10))
 def test_ranks_that_agree(clusters: Callable[[int], mk.Cluster], number: int) -> None:
     """Other strides, other tensors, other lines on each rank; 0-dim, empty, complex and bool; messages that cross."""
     draw = Draw(random.Random(number), 2 + number % 3)

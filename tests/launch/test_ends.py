@@ -69,6 +69,7 @@ def test_whatever_ends_the_thread_ends_the_run(
     still_works(cluster)
 
 
+@pytest.mark.thorough
 def test_a_stopped_fork_server(
     clusters: Callable[[int], mk.Cluster], wait_until_gone: WaitUntilGone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,8 +78,8 @@ def test_a_stopped_fork_server(
     cluster = clusters(2)
     for stop in (lambda run: None, lambda run: run.stop()):
         run = endless(cluster)
-        assert cluster.warm_pid is not None
-        os.kill(cluster.warm_pid, signal.SIGSTOP)
+        assert cluster.fork_server_pid is not None
+        os.kill(cluster.fork_server_pid, signal.SIGSTOP)
         stop(run)
         if not run.done or run.error is not None:
             with pytest.raises(mk.RankFailed, match=r"\(pid \d+\) was stopped \(SIGSTOP"):
@@ -169,6 +170,7 @@ cluster.run(lambda ctx: ctx.comm.barrier() if ctx.rank else (print("ready"), sig
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGHUP])
 def test_no_folder_outlives_the_script(how: signal.Signals, tmp_path: Path) -> None:
     script = subprocess.Popen(

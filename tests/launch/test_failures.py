@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import mpkit as mk
-from mpkit.launch.watch import Watch
+from mpkit.launch.hang.progress import Watch
 
 WaitUntilGone = Callable[[list[int], float], None]
 
@@ -185,6 +185,7 @@ mk.Cluster(3, device="cpu").run(work)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_no_rank_outlives_the_script(
     how: signal.Signals, wait_until_gone: WaitUntilGone, tmp_path: Path

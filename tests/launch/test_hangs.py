@@ -67,9 +67,10 @@ def test_an_endless_loop_shows_its_line(cluster: mk.Cluster) -> None:
     assert "test_hangs.py" in says and "line" in says
 
 
+@pytest.mark.thorough
 def test_slow_is_not_hung(cluster: mk.Cluster) -> None:
     """While one rank computes, the others may wait; here for longer than the ranks' patience with waiting."""
-    from mpkit.launch import hang
+    from mpkit.launch.hang import hang
 
     def fn(ctx):  # type: ignore[no-untyped-def]
         import time

@@ -65,6 +65,7 @@ def work(ctx, model):
 HOW = "loss=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))"
 
 
+@pytest.mark.thorough
 def test_functions_and_models_of_cells(kernel: Kernel) -> None:
     run_cell(kernel, SETUP)
     printed = run_cell(kernel, "cluster.run(work, Double())")
@@ -74,6 +75,7 @@ def test_functions_and_models_of_cells(kernel: Kernel) -> None:
     assert 'all_reduce(float32[1], op="sum") at Cell In[3], line 1' in run_cell(kernel, unfit)
 
 
+@pytest.mark.thorough
 def test_a_traceback_shows_the_line_of_the_cell(kernel: Kernel) -> None:
     run_cell(kernel, SETUP)
     run_cell(kernel, "def broken(ctx):\n    return 1 / (ctx.rank - 1)  # the faulty line\n")
@@ -88,6 +90,7 @@ def test_a_traceback_shows_the_line_of_the_cell(kernel: Kernel) -> None:
     assert "[4.0, 4.0]" in run_cell(kernel, "cluster.run(work, Double())")
 
 
+@pytest.mark.thorough
 def test_running_the_training_cell_again(kernel: Kernel) -> None:
     run_cell(kernel, SETUP)
     model, data = "torch.nn.Linear(4, 4)", "[(torch.ones(2, 4), torch.ones(2, 4))]"
@@ -102,6 +105,7 @@ def test_running_the_training_cell_again(kernel: Kernel) -> None:
     assert "stopped running" in run_cell(kernel, "print(first.status, run.status)")
 
 
+@pytest.mark.thorough
 def test_interrupting_a_cell(kernel: Kernel, wait_until_gone: WaitUntilGone, tmp_path: Path) -> None:
     run_cell(kernel, SETUP)
     ready = tmp_path / "ready"
@@ -120,6 +124,7 @@ cluster.run(spin)
     assert "[4.0, 4.0]" in run_cell(kernel, "cluster.run(work, Double())")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_kernel_dies(kernel: Kernel, wait_until_gone: WaitUntilGone, how: signal.Signals) -> None:
     run_cell(kernel, SETUP)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
-from mpkit.launch.folder import MAGIC, OUTPUT, OUTPUT_LIMIT
-from mpkit.launch.output import Labelled
 from mpkit.launch.output_reader import OutputReader
+from mpkit.launch.process.folder import MAGIC, OUTPUT, OUTPUT_LIMIT
+from mpkit.launch.process.output import Labelled
 
 
 def test_nothing_is_lost_at_the_end(cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +108,7 @@ else:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["train", "run"])
 def test_a_pipe_that_nobody_reads_ends_the_program(how: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PIPED)

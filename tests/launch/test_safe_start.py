@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mpkit as mk
-from mpkit.launch.store import store_of
+from mpkit.launch.process.store import store_of
 
 SCRIPT = """
 import mpkit as mk
@@ -22,6 +22,7 @@ with mk.Cluster(2, device="cpu", start={start!r}) as cluster:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("start", "path"), [("fork", ""), ("spawn", os.pathsep)])
 def test_no_module_comes_from_the_current_folder(start: str, path: str, tmp_path: Path) -> None:
     """Neither a learner's random.py nor a stranger's torch.py; an empty part of PYTHONPATH means this folder too."""

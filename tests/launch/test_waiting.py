@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import mpkit as mk
-from mpkit.launch import hang
 from mpkit.launch import launch as launch_module
+from mpkit.launch.hang import hang
 
 
 @pytest.fixture
@@ -31,6 +31,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.thorough
 def test_ranks_that_do_not_come(
     clusters: Callable[[int], mk.Cluster], impatient: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +100,7 @@ def test_nobody_waits_in_what_is_recorded(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["in a wait", "elsewhere", "all"])
 def test_stopped_ranks(cluster: mk.Cluster, where: str) -> None:
     """Nothing can move: it is said at once, without a time-out, and with the command that helps."""

@@ -18,9 +18,9 @@ import pytest
 import mpkit as mk
 from mpkit.errors import TraceError
 from mpkit.record.recorder import Recorder
-from mpkit.replay import replay
+from mpkit.timeline.timeline import Timeline
 from mpkit.trace import MEMORY, Kind, Trace
-from mpkit.views.svg import svg
+from mpkit.views.timeline.svg import svg
 
 EXTREMES = [
     0,
@@ -71,7 +71,7 @@ def look_at(trace: Trace) -> None:
     assert repr(trace)
     assert len(trace.losses) < 10_000
     for clock in ("virtual", "measured"):
-        timeline = replay(trace, clock=clock)
+        timeline = Timeline.of(trace, clock=clock)
         timeline.to_dataframe()
         ElementTree.fromstring(timeline.to_svg())
         assert str(timeline)
@@ -108,7 +108,7 @@ def test_a_lane_that_there_is_not_and_a_step_of_two_thousand_million(trace: Trac
     bent = copied(trace)
     bent.ranks[0].ops["lane"][1] = 8
     with pytest.raises(TraceError, match=r"rank 0's op number 1 has lane=8, which no run records"):
-        replay(bent)
+        Timeline.of(bent)
     bent = copied(trace)
     steps = bent.ranks[1].ops["kind"] == Kind.STEP
     bent.ranks[1].ops["step"][steps] = 2**31 - 1
@@ -177,7 +177,7 @@ def test_names_are_only_read(tmp_path: Path) -> None:
     with record.step(0):
         record.end(record.begin(Kind.FORWARD, odd))
     record.close("finished")
-    timeline = replay(Trace.load(tmp_path))
+    timeline = Timeline.of(Trace.load(tmp_path))
     both = mk.compare(**{odd: timeline, "b": timeline})
     drawn = (svg(timeline, title=odd), timeline.to_svg(), both.to_svg())
     for text in (*drawn, str(timeline), str(both)):

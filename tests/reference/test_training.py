@@ -19,15 +19,16 @@ from mpkit.reference import (
     bucketed_ddp,
     dp,
     flat_ddp,
-    gpipe,
     naive_ddp,
-    naive_model_parallelism,
-    one_f_one_b,
     two_dimensions,
     zero1,
     zero2,
     zero3,
 )
+from mpkit.reference import stage as pipeline
+from mpkit.reference.gpipe import gpipe
+from mpkit.reference.naive_model_parallelism import naive_model_parallelism
+from mpkit.reference.one_f_one_b import one_f_one_b
 from mpkit.trace import Kind, Trace
 from tests.recipes import adamw
 from tests.serial import serial
@@ -105,18 +106,15 @@ def test_data_parallel(clusters: Clusters, train: Callable[..., list[float]], pl
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("train", "name", "m"), [
-    (naive_model_parallelism.train, "naive", 1), (gpipe.train, "gpipe", 4), (one_f_one_b.train, "1f1b", 4),
+@pytest.mark.parametrize(("schedule", "name", "m"), [
+    (naive_model_parallelism, "naive", 1), (gpipe, "gpipe", 4), (one_f_one_b, "1f1b", 4),
 ])  # fmt: skip
-def test_pipelines(
-    clusters: Clusters, train: Callable[..., list[float]], name: str, m: int, ranks: int
-) -> None:
+def test_pipelines(clusters: Clusters, schedule: Any, name: str, m: int, ranks: int) -> None:
     cluster, model = clusters(ranks), mlp()
     expected, _ = serial(model, batches(), loss=F.mse_loss, optimizer=adamw, steps=STEPS)
     cuts = [0, 2, 4, 6, 7] if ranks == 4 else [0, 4, 7]
     stages = [model[a:b] for a, b in pairwise(cuts)]
-    how: Any = {"boundary": (B // m, 8)} | ({"m": m} if m > 1 else {})
-    found = cluster.run(partial(train, **how), stages, batches(), F.mse_loss, adamw)
+    found = cluster.run(pipeline.train, schedule, stages, batches(), F.mse_loss, adamw, (B // m, 8), m)
     counted = sent(cluster.trace)
     assert found[-1] == pytest.approx(expected, rel=1e-12)
     plan = mk.Plan(pp=ranks, schedule=name, microbatches=m, cut=tuple(str(i) for i in cuts[1:-1]))
@@ -126,7 +124,7 @@ def test_pipelines(
 def test_a_rank_of_1f1b_holds_what_is_under_way(clusters: Clusters) -> None:
     """Of 8 micro-batches rank s holds p - s at most; GPipe holds all."""
 
-    def most(ctx: mk.Context, train: Any, stages: Any, given: Any) -> int:
+    def most(ctx: mk.Context, schedule: Any, stages: Any, given: Any) -> int:
         held, most = 0, 0
 
         def count(*_: Any) -> None:
@@ -141,13 +139,13 @@ def test_a_rank_of_1f1b_holds_what_is_under_way(clusters: Clusters) -> None:
         stage = stages[ctx.rank]
         stage.register_forward_hook(count)
         stage[0].weight.register_post_accumulate_grad_hook(release)
-        train(ctx, stages, given, F.mse_loss, adamw, boundary=(1, 8), m=8)
+        pipeline.train(ctx, schedule, stages, given, F.mse_loss, adamw, boundary=(1, 8), m=8)
         return most
 
     model = mlp()
     stages = [model[a:b] for a, b in pairwise([0, 2, 4, 6, 7])]
-    assert clusters(4).run(most, one_f_one_b.train, stages, batches()) == [4, 3, 2, 1]
-    assert clusters(4).run(most, gpipe.train, stages, batches()) == [8, 8, 8, 8]
+    assert clusters(4).run(most, one_f_one_b, stages, batches()) == [4, 3, 2, 1]
+    assert clusters(4).run(most, gpipe, stages, batches()) == [8, 8, 8, 8]
 
 
 def test_two_dimensions(clusters: Clusters) -> None:

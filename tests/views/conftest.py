@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mpkit as mk
-from mpkit.mesh import Mesh
-from mpkit.timeline import HELD, SPAN
+from mpkit.plan.mesh import Mesh
+from mpkit.timeline.replay.spans import HELD, SPAN
 from mpkit.trace import CATEGORIES, Kind, Lane
 
 HOSTILE = "<script>alert('1')</script>&\"]]>"

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import mpkit as mk
-from mpkit.mesh import Mesh
-from mpkit.views.dashboard import Dashboard
-from mpkit.views.dashboard_html import head, output, progress, sparkline, trouble
-from mpkit.views.lanes import groups_of, rank_label
-from mpkit.views.memory import memory_figure
-from mpkit.views.memory_view import MemoryView
-from mpkit.views.pace import Pace
+from mpkit.plan.mesh import Mesh
+from mpkit.views.dashboard.html import head, output, progress, sparkline, trouble
+from mpkit.views.dashboard.pace import Pace
+from mpkit.views.dashboard.widget import Dashboard
+from mpkit.views.drawing.lanes import groups_of, rank_label
+from mpkit.views.memory.chart import memory_figure
+from mpkit.views.memory.widget import MemoryView
 
 LABELS = [f"GPU {rank}" for rank in range(4)]
 

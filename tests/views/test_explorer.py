@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import mpkit as mk
-from mpkit.explorer import Setting
+from mpkit.apps.explored import Setting
 from mpkit.schedule import NAMES
 
 

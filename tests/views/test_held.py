@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.timeline import HELD
+from mpkit.timeline.replay.spans import HELD
 from mpkit.trace import CATEGORIES
-from mpkit.views.held import memory_of
-from mpkit.views.memory_svg import memory_svg
+from mpkit.views.memory.held import memory_of
+from mpkit.views.memory.svg import memory_svg
 
 CHANGES = st.lists(
     st.tuples(st.floats(0, 40), st.integers(0, len(CATEGORIES) - 1), st.integers(0, 10**9)),

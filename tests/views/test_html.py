@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import mpkit as mk
-from mpkit.views.html import html
-from mpkit.views.wire import unpack
+from mpkit.views.timeline.html import html
+from mpkit.views.timeline.wire import unpack
 
 
 class Page(HTMLParser):

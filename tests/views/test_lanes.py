@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.mesh import Mesh
-from mpkit.views.fallback import static_bundle
-from mpkit.views.lanes import groups_of, rank_label, short_label
-from mpkit.views.picture import picture
-from mpkit.views.svg import svg
-from mpkit.views.text import text
-from mpkit.views.timeline import TimelineView
-from mpkit.whereabouts import long_axes
+from mpkit.plan.mesh import Mesh
+from mpkit.plan.mesh_of_trace import long_axes
+from mpkit.views.drawing.lanes import groups_of, rank_label, short_label
+from mpkit.views.timeline.fallback import static_bundle
+from mpkit.views.timeline.picture import picture
+from mpkit.views.timeline.svg import svg
+from mpkit.views.timeline.text import text
+from mpkit.views.timeline.widget import TimelineView
 
 Meshed = Callable[..., mk.Timeline]
 SVG = "{http://www.w3.org/2000/svg}"

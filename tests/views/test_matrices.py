@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mpkit.views.matrices import Matrices, matrices
+from mpkit.views.drawing.matrices import Matrices, matrices
 
 REGION = (
     *(("X", 6, 4), "·", ("A", 4, 8, "columns"), "=", ("Y", 6, 8, "columns")),

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 
 import mpkit as mk
-from mpkit.views.perfetto import perfetto
+from mpkit.views.timeline.perfetto import perfetto
 
 
 def events(timeline: mk.Timeline) -> list[dict]:

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit import metrics
-from mpkit.timeline import HELD, SPAN
+from mpkit.timeline import metrics
+from mpkit.timeline.replay.spans import HELD, SPAN
 from mpkit.trace import Kind
-from mpkit.views.colours import INKS, THEMES, Key
-from mpkit.views.coverage import coverage, strongest
-from mpkit.views.idle import outside
-from mpkit.views.picture import BOX, picture
+from mpkit.views.drawing.colours import INKS, THEMES, Key
+from mpkit.views.timeline.coverage import coverage, strongest
+from mpkit.views.timeline.idle import outside
+from mpkit.views.timeline.picture import BOX, picture
 
 
 def test_a_lane_a_gpu_with_the_idle_time_as_boxes() -> None:

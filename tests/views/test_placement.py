@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.mesh import Mesh
+from mpkit.analysis.placed_ranks import brief, place
+from mpkit.analysis.placement import placement_of
 from mpkit.models import GPT
-from mpkit.places import brief, place
-from mpkit.placing import placement_of
-from mpkit.views.placement_text import divided
+from mpkit.plan.mesh import Mesh
+from mpkit.views.placement.text import divided
 
 SVG = "{http://www.w3.org/2000/svg}"
 STAGES = [["embed", "block0", "block1"], ["block2", "block3", "head"]]

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 import mpkit as mk
-from mpkit.views.svg import svg
+from mpkit.views.timeline.svg import svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import mpkit as mk
-from mpkit.views.text import text
+from mpkit.views.timeline.text import text
 
 STAIRCASE = """\
 GPU 0 │0░1░2░3░4░5░6░7░··················7▓▓▓6▓▓▓5▓▓▓4▓▓▓3▓▓▓2▓▓▓1▓▓▓0▓▓▓│ idle 27.3 %

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.devices import wire_factor
-from mpkit.mesh import Mesh
+from mpkit.devices.hardware import wire_factor
+from mpkit.plan.mesh import Mesh
+from mpkit.plan.mesh_of_trace import axis_of, mesh_of
+from mpkit.timeline.traffic import sent_to
 from mpkit.trace import Kind
-from mpkit.traffic import sent_to
-from mpkit.views.traffic import traffic_figure
-from mpkit.whereabouts import axis_of, mesh_of
+from mpkit.views.traffic.chart import traffic_figure
 
 Meshed = Callable[..., mk.Timeline]
 RINGS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.formulas import Known, formula_of
-from mpkit.mesh import Mesh
+from mpkit.plan.mesh import Mesh
+from mpkit.timeline.formulas import FormulaInputs, formula_of
+from mpkit.timeline.volume import VolumeRow
 from mpkit.trace import Kind
-from mpkit.volume import VolumeRow
 
 Meshed = Callable[..., mk.Timeline]
 
@@ -114,7 +114,7 @@ KNOWN = {
     ],
 )
 def test_formulas(plan: dict[str, Any], axis: str, kind: Kind, symbols: str, of: float) -> None:
-    known = Known.of({"plan": json.dumps({"pp": 2, "microbatches": 3, **plan}), "mesh": KNOWN}, 4)
+    known = FormulaInputs.of({"plan": json.dumps({"pp": 2, "microbatches": 3, **plan}), "mesh": KNOWN}, 4)
     found = formula_of(known, axis, kind)
     assert found is not None and found.symbols.startswith(symbols)
     assert found.of(0) == pytest.approx(of)
@@ -122,7 +122,7 @@ def test_formulas(plan: dict[str, Any], axis: str, kind: Kind, symbols: str, of:
 
 def test_a_rank_with_two_stages_talks_over_each_boundary() -> None:
     plan = mk.Plan.pipeline("interleaved_1f1b", 2, 4, virtual_stages=2)
-    known = Known.of({"plan": plan.to_json(), "mesh": {"stream_bytes": 10}}, 2)
+    known = FormulaInputs.of({"plan": plan.to_json(), "mesh": {"stream_bytes": 10}}, 2)
     found = formula_of(known, "pp", Kind.SEND)
     assert found is not None and found.of(0) == found.of(1) == 3 * 4 * 10
 

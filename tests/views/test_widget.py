@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 import mpkit as mk
-from mpkit.timeline import SPAN
-from mpkit.views.timeline import TimelineView
-from mpkit.views.wire import unpack
+from mpkit.timeline.replay.spans import SPAN
+from mpkit.views.timeline.widget import TimelineView
+from mpkit.views.timeline.wire import unpack
 
 
 class Overheard(TimelineView):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import mpkit as mk
-from mpkit.timeline import SPAN
+from mpkit.timeline.replay.spans import SPAN
 from mpkit.views.browser import esm
-from mpkit.views.colours import Key
-from mpkit.views.counting import BubbleCounter
-from mpkit.views.wire import COLUMNS, Batches, look, unpack
+from mpkit.views.drawing.colours import Key
+from mpkit.views.timeline.counting import BubbleCounter
+from mpkit.views.timeline.wire import COLUMNS, Batches, look, unpack
 
 
 def test_columns_come_back_as_they_went(gpipe: mk.Timeline) -> None:

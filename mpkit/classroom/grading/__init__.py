@@ -1,16 +1,16 @@
 """Grading a class: `python -m mpkit grade FOLDER -o grades.csv`.
 
-    reading     a notebook's file, whatever it is
-    handed_in   whose notebooks are where, and which exercises they should answer; all are read before one runs
-    enclose     a command that sees its own processes and writes to its own folder only, as far as Linux gives that
-    guard       a command under limits on time, memory and processes, of which nothing is left afterwards
-    collect     in a process of its own: runs a student's notebook, and packs its answers
-    judging     in another one: judges answers, on ranks of its own
-    same        whether an answer is the kit's own solution
-    kept        what was graded already
-    grade       notebook after notebook: collect, judge, write down
-    report      a table of the class, and a page a student
+    reading     reads a notebook's file safely, whatever is in it
+    handed_in   finds each student's notebooks and the exercises to answer; reads them all before one runs
+    enclose     runs a command that sees only its own processes and writes only to its own folder, if Linux allows that
+    guard       runs a command under limits on time, memory and processes, and ends everything that it leaves behind
+    collect     runs a student's notebook in a process of its own, and packs its answers
+    judging     judges answers in another process, on ranks of its own
+    same        tests whether an answer is the kit's own solution
+    kept        keeps what was graded already
+    grade       goes through the notebooks: collect, judge, write down
+    report      writes a table of the class, and one page per student
 
-What a notebook says about itself counts for nothing: its answers are packed, and judged by the kit's own checks. What
-is left to one that means harm is in docs/teaching.md.
+Nothing that a notebook says about itself counts: its answers are packed, and judged by the kit's own checks. What a
+malicious notebook can still do is in docs/teaching.md.
 """

@@ -1,12 +1,12 @@
-"""In a process of its own: run a student's notebook, and pack its answers as they come.
+"""Running a student's notebook in a process of its own, and packing its answers as soon as they are defined.
 
     python -m mpkit.classroom.grading.collect CELLS OUT MEMORY EXERCISES...
 
-    limit    memory of this process, the size of files
-    run      cell after cell, as Jupyter would; one that fails does not keep the next from running
-    pack     after each cell the answers of the checks in it, and at the end what was not there yet, by its name
+    limit    limit the memory of this process and the size of files
+    run      run cell after cell, as Jupyter would; a cell that fails does not keep the next one from running
+    pack     pack the answers checked in a cell right after it, and at the end all that are missing, by their names
 
-What is packed lies in OUT at once: whatever a later cell does to this process, that stays.
+Packed answers are written to OUT at once, so that they stay whatever a later cell does to this process.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 
 import mpkit
 from mpkit.classroom.catalogue import find
+from mpkit.classroom.framework.room import Answer, limit_memory
 from mpkit.classroom.grading.reading import checks_in
-from mpkit.classroom.room import Answer, limit_memory
 
 __all__ = ["ENDED", "STARTED", "main"]
 
 LARGEST_FILE = 64 * 2**20
 STARTED = "started"
-"""The file that says that all is imported: from here on the notebook's time counts."""
+"""The file that marks the end of the imports; from then on the notebook's time counts."""
 
 ENDED = "ended"
-"""The file that says that the last cell has run."""
+"""The file that marks that the last cell has run."""
 
 
 def main(cells: str, out: str, memory: str, *exercises: str) -> None:
-    """Run it; see above."""
+    """Run a notebook and pack its answers, as the module's docstring describes."""
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
@@ -43,7 +43,7 @@ def main(cells: str, out: str, memory: str, *exercises: str) -> None:
     # ---- run
     sources = json.loads(Path(cells).read_text(encoding="utf-8"))
     shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
-    mpkit.check = lambda name, answer, **_: None  # type: ignore[assignment]  # it is judged later, elsewhere
+    mpkit.check = lambda name, answer, **_: None  # type: ignore[assignment]  # judged later, elsewhere
     Path(out, STARTED).touch()
     wanted: dict[str, ast.expr] = {
         name: ast.Name(find(name).exercise.name_of_answer, ast.Load()) for name in exercises
@@ -60,7 +60,7 @@ def main(cells: str, out: str, memory: str, *exercises: str) -> None:
             for name, node in checks_in(_plain_python(shell, source)):
                 if _pack(name, node, shell.user_ns, Path(out)):
                     wanted.pop(name, None)
-                elif name in wanted:  # its answer may come in a later cell
+                elif name in wanted:  # a later cell may define its answer
                     wanted[name] = node
         for name, node in wanted.items():
             _pack(name, node, shell.user_ns, Path(out))
@@ -68,7 +68,7 @@ def main(cells: str, out: str, memory: str, *exercises: str) -> None:
 
 
 def _plain_python(shell: Any, source: str) -> str:
-    """A cell without magic; of one that no parser takes nothing."""
+    """Return a cell's source with magics turned into Python; "" if it cannot be parsed."""
     try:
         return str(shell.transform_cell(source))
     except (SyntaxError, RecursionError, MemoryError):
@@ -76,14 +76,14 @@ def _plain_python(shell: Any, source: str) -> str:
 
 
 def _pack(name: str, node: ast.expr, space: dict[str, Any], out: Path) -> bool:
-    """Write one answer, if there is one that can be sent; else why not."""
-    if not name.replace("-", "").isalnum() or len(name) > 100:  # it becomes a file's name
+    """Write one answer to a file if it can be packed, else the reason why not; return whether it was packed."""
+    if not name.replace("-", "").isalnum() or len(name) > 100:  # the name becomes part of a file name
         return False
     try:
         expression = ast.fix_missing_locations(ast.Expression(node))
         value = eval(compile(expression, "<answer>", "eval"), space)
         packed = Answer.of(value)
-    except Exception as error:  # whatever a student's object does: it is no answer
+    except Exception as error:  # whatever a student's object raises, it is no answer
         (out / f"{name}.why").write_text(f"{type(error).__name__}: {error}"[:300], encoding="utf-8")
         return False
     (out / f"{name}.partial").write_bytes(packed.packed)

@@ -1,15 +1,15 @@
-"""Run a command where it can neither write what it should not nor signal who is outside, as far as Linux gives that
-without root.
+"""Run a command so that it can neither write outside its folder nor signal processes outside, as far as Linux allows
+that without root.
 
     python -P enclose.py HOW FOLDER COMMAND...
 
-    namespaces   of its own: processes (it sees and signals its own only, and none outlives it), users (no rights), and
-                 mounts (all is read-only but FOLDER and a /dev/shm of its own)
-    landlock     where a container or the system forbids those: writes below FOLDER only, and, from Linux 6.12 on,
-                 signals to its own processes only
-    none         where there is neither: only, its parent is not the grader
+    namespaces   the command has namespaces of its own: processes (it sees and signals only its own, and none outlives
+                 it), users (without rights), and mounts (all is read-only except FOLDER and a /dev/shm of its own)
+    landlock     for containers and systems that forbid namespaces: the command writes below FOLDER only, and, from
+                 Linux 6.12 on, signals only its own processes
+    none         for systems with neither: the only protection is that the command's parent is not the grader
 
-A script that imports nothing of mpkit: it is run by its path, before anything of a notebook's is.
+This script imports nothing from mpkit: it is run by its path, before any code of a notebook.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DIES_WITH_PARENT, _NO_NEW_PRIVILEGES = 1, 38
 
 
 def main(how: str, folder: str, command: list[str]) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command, and return its exit code."""
     _call("prctl", _DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     if how == "namespaces":
         return _in_namespaces(folder, command)
@@ -41,7 +41,7 @@ def main(how: str, folder: str, command: list[str]) -> int:
 
 
 def _call(name: str, *arguments: object) -> int:
-    """A function of libc; raises OSError."""
+    """Call a function of libc; raise OSError if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     found = int(getattr(libc, name)(*arguments))
     if found < 0:
@@ -59,9 +59,9 @@ def _code(status: int) -> int:
 
 def _in_namespaces(folder: str, command: list[str]) -> int:
     user, group = os.geteuid(), os.getegid()
-    # ---- users: this one only, who has no rights over others' namespaces
+    # ---- users: only the current user, without rights over others' namespaces
     _call("unshare", _NEW_USER | _NEW_MOUNTS | _NEW_IPC | _NEW_PIDS)
-    inside = user or 65534  # who is root outside is nobody inside: rights end with the next exec
+    inside = user or 65534  # root outside becomes nobody inside, so that its rights end with the next exec
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside} {user} 1"),
@@ -69,13 +69,13 @@ def _in_namespaces(folder: str, command: list[str]) -> int:
     ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-    # ---- processes: the next child is the first of its kind, and all end with it
+    # ---- processes: the next child is the first of the namespace, and all others end with it
     child = os.fork()
     if child == 0:
         try:
             _call("prctl", _DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
             _mounts(folder)
-            os.chdir(os.getcwd())  # that of the new mounts, not what lies below them
+            os.chdir(os.getcwd())  # enter the folder of the new mounts, not the one below them
             code = _first_process(command)
         except BaseException as error:
             print(f"enclose: {error}", file=sys.stderr, flush=True)
@@ -85,7 +85,7 @@ def _in_namespaces(folder: str, command: list[str]) -> int:
 
 
 def _mounts(folder: str) -> None:
-    """All of it read-only but the folder; of processes and of shared memory an own view."""
+    """Mount everything read-only except the folder, and give processes and shared memory a view of their own."""
 
     def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
         _call("mount", source.encode(), target.encode(), kind.encode(), flags, data.encode())
@@ -97,7 +97,7 @@ def _mounts(folder: str) -> None:
     for target, kind, data in (("/proc", "proc", ""), ("/dev/shm", "tmpfs", "size=1g,mode=1777")):
         try:
             mount(kind, target, kind, _NOSUID | _NODEV, data)
-        except OSError:  # within a container that hides parts of its /proc; what it shows cannot be signalled
+        except OSError:  # a container may hide parts of its /proc; those that it shows cannot be signalled
             continue
 
 
@@ -107,7 +107,7 @@ def _set_attributes(path: bytes, flags: int, on: int, off: int) -> None:
 
 
 def _first_process(command: list[str]) -> int:
-    """Run the command as a child, and bury whoever is orphaned; nobody inside can signal us."""
+    """Run the command as a child, and reap orphans; no process inside can signal this one."""
     started = subprocess.Popen(command).pid
     while True:
         pid, status = os.wait()

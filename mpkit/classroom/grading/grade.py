@@ -1,12 +1,12 @@
-"""Notebook after notebook: collect its answers, judge them, write down what was found.
+"""Grading one notebook after the other: collect its answers, judge them, and write down the grade.
 
-    read       all notebooks, before the first of them runs
-    collect    in a process of its own, from a copy, while the one before is judged
-    judge      in another process, on ranks of its own
-    report     row by row, as it comes
+    read       read all notebooks before the first of them runs
+    collect    run a copy of the notebook in a process of its own, while the previous one is judged
+    judge      judge the answers in another process, on ranks of its own
+    report     write each row as soon as it is known
 
-A notebook that is broken, hangs or is hostile costs its own grade only: what it runs is enclosed (`enclose`), under
-limits (`guard`), and after each nothing of it is left.
+A notebook that is broken, hangs or is hostile affects its own grade only: it runs enclosed (`enclose`) and under limits
+(`guard`), and all that it leaves behind is removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mpkit.classroom.grading.reading import NoNotebook, read_file
 from mpkit.classroom.grading.report import Report
 from mpkit.classroom.grading.same import suspicion
 from mpkit.classroom.judge import Checked
-from mpkit.visible import visible
+from mpkit.support.visible import visible
 
 __all__ = ["Grade", "grade"]
 
@@ -43,7 +43,7 @@ ENCLOSED = {
 
 @dataclass
 class _Collected:
-    """What a notebook left behind."""
+    """The answers of a notebook, and what went wrong while it ran."""
 
     answers: dict[str, bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -63,21 +63,21 @@ def grade(
 ) -> list[Grade]:
     """Grade all notebooks below a folder.
 
-    This process becomes the parent of all that the notebooks leave behind, and ends it: it should do nothing else.
+    This process adopts all processes that the notebooks leave behind, and ends them; it should do nothing else.
 
     Args:
-        folder: see `mpkit.classroom.grading.handed_in`.
-        exercises: names; none: all of the families that a notebook has exercises of.
-        output: of the table, which is written after each notebook; beside it what is graded is kept, so that a
-            grading that was stopped goes on. None: neither.
-        pages: the folder of the students' pages; None: none.
-        roster: names of all students, to tell who has handed in nothing.
-        again: grade what is graded already as well.
-        guard: limits of running a notebook.
-        say: told a line a notebook.
+        folder: the folder of notebooks; see `mpkit.classroom.grading.handed_in`.
+        exercises: the names of the exercises; none: all exercises of the families that a notebook contains.
+        output: the path of the table, which is written after each notebook. The grades are kept beside it, so that a
+            grading that was stopped can continue. None: write neither.
+        pages: the folder of the students' pages; None: write none.
+        roster: the names of all students, to list those who have handed in nothing.
+        again: whether to grade again what is graded already.
+        guard: the limits on running a notebook.
+        say: called with one line per notebook.
 
     Raises:
-        ValueError: nothing to grade there.
+        ValueError: There is nothing to grade in the folder.
     """
     found = handed_in(folder, exercises)
     guard = guard if guard is not None else Guard()
@@ -98,14 +98,14 @@ def grade(
         notes = result.all_notes
         noted = f" ({visible(notes[0])})" if notes else ""
         say(f"{number}/{len(new)} {result.handed_in.student}: {result.total} of {result.most}{noted}")
-    # Once more all of it, from memory: whatever a notebook may have done to files on the way.
+    # Write everything once more from memory, because a notebook may have changed the files in the meantime.
     grades = report.finish()
     kept.begin({keys[each.handed_in.name]: each for each in grades})
     return grades
 
 
 def _grades(found: Sequence[HandedIn], guard: Guard) -> Iterator[Grade]:
-    """One after the other; while one is judged, the next runs."""
+    """Grade the notebooks one after the other; while one is judged, the next one runs."""
     if not found:
         return
     with (
@@ -138,7 +138,7 @@ def _environment(place: Path) -> dict[str, str]:
 
 
 def _collect(each: HandedIn, guard: Guard, judges: Judges) -> _Collected:
-    """Run a notebook, and take what it hands in."""
+    """Run a notebook, and collect its answers."""
     if each.broken:
         return _Collected(notes=[each.broken])
     with tempfile.TemporaryDirectory(prefix="mpkit-grade-", ignore_cleanup_errors=True) as name:
@@ -168,7 +168,7 @@ def _collect(each: HandedIn, guard: Guard, judges: Judges) -> _Collected:
 
 
 def _left(path: Path) -> bytes | None:
-    """A file that a notebook left; None if it is none: it may have put anything there."""
+    """Return a file that a notebook wrote; None if it is not a readable file, as a notebook may put anything there."""
     try:
         return read_file(path)
     except NoNotebook:
@@ -191,7 +191,7 @@ def _judge(each: HandedIn, collected: _Collected, judges: Judges) -> Grade:
 
 
 def _errors(log: bytes | None) -> list[str]:
-    """Of cells, as far as they were written down."""
+    """Return the errors of cells, as far as they can be read from the log."""
     try:
         lines = (log or b"").decode("utf-8", "replace").splitlines()[:20]
         return [f"cell {int(one['cell'])}: {str(one['error'])[:500]}" for one in map(json.loads, lines)]

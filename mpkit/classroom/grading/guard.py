@@ -1,8 +1,8 @@
-"""A command under limits, enclosed as far as the system can, of which nothing is left afterwards.
+"""Running a command under limits, enclosed as far as the system can, and ending all that it leaves behind.
 
-start    enclosed (`enclose`), in a session of its own
-watch    ten times a second: how long, how much memory, how many processes, whatever they call themselves
-sweep    end all of them, those that left their parents too: they come to us (a subreaper on Linux)
+start    start the command enclosed (`enclose`), in a session of its own
+watch    check ten times per second its time, its memory and its number of processes, whatever they call themselves
+sweep    end all of its processes, and the orphans among them, which this process adopts (as a subreaper, on Linux)
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ Keep = Callable[[], set[int]]
 
 LOOK_EVERY = 0.1
 IMPORTS_TAKE = 120.0
-"""Seconds until a process has imported torch, on a busy machine: they are not the notebook's."""
+"""Seconds that a process may take to import torch on a busy machine; they do not count as the notebook's time."""
 
 STOPPED_FOR = 10
-"""Looks in a row at which a process is stopped (SIGSTOP): nobody would ever continue it."""
+"""Consecutive checks for which a process may be stopped (SIGSTOP); after that it would never continue."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Limits.
+    """Limits on a command.
 
     Attributes:
-        seconds: of wall time, from when the command says that it has started.
-        memory: bytes, of all its processes together, and of all that it writes.
-        processes: at one time.
+        seconds: the wall time, from the moment when the command reports that it has started.
+        memory: the most bytes that all its processes hold together, and the most that it writes to files.
+        processes: the most processes at one time.
     """
 
     seconds: float = 120.0
@@ -55,17 +55,18 @@ class Guard:
         self, command: Sequence[str], place: Path, folder: Path, environment: dict[str, str], keep: Keep,
         started: Path,
     ) -> str:  # fmt: skip
-        """Run it to its end, or to a limit; its output goes nowhere.
+        """Run a command until it ends or exceeds a limit; its output is discarded.
 
         Args:
+            command: the command.
             place: the only folder that it may write to.
-            folder: in which it runs.
-            environment: instead of ours.
-            keep: gives our children that are not its: they stay.
-            started: the file that it makes when its time begins.
+            folder: the working directory.
+            environment: the environment variables that replace ours.
+            keep: returns the ids of our child processes that do not belong to the command; they stay alive.
+            started: the file that the command makes when its time begins.
 
         Returns:
-            Why it did not end well; "" if it did.
+            The reason why it did not end well; "" if it did.
         """
         process = subprocess.Popen(
             enclosed(command, place), cwd=folder, env=environment, start_new_session=True,
@@ -91,7 +92,7 @@ class Guard:
                 why = self.exceeded(running)
         sweep(keep)
         code = process.wait()
-        code = 128 - code if code > 128 else code  # of a process within it
+        code = 128 - code if code > 128 else code  # how a shell reports a signal that ended a process inside
         if why or not code:
             return why
         if code < 0 and -code in set(signal.Signals):
@@ -99,7 +100,7 @@ class Guard:
         return f"it left with exit code {code}"
 
     def exceeded(self, running: Sequence[psutil.Process]) -> str:
-        """Which limit these processes exceed; "" for none."""
+        """Return which limit these processes exceed; "" for none."""
         if len(running) > self.processes:
             return f"it ran {len(running)} processes; {self.processes} are allowed"
         held = sum(_resident(process) for process in running)
@@ -109,13 +110,13 @@ class Guard:
 
 
 def enclosed(command: Sequence[str], place: Path) -> list[str]:
-    """The command that runs this one where it writes to that folder only, as far as the system can."""
+    """Return a command that runs the given one so that it writes to that folder only, as far as the system can."""
     return [sys.executable, "-P", enclose.__file__, way_to_enclose(), str(place), *command]
 
 
 @functools.cache
 def way_to_enclose() -> str:
-    """The first of `enclose.WAYS` that works here: each is tried with a command that does nothing."""
+    """Return the first of `enclose.WAYS` that works here; each is tried with a command that does nothing."""
     if sys.platform != "linux":
         return "none"
     for way in enclose.WAYS[:-1]:
@@ -128,24 +129,24 @@ def way_to_enclose() -> str:
 
 
 def sweep(keep: Keep) -> None:
-    """End all our descendants but these, and theirs."""
+    """End all descendants of this process except those to keep and their descendants."""
     deadline = time.monotonic() + 5.0
     while (running := others(keep)) and time.monotonic() < deadline:
         for process in running:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(running, timeout=1.0)  # takes their status too, where they are our children
+        psutil.wait_procs(running, timeout=1.0)  # also reaps those that are our children
 
 
 def others(keep: Keep) -> list[psutil.Process]:
-    """Our descendants, without these and what is below them."""
+    """Return the descendants of this process, without those to keep and their descendants."""
     children = psutil.Process().children()
-    kept = keep()  # asked for last: one that was only just started is among them
+    kept = keep()  # evaluated last, so that it has a process that was only just started
     return _below([child for child in children if child.pid not in kept])
 
 
 def below(pid: int) -> list[psutil.Process]:
-    """A process and its descendants."""
+    """Return a process and its descendants."""
     try:
         return _below([psutil.Process(pid)])
     except psutil.Error:
@@ -165,7 +166,7 @@ def _below(level: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def _written(place: Path) -> int:
-    """Bytes of the files in a folder, of which there may be any number: no more than some thousands are looked at."""
+    """Return the bytes of the files in a folder; of a huge number of files, only some thousands are counted."""
     found = 0
     for name, _, files in islice(os.walk(place), 100):
         for file in files[:100]:
@@ -189,7 +190,7 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 
 def adopt_orphans() -> None:
-    """From now on processes whose parent ends become our children, so that `sweep` finds them; on Linux."""
+    """Make this process adopt orphaned descendants from now on, so that `sweep` finds them (Linux only)."""
     if sys.platform == "linux":
         pr_set_child_subreaper = 36
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_child_subreaper, 1, 0, 0, 0)

@@ -1,10 +1,11 @@
-"""Whose notebooks are where, and which exercises they should answer. All are read before the first of them is run.
+"""Finding each student's notebooks, and the exercises that they should answer. All are read before the first one runs.
 
     FOLDER/ada.ipynb                    ada's
     FOLDER/ada/2-data-parallel.ipynb    ada's
     FOLDER/ada/ps1/4-pipelines.ipynb    ada's, as nbgrader has it in `submitted/`
 
-A notebook should answer all exercises of the families that it has one of: who deletes a cell gets no points for it.
+If a notebook has an exercise of a family, it should answer all exercises of that family: a student who deletes a cell
+gets no points for it.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from pathlib import Path
 
 from mpkit.classroom.catalogue import Entry, find, of_family
 from mpkit.classroom.grading.reading import NoNotebook, checks_in, code_cells, read_file
-from mpkit.visible import visible
+from mpkit.support.visible import visible
 
 __all__ = ["HandedIn", "handed_in"]
 
 
 @dataclass(frozen=True)
 class HandedIn:
-    """One notebook.
+    """One submitted notebook.
 
     Attributes:
-        student: by the folder's name, or the file's.
-        name: of the notebook below the class's folder, such as "ada/ps1/4-pipelines.ipynb".
-        exercises: that it should answer.
+        student: the student's name, which is the name of the folder or the file.
+        name: the notebook's path below the class's folder, such as "ada/ps1/4-pipelines.ipynb".
+        exercises: the exercises that it should answer.
         cells: the sources of its code cells.
         data: the whole file.
-        broken: why it cannot be read; "" if it can.
+        broken: the reason why it cannot be read; "" if it can.
     """
 
     student: str
@@ -50,13 +51,14 @@ class HandedIn:
 
 
 def handed_in(folder: Path, exercises: tuple[str, ...] = ()) -> list[HandedIn]:
-    """All notebooks below a folder, by student.
+    """Return all notebooks below a folder, by student.
 
     Args:
-        exercises: that each should answer; none: those of the families in it.
+        folder: the folder.
+        exercises: the exercises that each should answer; none: those of the families in it.
 
     Raises:
-        ValueError: there is no such folder, no notebook in it, or no such exercise.
+        ValueError: There is no such folder, no notebook in it, or no such exercise.
     """
     if not folder.is_dir():
         raise ValueError(
@@ -71,25 +73,25 @@ def handed_in(folder: Path, exercises: tuple[str, ...] = ()) -> list[HandedIn]:
     students = _students([path.relative_to(folder).parts[0] for path in paths])
     found = [_read(folder, path, students[path.relative_to(folder).parts[0]], asked) for path in paths]
     known = next((each.exercises for each in found if each.exercises), ())
-    # What cannot be read, or has no check left, should have answered what the others do.
+    # A notebook that cannot be read, or has no check left, should have answered the same exercises as the others.
     return [each if each.exercises else replace(each, exercises=known) for each in found]
 
 
 def _notebooks(folder: Path) -> Iterator[Path]:
-    """Without those in hidden folders, such as Jupyter's own copies; links to folders are not followed."""
+    """Yield all notebooks except those in hidden folders (Jupyter's own copies); do not follow links to folders."""
     for place, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in (
             *files,
             *folders,
-        ):  # a folder of such a name is told of: somebody meant to hand something in
+        ):  # report a folder with such a name too: somebody meant to hand it in
             if name.endswith(".ipynb") and not name.startswith("."):
                 yield Path(place, name)
         folders[:] = [name for name in folders if not name.endswith(".ipynb")]
 
 
 def _students(firsts: list[str]) -> dict[str, str]:
-    """By file or folder, whose it is: "kim.ipynb" is kim's, unless there is a folder "kim" too."""
+    """Return the student of each file or folder: "kim.ipynb" is kim's, unless there is a folder "kim" too."""
     names = {first: first.removesuffix(".ipynb") for first in firsts}
     many = Counter(names.values())
     return {
@@ -112,7 +114,7 @@ def _read(folder: Path, path: Path, student: str, asked: tuple[Entry, ...]) -> H
 
 
 def _of(names: list[str]) -> tuple[Entry, ...]:
-    """All exercises of the families of these."""
+    """Return all exercises of the families to which the named ones belong."""
     found: dict[str, Entry] = {}
     for name in names:
         try:

@@ -1,12 +1,12 @@
-"""Answers are judged in a process of its own too: on its ranks they run, so it is they that could end it.
+"""Judging answers in a process of its own, because answers run on its ranks and could end it.
 
     python -m mpkit.classroom.grading.judging
 
-    in    a JSON line an answer: exercise, the file with what cloudpickle made of the answer, a token
-    out   a JSON line a verdict, with the token; an empty line each second, so that one knows that it lives
+    in    one JSON line per answer: the exercise, the file with the answer as cloudpickle packed it, a token
+    out   one JSON line per verdict, with the token; an empty line each second shows that the process is alive
 
-`Judges` is the other end: it starts one, and another where an answer has ended it. A verdict is plain data, which is
-all that is taken from a process that a student's code may have got at.
+`Judges` is the other end: it starts the process, and restarts it if an answer has ended it. A verdict is plain data;
+nothing else is accepted from a process that a student's code may have tampered with.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from typing import Any
 import psutil
 
 from mpkit.classroom.catalogue import Entry, find
+from mpkit.classroom.framework.room import Answer, Limits, Room
 from mpkit.classroom.grading.guard import Guard, adopt_orphans, below, enclosed, sweep
 from mpkit.classroom.judge import Checked, judge
-from mpkit.classroom.room import Answer, Limits, Room
 from mpkit.classroom.told import checked_of, told
 
 __all__ = ["Judges"]
 
 FAILURES = 1
-"""Reports give the second hint: who reads one has tried."""
+"""The number of failures that reports assume: they give the second hint, as the student has tried already."""
 
 SILENT = 20.0
-"""Seconds without a sign of life after which it is stopped, or worse."""
+"""Seconds without a sign of life after which the process counts as stopped."""
 
 LONGEST = 32 * 2**20
-"""Bytes of a verdict."""
+"""The most bytes of a verdict."""
 
 
 class Judges:
     """One judging process at a time.
 
     Args:
-        place: the only folder that it may write to.
-        environment: it runs in.
-        limits: of its processes together.
+        place: the only folder that the process may write to.
+        environment: the environment variables of the process.
+        limits: the limits on all of its processes together.
     """
 
     def __init__(self, place: Path, environment: dict[str, str], limits: Guard) -> None:
@@ -58,17 +58,17 @@ class Judges:
         self._lock = threading.Lock()  # held while one is started
 
     def pids(self) -> set[int]:
-        """Of the process that there is now; may be asked for by another thread."""
+        """Return the id of the current judging process, if there is one; other threads may call this."""
         with self._lock:
             return {self._process.pid} if self._process is not None else set()
 
     def judge(self, entry: Entry, packed: bytes) -> tuple[Checked | None, str]:
-        """Judge an answer: what was found, or None and why nothing was."""
+        """Judge an answer; return the verdict and "", or None and the reason why there is no verdict."""
         process = self._started()
         assert process.stdin is not None
         token = secrets.token_hex()
         file = self._place / token
-        file.write_bytes(packed)  # and not into the pipe, which would block where nobody reads any more
+        file.write_bytes(packed)  # not into the pipe, which would block if nobody reads it any more
         request = {"token": token, "exercise": entry.name, "packed": str(file)}
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -82,12 +82,12 @@ class Judges:
             return None, why
         try:
             return checked_of(entry, verdict), ""
-        except (KeyError, TypeError, ValueError):  # nothing of ours writes such a thing
+        except (KeyError, TypeError, ValueError):  # our own code never writes such a verdict
             self.close()
             return None, "it wrote a verdict of its own"
 
     def close(self) -> None:
-        """End it and all below it."""
+        """End the judging process and all of its descendants."""
         if self._process is None:
             return
         for each in reversed(below(self._process.pid)):
@@ -97,7 +97,7 @@ class Judges:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # of what it had not read yet
+                with contextlib.suppress(OSError):  # raised for data that the process had not read yet
                     pipe.close()
         self._process = None
 
@@ -135,7 +135,7 @@ class Judges:
 
 
 def _said(line: bytes, token: str) -> dict[str, Any] | None:
-    """The verdict of a line, if it is one of this answer."""
+    """Return the verdict in a line, if it is one on this answer."""
     try:
         found = json.loads(line)
         return found["verdict"] if secrets.compare_digest(found["token"], token) else None
@@ -144,7 +144,7 @@ def _said(line: bytes, token: str) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Judge what comes, until nothing does."""
+    """Judge the answers that arrive on stdin, until it ends."""
     lock, out = threading.Lock(), os.dup(1)
     os.dup2(2, 1)
 

@@ -1,7 +1,7 @@
-"""What was graded already, in a file beside the table: a stopped grading goes on where it stopped.
+"""The grades so far, kept in a file beside the table, so that a stopped grading can continue.
 
-A line a notebook, which counts as long as nothing has changed that its grade depends on: the notebook, the exercises'
-own files, the limits.
+The file has one line per notebook. A line is valid as long as nothing has changed that its grade depends on: the
+notebook, the exercises' own files, the limits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ VERSION = 1
 
 
 class Grade:
-    """What one notebook got.
+    """The grade of one notebook.
 
     Attributes:
         handed_in: the notebook.
-        checked: by exercise; None where there was no verdict.
+        checked: the verdict on each exercise; None if there was none.
         notes: what went wrong with the notebook as a whole, or with its cells.
-        remarks: by exercise: why there was no verdict, or what is odd about the answer.
+        remarks: by exercise, why there was no verdict, or what is suspicious about the answer.
     """
 
     def __init__(
@@ -45,37 +45,37 @@ class Grade:
         self.remarks = dict(remarks or {})
 
     def points(self, name: str) -> int:
-        """For one exercise."""
+        """Return the points for one exercise."""
         checked = self.checked.get(name)
         entry = next((entry for entry in self.handed_in.exercises if entry.name == name), None)
         return entry.exercise.points if entry is not None and checked is not None and checked.passed else 0
 
     @property
     def total(self) -> int:
-        """Of all."""
+        """The points for all exercises together."""
         return sum(self.points(entry.name) for entry in self.handed_in.exercises)
 
     @property
     def most(self) -> int:
-        """What could be had."""
+        """The highest possible number of points."""
         return sum(entry.exercise.points for entry in self.handed_in.exercises)
 
     @property
     def all_notes(self) -> list[str]:
-        """Those of the notebook, then the remarks on its exercises."""
+        """The notes on the notebook, then the remarks on its exercises."""
         return [*self.notes, *(f"{name}: {remark}" for name, remark in self.remarks.items())]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON's types."""
+        """Return the grade as JSON's types."""
         checked = {name: told(one) if one is not None else None for name, one in self.checked.items()}
         return {"checked": checked, "notes": list(self.notes), "remarks": self.remarks}
 
     @classmethod
     def of_json(cls, handed_in: HandedIn, values: dict[str, Any]) -> Grade:
-        """What `to_json` made of that notebook's.
+        """Return the grade of a notebook from what `to_json` returned for it.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: The values were not made by `to_json`.
         """
         known = {entry.name: entry for entry in handed_in.exercises}
         checked = {
@@ -87,11 +87,11 @@ class Grade:
 
 
 class Kept:
-    """The file.
+    """The file of grades.
 
     Args:
-        path: of it; None: nothing is kept.
-        anew: whether to forget what is in it.
+        path: the path of the file; None: no grades are kept.
+        anew: whether to ignore the grades that are in it.
     """
 
     def __init__(self, path: Path | None, *, anew: bool = False) -> None:
@@ -100,21 +100,21 @@ class Kept:
         if path is None or anew or not path.is_file():
             return
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
-            try:  # one that was cut short, or changed, is graded again
+            try:  # if a line was cut short or changed, its notebook is graded again
                 found = json.loads(line)
                 self._lines[str(found["key"])] = dict(found["grade"])
             except (ValueError, TypeError, KeyError, RecursionError):
                 continue
 
     def get(self, key: str, handed_in: HandedIn) -> Grade | None:
-        """The grade of that key, if there is one."""
+        """Return the grade of that key, if there is one."""
         try:
             return Grade.of_json(handed_in, self._lines[key]) if key in self._lines else None
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
 
     def begin(self, kept: Mapping[str, Grade]) -> None:
-        """Write these, and nothing else."""
+        """Replace the file by one with these grades only."""
         if self._path is None:
             return
         partial = self._path.with_name(self._path.name + ".partial")
@@ -122,7 +122,7 @@ class Kept:
         partial.replace(self._path)
 
     def add(self, key: str, grade: Grade) -> None:
-        """Write one more."""
+        """Append one grade to the file."""
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(_line(key, grade))
@@ -133,7 +133,7 @@ def _line(key: str, grade: Grade) -> str:
 
 
 def key_of(each: HandedIn, guard: Guard) -> str:
-    """Digest of all that a grade depends on."""
+    """Return a digest of all that a grade depends on."""
     sources = [getsource(import_module(entry.module)) for entry in each.exercises]
     told = [VERSION, each.name, each.digest, [entry.name for entry in each.exercises], sources, asdict(guard)]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""A notebook that somebody handed in, read so that nothing in it can stop who reads it.
+"""Reading a submitted notebook so that nothing in it can stop the grader.
 
-It may be no file, endless, no JSON, JSON nested a hundred thousand deep, or code that no parser takes. Whatever it is,
-that costs its own grade only.
+It may not be a regular file, be endless, be no JSON, be JSON nested a hundred thousand levels deep, or have code that
+cannot be parsed. Whatever it is, it affects its own grade only.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 __all__ = ["LARGEST", "NoNotebook", "checks_in", "code_cells", "read_file"]
 
 LARGEST = 64 * 2**20
-"""Bytes of a notebook: those with many pictures have some ten million."""
+"""The most bytes of a notebook; those with many pictures have some ten million."""
 
 LONGEST_CELL = 1_000_000
-"""Characters of a cell that is looked through for checks."""
+"""The most characters of a cell that is searched for checks."""
 
 
 class NoNotebook(Exception):
-    """It cannot be read; says why."""
+    """A file cannot be read as a notebook; the message says why."""
 
 
 def read_file(path: Path) -> bytes:
     """Return the bytes of a notebook's file.
 
     Raises:
-        NoNotebook: it is no file, a link to one, too large, or may not be read.
+        NoNotebook: The path is not a regular file, is a link, is too large, or may not be read.
     """
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -54,7 +54,7 @@ def code_cells(data: bytes) -> list[str]:
     """Return the sources of a notebook's code cells.
 
     Raises:
-        NoNotebook: it is none.
+        NoNotebook: The data are not a notebook.
     """
     try:
         book = json.loads(data.decode("utf-8-sig"))
@@ -75,7 +75,7 @@ def code_cells(data: bytes) -> list[str]:
 
 
 def _cells(book: Any) -> list[Any] | None:
-    """Of a notebook of format 4, or of format 3."""
+    """Return the cells of a notebook of format 4 or 3; None if it has no list of cells."""
     if isinstance(book, dict) and isinstance(sheets := book.get("worksheets"), list) and sheets:
         book = sheets[0]
     cells = book.get("cells") if isinstance(book, dict) else None
@@ -83,7 +83,7 @@ def _cells(book: Any) -> list[Any] | None:
 
 
 def checks_in(source: str) -> Iterator[tuple[str, ast.expr]]:
-    r"""The exercises that a cell checks, each with the expression that it hands in.
+    r"""Yield the exercises that a cell checks, each with the expression of its answer.
 
     >>> [(name, ast.unparse(node)) for name, node in checks_in('mk.check("gpipe", gpipe)\nprint("check")')]
     [('gpipe', 'gpipe')]

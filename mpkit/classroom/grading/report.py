@@ -1,7 +1,7 @@
-"""What an instructor gets: a table of the class (CSV), and a page a student (HTML) with hints. Both grow row by row.
+"""Reports for instructors: a table of the class (CSV), and a page per student (HTML) with hints. Both grow row by row.
 
-A table is replaced by a longer one as a whole, so who opens it finds one that is whole. No two students share a row or
-a page: where two names would give the same file's name, each page has a part of its name's digest too.
+The table is replaced as a whole by a longer one, so that it is complete whenever somebody opens it. No two students
+share a row or a page: if two names would give the same file name, each file name also has a part of its name's digest.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpkit.classroom.catalogue import Entry
+from mpkit.classroom.checked_html import checked_html
 from mpkit.classroom.grading.handed_in import HandedIn
 from mpkit.classroom.grading.kept import Grade
-from mpkit.views.checked_html import checked_html
-from mpkit.visible import escape, visible
+from mpkit.support.visible import escape, visible
 
 __all__ = ["Report", "read_roster"]
 
@@ -27,10 +27,10 @@ class Report:
     """The table and the pages.
 
     Args:
-        found: all notebooks, whose order and exercises are those of the table.
-        table: the file; None: no table.
-        pages: the folder; None: no pages.
-        roster: names of all students; none: those who handed in something.
+        found: all notebooks; the table has their order and their exercises.
+        table: the table's path; None: no table.
+        pages: the folder of the pages; None: no pages.
+        roster: the names of all students; none: those who handed in something.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Report:
         self._odd = {each.student for each in found if roster and _plainly(each.student) not in expected}
 
     def add(self, *grades: Grade) -> None:
-        """Write them down."""
+        """Add grades to the table and the pages."""
         self._grades |= {grade.handed_in.name: grade for grade in grades}
         self._write(dict.fromkeys(grade.handed_in.student for grade in grades))
 
     def finish(self) -> list[Grade]:
-        """Write all of it once more; returns the grades in order."""
+        """Write the table and all pages once more; return the grades in order."""
         self._write(dict.fromkeys(each.student for each in self._found))
         return [self._grades[each.name] for each in self._found]
 
@@ -84,10 +84,10 @@ class Report:
 
 
 def read_roster(path: Path) -> list[str]:
-    """The names in a file: one a line, or a table (CSV) with a column "student" or "name", or else its first.
+    """Return the names in a file: one per line, or from a CSV's column "student" or "name", or else its first column.
 
     Raises:
-        ValueError: it cannot be read, or has no name.
+        ValueError: The file cannot be read, or has no name in it.
     """
     try:
         rows = [row for row in csv.reader(io.StringIO(path.read_text(encoding="utf-8-sig"))) if any(row)]
@@ -105,7 +105,7 @@ def read_roster(path: Path) -> list[str]:
 
 
 def page_names(students: Sequence[str]) -> dict[str, str]:
-    """By student the name of a page, each another one, wherever upper and lower case are one.
+    """Return a distinct file name for each student's page, distinct also where case is ignored.
 
     >>> page_names(["ada", "Kim Lee", "Kim_Lee"])
     {'ada': 'ada.html', 'Kim Lee': 'Kim_Lee-54b08251.html', 'Kim_Lee': 'Kim_Lee-b7c65914.html'}
@@ -152,7 +152,7 @@ def _page(student: str, grades: Sequence[Grade]) -> str:
 
 
 def _totals(grades: Sequence[Grade]) -> tuple[int, int]:
-    """Points and how many there are to have; an exercise that is in several notebooks counts once, the best."""
+    """Return the points and the highest possible number; of an exercise in several notebooks the best counts."""
     entries = {entry.name: entry for grade in grades for entry in grade.handed_in.exercises}
     best = sum(max(grade.points(name) for grade in grades) for name in entries)
     return best, sum(entry.exercise.points for entry in entries.values())
@@ -164,10 +164,10 @@ def _points(grades: Sequence[Grade], entry: Entry) -> int | str:
 
 
 def _plainly(name: str) -> str:
-    """A name as it is compared with a roster's: "Kim_Lee" is "kim lee"."""
+    """Return a name as it is compared with the roster: "Kim_Lee" is "kim lee"."""
     return " ".join(name.replace("_", " ").split()).casefold()
 
 
 def _plain(text: str) -> str:
-    """A cell that no spreadsheet takes for a formula."""
+    """Return a table cell's text so that no spreadsheet takes it for a formula."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text

@@ -1,10 +1,10 @@
-"""Whether an answer that is right is the kit's own solution: said beside the points, which it keeps.
+"""Detecting whether a right answer is the kit's own solution. A remark beside the points says so; the points stay.
 
-code      compared as Python's syntax tree, without docstrings, comments and annotations, and with locals and arguments
-          renamed in the order in which they come; and as bytecode, of what was packed
-calls     a packed answer that names `mpkit.classroom` has its work done there
+code      code is compared as Python's syntax tree, without docstrings, comments and annotations, with locals and
+          arguments renamed in order of appearance; and as the bytecode in the packed answer
+calls     a packed answer that names `mpkit.classroom` calls the solution there
 
-Nothing is unpacked for it. A short solution is found by many: how long it is, is said too.
+Nothing is unpacked for this. Many students find a short solution by themselves, so the remark also gives its length.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from mpkit.classroom.catalogue import Entry
 __all__ = ["suspicion"]
 
 CHANCE = 4
-"""A solution of so many statements is found again by chance."""
+"""The number of statements up to which a solution may be found again by chance."""
 
 
 def suspicion(entry: Entry, packed: bytes, cells: Sequence[str]) -> str:
-    """Say what speaks for an answer's being the solution itself; "" if nothing does.
+    """Return why an answer seems to be the solution itself; "" if it does not.
 
     Args:
-        packed: by cloudpickle.
-        cells: of the notebook that it is from.
+        entry: the exercise.
+        packed: the answer, packed by cloudpickle.
+        cells: the sources of the notebook's code cells.
     """
     if b"mpkit.classroom" in packed:
         return "calls for the kit's own solution (mpkit.classroom)"
     solution = _definition(entry.source.plain, entry.exercise.name_of_answer)
-    if solution is None:  # values: who has them right has the solution's
+    if solution is None:  # the answer is values, and right values are always those of the solution
         return ""
     own = _normal(solution)
     same = any(_normal(each) == own for source in cells for each in _definitions(source))
@@ -59,7 +60,7 @@ def _definition(source: str, name: str) -> ast.AST | None:
 
 
 def _normal(node: ast.AST) -> str:
-    """The definition as text, whatever its author called it and what is in it."""
+    """Return a definition as text that does not depend on the names in it."""
     try:
         tree = ast.parse(ast.unparse(node))  # a copy
         return ast.dump(_Normal().visit(tree))
@@ -68,7 +69,7 @@ def _normal(node: ast.AST) -> str:
 
 
 class _Normal(ast.NodeTransformer):
-    """Leaves out what says nothing, and numbers arguments, locals and what is defined."""
+    """Removes docstrings and annotations, and numbers arguments, locals and definitions."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, str] = {}
@@ -111,6 +112,6 @@ class _Normal(ast.NodeTransformer):
 
 
 def _codes(solution: Any) -> Iterator[CodeType]:
-    """Of a function, or of the methods of a class."""
+    """Yield the code object of a function, or those of a class's methods."""
     functions = vars(solution).values() if isinstance(solution, type) else [solution]
     yield from (each.__code__ for each in functions if inspect.isfunction(each))

@@ -1,11 +1,11 @@
-"""Context parallelism: one sequence shared out over the ranks of the axis "cp".
+"""Context parallelism: one sequence divided over the ranks of the axis "cp".
 
     sequence    which part of a sequence a rank has: contiguous, or in zigzag order
-    block       attention of some queries to some keys, and how two such results become one
-    ring        attention to the whole sequence: keys and values go round the ranks
-    inside      a model's own calls of scaled_dot_product_attention become that
-    positions   a model is told where in the sequence its tokens stand
-    checks      what cannot be shared out, said before any rank starts
+    block       attention of some queries to some keys, and how two such results are merged
+    ring        attention to the whole sequence: keys and values are passed around a ring of ranks
+    inside      replaces a model's own calls of scaled_dot_product_attention by ring attention
+    positions   gives a model the positions of its tokens in the sequence
+    checks      reports what cannot be divided before any rank starts
 
-Gradients of the weights are those of a rank's own tokens, and so are summed over the axis, as those of replicas are.
+The gradients of the weights on a rank come from its own tokens, and so are summed over the axis like those of replicas.
 """

@@ -1,11 +1,11 @@
-"""Attention of some queries to some of the keys, and how two such results become one.
+"""Attention of some queries to some of the keys, and how two such results are merged.
 
-Each query's softmax runs over all keys. Of a block of them it gives an output, normalized within the block, and the
-logarithm of the sum of the exponentials (log-sum-exp); these two are enough to put blocks together in any order.
+Each query's softmax runs over all keys. For a block of them there are an output, normalized within the block, and the
+logarithm of the sum of the exponentials (log-sum-exp); these two are enough to merge blocks in any order.
 
     attend      S = q k^T (of scaled q),  lse = log sum exp S,  o = exp(S - lse) v
     merge       lse = log(exp lse_a + exp lse_b),  o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b
-    gradients   P = exp(S - lse) again, from the lse of the whole sequence; then as for one softmax
+    gradients   recompute P = exp(S - lse) with the lse of the whole sequence; then as for one softmax
 
 Sources: Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018, section 3; Dao et al.,
 "FlashAttention", NeurIPS 2022, Algorithms 1 and 4 (appendix B.4), whose symbols these are.
@@ -23,12 +23,12 @@ __all__ = ["attend", "gradients", "merge", "wide"]
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """16 bits are too few to sum in; so does PyTorch's own attention that is not fused."""
+    """Return a 16-bit tensor in float32, in which to sum; PyTorch's own unfused attention does the same."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _scores(q: Tensor, k: Tensor, diagonal: bool) -> Tensor:
-    """S [b, h, g, q, k]; with `diagonal`, query and key i are the same token, which looks at itself and before."""
+    """Return S [b, h, g, q, k]; with `diagonal`, token i, as a query, attends to keys 0 to i."""
     scores = torch.einsum("bhgqd,bhkd->bhgqk", q, k)
     if diagonal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
@@ -37,7 +37,7 @@ def _scores(q: Tensor, k: Tensor, diagonal: bool) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, diagonal: bool) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp of one block; the queries are scaled already."""
+    """Return the output and the log-sum-exp of one block; the queries are already scaled."""
     scores = _scores(q, k, diagonal)
     lse = scores.logsumexp(-1)
     p = scores.sub_(lse[..., None]).exp_()
@@ -45,7 +45,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, diagonal: bool) -> tuple[Tensor, Ten
 
 
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of two blocks of keys together.
+    """Return the output and log-sum-exp of two blocks of keys together.
 
     >>> q, k, v = torch.randn(1, 1, 1, 2, 3), torch.randn(1, 1, 5, 3), torch.randn(1, 1, 5, 4)
     >>> blocks = [attend(q, k[:, :, part], v[:, :, part], False) for part in (slice(0, 2), slice(2, 5))]
@@ -60,10 +60,10 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, T
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, diagonal: bool, lse: Tensor, do: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one block of keys adds to dq, of the scaled queries, and its dk and dv from these queries.
+    """Return a block of keys' share of dq (of the scaled queries), and the block's dk and dv from these queries.
 
     Args:
-        lse: of the queries over the whole sequence.
+        lse: log-sum-exp of the queries over the whole sequence.
         do: gradient of the output.
         delta: D = rowsum(do * o), [b, h, g, q].
     """

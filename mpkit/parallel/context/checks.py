@@ -1,8 +1,8 @@
-"""What cannot be shared out, said before any rank starts.
+"""Checks, before any rank starts, of what cannot be divided.
 
-data        every tensor has the sequence in dimension 1, of one length that the ranks divide (`sequence`)
-positions   the model can be told where its part begins
-attention   its tokens meet in scaled_dot_product_attention, without a mask or dropout, and nowhere else
+data        every tensor has the sequence in dimension 1, of one length that the ranks can divide (`sequence`)
+positions   the model can take the position at which its part begins
+attention   tokens meet only in scaled_dot_product_attention, without a mask or dropout
 outputs     are about tokens, not about the sequence as a whole
 """
 
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from mpkit.comm.process_group import FakeGroup
+from mpkit.data.microbatch import Value, leaves, map_tensors, part
 from mpkit.models.chain import layers_of
-from mpkit.parallel.axis import Pretended
 from mpkit.parallel.context.inside import ContextParallel
 from mpkit.parallel.context.positions import shift_positions
 from mpkit.parallel.context.sequence import check_sequences, sequence_part
-from mpkit.parallel.microbatch import Value, leaves, map_tensors, part
-from mpkit.parallel.stage import call
+from mpkit.parallel.stage.stage import call
 
 __all__ = ["check_context_parallel", "without_content"]
 
@@ -30,19 +30,19 @@ __all__ = ["check_context_parallel", "without_content"]
 def check_context_parallel(
     model: nn.Module, inputs: Value, targets: Value, n: int, order: str = "contiguous"
 ) -> None:
-    """Whether n ranks can share the sequences of such a batch.
+    """Check that n ranks can share the sequences of such a batch.
 
-    One sample's part goes through the model, on tensors without content if it can do with those, else for real.
+    One sample's part is run through the model: on tensors without content if it works with those, else on real ones.
 
     >>> from mpkit.models.gpt import GPT
     >>> tokens = torch.zeros(2, 64, dtype=torch.long)
     >>> check_context_parallel(GPT(layers=1), tokens, tokens, 4)
 
     Args:
-        model: the whole one, on the CPU; left as it is.
+        model: the whole model, on the CPU; left as it is.
         inputs, targets: a batch, [batch, s, ...].
-        n: ranks along cp.
-        order: which part each has.
+        n: number of ranks along cp.
+        order: which part each rank has.
 
     Raises:
         ValueError: they cannot, with the reason and what would work.
@@ -51,7 +51,7 @@ def check_context_parallel(
     check_sequences(inputs, targets, n, order)
     sample = part(inputs, slice(0, 1))
     if not _passes_without_content(model, sample, n, order):
-        # Either it refuses again, in words for the user, or only the tensors without content were to blame.
+        # Either the model is refused again, in words for the user, or only the tensors without content were to blame.
         _check_forward(copy.deepcopy(model), sample, n, order)
 
 
@@ -60,19 +60,19 @@ def _passes_without_content(model: nn.Module, sample: Value, n: int, order: str)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = map_tensors(mode.from_tensor, sample)
             _check_forward(without_content(model, mode), fakes, n, order)
-    except Exception:  # whatever it is, the real run says it
+    except Exception:  # whatever it is, the run on real tensors reports it
         return False
     return True
 
 
 @torch.no_grad()
 def _check_forward(model: nn.Module, sample: Value, n: int, order: str) -> None:
-    """One rank's forward, the one's that has the end of the sequence."""
-    line = Pretended(n, n - 1 if order == "contiguous" else 0)
-    mine = sequence_part(sample, line.index, n, order)
+    """Run the forward of the rank that has the end of the sequence."""
+    group = FakeGroup(n, n - 1 if order == "contiguous" else 0)
+    mine = sequence_part(sample, group.index, n, order)
     length = leaves(mine)[0].shape[1]
     # ---- positions
-    told = shift_positions(model, line, order)
+    told = shift_positions(model, group, order)
     given = isinstance(mine, dict) and mine.get("position_ids") is not None
     if not (told or given):
         raise ValueError(
@@ -82,7 +82,7 @@ def _check_forward(model: nn.Module, sample: Value, n: int, order: str) -> None:
         )
     # ---- attention
     value: Any = mine
-    with ContextParallel(line, order) as attention:
+    with ContextParallel(group, order) as attention:
         try:
             for i, (_, layer) in enumerate(layers_of(model)):
                 value = call(layer, value, first=i == 0)
@@ -108,7 +108,7 @@ def _check_forward(model: nn.Module, sample: Value, n: int, order: str) -> None:
 
 
 def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of the model, whose tensors have no content."""
+    """Return a copy of the model whose tensors have no content."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         fake = mode.from_tensor(tensor.detach())

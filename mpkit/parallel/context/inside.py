@@ -1,11 +1,11 @@
-"""A model's own attention over a sequence that is shared out: it computes on its part, and attends to the whole.
+"""A model's own attention over a divided sequence: a rank computes on its part, and attends to the whole.
 
 While the mode is on, each call of `torch.nn.functional.scaled_dot_product_attention` is ring attention over the axis.
-All else that a transformer does (embeddings, linear layers, norms, MLPs) is about one token at a time, and so is right
-on a part; what is known to look at several tokens otherwise is refused.
+Everything else in a transformer (embeddings, linear layers, norms, MLPs) works on one token at a time, and so is
+correct on a part. Other functions that are known to look at several tokens are refused.
 
-Of an attention its inputs, its output and the log-sum-exp are kept for the backward and no scores: with it, selective
-recomputation (`mpkit.parallel.selective`) has nothing left to leave out.
+Each attention keeps its inputs, its output and the log-sum-exp for the backward, and no scores. So selective
+recomputation (`mpkit.parallel.stage.selective_recompute`) has nothing left to save.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from mpkit.parallel.axis import Line
+from mpkit.comm.process_group import ProcessGroup
 from mpkit.parallel.context.ring import ring_attention
 
 __all__ = ["ContextParallel"]
@@ -33,50 +33,50 @@ ATTENTIONS = (
 RECOMPUTES = {
     "torch.utils.checkpoint": "torch.utils.checkpoint: leave that to mpkit.Plan(recompute='full'), and switch it off "
     "in the model (of transformers: model.gradient_checkpointing_disable())",
-    "mpkit.parallel.selective": "AttentionAgain: enter it before ContextParallel, not within",
+    "mpkit.parallel.stage.selective_recompute": "AttentionAgain: enter it before ContextParallel, not within",
 }
 
 
 class ContextParallel(TorchFunctionMode):
-    """Inside, attention is over the sequences of all ranks of an axis. All of them run the same forward.
+    """Computes attention over the sequences of all ranks of an axis, inside the block. All ranks run the same forward.
 
-    The backward needs no mode. Entered together with `AttentionAgain`, or a mode that sees the model's forward in
-    general, it is this one that decides what an attention is: `with AttentionAgain(), ContextParallel(line):`.
+    The backward needs no mode. Together with `AttentionAgain`, or another mode that sees the model's forward, this one
+    has to be the inner one, which replaces the attention: `with AttentionAgain(), ContextParallel(group):`.
 
-    >>> from mpkit.parallel.axis import Pretended
+    >>> from mpkit.comm.process_group import FakeGroup
     >>> q, k, v = (torch.zeros(1, 1, 3, 2) for _ in range(3))
-    >>> with ContextParallel(Pretended(4)) as mode:
+    >>> with ContextParallel(FakeGroup(4)) as mode:
     ...     y = scaled_dot_product_attention(q, k, v)
     >>> y.shape, mode.calls
     (torch.Size([1, 1, 3, 2]), 1)
 
-    A rank's loss is the mean over its own tokens; over n ranks with as many tokens each, each counts 1/n. Losses that
+    A rank's loss is the mean over its own tokens; with n ranks of equally many tokens, each has weight 1/n. Losses that
     leave out tokens (ignore_index) are the mean over the rest: if parts have different numbers of those, the mean
     of the ranks' means is not the mean over all.
 
     Args:
-        line: the axis along which the sequence is cut.
+        group: the ranks of the axis along which the sequence is divided.
         order: which part of it each rank has (`mpkit.parallel.context.sequence`).
 
     Attributes:
-        calls: how many attentions there were.
+        calls: number of attentions so far.
 
     Raises:
-        ValueError: by what is called inside: attention with a mask or dropout, something else that looks at several
+        ValueError: a function called inside is attention with a mask or dropout, something else that looks at several
             tokens (convolutions, recurrent layers, nn.MultiheadAttention), or an attention that the model itself
             recomputes in the backward, where no mode is on.
     """
 
-    def __init__(self, line: Line, order: str = "contiguous") -> None:
+    def __init__(self, group: ProcessGroup, order: str = "contiguous") -> None:
         super().__init__()
-        self.line, self.order, self.calls = line, order, 0
+        self.group, self.order, self.calls = group, order, 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Whatever the model calls."""
+        """Replace attention, refuse what looks at several tokens otherwise, and run any other function as it is."""
         kwargs = kwargs or {}
-        if self.line.size == 1:
+        if self.group.size == 1:
             self.calls += func is scaled_dot_product_attention
             return func(*args, **kwargs)
         if func is scaled_dot_product_attention:
@@ -97,7 +97,7 @@ class ContextParallel(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        n = self.line.size
+        n = self.group.size
         if dropout_p:
             raise ValueError(
                 f"Attention over cp={n} ranks knows no dropout of its scores, and was asked for dropout_p={dropout_p}: "
@@ -122,7 +122,7 @@ class ContextParallel(TorchFunctionMode):
             )
         _check_frames()
         return ring_attention(
-            query, key, value, self.line, is_causal=is_causal, scale=scale, order=self.order
+            query, key, value, self.group, is_causal=is_causal, scale=scale, order=self.order
         )
 
     def _jumps(self) -> str:
@@ -134,14 +134,14 @@ class ContextParallel(TorchFunctionMode):
         )
 
     def check_used(self) -> None:
-        """To be called after a forward.
+        """Check, after a forward, that it called attention.
 
         Raises:
-            ValueError: it had no attention that this mode has seen.
+            ValueError: it called no attention that this mode has seen.
         """
         if not self.calls:
             raise ValueError(
-                f"cp={self.line.size}: the model's forward never calls "
+                f"cp={self.group.size}: the model's forward never calls "
                 "torch.nn.functional.scaled_dot_product_attention, which is where its tokens would meet those of the "
                 "other ranks. A transformers model does with attn_implementation='sdpa', as in "
                 "AutoModel.from_config(config, attn_implementation='sdpa'); a model of your own: "
@@ -150,14 +150,14 @@ class ContextParallel(TorchFunctionMode):
 
 
 def _hides_nothing(mask: Tensor) -> bool:
-    """Whether a mask is as none; what cannot be known without numbers counts as no."""
+    """Return whether a mask hides nothing; if that cannot be known without values, return False."""
     if isinstance(mask, FakeTensor):
         return False
     return bool(mask.all() if mask.dtype == torch.bool else (mask == 0).all())
 
 
 def _refuse(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What looks at several tokens without being an attention."""
+    """Refuse functions that look at several tokens without being an attention."""
     if name in CONVOLUTIONS:
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
         if isinstance(weight, Tensor) and all(size == 1 for size in weight.shape[2:]):
@@ -176,7 +176,7 @@ def _refuse(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _check_frames() -> None:
-    """Refuse an attention that is computed again in the backward: there, it would see this rank's tokens alone."""
+    """Refuse an attention that is recomputed in the backward, where it would see this rank's tokens alone."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         remedy = RECOMPUTES.get(frame.f_globals.get("__name__", ""))

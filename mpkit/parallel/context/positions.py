@@ -1,6 +1,6 @@
-"""Positions: where in the sequence the tokens stand that a rank's model sees.
+"""Positions: where in the sequence the tokens on a rank are.
 
-A model counts them from 0. On a rank that has piece p of the sequence, of c tokens, they are p c to p c + c - 1.
+A model counts positions from 0. On a rank that has piece p, of c tokens, they are p c to p c + c - 1.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkit.comm.process_group import ProcessGroup
 from mpkit.models.gpt import Embedding
-from mpkit.parallel.axis import Line
 from mpkit.parallel.context.sequence import pieces
 
 __all__ = ["positions_of", "shift_positions"]
@@ -22,42 +22,42 @@ TOKENS = ("input_ids", "inputs_embeds")
 
 
 def positions_of(length: int, part: tuple[int, ...], device: torch.device | None = None) -> Tensor:
-    """Where the tokens of some pieces stand, [length].
+    """Return the positions of the tokens of some pieces, [length].
 
     >>> positions_of(4, (0, 3))
     tensor([0, 1, 6, 7])
 
     Args:
-        length: of the pieces together.
-        part: their numbers.
-        device: of the result.
+        length: length of the pieces together.
+        part: numbers of the pieces.
+        device: device of the result.
     """
     c = length // len(part)
     return torch.cat([torch.arange(p * c, p * c + c, device=device) for p in part])
 
 
-def shift_positions(model: nn.Module, line: Line, order: str = "contiguous") -> int:
-    """Tell a model, in place, which part of the sequences it will be given. Once a model.
+def shift_positions(model: nn.Module, group: ProcessGroup, order: str = "contiguous") -> int:
+    """Set in a model which part of the sequences it will receive, once per model.
 
-    The kit's GPT is told by its embedding. Any other module whose forward takes position_ids, and input_ids or
-    inputs_embeds, [batch, time], as transformers' models do, is given the position_ids, unless its caller gives some.
+    In the kit's GPT the embedding is set. Any other module whose forward takes position_ids, and input_ids or
+    inputs_embeds, [batch, time], as transformers' models do, receives the position_ids, unless its caller passes some.
 
     >>> from mpkit.models.gpt import GPT
-    >>> from mpkit.parallel.axis import Pretended
+    >>> from mpkit.comm.process_group import FakeGroup
     >>> model = GPT(layers=1)
-    >>> shift_positions(model, Pretended(4, 2)), model.embedding.pieces
+    >>> shift_positions(model, FakeGroup(4, 2)), model.embedding.pieces
     (1, (2,))
 
     Args:
-        model: or some of its layers.
-        line: the axis along which sequences are cut.
+        model: a model, or some of its layers.
+        group: the ranks of the axis along which sequences are divided.
         order: which part each rank has.
 
     Returns:
-        how many modules were told; 0: nobody asks for positions, or the model counts them out of sight.
+        The number of modules that were set; 0 if none takes positions, or if the model counts them internally.
     """
-    part, told = pieces(line.index, line.size, order), 0
-    inner: set[nn.Module] = set()  # whose positions somebody further out passes on
+    part, told = pieces(group.index, group.size, order), 0
+    inner: set[nn.Module] = set()  # whose positions an outer module passes on
     for module in model.modules():
         if isinstance(module, Embedding):
             module.pieces = part
@@ -77,7 +77,7 @@ def _takes_positions(module: nn.Module) -> bool:
 def _add_positions(
     part: tuple[int, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any] | None:
-    """A forward pre-hook."""
+    """Add the position_ids to a forward's arguments, as a forward pre-hook."""
     given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     tokens = next((given.arguments[name] for name in TOKENS if given.arguments.get(name) is not None), None)
     if given.arguments.get("position_ids") is not None or tokens is None:

@@ -1,21 +1,21 @@
 """Ring attention: exact attention over a sequence of which each of n ranks has a part.
 
-Each rank keeps its queries. Keys and values go round: in step r rank i computes with those of rank j = i - r (mod n),
-while the next ones are under way, and merges what it gets by its log-sum-exp.
+Each rank keeps its queries. Keys and values are passed around the ring: in step r, rank i computes with those of rank
+j = i - r (mod n) while the next ones are being sent, and merges the result by its log-sum-exp.
 
     forward     for r in 0 .. n-1:  send k, v of j to i+1, receive those of j-1 from i-1;  attend and merge meanwhile
-    backward    the same way round, and dk, dv of j follow: each rank adds its share, and they end with j
+    backward    the same ring, and dk, dv of j follow: each rank adds its share, and they end on rank j
 
-Each rank sends, a block being the |k| + |v| elements of one rank: n - 1 blocks in the forward; in the backward n - 1
-again, and n - 1 of gradients, in fp32 at least. (These start with the first rank that a block visits, and end with
-its own, whose share waits for them there.) A block that comes after all of a rank's own queries is passed on, and
-under a causal mask costs no FLOPs.
+Let a block be the |k| + |v| elements of one rank. Each rank sends n - 1 blocks in the forward; in the backward n - 1
+again, and n - 1 blocks of gradients, in fp32 at least. (These start on the first rank that a block visits, and end on
+its own, whose share is added there.) Under a causal mask, a block that lies after all of a rank's own queries is passed
+on without computation.
 
-The whole of it in 40 lines: `mpkit.reference.ring_attention`, where autograd keeps every block that passes through.
-This module adds: a backward that does not, sends behind the computation, zigzag order and grouped queries.
+`mpkit.reference.ring_attention` is the algorithm in 40 lines, but autograd keeps every block that passes through.
+This module adds a backward that does not, sends behind the computation, zigzag order and grouped queries.
 
 Source: Liu, Zaharia & Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3
-and Algorithm 1; the blocks as in `mpkit.parallel.context.block`.
+and Algorithm 1; blocks are computed as in `mpkit.parallel.context.block`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mpkit.parallel.axis import Line, Waiting
+from mpkit.comm.process_group import Pending, ProcessGroup
 from mpkit.parallel.context.block import attend, gradients, merge, wide
 from mpkit.parallel.context.sequence import pieces
 
@@ -38,21 +38,21 @@ def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    line: Line,
+    group: ProcessGroup,
     *,
     is_causal: bool = False,
     scale: float | None = None,
     order: str = "contiguous",
 ) -> Tensor:
-    """`scaled_dot_product_attention` of the whole sequence, as far as this rank's queries go.
+    """Return `scaled_dot_product_attention` over the whole sequence for this rank's queries.
 
     >>> import mpkit as mk
-    >>> from mpkit.parallel.axis import Axis
+    >>> from mpkit.comm.axis import AxisGroup
     >>> from torch.nn.functional import scaled_dot_product_attention
     >>> q, k, v = (torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(3))
     >>> def part(ctx):
     ...     mine = (x.chunk(3, dim=2)[ctx.rank] for x in (q, k, v))
-    ...     return ring_attention(*mine, Axis(ctx.comm), is_causal=True)
+    ...     return ring_attention(*mine, AxisGroup(ctx.comm), is_causal=True)
     >>> with mk.Cluster(ranks=3, device="cpu") as cluster:
     ...     whole = torch.cat(cluster.run(part), 2)
     >>> torch.allclose(whole, scaled_dot_product_attention(q, k, v, is_causal=True))
@@ -60,11 +60,11 @@ def ring_attention(
 
     Args:
         q: [batch, heads, s/n, d], or without heads.
-        k: [batch, key heads, s'/n, d]; the key heads divide the heads, of which as many in a row share each.
+        k: [batch, key heads, s'/n, d]; the key heads divide the heads: as many consecutive heads share each.
         v: [batch, key heads, s'/n, e].
-        line: the axis along which the sequence is cut.
-        is_causal: each token looks at itself and those before it; s' = s.
-        scale: of q k^T; None: 1/sqrt(d).
+        group: the ranks of the axis along which the sequence is divided.
+        is_causal: whether each token attends only to itself and those before it; then s' = s.
+        scale: factor of q k^T; None for 1/sqrt(d).
         order: which part of the sequence each rank has, "contiguous" or "zigzag".
 
     Returns:
@@ -73,18 +73,18 @@ def ring_attention(
     Raises:
         ValueError: the shapes or dtypes do not fit each other.
     """
-    check_shapes(q, k, v, is_causal, len(pieces(0, line.size, order)))
+    check_shapes(q, k, v, is_causal, len(pieces(0, group.size, order)))
     flat = q.dim() == 3
     if flat:
         q, k, v = (tensor[:, None] for tensor in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    with torch.autocast(q.device.type, enabled=False):  # what is summed here is summed in what `wide` says
-        out: Tensor = _Ring.apply(q, k, v, line, is_causal, scale, order)  # type: ignore[no-untyped-call]
+    with torch.autocast(q.device.type, enabled=False):  # sums here have the dtype that `wide` chooses
+        out: Tensor = _Ring.apply(q, k, v, group, is_causal, scale, order)  # type: ignore[no-untyped-call]
     return out[:, 0] if flat else out
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, pieces: int) -> None:
-    """Say what does not fit."""
+    """Check that shapes and dtypes fit each other."""
     given = f"q {list(q.shape)} {q.dtype}, k {list(k.shape)} {k.dtype}, v {list(v.shape)} {v.dtype}"
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"Ring attention takes q, k and v of one dtype, not {given}.")
@@ -107,15 +107,22 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, line: Line, is_causal: bool, scale: float, order: str
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: ProcessGroup,
+        is_causal: bool,
+        scale: float,
+        order: str,
     ) -> Tensor:
-        tiles = _Tiles(line, is_causal, order)
+        tiles = _Tiles(group, is_causal, order)
         queries = tiles.cut(wide(_grouped(q, k)) * scale)
         found: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
         block = _pack(k, v)
-        for r in range(line.size):
+        for r in range(group.size):
             # ---- send k, v of j, receive those of j - 1
-            moving = _Moving(line, block, f"K{r}") if r < line.size - 1 else None
+            moving = _Moving(group, block, f"K{r}") if r < group.size - 1 else None
             # ---- attend and merge meanwhile
             keys, values = (tiles.cut(wide(tensor)) for tensor in _unpack(block, k, v))
             for a, b, diagonal in tiles.of(r):
@@ -125,7 +132,7 @@ class _Ring(torch.autograd.Function):
             block = moving.arrived() if moving else block
         outputs, lses = zip(*(each for each in found if each is not None), strict=True)
         out, lse = torch.cat(outputs, 3).flatten(1, 2).to(q.dtype), torch.cat(lses, 3)
-        ctx.line, ctx.tiles, ctx.scale = line, tiles, scale
+        ctx.group, ctx.tiles, ctx.scale = group, tiles, scale
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -133,16 +140,16 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        line, tiles = ctx.line, ctx.tiles
+        group, tiles = ctx.group, ctx.tiles
         do, out = wide(_grouped(do, k)), wide(_grouped(out, k))
         rows = wide(_grouped(q, k)) * ctx.scale, lse, do, (do * out).sum(-1)
         queries, lses, dos, deltas = (tiles.cut(tensor, 3) for tensor in rows)
         dq = torch.zeros_like(rows[0])
         dqs = tiles.cut(dq, 3)
         block, own, following = _pack(k, v), None, None
-        for r in range(line.size):
+        for r in range(group.size):
             # ---- send k, v of j, receive those of j - 1
-            moving = _Moving(line, block, f"K{r}") if r < line.size - 1 else None
+            moving = _Moving(group, block, f"K{r}") if r < group.size - 1 else None
             # ---- this rank's share of dk, dv of j meanwhile
             share = torch.zeros_like(wide(block))
             dks, dvs = (tiles.cut(tensor) for tensor in _unpack(share, k, v))
@@ -157,7 +164,7 @@ class _Ring(torch.autograd.Function):
                 own = share
             else:
                 share = share if following is None else following.arrived().add_(share)
-                following = _Moving(line, share, f"G{r}")
+                following = _Moving(group, share, f"G{r}")
             block = moving.arrived() if moving else block
         assert own is not None
         # ---- and end with j
@@ -168,19 +175,19 @@ class _Ring(torch.autograd.Function):
 
 
 class _Tiles:
-    """Which pieces of a rank's queries look at which of another's keys.
+    """Which pieces of a rank's queries attend to which pieces of another rank's keys.
 
     Args:
-        line, is_causal, order: as `ring_attention` takes them.
+        group, is_causal, order: as for `ring_attention`.
     """
 
-    def __init__(self, line: Line, is_causal: bool, order: str) -> None:
-        self._n, self._i, self._causal = line.size, line.index, is_causal
-        # Where everybody looks at everything, it matters nowhere which part is whose.
+    def __init__(self, group: ProcessGroup, is_causal: bool, order: str) -> None:
+        self._n, self._i, self._causal = group.size, group.index, is_causal
+        # Where every token attends to all tokens, the order makes no difference.
         self._order = order if is_causal else "contiguous"
 
     def of(self, r: int) -> Iterator[tuple[int, int, bool]]:
-        """In step r: (number of the piece of queries, of the piece of keys, whether they are the same piece)."""
+        """Yield for step r the numbers of a piece of queries and one of keys, and whether they are the same."""
         theirs = pieces((self._i - r) % self._n, self._n, self._order)
         for a, mine in enumerate(pieces(self._i, self._n, self._order)):
             for b, other in enumerate(theirs):
@@ -188,46 +195,46 @@ class _Tiles:
                     yield a, b, self._causal and other == mine
 
     def cut(self, tensor: Tensor, dim: int = -2) -> tuple[Tensor, ...]:
-        """Into the pieces, views."""
+        """Cut a tensor into the pieces, as views."""
         return tensor.chunk(len(pieces(0, self._n, self._order)), dim)
 
 
 class _Moving:
-    """A tensor on its way to the next rank, and another one from the rank before.
+    """A tensor being sent to the next rank, and another one being received from the rank before.
 
-    Where a backend matches messages by their order and not by name, somebody has to receive first.
+    Where a backend matches messages by order and not by name, some ranks have to receive first.
     """
 
-    def __init__(self, line: Line, tensor: Tensor, tag: str) -> None:
-        def send() -> Waiting:
-            return line.isend(tensor, (line.index + 1) % line.size, tag)
+    def __init__(self, group: ProcessGroup, tensor: Tensor, tag: str) -> None:
+        def send() -> Pending:
+            return group.isend(tensor, (group.index + 1) % group.size, tag)
 
-        def receive() -> Waiting:
-            return line.irecv(torch.empty_like(tensor), (line.index - 1) % line.size, tag)
+        def receive() -> Pending:
+            return group.irecv(torch.empty_like(tensor), (group.index - 1) % group.size, tag)
 
-        if line.index % 2:
+        if group.index % 2:
             self._received, self._sent = receive(), send()
         else:
             self._sent, self._received = send(), receive()
 
     def arrived(self) -> Tensor:
-        """What came; waits until it has, and until what was sent has left."""
+        """Wait for both, and return the tensor that was received."""
         self._sent.wait()
         return self._received.wait()
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """[b, h g, s, d] -> [b, h, g, s, d]."""
+    """Group the heads: [b, h g, s, d] -> [b, h, g, s, d]."""
     grouped: Tensor = q.unflatten(1, (k.shape[1], -1))
     return grouped
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Both as one message."""
+    """Pack keys and values as one message."""
     return torch.cat([k.flatten(), v.flatten()])
 
 
 def _unpack(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What a message holds, as views: tensors of the shapes of k and v."""
+    """Return the tensors in a message as views in the shapes of k and v."""
     keys, values = block.split([k.numel(), v.numel()])
     return keys.view(k.shape), values.view(v.shape)

@@ -1,13 +1,13 @@
-"""Which part of a sequence a rank has.
+"""The part of a sequence that a rank has.
 
 A sequence of s tokens is cut into pieces of equal length, and rank i of n has
 
     contiguous   piece i of n                      rank 0: 0      rank 1: 1      (n = 2)
     zigzag       pieces i and 2n - 1 - i of 2n     rank 0: 0 3    rank 1: 1 2
 
-Under a causal mask a token looks at those before it only. So with contiguous pieces the last rank has the most to
-compute, and the others wait for it; in zigzag order all have the same, since who has an early piece has a late one,
-too. (Llama 3's training: Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2.)
+Under a causal mask a token attends only to itself and those before it. So with contiguous pieces the last rank has the
+most to compute, and the others wait for it. In zigzag order all ranks have the same, since a rank with an early piece
+has a late one, too. (Llama 3's training: Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpkit.parallel.microbatch import Value, leaves, map_tensors
+from mpkit.data.microbatch import Value, leaves, map_tensors
 
 __all__ = ["ORDERS", "check_sequences", "pieces", "sequence_part"]
 
@@ -23,7 +23,7 @@ ORDERS = ("contiguous", "zigzag")
 
 
 def pieces(index: int, n: int, order: str = "contiguous") -> tuple[int, ...]:
-    """The numbers of rank i's pieces, ascending.
+    """Return the numbers of rank i's pieces, ascending.
 
     >>> [pieces(i, 3, "zigzag") for i in range(3)]
     [(0, 5), (1, 4), (2, 3)]
@@ -33,7 +33,7 @@ def pieces(index: int, n: int, order: str = "contiguous") -> tuple[int, ...]:
 
 
 def sequence_part(value: Value, index: int, n: int, order: str = "contiguous") -> Value:
-    """Rank i's part of inputs or targets: of dimension 1 of each tensor that has one; views where they can be.
+    """Return rank i's part of inputs or targets along dimension 1 of each tensor that has one, as views if possible.
 
     >>> tokens = torch.arange(16).view(2, 8)
     >>> sequence_part(tokens, 1, 2)
@@ -44,8 +44,8 @@ def sequence_part(value: Value, index: int, n: int, order: str = "contiguous") -
 
     Args:
         value: a tensor, a tuple or a dict of tensors [batch, s, ...].
-        index: i.
-        n: how many ranks share the sequence.
+        index: the rank i.
+        n: number of ranks that share the sequence.
         order: "contiguous" or "zigzag".
     """
     wanted = pieces(index, n, order)
@@ -62,11 +62,11 @@ def sequence_part(value: Value, index: int, n: int, order: str = "contiguous") -
 
 
 def check_sequences(inputs: Value, targets: Value, n: int, order: str = "contiguous") -> int:
-    """The length s that all tensors have in common, if n ranks can share it.
+    """Return the length s that all tensors have in common, after checking that n ranks can share it.
 
     Raises:
-        ValueError: they have several, or none, or n ranks do not divide it; or the data holds what is about the
-            sequence as a whole.
+        ValueError: the tensors have no common length, or n ranks do not divide it; or the data contains something about
+            the sequence as a whole.
     """
     if order not in ORDERS:
         raise ValueError(f"order={order!r}: it is {' or '.join(map(repr, ORDERS))}.")
@@ -97,7 +97,7 @@ def check_sequences(inputs: Value, targets: Value, n: int, order: str = "contigu
 
 
 def _check_names(value: Value, n: int) -> None:
-    """What transformers' models would take for the whole sequence, though it is a part."""
+    """Refuse inputs that transformers' models would apply to the whole sequence, although it is a part."""
     if not isinstance(value, dict):
         return
     if "labels" in value:

@@ -1,16 +1,16 @@
 """Tensor parallelism: layers divided over ranks.
 
-operators     f, g, their sequence-parallel forms: what forward and backward communicate
-overlap       gradients of inputs travel while those of weights are computed
+operators     f, g and their sequence-parallel forms: what forward and backward communicate
+overlap       gradients of inputs are reduced while those of weights are computed
 draws         random numbers inside of a region
-region        column, what is between, row: at work
-vocabulary    embedding and cross-entropy, by tokens
-logits        logits whose vocabulary is divided, and any loss
-sequence      what is between regions, by tokens of the sequence
+region        a running region: column layers, what is between, row layer
+vocabulary    embedding and cross-entropy with a divided vocabulary
+logits        logits with a divided vocabulary, for any loss
+sequence      what is between regions, divided by tokens of the sequence
 finding       plans of known models
-resolve       a plan's patterns against a model's names, checked
+resolve       a plan's patterns matched with a model's names, and checked
 sharding      a model, sharded in place
-by_hand       the same in a function of one's own
+by_hand       the same in a function of your own
 """
 
 from mpkit.parallel.tensor.by_hand import tensor_parallel

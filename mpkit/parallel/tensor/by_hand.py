@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
 
-from mpkit.parallel.axis import Axis, Line
+from mpkit.comm.axis import AxisGroup
+from mpkit.comm.process_group import ProcessGroup
 from mpkit.parallel.tensor.sharding import shard_model
-from mpkit.tensor_plan import TensorPlan
+from mpkit.plan.tensor_plan import TensorPlan
 
 if TYPE_CHECKING:
-    from mpkit.launch.context import Context
+    from mpkit.launch.process.context import Context
 
 __all__ = ["tensor_parallel"]
 
@@ -24,14 +25,14 @@ def tensor_parallel(
     model: Model,
     plan: TensorPlan | None = None,
     *,
-    line: Line | None = None,
+    group: ProcessGroup | None = None,
     sequence: bool = False,
     overlap: bool = True,
 ) -> Model:
-    """Shard a model over the ranks, which then compute together what it computed alone.
+    """Shard a model over the ranks, which then compute together what it computed on one.
 
-    All ranks call it with the same model, and later the model with the same inputs. Its parameters are this rank's
-    parts, to be given to an optimizer.
+    All ranks call this with the same model, and later call the model with the same inputs. Its parameters are this
+    rank's parts; give them to an optimizer.
 
     >>> import mpkit as mk, torch
     >>> from mpkit.models import MLP
@@ -44,10 +45,10 @@ def tensor_parallel(
     True
 
     Args:
-        ctx: of this rank.
-        model: whole, the same on every rank; changed in place, and moved to the rank's device.
-        plan: what is divided; None: `find_tensor_plan(model)`.
-        line: the ranks that share the model; None: all.
+        ctx: this rank's context.
+        model: the whole model, the same on every rank; changed in place, and moved to the rank's device.
+        plan: what to divide; None for `find_tensor_plan(model)`.
+        group: the ranks that share the model; None for all.
         sequence: divide what is between regions by sequence.
         overlap: sum gradients of inputs while those of weights are computed.
 
@@ -55,16 +56,16 @@ def tensor_parallel(
         The model.
 
     Raises:
-        ValueError: the model cannot be divided so.
+        ValueError: the model cannot be divided in this way.
     """
-    line = Axis(ctx.comm) if line is None else line
-    sharded = shard_model(model, line, plan, sequence=sequence, overlap=overlap)
+    group = AxisGroup(ctx.comm) if group is None else group
+    sharded = shard_model(model, group, plan, sequence=sequence, overlap=overlap)
     model.to(ctx.device)
     for name, parameter in model.named_parameters():
         if name in sharded.partial and parameter.requires_grad:
-            parameter.register_hook(partial(_sum, line))
+            parameter.register_hook(partial(_sum, group))
     return model
 
 
-def _sum(line: Line, gradient: Tensor) -> Tensor:
-    return line.all_reduce(gradient.clone())
+def _sum(group: ProcessGroup, gradient: Tensor) -> Tensor:
+    return group.all_reduce(gradient.clone())

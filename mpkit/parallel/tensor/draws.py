@@ -1,11 +1,11 @@
-"""Random numbers inside of a region: each rank has other heads and other features there, so it draws its own.
+"""Random numbers inside of a region, where each rank has other heads and other features, and so draws its own.
 
-    outside   the ranks' generators are in the same state: what they draw is the same, as what it is drawn for
-    begin     a rank's generators go on from a seed that follows from that state, the region's name, the rank's place
-    end       they go back to where they were, and one draw further if anything was drawn inside
+    outside   the ranks' generators are in the same state, so they draw the same numbers for the same activations
+    begin     a rank's generators continue from a seed made from that state, the region's name and the rank's place
+    end       they return to where they were, and one draw further if anything was drawn inside
 
-So a forward that is done again from the same state draws the same again, a region draws something else the next time,
-and a region that draws nothing leaves no trace: what is drawn outside is what serial training draws.
+So a forward that is repeated from the same state draws the same numbers, a region draws others the next time, and a
+region that draws nothing leaves no trace: what is drawn outside is what serial training draws.
 
 Source: Shoeybi et al. 2019, appendix B.2.
 """
@@ -36,8 +36,8 @@ class OwnDraws:
     (True, True)
 
     Args:
-        name: of the region.
-        index: the rank's place on the line.
+        name: the region's name.
+        index: the rank's place in the group.
     """
 
     def __init__(self, name: str, index: int) -> None:
@@ -45,7 +45,7 @@ class OwnDraws:
         self._away: list[tuple[torch.Generator, Tensor, bytes]] = []
 
     def begin(self, device: torch.device) -> None:
-        """From here on the rank draws its own."""
+        """Switch the generators to the rank's own draws."""
         self._away.clear()
         for generator in _generators(device):
             outside = generator.get_state()
@@ -54,7 +54,7 @@ class OwnDraws:
             self._away.append((generator, outside, _bytes(generator.get_state())))
 
     def end(self) -> None:
-        """From here on all draw the same; where nothing had begun, nothing ends."""
+        """Return the generators to the draws that all ranks share; do nothing if nothing has begun."""
         for generator, outside, inside in self._away:
             drawn = _bytes(generator.get_state()) != inside
             generator.set_state(outside)
@@ -65,10 +65,10 @@ class OwnDraws:
 
 def _generators(device: torch.device) -> list[torch.Generator]:
     found = [torch.default_generator]
-    if device.type == "cuda":  # in a dry run it may not be there
+    if device.type == "cuda":  # in a dry run the device may not exist
         found += torch.cuda.default_generators[device.index or 0 :][:1]
     return found
 
 
 def _bytes(state: Tensor) -> bytes:
-    return string_at(state.data_ptr(), state.nbytes)  # asks no tensor, which in a dry run is a fake one
+    return string_at(state.data_ptr(), state.nbytes)  # needs no tensor operation, which a dry run would fake

@@ -1,11 +1,11 @@
 """Tensor plans of models that are known by name, and of chains of linear layers.
 
-    known    blocks by the name of their class, wherever in the model they are (`known_blocks`)
-    own      the plan that a model of transformers brings with it (`transformers_plan`)
+    known    blocks by the name of their class, wherever they are in the model (`known_blocks`)
+    own      the plan that a transformers model brings with it (`transformers_plan`)
     pairs    Linear, activation, Linear in an nn.Sequential, such as the kit's MLP: column and row
-    alone    what has no partner: a column layer whose output is gathered
+    alone    layers without a partner: a column layer whose output is gathered
 
-A model of which nothing is known gets a plan to paste.
+For an unknown model, the error shows a plan to paste.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpkit.parallel.tensor.known_blocks import BLOCKS, EMBEDDINGS, HEADS, SEQUEN
 from mpkit.parallel.tensor.region import has_outputs, is_linear
 from mpkit.parallel.tensor.tied_head import find_head
 from mpkit.parallel.tensor.transformers_plan import own_plan
-from mpkit.tensor_plan import Region, TensorPlan
+from mpkit.plan.tensor_plan import Region, TensorPlan
 
 __all__ = ["find_tensor_plan"]
 
@@ -37,18 +37,18 @@ ELEMENTWISE = (
     nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softsign, nn.LogSigmoid, nn.Identity, nn.Dropout,
     nn.AlphaDropout,
 )  # fmt: skip
-"""What may stand between a column layer and a row layer: each feature by itself, and no parameters."""
+"""Modules that may stand between a column layer and a row layer: elementwise, and without parameters."""
 
 
 def find_tensor_plan(model: nn.Module) -> TensorPlan:
-    """How to divide a model that is known.
+    """Return the tensor plan of a known model.
 
     >>> from mpkit.models import MLP
     >>> find_tensor_plan(MLP(2, 3, layers=2)).regions[0]
     Region(entry='hidden0.linear', column=('hidden0.linear',), row='hidden1.linear', ...)
 
     Raises:
-        ValueError: it is not; with a TensorPlan of its linear layers, to paste.
+        ValueError: the model is unknown; the message has a TensorPlan of its linear layers, to paste.
     """
     modules = dict(model.named_modules())
     regions: list[Region] = []
@@ -85,7 +85,7 @@ def find_tensor_plan(model: nn.Module) -> TensorPlan:
 
 
 def _kinds(module: nn.Module) -> list[str]:
-    """The names of a module's class and of those that it is made from: alone, and with their module."""
+    """Return the names of a module's class and its base classes, without and with their module."""
     classes = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
     return [name for kind in classes for name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")]
 
@@ -95,7 +95,7 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _below(prefix: str, region: Region) -> Region:
-    """A block's region, by the model's names."""
+    """Return a block's region with the model's names."""
     column = tuple(_join(prefix, name) for name in region.column)
     row = None if region.row is None else _join(prefix, region.row)
     per_head = tuple(_join(prefix, name) for name in region.per_head)
@@ -104,13 +104,13 @@ def _below(prefix: str, region: Region) -> Region:
 
 
 def _in_list(module: nn.Module, name: str) -> str:
-    """The last of a list, where -1 says so."""
+    """Return the name with -1 replaced by the number of the last module in the list."""
     path, _, last = name.rpartition(".")
     return f"{path}.{len(list(module.get_submodule(path).children())) - 1}" if last == "-1" else name
 
 
 def _with_stars(regions: list[Region], names: list[str]) -> list[Region]:
-    """The same, with one region for all layers that are alike."""
+    """Return the regions, with those of equal layers merged into one with `*`."""
     alike: dict[Region, list[Region]] = {}
     for region in regions:
         alike.setdefault(_starred(region), []).append(region)
@@ -123,7 +123,7 @@ def _with_stars(regions: list[Region], names: list[str]) -> list[Region]:
 
 
 def _starred(region: Region) -> Region:
-    """With `*` for the number of the layer, if all names have it."""
+    """Return the region with `*` for the number of the layer, if all of its names contain that."""
     layer = re.match(r"(?:[^.]*?\.)*?[^.]*?(\d+)(?=\.|$)", region.entry)
     if layer is None:
         return region
@@ -143,7 +143,7 @@ def _starred(region: Region) -> Region:
 
 
 def _pairs(model: nn.Module) -> Iterator[Region]:
-    """Linear, activation, Linear."""
+    """Yield a region for each Linear, activation, Linear."""
     for steps in _chains(model):
         first: str | None = None
         for name, layer in steps:
@@ -156,7 +156,7 @@ def _pairs(model: nn.Module) -> Iterator[Region]:
 
 
 def _alone(model: nn.Module) -> Iterator[Region]:
-    """Layers of chains without a partner, and all layers of models that are divided so."""
+    """Yield a region for each layer of a chain that has no partner, and for all layers of models in `GATHERED`."""
     paired = {name for region in _pairs(model) for name in (*region.column, region.row)}
     steps = [step for chain in _chains(model) for step in chain]
     for kind in _kinds(model):
@@ -167,7 +167,7 @@ def _alone(model: nn.Module) -> Iterator[Region]:
 
 
 def _chains(model: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
-    """The chains in a model, the steps of each by their names."""
+    """Yield the chains in a model, each as its steps with their names."""
     inside: set[str] = set()
     for name, module in model.named_modules():
         if is_linear(module) and not name:

@@ -1,23 +1,23 @@
-"""How blocks of known models are divided, by the names of their classes; transformers is not imported.
+"""The division of known models' blocks, by the names of their classes; transformers is not imported.
 
-Of a class only what its forward does matters here: which layers stand between an f and a g, by which attributes it
-counts heads, and which arguments carry gradients.
+Only what a class's forward does matters here: which layers stand between an f and a g, which attributes count heads,
+and which arguments carry gradients.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from mpkit.tensor_plan import Region
+from mpkit.plan.tensor_plan import Region
 
 __all__ = ["BLOCKS", "EMBEDDINGS", "HEADS", "SEQUENCES"]
 
 SEQ2SEQ = ("Bart", "MBart", "Pegasus", "Marian", "Whisper")
-"""Encoders and decoders with one and the same attention, and fc1 and fc2 in their layers."""
+"""Encoders and decoders with the same attention class, and with fc1 and fc2 in their layers."""
 
 
 def _projections(entry: str, heads: str, out: str, local: tuple[str, ...] = ()) -> Region:
-    """An attention with q_proj, k_proj and v_proj."""
+    """Return the region of an attention with q_proj, k_proj and v_proj."""
     q, k, v, row = (f"{entry}.{name}" if entry else name for name in ("q_proj", "k_proj", "v_proj", out))
     return Region(entry, (q, k, v), row, heads, local=local)
 
@@ -102,7 +102,7 @@ BLOCKS: dict[str, tuple[Region, ...]] = {
         for side in ("Encoder", "Decoder")
     },
 }  # fmt: skip
-"""Regions of a block, by its class."""
+"""The regions of a block, by its class."""
 
 EMBEDDINGS = {
     "mpkit.models.gpt.Embedding": "tokens",
@@ -123,4 +123,4 @@ SEQUENCES = {
     "LlamaModel": ("layers.0", "norm"),
     "BertEncoder": ("layer.0", "layer.-1"),
 }
-"""The first module on a part of the sequence, and the last; -1: the last of its list."""
+"""The first and the last module that work on a part of the sequence; -1 stands for the last one of a list."""

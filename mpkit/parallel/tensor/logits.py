@@ -1,13 +1,13 @@
-"""Logits whose vocabulary is divided over ranks, and that nobody need know are.
+"""Logits whose vocabulary is divided over ranks, behind the interface of whole logits.
 
-The user's loss is called as it is, with what the model gave. So that it is not the whole logits, [b, s, V] on every
-rank, they are a tensor that says it has that shape and holds this rank's part:
+The user's loss is called unchanged, with the model's output. To avoid whole logits, [b, s, V], on every rank, the
+output is a tensor that reports that shape and holds this rank's part:
 
-    shape, dtype, device               those of the whole
+    shape, dtype, device               those of the whole logits
     view, reshape, flatten, [:, :-1]   still divided, as long as the vocabulary stays the last dimension
     float, to, contiguous, clone       still divided
     F.cross_entropy                    on the parts: `vocabulary.cross_entropy`
-    anything else                      gathers the whole first: exact, with gradients, and as dear as it sounds
+    anything else                      gathers the whole first: exact, with gradients, and expensive
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpkit.parallel.axis import Line
+from mpkit.comm.process_group import ProcessGroup
 from mpkit.parallel.tensor.operators import gather_features
 from mpkit.parallel.tensor.vocabulary import cross_entropy
 
@@ -30,13 +30,13 @@ OF_THE_WHOLE = {
     "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_floating_point", "is_complex", "__len__",
     "itemsize", "element_size", "get_device",
 }  # fmt: skip
-"""What the stand-in answers by itself."""
+"""Attributes that the wrapper answers itself."""
 
 OF_THE_PART = {
     "requires_grad", "grad_fn", "is_leaf", "_version", "untyped_storage", "nbytes", "data_ptr", "register_hook",
     "retain_grad", "grad", "is_contiguous", "_backward_hooks", "output_nr", "requires_grad_", "retains_grad",
 }  # fmt: skip
-"""What is asked of, or done to, what is really there."""
+"""Attributes and methods that refer to this rank's part."""
 
 ELEMENTWISE = {
     "float",
@@ -56,39 +56,39 @@ REBINDING = {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 
 class DividedLogits(Tensor):
-    """[..., V], of which this rank holds [..., V_i].
+    """Logits [..., V], of which this rank holds [..., V_i].
 
     Attributes:
         part: [..., V_i], in autograd's graph.
-        line: the ranks.
-        parts: of the vocabulary, by rank.
+        group: the ranks that share the vocabulary.
+        parts: each rank's range of the vocabulary.
     """
 
     part: Tensor
-    line: Line
+    group: ProcessGroup
     parts: tuple[range, ...]
 
     @staticmethod
-    def make(line: Line, parts: tuple[range, ...], part: Tensor) -> DividedLogits:
-        """The logits whose part this is."""
+    def make(group: ProcessGroup, parts: tuple[range, ...], part: Tensor) -> DividedLogits:
+        """Wrap a rank's part as the logits that it belongs to."""
         whole = (*part.shape[:-1], parts[-1].stop)
         made = Tensor._make_wrapper_subclass(DividedLogits, whole, dtype=part.dtype, device=part.device)
-        made.part, made.line, made.parts = part, line, parts
+        made.part, made.group, made.parts = part, group, parts
         return made
 
     def __new__(cls, *_: Any) -> DividedLogits:
-        """Not by itself."""
+        """Refuse direct construction."""
         raise AssertionError("DividedLogits.make makes them")
 
     def whole(self) -> Tensor:
-        """[..., V], gathered."""
-        return gather_features(self.line, self.part, [len(part) for part in self.parts])
+        """Gather the whole logits, [..., V]."""
+        return gather_features(self.group, self.part, [len(part) for part in self.parts])
 
     def _like(self, part: Tensor) -> DividedLogits:
-        return DividedLogits.make(self.line, self.parts, part)
+        return DividedLogits.make(self.group, self.parts, part)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        mine = self.parts[self.line.index]
+        mine = self.parts[self.group.index]
         return f"<logits of shape {list(self.shape)}, here those of tokens {mine.start} to {mine.stop - 1}>"
 
     @classmethod
@@ -99,7 +99,7 @@ class DividedLogits(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Whatever is asked of them, or done with them."""
+        """Run a function on the part where that is possible, and else on the gathered logits."""
         kwargs = kwargs or {}
         name = func.__name__
         if name in ("__get__", "__set__"):
@@ -132,12 +132,12 @@ class DividedLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Where `__torch_function__` is not asked."""
+        """Run operations that bypass `__torch_function__` on the gathered logits."""
         return func(*_whole(args), **{key: _whole(value) for key, value in (kwargs or {}).items()})
 
 
 def _whole(value: Any) -> Any:
-    """The same with every logits in it gathered."""
+    """Return the value with all divided logits in it gathered."""
     if isinstance(value, DividedLogits):
         return value.whole()
     if type(value) in (tuple, list):
@@ -146,7 +146,7 @@ def _whole(value: Any) -> Any:
 
 
 def _shaped(logits: DividedLogits, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
-    """The part, in another shape; None if that takes the vocabulary apart."""
+    """Return the part in another shape, or None if that shape splits the vocabulary."""
     part = logits.part
     if name == "__getitem__":
         index = args[0] if isinstance(args[0], tuple) else (args[0],)
@@ -154,10 +154,10 @@ def _shaped(logits: DividedLogits, func: Any, name: str, args: Any, kwargs: Any)
         whole_rows = len(index) < part.dim() or (len(index) == part.dim() and index[-1] == slice(None))
         return part[args[0]] if plain and whole_rows else None
     stand_in = torch.empty(logits.shape, device="meta")
-    if any(isinstance(one, torch.dtype) for one in args):  # view(dtype) sees other numbers
+    if any(isinstance(one, torch.dtype) for one in args):  # view(dtype) reinterprets the values
         return None
     shape = func(stand_in, *args, **kwargs).shape
-    # Rows stay rows if they are as long as before.
+    # The vocabulary stays the last dimension if that keeps its size.
     if not shape or shape[-1] != logits.shape[-1]:
         return None
     local = (*shape[:-1], part.shape[-1])
@@ -174,14 +174,14 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """On the parts; None for what cannot be done so."""
+    """Compute the loss from the parts; return None for options that this does not support."""
     rows = logits.dim() == 2 and target.dim() == 1 and target.shape[0] == logits.shape[0]
     special = weight is not None or size_average is not None or reduce is not None or label_smoothing != 0.0
     if not rows or special or target.is_floating_point() or reduction not in ("mean", "sum", "none"):
         return None
-    mine = logits.parts[logits.line.index]
+    mine = logits.parts[logits.group.index]
     return cross_entropy(
-        logits.line, logits.part, target, mine, ignore_index=ignore_index, reduction=reduction
+        logits.group, logits.part, target, mine, ignore_index=ignore_index, reduction=reduction
     )
 
 

@@ -1,19 +1,19 @@
-"""The gradient of a region's input travels while the gradients of its weights are computed.
+"""Overlap: the gradient of a region's input is reduced while the gradients of its weights are computed.
 
-y = x W^T has two gradients: dx = dy W, which the ranks have to sum, and dW = dy^T x, which they have not. So the
-column layers of a region compute dx only, and their dW is put off until the sum is under way:
+y = x W^T has two gradients: dx = dy W, which has to be summed over the ranks, and dW = dy^T x, which does not. So the
+column layers of a region compute only dx, and their dW is postponed until the sum is under way:
 
-    backward   column layers      dx, each
-               start              the sum of dx over the ranks begins: all-reduce, or reduce-scatter
-               weights            dW = dy^T x of each column layer, meanwhile
-               wait               for the sum, which goes on to whoever made x
+    backward   column layers      each computes dx
+               start              the sum of dx over the ranks starts: all-reduce, or reduce-scatter
+               weights            meanwhile dW = dy^T x of each column layer is computed
+               wait               for the sum, which is passed on to the layer that made x
 
-Autograd does the nodes that are ready in the reverse order of their making, so the forward makes them in the order
-wait, weights, start, when x enters. A weight's node gives a *handle*, a tensor of the shape of y without values, which
-the column layer takes besides x: the gradient that comes back through it is dy.
+Autograd runs the nodes that are ready in reverse order of their creation, so the forward creates them in the order
+wait, weights, start, when x enters. A weight's node returns a *handle*, a tensor of the shape of y without values;
+the column layer takes it besides x, and the gradient that comes back through it is dy.
 
-Where x is divided by sequence, only this rank's part [b, s/t, h] is kept for the backward, and gathered once more for
-dW, while dx is computed. That is what makes a layer keep s b h (34/t + 5 a s/(h t)) bytes: Korthikanti et al. 2022,
+Where x is divided by sequence, only this rank's part [b, s/t, h] is kept for the backward, and gathered again for dW
+while dx is computed. So a layer keeps s b h (34/t + 5 a s/(h t)) bytes: Korthikanti et al. 2022,
 section 4.2.2 and equation 4.
 """
 
@@ -27,19 +27,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit.parallel.axis import Line, Waiting
+from mpkit.comm.process_group import Pending, ProcessGroup
 from mpkit.parallel.tensor.operators import by_parts, from_parts, join_sequence
 
 __all__ = ["Entered", "Weights", "enter", "linear"]
 
 
 class Weights(NamedTuple):
-    """Of a linear layer.
+    """The parameters of a linear layer.
 
     Attributes:
         weight: [outputs, inputs].
         bias: [outputs], or None.
-        across: weight is [inputs, outputs] instead, as transformers' Conv1D has it.
+        across: whether weight is [inputs, outputs] instead, as in transformers' Conv1D.
     """
 
     weight: nn.Parameter
@@ -48,18 +48,18 @@ class Weights(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """Features of y."""
+        """The number of features of y."""
         return self.weight.shape[1 if self.across else 0]
 
 
 @dataclass
 class Entered:
-    """x, inside of a region.
+    """x inside of a region.
 
     Attributes:
-        x: [b, s, h], to be given to the column layers.
-        handles: of the column layers that have not been computed yet, by layer.
-        part: what of x is kept for their backward.
+        x: [b, s, h], the input of the column layers.
+        handles: handles of the column layers that have not been computed yet, by layer.
+        part: the part of x that is kept for their backward.
     """
 
     x: Tensor
@@ -69,13 +69,13 @@ class Entered:
 
 
 class _Flight:
-    """What is under way during the backward of one region: the sum of dx, and x once more."""
+    """The pending communication of one region's backward: the sum of dx, and the second gathering of x."""
 
-    def __init__(self, line: Line, *, sequence: bool) -> None:
-        self.line, self.sequence = line, sequence
-        self.weights = 0  # that want a gradient, and so x
-        self._sum: Waiting | None = None
-        self._again: Waiting | None = None
+    def __init__(self, group: ProcessGroup, *, sequence: bool) -> None:
+        self.group, self.sequence = group, sequence
+        self.weights = 0  # number of weights that need a gradient, and so x
+        self._sum: Pending | None = None
+        self._again: Pending | None = None
         self._x: Tensor | None = None
         self._left = 0
 
@@ -83,9 +83,9 @@ class _Flight:
 
     def start(self, dx: Tensor) -> None:
         if self.sequence:
-            self._sum = self.line.start_reduce_scatter(by_parts(dx, self.line.size))
+            self._sum = self.group.start_reduce_scatter(by_parts(dx, self.group.size))
         else:
-            self._sum = self.line.start_all_reduce(dx.contiguous())
+            self._sum = self.group.start_all_reduce(dx.contiguous())
 
     def wait(self) -> Tensor:
         assert self._sum is not None, "the backward starts the sum before it waits for it"
@@ -95,17 +95,17 @@ class _Flight:
     # ---- x once more
 
     def gather_again(self, part: Tensor) -> None:
-        """The first column layer of the backward asks for x."""
+        """Start gathering x again, when the first column layer of the backward needs it."""
         if self.sequence and self._again is None and self._x is None:
-            self._again, self._left = self.line.start_all_gather(part.contiguous()), self.weights
+            self._again, self._left = self.group.start_all_gather(part.contiguous()), self.weights
 
     def x(self, part: Tensor) -> Tensor:
-        """Each weight takes x; the last one lets go of it."""
+        """Return x for a weight's gradient; the last weight frees it."""
         if not self.sequence:
             return part
         self.gather_again(part)
         if self._again is not None:
-            self._x, self._again = from_parts(self._again.wait(), self.line.size), None
+            self._x, self._again = from_parts(self._again.wait(), self.group.size), None
         x = self._x
         assert x is not None
         self._left -= 1
@@ -114,16 +114,18 @@ class _Flight:
         return x
 
 
-def enter(line: Line, x: Tensor, layers: Sequence[tuple[nn.Module, Weights]], *, sequence: bool) -> Entered:
-    """Let x into a region.
+def enter(
+    group: ProcessGroup, x: Tensor, layers: Sequence[tuple[nn.Module, Weights]], *, sequence: bool
+) -> Entered:
+    """Bring x into a region.
 
     Args:
-        line: the ranks of the region.
+        group: the ranks of the region.
         x: [b, s, h], or [b, s/t, h] where the sequence is divided.
         layers: the region's column layers.
-        sequence: whether it is.
+        sequence: whether the sequence is divided.
     """
-    flight = _Flight(line, sequence=sequence)
+    flight = _Flight(group, sequence=sequence)
     part = x.detach()
     # ---- wait
     entering = _Wait.apply(flight, x)  # type: ignore[no-untyped-call]
@@ -136,7 +138,7 @@ def enter(line: Line, x: Tensor, layers: Sequence[tuple[nn.Module, Weights]], *,
 
 
 def linear(entered: Entered, layer: nn.Module, weights: Weights) -> Tensor:
-    """A column layer's y = x W^T + b."""
+    """Compute a column layer's y = x W^T + b."""
     weight, bias, across = weights
     return _Column.apply(  # type: ignore[no-any-return, no-untyped-call]
         entered.flight,
@@ -150,7 +152,7 @@ def linear(entered: Entered, layer: nn.Module, weights: Weights) -> Tensor:
 
 
 class _Wait(torch.autograd.Function):
-    """x; backward: the sum of dx, when it has come."""
+    """Pass on x; in the backward, wait for the sum of dx."""
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, x: Tensor) -> Tensor:
@@ -163,12 +165,12 @@ class _Wait(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """f, or f_bar; backward: starts the sum of dx, and says nothing of it."""
+    """Apply f, or f_bar; in the backward, start reducing dx and return a placeholder: `_Wait` returns the result."""
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, x: Tensor) -> Tensor:
         ctx.flight, ctx.shape = flight, x.shape
-        return join_sequence(flight.line, x) if flight.sequence else x.view_as(x)
+        return join_sequence(flight.group, x) if flight.sequence else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor]:
@@ -177,7 +179,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Weight(torch.autograd.Function):
-    """W, b -> a handle, of the shape of y; backward: dy -> dW = dy^T x, db = dy summed."""
+    """Map W, b to a handle of the shape of y; in the backward, dy to dW = dy^T x and db = sum of dy."""
 
     @staticmethod
     def forward(
@@ -185,7 +187,7 @@ class _Weight(torch.autograd.Function):
     ) -> Tensor:
         ctx.flight, ctx.across = flight, across
         ctx.save_for_backward(part)
-        b_s = (part.shape[0], part.shape[1] * flight.line.size, *part.shape[2:-1])
+        b_s = (part.shape[0], part.shape[1] * flight.group.size, *part.shape[2:-1])
         shape = b_s if flight.sequence else part.shape[:-1]
         return _nothing(part, (*shape, weight.shape[1 if across else 0]))
 
@@ -204,7 +206,7 @@ class _Weight(torch.autograd.Function):
 
 
 class _Column(torch.autograd.Function):
-    """x, handle -> y; backward: dy -> dx = dy W, and dy itself for the handle."""
+    """Map x and the handle to y; in the backward, dy to dx = dy W, and to dy itself for the handle."""
 
     @staticmethod
     def forward(
@@ -234,5 +236,5 @@ class _Column(torch.autograd.Function):
 
 
 def _nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor of that shape, without values worth reading, of one element's memory."""
+    """Return a placeholder of that shape, which has the memory of one element."""
     return like.new_zeros(()).expand(tuple(shape))

@@ -1,17 +1,17 @@
-"""A region at work: f at its entry, its layers on local weights, g at its exit.
+"""A running region: f at its entry, its layers on local weights, g at its exit.
 
     entry     a hook before the entry module: x goes through f (f_bar where the sequence is divided), and the rank's
               own random numbers begin
     column    y_i = x W_i^T + b_i, with this rank's outputs only
-    row       z = sum over ranks of y_i V_i^T, by g (or g_bar); the bias is added once, after it; the random numbers
-              that all share go on
+    row       z = sum over ranks of y_i V_i^T, by g (or g_bar); the bias is added once, after it; then the random
+              numbers that all ranks share continue
 
 Y = GeLU(X A), Z = Y B with A = [A_1, A_2] divided by columns and B by rows gives Z = Y_1 B_1 + Y_2 B_2, where
-Y_i = GeLU(X A_i) needs nobody: one sum a region, forward, and one backward. Here weights are as torch has them,
-[outputs, inputs], so a layer is x W^T.
+Y_i = GeLU(X A_i) needs no communication: one sum per region in the forward, and one in the backward. Weights are here
+as in torch, [outputs, inputs], so a layer is x W^T.
 
-Source: Shoeybi et al. 2019, section 3. The modules stay what they are: only `forward` of the linear layers is replaced,
-on the instance.
+Source: Shoeybi et al. 2019, section 3. The modules stay the same objects: only `forward` of the linear layers is
+replaced, on the instance.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from mpkit.parallel.axis import Line
+from mpkit.comm.process_group import ProcessGroup
 from mpkit.parallel.tensor import overlap as overlapped
 from mpkit.parallel.tensor.draws import OwnDraws
 from mpkit.parallel.tensor.operators import f, f_bar, g, g_bar
 from mpkit.parallel.tensor.overlap import Entered, Weights
-from mpkit.tensor_plan import Region
+from mpkit.plan.tensor_plan import Region
 
 __all__ = ["RegionAtWork", "has_outputs", "is_across", "is_linear", "is_weight"]
 
 Finish = Callable[[Tensor], Tensor]
-"""What becomes of a column layer's output on this rank."""
+"""What is done with a column layer's output on this rank."""
 
 
 def is_across(layer: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D: a linear layer with its weight [inputs, outputs]."""
+    """Return whether a layer is transformers' Conv1D: a linear layer with its weight [inputs, outputs]."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Whether it computes x W^T + b, when it is called.
+    """Return whether a layer computes x W^T + b when it is called.
 
-    nn.MultiheadAttention's `out_proj` is not called: its weights are taken from it.
+    nn.MultiheadAttention's `out_proj` does not count: it is never called, only its weights are used.
     """
     if isinstance(layer, nn.Linear) and not isinstance(layer, NonDynamicallyQuantizableLinear):
         return type(layer).forward is nn.Linear.forward or type(layer).__name__ == "FalconLinear"
@@ -55,34 +55,34 @@ def is_linear(layer: nn.Module) -> bool:
 
 
 def is_weight(layer: object) -> bool:
-    """Whether it is a parameter, [..., outputs, inputs], with which its module computes by itself."""
+    """Return whether this is a parameter, [..., outputs, inputs], that its module multiplies by itself."""
     return isinstance(layer, nn.Parameter) and layer.dim() > 1
 
 
 def has_outputs(layer: nn.Module) -> bool:
-    """Whether it can be divided by columns: a linear layer, or a convolution each of whose outputs sees all inputs."""
+    """Return whether a layer can be divided by columns: a linear layer, or a convolution without groups."""
     if isinstance(layer, nn.Conv2d) and type(layer).forward is nn.Conv2d.forward:
         return layer.groups == 1
     return is_linear(layer)
 
 
 class RegionAtWork:
-    """One region on one rank. Its modules hold its local weights already.
+    """One region on one rank, whose modules hold its local weights already.
 
     Args:
-        line: the ranks.
-        name: of the entry.
-        entry: the module before which f is.
-        columns: the column layers, each with what becomes of its output.
+        group: the ranks of the region.
+        name: name of the entry.
+        entry: the module before which f is applied.
+        columns: the column layers, each with what is done with its output.
         row: the row layer, if there is one.
         sequence: whether x is divided by sequence.
-        overlap: whether the backward sums dx while it computes dW; else layers are plain ones.
-        region: the plan's; None: the head.
+        overlap: whether the backward sums dx while it computes dW; otherwise layers are plain ones.
+        region: the plan's region; None for the head.
     """
 
     def __init__(
         self,
-        line: Line,
+        group: ProcessGroup,
         name: str,
         entry: nn.Module,
         columns: dict[nn.Module, Finish],
@@ -92,12 +92,12 @@ class RegionAtWork:
         overlap: bool,
         region: Region | None = None,
     ) -> None:
-        self._line, self._columns = line, columns
+        self._group, self._columns = group, columns
         self._sequence, self._region = sequence, region
         self._overlap = overlap and bool(columns) and all(map(is_linear, columns))
         if region is not None and region.inputs:
             self._overlap = False  # column layers have several inputs
-        self._draws = OwnDraws(name, line.index)
+        self._draws = OwnDraws(name, group.index)
         self._has_row = region is not None and region.row is not None
         self._entered: Entered | None = None
         entry.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -111,7 +111,7 @@ class RegionAtWork:
     # ---- entry
 
     def _enter(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """x, through f: the first argument, or the one of that name; and the region's further inputs."""
+        """Pass x through f: the first argument, or the one of that name; and the region's further inputs."""
         if self._has_row:
             args, kwargs = self._further(entry, args, kwargs)
         if args and isinstance(args[0], Tensor):
@@ -124,7 +124,7 @@ class RegionAtWork:
     def _further(
         self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments after x: inputs of column layers go through f; no other may have a gradient unawares."""
+        """Pass the arguments after x that column layers use through f; refuse others that have a gradient."""
         region = self._region
         assert region is not None
         names = list(inspect.signature(type(entry).forward).parameters)[1:]
@@ -134,7 +134,7 @@ class RegionAtWork:
         found: dict[str, Any] = {}
         for name, value in given:
             if name in region.inputs and isinstance(value, Tensor):
-                found[name] = f_bar(self._line, value) if self._sequence else f(self._line, value)
+                found[name] = f_bar(self._group, value) if self._sequence else f(self._group, value)
             elif name not in known and _has_gradient(value):
                 raise ValueError(
                     f"Region(entry={region.entry!r}): its argument {name} has a gradient too, of which each rank would "
@@ -145,8 +145,8 @@ class RegionAtWork:
         return (*args[:1], *further, *args[1 + len(further) :]), kwargs | found
 
     def _leave(self, entry: nn.Module, args: Any, y: Tensor) -> Tensor:
-        """What the entry gives is a partial sum."""
-        z = g_bar(self._line, y) if self._sequence else g(self._line, y)
+        """Sum the entry's output, which is a partial sum, over the ranks."""
+        z = g_bar(self._group, y) if self._sequence else g(self._group, y)
         self._draws.end()
         return z
 
@@ -156,16 +156,16 @@ class RegionAtWork:
             self._draws.begin(x.device)
         weights = [(layer, _weights(layer)) for layer in self._columns] if self._overlap else []
         wanted = x.requires_grad or any(w.weight.requires_grad for _, w in weights)
-        # Under autocast a layer computes in another precision than its weights have.
+        # Under autocast a layer computes in another precision than that of its weights.
         if weights and wanted and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
-            self._entered = overlapped.enter(self._line, x, weights, sequence=self._sequence)
+            self._entered = overlapped.enter(self._group, x, weights, sequence=self._sequence)
             return self._entered.x
-        return f_bar(self._line, x) if self._sequence else f(self._line, x)
+        return f_bar(self._group, x) if self._sequence else f(self._group, x)
 
     # ---- column
 
     def _column(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., this rank's outputs]."""
+        """Apply a column layer: [..., inputs] -> [..., this rank's outputs]."""
         entered = self._entered
         if entered is not None and x is entered.x and layer in entered.handles:
             y = overlapped.linear(entered, layer, _weights(layer))
@@ -180,9 +180,9 @@ class RegionAtWork:
     # ---- row
 
     def _row(self, layer: nn.Module, y: Tensor) -> Tensor:
-        """[..., this rank's inputs] -> [..., outputs]."""
+        """Apply the row layer: [..., this rank's inputs] -> [..., outputs]."""
         partial_sum = _product(layer, y, None)
-        z = g_bar(self._line, partial_sum) if self._sequence else g(self._line, partial_sum)
+        z = g_bar(self._group, partial_sum) if self._sequence else g(self._group, partial_sum)
         self._draws.end()
         bias: Any = layer.bias
         return z if bias is None else z + bias

@@ -1,6 +1,6 @@
-"""From a TensorPlan's patterns to a model's own layers, checked: what cannot be divided over t ranks says so.
+"""From a TensorPlan's patterns to a model's own layers; an error says what cannot be divided over t ranks.
 
-Nothing here needs a rank: the parent asks before any starts.
+Nothing here needs a rank: the parent process checks before any rank starts.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from mpkit.parallel.shard import evenly
+from mpkit.parallel.stage.shard import evenly
 from mpkit.parallel.tensor.region import has_outputs, is_across, is_linear, is_weight
-from mpkit.tensor_plan import Region, TensorPlan
+from mpkit.plan.tensor_plan import Region, TensorPlan
 
 __all__ = ["check", "divide", "widths"]
 
 Names: TypeAlias = dict[str, Any]
-"""A model's modules and parameters."""
+"""A model's modules and parameters, by name."""
 
 
 def check(model: nn.Module, t: int, plan: TensorPlan, *, sequence: bool = False) -> TensorPlan:
-    """The plan with the model's own names and numbers instead of patterns and attributes.
+    """Return the plan with the model's own names and numbers instead of patterns and attributes.
 
     >>> from mpkit.models import GPT
     >>> from mpkit.parallel.tensor import find_tensor_plan
@@ -34,13 +34,13 @@ def check(model: nn.Module, t: int, plan: TensorPlan, *, sequence: bool = False)
     ('block1.attention', 4)
 
     Args:
-        model: whole.
-        t: how many ranks.
-        plan: of the model.
+        model: the whole model.
+        t: number of ranks.
+        plan: the model's plan.
         sequence: whether the sequence is divided too.
 
     Raises:
-        ValueError: there is no such module, it is of a kind that cannot be divided, t is larger than what there is to
+        ValueError: a module does not exist, or cannot be divided because of its kind; t is larger than what there is to
             divide; or the plan does not say where the sequence is divided.
     """
     if sequence and plan.sequence is None:
@@ -75,7 +75,7 @@ def check(model: nn.Module, t: int, plan: TensorPlan, *, sequence: bool = False)
 def divide(
     width: int, t: int, heads: int | None, sections: tuple[int, ...] = (1,)
 ) -> list[tuple[range, ...]]:
-    """What of a layer's features each rank has: in each section whole heads, or evenly.
+    """Return each rank's part of a layer's features: in each section whole heads, or evenly.
 
     >>> divide(12, 2, heads=3)
     [(range(0, 8),), (range(8, 12),)]
@@ -94,7 +94,7 @@ def divide(
 
 
 def widths(layer: nn.Module | nn.Parameter) -> tuple[int, int]:
-    """Inputs and outputs of a layer, or of a parameter [..., outputs, inputs]; of a convolution, channels."""
+    """Return inputs and outputs of a layer or of a parameter [..., outputs, inputs]; for a convolution, channels."""
     if isinstance(layer, nn.Parameter):
         return layer.shape[-1], layer.shape[-2]
     weight: Any = layer.weight
@@ -106,7 +106,7 @@ def widths(layer: nn.Module | nn.Parameter) -> tuple[int, int]:
 
 
 def _matching(pattern: str, names: Names) -> list[tuple[str, tuple[str, ...]]]:
-    """The modules of a pattern, each with what its `*` stand for."""
+    """Return the modules that match a pattern, each with what its `*` stand for."""
     if "*" not in pattern:
         _get(names, pattern)
         return [(pattern, ())]
@@ -122,31 +122,31 @@ def _matching(pattern: str, names: Names) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _expand(region: Region, names: Names) -> Iterator[Region]:
-    """One region for each module that its entry describes."""
+    """Yield one region for each module that the region's entry matches."""
     for entry, stars in _matching(region.entry, names):
         column = tuple(_fill(name, stars, region, names) for name in region.column)
-        if region.row is None:  # gathered, each layer by itself: any division will do
+        if region.row is None:  # gathered, each layer by itself: any division works
             yield Region(entry, column)
             continue
         heads = region.heads
         if isinstance(heads, str):
             heads = _attribute(names[entry], entry, heads)
         row = _fill(region.row, stars, region, names)
-        # Not every layer has one: a relative position bias is the first one's.
+        # Not every layer has one: only the first has a relative position bias.
         there = {_named(name, stars, region): name for name in region.per_head}
         per_head = tuple(name for name in there if name in names)
         yield replace(region, entry=entry, column=column, row=row, heads=heads, per_head=per_head)
 
 
 def _fill(pattern: str, stars: tuple[str, ...], region: Region, names: Names) -> str:
-    """The name of what there is, with what the entry's `*` stand for."""
+    """Return the name with the entry's `*` filled in, after checking that the model has it."""
     name = _named(pattern, stars, region)
     _get(names, name)
     return name
 
 
 def _named(pattern: str, stars: tuple[str, ...], region: Region) -> str:
-    """A name, with what the entry's `*` stand for."""
+    """Return the name with the entry's `*` filled in."""
     parts = pattern.split("*")
     if len(parts) > len(stars) + 1:
         raise ValueError(
@@ -183,13 +183,13 @@ def _attribute(module: nn.Module, name: str, path: str) -> int:
 
 
 def _is_wide(region: Region, names: Names, t: int) -> bool:
-    """Whether it is divided: what has fewer outputs than there are ranks, and would be gathered, stays whole."""
+    """Return whether to divide a region: one with fewer outputs than ranks, and no row, stays whole."""
     layers = [names[name] for name in region.column]
     return region.row is not None or not any(has_outputs(layer) and widths(layer)[1] < t for layer in layers)
 
 
 def _check_free(layers: tuple[str | None, ...], names: Names) -> None:
-    """Nobody has replaced the layers' forward."""
+    """Check that nobody has replaced the layers' forward."""
     for name in layers:
         if name is not None and "forward" in vars(names[name]):
             raise ValueError(

@@ -1,11 +1,11 @@
-"""Sharding a model in place, for one rank of a tensor-parallel group.
+"""Sharding of a model in place, for one rank of a tensor-parallel group.
 
-    resolve     the plan's patterns against the model's names
-    shards      which part of which parameter is this rank's
-    replace     each divided parameter by its part; names and modules stay
-    work        hooks and forwards: regions, embeddings, head, sequence
+    resolve     match the plan's patterns with the model's names
+    shards      determine which part of which parameter is this rank's
+    replace     replace each divided parameter by its part; names and modules stay
+    work        set hooks and forwards: regions, embeddings, head, sequence
 
-Nothing is sent: each rank has the whole model, and takes its part.
+Nothing is sent: each rank starts from the whole model, and takes its part.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mpkit.parallel.axis import Line
-from mpkit.parallel.shard import Sharded, evenly
+from mpkit.comm.process_group import ProcessGroup
+from mpkit.parallel.stage.shard import Sharded, evenly
 from mpkit.parallel.tensor.finding import find_tensor_plan
 from mpkit.parallel.tensor.logits import DividedLogits
 from mpkit.parallel.tensor.operators import gather_features
@@ -25,76 +25,76 @@ from mpkit.parallel.tensor.resolve import check
 from mpkit.parallel.tensor.sequence import divide_sequence, modules_between
 from mpkit.parallel.tensor.shards import Shards, localize, partial_sums, shards_of
 from mpkit.parallel.tensor.vocabulary import divide_embedding
-from mpkit.tensor_plan import Region, TensorPlan
+from mpkit.plan.tensor_plan import Region, TensorPlan
 
 __all__ = ["Sharded", "shard_model"]
 
 
 def shard_model(
     model: nn.Module,
-    line: Line,
+    group: ProcessGroup,
     plan: TensorPlan | None = None,
     *,
     sequence: bool = False,
     overlap: bool = True,
 ) -> Sharded:
-    """Leave of a model what the rank at `line.index` has, and let its forward work together with the others'.
+    """Shard a model in place for the rank at `group.index`, and let its forward work together with the other ranks'.
 
     >>> from mpkit.models import GPT
-    >>> from mpkit.parallel.axis import Pretended
+    >>> from mpkit.comm.process_group import FakeGroup
     >>> model = GPT(layers=1, width=8, heads=2)
-    >>> sharded = shard_model(model, Pretended(2))
+    >>> sharded = shard_model(model, FakeGroup(2))
     >>> model.block0.attention.qkv.weight.shape, sharded.shards["block0.attention.qkv.weight"].ranges
     (torch.Size([12, 8]), (range(0, 4), range(8, 12), range(16, 20)))
 
     Args:
-        model: whole; changed in place.
-        line: the ranks, and this one's place among them.
-        plan: None: `find_tensor_plan(model)`.
+        model: the whole model; changed in place.
+        group: the ranks, and this one's place among them.
+        plan: what to divide; None for `find_tensor_plan(model)`.
         sequence: divide what is between regions by sequence, as the plan's `sequence` says.
         overlap: sum the gradients of a region's input while those of its weights are computed. False where a backward
-            is cut into halves, which takes layers that are plain; under `sequence` these keep their input whole for
-            the backward, and not this rank's part of it.
+            is split, which needs plain layers; with `sequence`, these keep their whole input for the backward, and not
+            only this rank's part of it.
 
     Raises:
-        ValueError: as `check`.
+        ValueError: as for `check`.
     """
-    if line.size == 1:
+    if group.size == 1:
         return Sharded()
     # ---- resolve
-    plan = check(model, line.size, find_tensor_plan(model) if plan is None else plan, sequence=sequence)
+    plan = check(model, group.size, find_tensor_plan(model) if plan is None else plan, sequence=sequence)
     # ---- shards
-    shards = shards_of(model, line, plan)
+    shards = shards_of(model, group, plan)
     sums = partial_sums(model, plan, shards, sequence=sequence)
     # ---- replace
     modules = dict(model.named_modules())
-    finishes = [_finishes(region, line, shards) for region in plan.regions]
+    finishes = [_finishes(region, group, shards) for region in plan.regions]
     shards.replace()
     # ---- work
     on_parts = modules_between(model, *plan.sequence) if sequence and plan.sequence else set()
     for region, finish in zip(plan.regions, finishes, strict=True):
-        localize(modules[region.entry], region, line)
+        localize(modules[region.entry], region, group)
         RegionAtWork(
-            line, region.entry, modules[region.entry],
+            group, region.entry, modules[region.entry],
             {modules[name]: finish[name] for name in region.column if name in modules},
             None if region.row is None else modules.get(region.row),
             sequence=region.entry in on_parts, overlap=overlap, region=region,
         )  # fmt: skip
-    _divide_vocabulary(modules, line, plan, shards, overlap=overlap)
+    _divide_vocabulary(modules, group, plan, shards, overlap=overlap)
     if sequence and plan.sequence is not None:
-        divide_sequence(model, line, *plan.sequence)
+        divide_sequence(model, group, *plan.sequence)
     return Sharded(shards.found, sums, plan)
 
 
-def _finishes(region: Region, line: Line, shards: Shards) -> dict[str, Finish]:
-    """What becomes of each column layer's outputs: they stay divided, or are gathered if there is no row layer."""
+def _finishes(region: Region, group: ProcessGroup, shards: Shards) -> dict[str, Finish]:
+    """Return what is done with each column layer's outputs: they stay divided, or are gathered without a row layer."""
     if region.row is not None:
         return dict.fromkeys(region.column, _stay)
     found: dict[str, Finish] = {}
     for name in region.column:
-        sizes = [len(part) for part in evenly(shards.widths(name)[1], line.size)]
+        sizes = [len(part) for part in evenly(shards.widths(name)[1], group.size)]
         convolution = len(shards.of_weight(name).whole) > 2
-        found[name] = partial(gather_features, line, sizes=sizes, dim=1 if convolution else -1)
+        found[name] = partial(gather_features, group, sizes=sizes, dim=1 if convolution else -1)
     return found
 
 
@@ -103,16 +103,16 @@ def _stay(y: Tensor) -> Tensor:
 
 
 def _divide_vocabulary(
-    modules: dict[str, nn.Module], line: Line, plan: TensorPlan, shards: Shards, *, overlap: bool
+    modules: dict[str, nn.Module], group: ProcessGroup, plan: TensorPlan, shards: Shards, *, overlap: bool
 ) -> None:
-    """Embeddings, and the head with its logits."""
+    """Divide the embeddings, and the head with its logits."""
     for name in plan.embeddings:
         embedding: Any = modules[name]
-        divide_embedding(line, embedding, shards.of_weight(name).ranges[0])
+        divide_embedding(group, embedding, shards.of_weight(name).ranges[0])
     if plan.head is None:
         return
     head = modules[plan.head]
     shard = shards.of_weight(plan.head)
-    vocabulary = tuple(evenly(shard.whole[shard.dim], line.size))
-    logits = partial(DividedLogits.make, line, vocabulary)
-    RegionAtWork(line, plan.head, head, {head: logits}, None, sequence=False, overlap=overlap)
+    vocabulary = tuple(evenly(shard.whole[shard.dim], group.size))
+    logits = partial(DividedLogits.make, group, vocabulary)
+    RegionAtWork(group, plan.head, head, {head: logits}, None, sequence=False, overlap=overlap)

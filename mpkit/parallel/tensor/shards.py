@@ -1,4 +1,4 @@
-"""Which part of which parameter a rank has, from a plan's layers; and the parts in the place of the whole."""
+"""Shards: which part of each parameter a rank has according to a plan, and replacing whole parameters by parts."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import Any
 
 from torch import nn
 
-from mpkit.parallel.axis import Line
-from mpkit.parallel.shard import Shard
+from mpkit.comm.process_group import ProcessGroup
+from mpkit.parallel.stage.shard import Shard
 from mpkit.parallel.tensor.region import is_across, is_linear
 from mpkit.parallel.tensor.resolve import divide, widths
 from mpkit.parallel.tensor.sequence import modules_between
-from mpkit.tensor_plan import Region, TensorPlan
+from mpkit.plan.tensor_plan import Region, TensorPlan
 
 __all__ = ["Shards", "localize", "partial_sums", "shards_of"]
 
 
-def shards_of(model: nn.Module, line: Line, plan: TensorPlan) -> Shards:
-    """The shards of everything that the plan divides.
+def shards_of(model: nn.Module, group: ProcessGroup, plan: TensorPlan) -> Shards:
+    """Return the shards of everything that the plan divides.
 
     Args:
-        plan: resolved by `check`.
+        plan: the plan, resolved by `check`.
     """
-    shards, t = Shards(model, line), line.size
+    shards, t = Shards(model, group), group.size
     for region in plan.regions:
         assert not isinstance(region.heads, str)
         for name in region.column:
@@ -40,14 +40,14 @@ def shards_of(model: nn.Module, line: Line, plan: TensorPlan) -> Shards:
 
 
 class Shards:
-    """The parts of a model's parameters that are one rank's.
+    """One rank's parts of a model's parameters.
 
     Attributes:
-        found: by every name that a divided parameter has.
+        found: the shards, by every name that a divided parameter has.
     """
 
-    def __init__(self, model: nn.Module, line: Line) -> None:
-        self._index, self._size = line.index, line.size
+    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
+        self._index, self._size = group.index, group.size
         self._modules = dict(model.named_modules())
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -56,10 +56,10 @@ class Shards:
         self.found: dict[str, Shard] = {}
 
     def add(self, module: str, parameter: str, dim: int, parts: list[tuple[range, ...]]) -> None:
-        """A parameter is divided; under all its names.
+        """Divide a parameter, under all of its names.
 
         Raises:
-            ValueError: under another name it is divided in another way.
+            ValueError: it is divided in another way under another name.
         """
         whole = getattr(self._modules[module], parameter)
         self._asked.add(module)
@@ -81,20 +81,20 @@ class Shards:
                 )
 
     def add_outputs(self, layer: str, parts: list[tuple[range, ...]]) -> None:
-        """A layer is divided by columns."""
+        """Divide a layer by columns."""
         if layer not in self._modules:
             return self.add(*self._at(layer), self._parameter(layer).dim() - 2, parts)
         self.add(layer, "weight", 1 if is_across(self._modules[layer]) else 0, parts)
         self.add(layer, "bias", 0, parts)
 
     def add_inputs(self, layer: str, parts: list[tuple[range, ...]]) -> None:
-        """A layer is divided by rows; its bias is whole."""
+        """Divide a layer by rows; its bias stays whole."""
         if layer not in self._modules:
             return self.add(*self._at(layer), self._parameter(layer).dim() - 1, parts)
         self.add(layer, "weight", 0 if is_across(self._modules[layer]) else 1, parts)
 
     def add_last(self, name: str, t: int, heads: int | None) -> None:
-        """A parameter is divided by its last dimension, the heads."""
+        """Divide a parameter by its last dimension, the heads."""
         whole = self._parameter(name)
         self.add(*self._at(name), whole.dim() - 1, divide(whole.shape[-1], t, heads))
 
@@ -108,23 +108,23 @@ class Shards:
         return found
 
     def of_weight(self, layer: str) -> Shard:
-        """Of a divided layer's weight."""
+        """Return the shard of a divided layer's weight."""
         return self.found[f"{layer}.weight" if layer else "weight"]
 
     def widths(self, layer: str) -> tuple[int, int]:
-        """Inputs and outputs, whole."""
+        """Return a layer's inputs and outputs before it is divided."""
         return widths(self._modules[layer] if layer in self._modules else self._parameter(layer))
 
     def vocabulary(self, embedding: str) -> int:
-        """Tokens of an embedding."""
+        """Return the number of tokens of an embedding."""
         weight: Any = self._modules[embedding].weight
         return int(weight.shape[0])
 
     def check_shared(self) -> None:
-        """What shares a divided parameter is divided too.
+        """Check that every layer that shares a divided parameter is divided too.
 
         Raises:
-            ValueError: it is not.
+            ValueError: one is not.
         """
         for names in self._names.values():
             modules = {name.rpartition(".")[0]: name for name in names if name in self.found}
@@ -140,7 +140,7 @@ class Shards:
                 )
 
     def replace(self) -> None:
-        """Put the parts where the whole parameters were; what was shared stays shared."""
+        """Replace whole parameters by their parts; shared parameters stay shared."""
         parts: dict[int, nn.Parameter] = {}
         for name, module in self._modules.items():
             for key, parameter in module._parameters.items():
@@ -153,17 +153,17 @@ class Shards:
                 module._parameters[key] = parts[id(parameter)]
 
 
-def localize(entry: nn.Module, region: Region, line: Line) -> None:
-    """What counts heads at the entry, or features of heads, counts those of this rank."""
+def localize(entry: nn.Module, region: Region, group: ProcessGroup) -> None:
+    """Set the entry's counts of heads, or of features of heads, to those of this rank."""
     assert not isinstance(region.heads, str)
     for name in region.local:
         count = getattr(entry, name)
-        (mine,) = divide(count, line.size, region.heads)[line.index]
+        (mine,) = divide(count, group.size, region.heads)[group.index]
         setattr(entry, name, len(mine))
 
 
 def partial_sums(model: nn.Module, plan: TensorPlan, shards: Shards, *, sequence: bool) -> frozenset[str]:
-    """The whole parameters that are used on a part: of the sequence, or, inside of a region, of the features."""
+    """Return the whole parameters that are used on a part of the sequence or, inside of a region, of the features."""
     entries = tuple(region.entry for region in plan.regions if region.row is not None)
     after_g = {f"{region.row}.bias" for region in plan.regions}
     on_parts: set[str] = set()

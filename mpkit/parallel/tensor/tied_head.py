@@ -1,4 +1,4 @@
-"""The layer that makes logits, and the embeddings that share its weight: both divided by vocabulary, or neither."""
+"""The layer that makes logits, and the embeddings that share its weight: all are divided by vocabulary, or none."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ HEAD_NAMES = ("lm_head", "embed_out", "output_projection")
 
 
 def find_head(model: nn.Module, embeddings: list[str]) -> tuple[str | None, list[str]]:
-    """The head, and the embeddings to divide with it.
+    """Return the head, and the embeddings to divide with it.
 
-    A head whose weight something else has too that cannot be divided by vocabulary stays whole, and so do they.
+    If something else shares the head's weight and cannot be divided by vocabulary, all of them stay whole.
 
     Args:
-        embeddings: found so far.
+        embeddings: the embeddings that are known so far.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, head in modules.items():

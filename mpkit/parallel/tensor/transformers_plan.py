@@ -1,12 +1,12 @@
-"""The plan that a model of transformers brings with it, as a TensorPlan; transformers is not imported.
+"""The plan that a transformers model brings with it, as a TensorPlan; transformers is not imported.
 
-    colwise, packed_colwise        a column layer; the other one has two sections, such as gate and up
+    colwise, packed_colwise        a column layer; the packed one has two sections, such as gate and up
     rowwise                        the row layer of the same module: one region with its column layers
     colwise_gather_output          a column layer whose outputs are gathered; the head's stay divided
-    rowwise_split_input            follows such a one, and stays whole: every rank has the whole input
-    moe_tp_experts                 the module whose parameters are divided, and whose outputs are partial sums
-    replicated_with_grad_allreduce whole, used on this rank's heads: its gradients are summed
-    embedding_rowwise              the vocabulary of an embedding
+    rowwise_split_input            follows such a layer and stays whole: every rank has the whole input
+    moe_tp_experts                 a module whose parameters are divided, and whose outputs are partial sums
+    replicated_with_grad_allreduce whole, but used on this rank's heads: its gradients are summed
+    embedding_rowwise              an embedding with a divided vocabulary
 
 Source: transformers, `base_model_tp_plan` of a config and `_tp_plan` of a model.
 """
@@ -19,12 +19,12 @@ from typing import Any
 from torch import nn
 
 from mpkit.parallel.tensor.tied_head import find_head
-from mpkit.tensor_plan import Region, TensorPlan
+from mpkit.plan.tensor_plan import Region, TensorPlan
 
 __all__ = ["own_plan"]
 
 COLUMN = {"colwise": (1,), "packed_colwise": (1, 1)}
-"""The sections of a column layer."""
+"""The sections of a column layer, by its style."""
 KNOWN = {
     *COLUMN, "rowwise", "colwise_gather_output", "rowwise_split_input", "moe_tp_experts", "embedding_rowwise",
     "replicated_with_grad_allreduce",
@@ -32,11 +32,11 @@ KNOWN = {
 HEAD_COUNTS = (
     "config.num_key_value_heads", "config.num_attention_heads", "num_key_value_heads", "num_heads",
 )  # fmt: skip
-"""Where an attention may say how many heads can be divided."""
+"""Attributes in which an attention may say how many heads can be divided."""
 
 
 def own_plan(model: nn.Module) -> TensorPlan | None:
-    """The plan of the outermost module that has one, by the model's names; None if it divides no layers.
+    """Return the plan of the outermost module that has one, with the model's names; None if none divides layers.
 
     Raises:
         ValueError: the plan has an entry that cannot be executed here.
@@ -68,7 +68,7 @@ def _translate(model: nn.Module, prefix: str, plan: dict[str, str]) -> TensorPla
 
 
 def _styles(model: nn.Module, prefix: str, plan: dict[str, str]) -> dict[str, str]:
-    """The style of each module or parameter that the plan names."""
+    """Return the style of each module or parameter that the plan names."""
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, str] = {}
@@ -85,7 +85,7 @@ def _styles(model: nn.Module, prefix: str, plan: dict[str, str]) -> dict[str, st
 
 
 def _is_own(model: nn.Module, layer: str, head: str | None) -> bool:
-    """Whether a layer can be divided: nothing shares its weight but the head, where that is divided too."""
+    """Return whether a layer can be divided: only the head may share its weight, where that is divided too."""
     weight = model.get_submodule(layer).weight
     sharing = [n for n, module in model.named_modules() if getattr(module, "weight", None) is weight]
     return all(name in (layer, head) for name in sharing)
@@ -94,7 +94,7 @@ def _is_own(model: nn.Module, layer: str, head: str | None) -> bool:
 def _regions(
     entry: str, leaves: dict[str, str], modules: dict[str, nn.Module], styles: dict[str, str]
 ) -> list[Region]:
-    """Those of one module."""
+    """Return the regions of one module."""
     of = {style: [f"{entry}.{leaf}" for leaf, one in leaves.items() if one == style] for style in KNOWN}
     gathered = [Region(name, (name,)) for name in of["colwise_gather_output"]]
     columns, rows = [name for style in COLUMN for name in of[style]], of["rowwise"]
@@ -120,7 +120,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _heads(module: nn.Module) -> str | None:
-    """The attribute that says how many heads, or groups of heads that share a key, there are."""
+    """Return the attribute that says how many heads, or groups of heads that share a key, there are."""
     for path in HEAD_COUNTS:
         value: Any = module
         for part in path.split("."):
@@ -131,7 +131,7 @@ def _heads(module: nn.Module) -> str | None:
 
 
 def _check_whole(entry: str, module: nn.Module, styles: dict[str, str]) -> None:
-    """Every parameter within a region has a style: else it is not known whether its gradients are partial sums."""
+    """Check that every parameter within a region has a style, which says whether its gradients are partial sums."""
     for name, _ in module.named_parameters(prefix=entry):
         layer = name.rpartition(".")[0]
         if not any(

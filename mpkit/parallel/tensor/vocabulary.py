@@ -1,15 +1,15 @@
 """The vocabulary divided over the ranks: embedding and cross-entropy.
 
-    embedding       forward: each rank looks up the tokens that it has, 0 for the others; all-reduce
+    embedding       forward: each rank looks up the tokens that it has, with 0 for the others; all-reduce
                     backward: nothing
-    cross-entropy   forward: three all-reduces of a number a token: the largest logit, the sum of exp, the logit of the
-                    target; so b s numbers travel, three times, instead of b s V
+    cross-entropy   forward: three all-reduces of one number per token: the largest logit, the sum of exp, the logit of
+                    the target; so b s numbers are sent, three times, instead of b s V
                     backward: nothing
 
-The cross-entropy in 40 lines: `mpkit.reference.vocabulary_cross_entropy`. This module adds: vocabularies that the ranks
-do not divide, ignored targets, and losses per token.
+`mpkit.reference.tensor.vocabulary_cross_entropy` is the cross-entropy in 40 lines. This module adds vocabularies that
+the number of ranks does not divide, ignored targets, and losses per token.
 
-Source: Shoeybi et al. 2019, section 3, the end.
+Source: Shoeybi et al. 2019, end of section 3.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit.parallel.axis import Line
+from mpkit.comm.process_group import ProcessGroup
 from mpkit.parallel.tensor.operators import g
 
 __all__ = ["cross_entropy", "divide_embedding"]
 
 
-def divide_embedding(line: Line, embedding: nn.Embedding, mine: range) -> None:
-    """Let an embedding look up this rank's part of the vocabulary, whose vectors it holds already."""
-    embedding.forward = partial(_look_up, line, embedding, mine)  # type: ignore[method-assign]
+def divide_embedding(group: ProcessGroup, embedding: nn.Embedding, mine: range) -> None:
+    """Let an embedding look up tokens of this rank's part of the vocabulary, whose vectors it holds already."""
+    embedding.forward = partial(_look_up, group, embedding, mine)  # type: ignore[method-assign]
 
 
-def _look_up(line: Line, embedding: nn.Embedding, mine: range, tokens: Tensor) -> Tensor:
-    """[...] -> [..., width]."""
+def _look_up(group: ProcessGroup, embedding: nn.Embedding, mine: range, tokens: Tensor) -> Tensor:
+    """Look up tokens: [...] -> [..., width]."""
     here = (tokens >= mine.start) & (tokens < mine.stop)
     local = torch.where(here, tokens - mine.start, 0)
     nowhere = embedding.padding_idx  # whose vector has no gradient
     padding = nowhere - mine.start if nowhere is not None and nowhere in mine else None
     vectors = F.embedding(local, embedding.weight, padding)
-    return g(line, torch.where(here[..., None], vectors, 0))
+    return g(group, torch.where(here[..., None], vectors, 0))
 
 
 def cross_entropy(
-    line: Line, logits: Tensor, targets: Tensor, mine: range, *, ignore_index: int, reduction: str
+    group: ProcessGroup, logits: Tensor, targets: Tensor, mine: range, *, ignore_index: int, reduction: str
 ) -> Tensor:
-    """What `torch.nn.functional.cross_entropy` gives for the whole logits.
+    """Return what `torch.nn.functional.cross_entropy` returns for the whole logits.
 
     Args:
-        line: the ranks.
-        logits: [n, V_i], this rank's.
+        group: the ranks that share the vocabulary.
+        logits: [n, V_i], this rank's part.
         targets: [n], tokens of the whole vocabulary.
-        mine: this rank's part of it.
-        ignore_index: targets that do not count.
+        mine: this rank's part of the vocabulary.
+        ignore_index: the target that does not count.
         reduction: "mean" (over those that count), "sum" or "none".
     """
-    losses = _CrossEntropy.apply(line, logits, targets, mine)  # type: ignore[no-untyped-call]
+    losses = _CrossEntropy.apply(group, logits, targets, mine)  # type: ignore[no-untyped-call]
     counts = targets != ignore_index
     losses = torch.where(counts, losses, 0)
     if reduction == "none":
@@ -65,21 +65,21 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """z [n, V_i], t [n] -> log(sum of exp z) - z_t, of each [n]."""
+    """Map z [n, V_i] and t [n] to the losses log(sum of exp z) - z_t, [n]."""
 
     @staticmethod
-    def forward(ctx: Any, line: Line, logits: Tensor, targets: Tensor, mine: range) -> Tensor:
+    def forward(ctx: Any, group: ProcessGroup, logits: Tensor, targets: Tensor, mine: range) -> Tensor:
         wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         # ---- the largest logit, so that exp cannot overflow
-        largest = line.all_reduce(wide.amax(-1), op="max")
+        largest = group.all_reduce(wide.amax(-1), op="max")
         z = wide - largest[:, None]
         # ---- the logit of the target, which one rank has
         here = (targets >= mine.start) & (targets < mine.stop)
         place = torch.where(here, targets - mine.start, 0)[:, None]
-        of_target = line.all_reduce(torch.where(here, z.gather(-1, place)[:, 0], 0))
+        of_target = group.all_reduce(torch.where(here, z.gather(-1, place)[:, 0], 0))
         # ---- the sum of exp
         softmax = z.exp_()
-        total = line.all_reduce(softmax.sum(-1))
+        total = group.all_reduce(softmax.sum(-1))
         softmax.div_(total[:, None])
         ctx.save_for_backward(softmax, place, here)
         ctx.dtype = logits.dtype

@@ -1,10 +1,10 @@
-"""Flat: parameters of one dtype side by side in one tensor, cut into equal shards, one a rank.
+"""Flat: parameters of one dtype side by side in one tensor, cut into equal shards, one per rank.
 
     [ weight 6 ][ bias 2 ][ weight 3 ][ padding 1 ]      12 elements, n = 4 ranks
     |  rank 0  |  rank 1  |  rank 2  |   rank 3   |      k = 3 elements each
 
-Shapes do not matter: a shard may begin in the middle of a weight, and a parameter of fewer elements than there are
-ranks is nowhere on most of them. Padded to a multiple of n, the shards are of one size, and each is contiguous.
+Shapes do not matter: a shard may begin in the middle of a weight, and a parameter with fewer elements than there are
+ranks has none on most of them. Padding to a multiple of n makes all shards of one size, and each is contiguous.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["Flat", "Layout"]
 
 
 class Layout:
-    """Where each parameter lies in a flat tensor, and which part of that is this rank's.
+    """Where each parameter lies in a flat tensor, and which part of the tensor is this rank's.
 
     Args:
-        parameters: of one dtype, on one device.
-        rank, n: this rank, and how many share.
+        parameters: all of one dtype, on one device.
+        rank, n: this rank, and the number of ranks that share the tensor.
 
     Attributes:
-        starts: of each parameter its first element.
-        k: elements of a shard; the flat tensor has n k.
-        begin, end: this rank's.
+        starts: each parameter's first element in the flat tensor.
+        k: elements per shard; the flat tensor has n k.
+        begin, end: this rank's range of elements.
 
     >>> layout = Layout([nn.Parameter(torch.empty(2, 3)), nn.Parameter(torch.empty(5))], rank=1, n=4)
     >>> layout.k, layout.begin, layout.end
@@ -48,18 +48,18 @@ class Layout:
         self.begin, self.end = rank * self.k, (rank + 1) * self.k
 
     def own(self, i: int) -> tuple[int, int]:
-        """From which to which element parameter i is this rank's; (0, 0) if nowhere."""
+        """Return the range of parameter i's elements that this rank holds; (0, 0) if it holds none."""
         start, size = self.starts[i], self.sizes[i]
         first, last = max(self.begin - start, 0), min(self.end - start, size)
         return (first, last) if first < last else (0, 0)
 
     def views(self, whole: Tensor) -> list[Tensor]:
-        """Each parameter's part of a flat tensor (n k,), in its shape."""
+        """Return each parameter's view of a flat tensor (n k,), in its shape."""
         parts = zip(self.parameters, self.starts, self.sizes, strict=True)
         return [whole[start : start + size].view(p.shape) for p, start, size in parts]
 
     def parts(self, shard: Tensor) -> list[Tensor]:
-        """Each parameter's part of a shard (k,): its elements that are this rank's, in one dimension."""
+        """Return each parameter's part of a shard (k,): the elements that are this rank's, in one dimension."""
         found = []
         for i, parameter_start in enumerate(self.starts):
             start, end = self.own(i)
@@ -69,22 +69,22 @@ class Layout:
 
 
 class Flat:
-    """A flat tensor (n k,), whose memory may come and go, and this rank's shard of it (k,), which stays.
+    """A flat tensor (n k,), whose memory can be freed, and this rank's shard of it (k,), which stays.
 
     Args:
-        layout: what lies where.
-        ledger: told of the memory.
-        category: of what stays. A whole that comes and goes counts as "buffers".
-        keeps_whole: the whole stays, and the shard is a part of it. Else the shard has memory of its own.
+        layout: where each parameter lies.
+        ledger: records the memory.
+        category: ledger category of the memory that stays. A whole tensor that is freed in between counts as "buffers".
+        keeps_whole: the whole tensor stays, and the shard is a view of it. Otherwise the shard has its own memory.
         on_host: the shard is in the host's memory, which the device's ledger does not count.
 
     Attributes:
-        there: whether the whole has memory.
-        whole: (n k,). Its storage is always the same one, so what autograd has saved of it sees the numbers that
-            are gathered into it again.
-        views: the whole's parts, in the parameters' shapes.
+        there: whether the whole tensor has memory.
+        whole: (n k,). Its storage object never changes, so views that autograd has saved see the values that are
+            gathered into it again.
+        views: the parameters' parts of the whole tensor, in their shapes.
         shard: (k,).
-        parts: the shard's, a parameter each.
+        parts: the shard's parts, one per parameter.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Flat:
             self.shard = self.mine
         else:
             device = torch.device("cpu") if on_host else first.device
-            pinned = on_host and first.is_cuda  # the device reads it without the processor's help
+            pinned = on_host and first.is_cuda  # so that the device can read it without the CPU
             self.shard = torch.zeros(layout.k, dtype=first.dtype, device=device, pin_memory=pinned)
         self.parts = layout.parts(self.shard)
         if not on_host:
@@ -110,30 +110,30 @@ class Flat:
 
     @property
     def mine(self) -> Tensor:
-        """(k,): this rank's part of the whole."""
+        """This rank's part of the whole tensor, (k,)."""
         return self.whole[self.layout.begin : self.layout.end]
 
     def allocate(self) -> None:
-        """Give the whole memory, if it has none; what is in it means nothing yet."""
+        """Allocate the whole tensor if it has no memory; its contents are undefined at first."""
         if not self.there:
             self._resize(self.whole, self._nbytes)
             self.there = True
 
     def free(self) -> None:
-        """Take the whole's memory, unless it stays."""
+        """Free the whole tensor, unless it stays."""
         if self.there and not self._keeps_whole:
             self._resize(self.whole, 0)
             self.there = False
 
     def allocate_shard(self) -> None:
-        """Give the shard memory, after a `drop`."""
+        """Allocate the shard, after a `drop`."""
         if self._keeps_whole:
             self.allocate()
         else:
             self._resize(self.shard, self._nbytes // self.layout.n)
 
     def drop(self) -> None:
-        """Take all memory, also that which stays: nobody needs what is in it."""
+        """Free all memory, even that which normally stays, since nobody needs its contents."""
         self.free()
         self._resize(self.shard, 0)
         self.there = False
@@ -142,4 +142,4 @@ class Flat:
         storage = tensor.untyped_storage()
         if storage.nbytes() != nbytes:
             storage.resize_(nbytes)
-            self._ledger.track(tensor, "buffers")  # or what it was
+            self._ledger.track(tensor, "buffers")  # or its former category

@@ -1,17 +1,17 @@
 """P_p: a layer's parameters are gathered just before use and freed after, in the forward and again in the backward.
 
     forward    before a layer: gather its parameters, and start those of the next `prefetch` layers; free after it
-    backward   when the gradient of its output has come: gather again, start those of the layers before; whatever
-               the backward has passed is freed
+    backward   when the gradient of a layer's output arrives: gather again, and start the layers before; whatever the
+               backward has passed is freed
     demand     a parameter that is used while its own layer is not called (`F.linear(x, embedding.weight)`): gather it
-               there, and from then on around the outermost module that is called, until that is done
+               there, and from then on for the outermost module that is being called, until that is done
 
-So each parameter is sent twice a step, and its gradient once: 3 psi instead of 2 (Rajbhandari et al. 2020, section
-7.2.2). No layer is asked what it does: hooks on modules and on their outputs do it, and the order in which layers are
-called is learned in the first forward. Autograd keeps, for the backward, views of the gathered memory; that is given
-back and taken again beneath them (`Flat`), so they see the same numbers.
+So each parameter is sent twice per step, and its gradient once: 3 psi instead of 2 psi (Rajbhandari et al. 2020,
+section 7.2.2). Layers need no change: hooks on modules and on their outputs do the work, and the first forward records
+the order in which layers are called. For the backward, autograd keeps views of the gathered memory, which is freed and
+allocated again beneath them (`Flat`), so they see the same values.
 
-Where a backward is done in two halves, I is as a whole one, and for W the stage's parameters are gathered together.
+Where a backward is split, its I half works like a whole backward; for W, all parameters of the stage are gathered.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr  # private; tests/test_zero_units.py guards it
 
+from mpkit.comm.axis import AxisGroup
+from mpkit.comm.process_group import Pending
 from mpkit.errors import MpkitError
-from mpkit.parallel.anymodel.walk import around_forward
-from mpkit.parallel.axis import Axis, Waiting
+from mpkit.parallel.partition.walk import around_forward
 from mpkit.parallel.zero.flat import Flat
 from mpkit.parallel.zero.sharded import on_demand, veil
 from mpkit.parallel.zero.units import Site
@@ -39,20 +40,20 @@ __all__ = ["Gathering"]
 
 
 class Gathering:
-    """Which parameters are whole at the moment.
+    """The parameters that are whole at the moment.
 
     Args:
-        replicas: who holds the other shards.
-        record: of this rank.
-        sites: of the model, in order of use as far as that is known.
-        flats: of all their parameters, with the shards filled.
-        prefetch: how many sites ahead.
-        on_host: shards are copied to the device first (offload="params").
+        replicas: the ranks that hold the other shards.
+        record: this rank's recorder.
+        sites: the model's sites, in order of use as far as that is known.
+        flats: flat tensors of all their parameters, with the shards filled.
+        prefetch: number of sites to gather ahead.
+        on_host: whether shards are copied to the device first (offload="params").
     """
 
     def __init__(
         self,
-        replicas: Axis,
+        replicas: AxisGroup,
         record: Recorder,
         sites: list[Site],
         flats: list[Flat],
@@ -64,17 +65,17 @@ class Gathering:
         self._prefetch = prefetch
         self._flats, self._sites = flats, sites
         self._of = {parameter: flat for flat in flats for parameter in flat.layout.parameters}
-        # By site; a flat once.
+        # Indexed by site; each flat tensor once.
         self._needs = [list(dict.fromkeys(self._of[parameter] for parameter in site.uses)) for site in sites]
         self._has_backward = [False] * len(sites)
-        self._after: dict[int, int] = {}  # by site, the one that is called next
+        self._after: dict[int, int] = {}  # by site, the site that is called next
         self._before: dict[int, int] = {}
         self._begun = [0] * len(sites)  # autograd's count of nodes when the site's forward began
         self._active: list[int] = []  # the sites whose forward is under way, outermost first
-        self._latest: int | None = None  # of those that are around no others, the last that was called
-        self._soon: list[Flat] = []  # gathered ahead
-        self._until_the_end: set[Flat] = set()  # of this backward
-        self._whole: dict[Flat, Waiting | None] = {}  # gathered, or with what is under way
+        self._latest: int | None = None  # of those that contain no other site, the last that was called
+        self._soon: list[Flat] = []  # being gathered ahead
+        self._until_the_end: set[Flat] = set()  # not to be freed before this backward ends
+        self._whole: dict[Flat, Pending | None] = {}  # gathered (None), or with the pending all-gather
         self._all = False  # inside `gathered`
         for flat in flats:
             flat.free()
@@ -94,7 +95,7 @@ class Gathering:
         if self._all:
             return
         self._begun[i] = _get_sequence_nr()
-        if _in_backward():  # a checkpoint computes its forward again
+        if _in_backward():  # a checkpoint recomputes its forward
             self._have(i)
             return
         self._active.append(i)
@@ -119,13 +120,13 @@ class Gathering:
             self._keep(self._soon)
         self._has_backward[i] = False
         for tensor in tensors:
-            # What the module hands on as it was given it is another one's output.
+            # An input that the module returns unchanged is the output of another module.
             if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._begun[i]:
                 self._has_backward[i] = True
                 tensor.register_hook(partial(self._before_backward, i))
 
     def _follow_views(self, i: int, module: nn.Module, tensors: list[Tensor]) -> None:
-        """Where a module returns its parameters, or parts of them, they are used outside of it: as on demand."""
+        """Treat parameters that a module returns, or views of them, as used on demand outside of it."""
         storages = {flat.whole.untyped_storage()._cdata: flat for flat in self._needs[i]}
         for tensor in tensors:
             flat = storages.get(tensor.untyped_storage()._cdata)
@@ -141,7 +142,7 @@ class Gathering:
         self._after[one], self._before[following] = following, one
 
     def _ahead(self, i: int, order: dict[int, int]) -> list[Flat]:
-        """What the next sites need, as far as they are to be gathered ahead."""
+        """Return what the next sites need, as far as it is to be gathered ahead."""
         found: list[Flat] = []
         at: int | None = i
         for _ in range(self._prefetch):
@@ -153,7 +154,7 @@ class Gathering:
     # ---- demand -------------------------------------------------------------------------------------------
 
     def _demand(self, parameter: nn.Parameter) -> bool:
-        """Gather a parameter that is used while its layer is not called; False: nothing is being computed."""
+        """Gather a parameter that is used while its layer is not called; return False if nothing is being computed."""
         flat = self._of[parameter]
         if self._active:
             self._need_around(flat)
@@ -167,7 +168,7 @@ class Gathering:
         return True
 
     def _need_around(self, flat: Flat) -> None:
-        """From now on the outermost site that is under way needs it: in its forward and in its backward."""
+        """Add the tensor to the needs of the outermost site under way, for its forward and its backward."""
         needs = self._needs[self._active[0]]
         if flat not in needs:
             needs.append(flat)
@@ -177,7 +178,7 @@ class Gathering:
     def _before_backward(self, i: int, _gradient: Tensor) -> None:
         if self._all:
             return
-        if self._sites[i].around:  # nothing tells when what is within it is done
+        if self._sites[i].around:  # no hook shows when the sites within it are done
             self._until_the_end.update(self._needs[i])
             self._have(i)
         else:
@@ -192,11 +193,11 @@ class Gathering:
         self._keep(())
 
     def gather_stage(self, stage: int) -> None:
-        """Have all that a stage of the model uses whole, until `after_backward`."""
+        """Gather all that a stage of the model uses, and keep it whole until `after_backward`."""
         here = (needs for site, needs in zip(self._sites, self._needs, strict=True) if site.stage == stage)
         needed = {flat for needs in here for flat in needs}
         with torch.no_grad():
-            self._until_the_end.update(needed)  # hooks on outputs may go off here too: nothing is freed
+            self._until_the_end.update(needed)  # hooks on outputs may run here too: nothing is freed
             self._keep(())
             for flat in self._flats:
                 if flat in needed:
@@ -207,21 +208,21 @@ class Gathering:
     # ---- gather and free ----------------------------------------------------------------------------------
 
     def _go_to(self, i: int, soon: list[Flat]) -> None:
-        """Have site i's parameters whole and those that come soon under way; no others but of sites around it."""
+        """Gather site i's parameters, start gathering `soon`, and free all others but those of enclosing sites."""
         self._soon = soon
         self._keep((*self._needs[i], *soon))
         self._have(i)
 
     @torch.no_grad()
     def _have(self, i: int) -> None:
-        """Have site i's parameters whole, beside what there is."""
+        """Gather site i's parameters beside those that are whole already."""
         for flat in (*self._needs[i], *self._soon):
             self._start(flat)
         for flat in self._needs[i]:
             self._wait(flat)
 
     def _keep(self, flats: Iterable[Flat]) -> None:
-        """Free all but these, and what the sites that are under way need."""
+        """Free all flat tensors but these and those that the sites under way need."""
         under_way = (flat for i in self._active for flat in self._needs[i])
         kept = {*flats, *under_way, *self._until_the_end}
         for flat in [flat for flat in self._whole if flat not in kept]:
@@ -250,7 +251,7 @@ class Gathering:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, all parameters are whole; every rank enters. What is written into them is lost."""
+        """Keep all parameters whole inside the block, which every rank enters. Changes to them are lost."""
         if self._all:
             yield
             return
@@ -268,12 +269,12 @@ class Gathering:
 
 
 def _in_backward() -> bool:
-    """Whether autograd is at work: what is computed then is computed again."""
+    """Return whether autograd is running a backward, in which any forward is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)  # private; tests/test_zero_units.py guards it
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors of what a module gives: one, or some in tuples, lists or dicts."""
+    """Yield the tensors of a module's output: one, or several in tuples, lists or dicts."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (tuple, list)):

@@ -1,13 +1,13 @@
-"""Gradients under ZeRO: reduce-scattered while the backward goes on.
+"""Gradients under ZeRO, reduce-scattered while the backward pass runs.
 
     copy      a gradient that autograd made is copied to its place in a flat tensor, and dropped
-    reduce    when a flat tensor is full, its sum over ranks is started, of which each rank keeps its shard
-    free      when that is complete, the flat tensor goes; at most one is under way while the next one fills
+    reduce    when a flat tensor is full, its sum over ranks starts, of which each rank keeps its shard
+    free      when the sum is complete, the flat tensor is freed; at most one sum is pending while the next tensor fills
 
-That is P_g. In stage 1 the flat tensors stay, and gradients accumulate in them until the last micro-batch; stages 2
-and 3 have nowhere to accumulate but in the shard, and so reduce in each micro-batch, as DeepSpeed does. A rank of a
-pipeline may have several of the model's stages; a backward brings the gradients of one. A weight that several of them
-use accumulates in any case, and is reduced when all are done.
+That is P_g. In stage 1 the flat tensors stay, and gradients accumulate in them until the last micro-batch. Stages 2 and
+3 can only accumulate in the shard, and so reduce in each micro-batch, as DeepSpeed does. A rank of a pipeline may have
+several of the model's stages; each backward produces the gradients of one. A weight that several stages use accumulates
+in any case, and is reduced when they are all done.
 
 Source: Rajbhandari et al. 2020, section 5.2: "as each gradient ... becomes available, we only reduce them on the data
 parallel process responsible for updating the corresponding parameters. After the reduction we no longer need the
@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from mpkit.parallel.axis import Axis, Waiting
-from mpkit.parallel.ddp import unused_error
+from mpkit.comm.axis import AxisGroup
+from mpkit.comm.process_group import Pending
+from mpkit.parallel.data_parallel.ddp import unused_error
 from mpkit.parallel.zero.flat import Flat
 
 __all__ = ["Gradients"]
@@ -34,12 +35,12 @@ class _Unit:
     """A flat tensor of gradients.
 
     Attributes:
-        stage: of the model, whose backwards bring them; None: several stages'.
-        keeps_whole: gradients accumulate in it.
-        missing: parameters whose gradient has not come in this backward.
-        has_sum: the shard holds the sum of an earlier micro-batch.
-        work: the reduction under way.
-        more: (k,), where it ends if the shard is taken; else None.
+        stage: the model's stage whose backwards produce the gradients; None if several do.
+        keeps_whole: whether gradients accumulate in the flat tensor.
+        missing: parameters whose gradient has not arrived yet in this backward.
+        has_sum: whether the shard holds the sum of an earlier micro-batch.
+        work: the pending reduction, if any.
+        more: (k,), where the reduction is written if the shard holds a sum already; else None.
     """
 
     flat: Flat
@@ -47,7 +48,7 @@ class _Unit:
     keeps_whole: bool
     missing: set[nn.Parameter] = field(default_factory=set)
     has_sum: bool = False
-    work: Waiting | None = None
+    work: Pending | None = None
     more: Tensor | None = None
 
 
@@ -55,16 +56,16 @@ class Gradients:
     """The gradients of parameters that require them.
 
     Args:
-        replicas: who shares the work.
-        flats: of gradients, in the order in which they come; each with the stage of the model that brings them.
-        names: of the parameters, for errors.
-        keeps_whole: stage 1.
-        allows_unused: a parameter may be without a gradient.
+        replicas: the ranks that share the work.
+        flats: flat tensors of gradients, in the order in which they fill; each with the stage that produces them.
+        names: the parameters' names, for errors.
+        keeps_whole: whether whole gradients stay, as in stage 1.
+        allows_unused: whether a parameter may have no gradient.
     """
 
     def __init__(
         self,
-        replicas: Axis,
+        replicas: AxisGroup,
         flats: list[tuple[Flat, int | None]],
         names: Mapping[nn.Parameter, str],
         *,
@@ -79,16 +80,16 @@ class Gradients:
             for unit in self._units
             for parameter, view in zip(unit.flat.layout.parameters, unit.flat.views, strict=True)
         }
-        self._came: set[nn.Parameter] = set()
+        self._grads_ready: set[nn.Parameter] = set()
         self._queue: list[_Unit] = []  # to be reduced, in this order
-        self._next = 0  # the unit of the queue whose turn it is
-        self._sends = False
+        self._next = 0  # the next unit of the queue to reduce
+        self._sync_this_backward = False
         for parameter in self._place:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
 
     def begin_step(self) -> None:
-        """No gradient has come, and none has memory: that is there when the activations of the forward go."""
-        self._came.clear()
+        """Drop all gradients and their memory; the backward allocates it as the forward's activations go."""
+        self._grads_ready.clear()
         for unit in self._units:
             unit.has_sum = False
             unit.flat.drop()
@@ -99,21 +100,21 @@ class Gradients:
             self._await([unit for unit in self._units if unit.stage is not None])
 
     def _await(self, units: list[_Unit]) -> None:
-        """These are to come next."""
+        """Queue these units to be reduced next, with all gradients missing."""
         self._queue, self._next = units, 0
         for unit in units:
             unit.missing = set(unit.flat.layout.parameters)
 
     def before_backward(self, last: bool, stage: int) -> None:
-        """A backward begins; its gradients are sent if they are complete, or if there is nowhere to keep them."""
+        """Begin a backward; its gradients are reduced if they are complete, or if they cannot be kept."""
         self.after_backward()
-        self._sends = last or not self._keeps_whole
+        self._sync_this_backward = last or not self._keeps_whole
         if not self._keeps_whole:
             self._await([unit for unit in self._units if unit.stage == stage])
 
     @torch.no_grad()
-    def _arrived(self, parameter: Tensor) -> None:
-        """Autograd has made a gradient, or added to the one that it made before."""
+    def _on_grad_ready(self, parameter: Tensor) -> None:
+        """Take a gradient that autograd has made or added to, and reduce the units that are full."""
         assert isinstance(parameter, nn.Parameter)
         unit, view = self._place[parameter]
         # ---- copy
@@ -122,8 +123,8 @@ class Gradients:
             unit.flat.allocate()
             view.copy_(parameter.grad)
             parameter.grad = view if unit.keeps_whole else None
-        self._came.add(parameter)
-        if self._sends and unit.stage is not None:
+        self._grads_ready.add(parameter)
+        if self._sync_this_backward and unit.stage is not None:
             unit.missing.discard(parameter)
             # ---- reduce, in an order that is the same on every rank
             while self._next < len(self._queue) and not self._queue[self._next].missing:
@@ -133,7 +134,7 @@ class Gradients:
         unit = self._queue[self._next]
         unit.flat.allocate()
         for parameter in unit.missing:
-            if not (unit.keeps_whole and parameter in self._came):  # if not of an earlier micro-batch
+            if not (unit.keeps_whole and parameter in self._grads_ready):  # unless an earlier micro-batch did
                 self._place[parameter][1].zero_()
         if not unit.has_sum:
             unit.flat.allocate_shard()
@@ -157,10 +158,10 @@ class Gradients:
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Send what is left: units with parameters that this backward had no gradient for."""
-        if self._sends and not self._keeps_whole:
+        """Reduce the remaining units, whose parameters did not all get a gradient in this backward."""
+        if self._sync_this_backward and not self._keeps_whole:
             self._reduce_rest()
-        self._sends = False
+        self._sync_this_backward = False
 
     def _reduce_rest(self) -> None:
         while self._next < len(self._queue):
@@ -170,12 +171,12 @@ class Gradients:
 
     @torch.no_grad()
     def finish(self) -> set[nn.Parameter]:
-        """Wait until all shards are those of the whole batch's gradients; returns parameters that have none.
+        """Wait until all shards hold the whole batch's gradients; return the parameters that have none.
 
         Raises:
             MpkitError: a parameter has no gradient, and the plan does not allow that.
         """
-        missing = [name for parameter, name in self._names.items() if parameter not in self._came]
+        missing = [name for parameter, name in self._names.items() if parameter not in self._grads_ready]
         if missing and not self._allows_unused:
             raise unused_error(missing)
         self._reduce_rest()
@@ -183,7 +184,7 @@ class Gradients:
         self._reduce_rest()
         if not (self._allows_unused and self._units):
             return set()
-        # What no rank used has no gradient, as in serial training.
-        used = torch.tensor([parameter in self._came for parameter in self._place], dtype=torch.int32)
+        # A parameter that no rank used has no gradient, as in serial training.
+        used = torch.tensor([parameter in self._grads_ready for parameter in self._place], dtype=torch.int32)
         used = self._replicas.all_reduce(used.to(self._units[0].flat.whole.device))
         return {parameter for parameter, count in zip(self._place, used.tolist(), strict=True) if count == 0}

@@ -1,4 +1,4 @@
-"""A parameter that is not there: stage 3 shards it, and no layer needs it at the moment."""
+"""A sharded parameter: one that ZeRO stage 3 has not gathered, because no layer needs it at the moment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpkit.errors import MpkitError
 
 __all__ = ["ShardedParameter", "on_demand", "veil"]
 
-# What may be asked of a parameter without its numbers.
+# What may be called on a parameter without reading its values.
 METHODS = {
     "untyped_storage", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "numel", "nelement",
     "dim", "ndimension", "size", "stride", "element_size", "is_floating_point", "is_complex", "__len__", "backward",
@@ -22,10 +22,10 @@ NUMBERS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 
 class ShardedParameter(nn.Parameter):
-    """What a parameter is while it is not gathered: it knows its shape, and is gathered if its numbers are asked for.
+    """A parameter while it is not gathered: it knows its shape, and is gathered when its values are read.
 
-    That is while a model computes. At any other time the question is an error: the memory that they would be read from
-    does not exist, so reading them would kill the process.
+    It can be gathered only while a model computes. At any other time reading it is an error: the memory that would be
+    read does not exist, so reading it would kill the process.
     """
 
     _gather: Callable[[nn.Parameter], bool]
@@ -38,13 +38,13 @@ class ShardedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Let pass what needs no numbers, or has them."""
+        """Run a function that needs no values; for any other, gather the parameters first."""
         kwargs = kwargs or {}
         name = func.__name__
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         is_harmless = attribute not in NUMBERS if name in ("__get__", "__set__") else name in METHODS
         sharded = [] if is_harmless else [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, cls)]
-        # Gathered one by one: a parameter may have become whole with the one before.
+        # One by one: gathering the parameter before may have made this one whole.
         if name != "__set__" and all(arg.__class__ is not cls or arg._gather(arg) for arg in sharded):
             is_harmless = True
         if is_harmless:
@@ -61,12 +61,12 @@ class ShardedParameter(nn.Parameter):
 
 
 def on_demand(parameter: nn.Parameter, gather: Callable[[nn.Parameter], bool]) -> None:
-    """Say what makes the parameter whole where it is used; False: it cannot be used now."""
+    """Set the function that gathers the parameter where it is used; it returns False where that is not possible."""
     parameter._gather = gather  # type: ignore[attr-defined]
 
 
 def veil(parameters: Iterable[nn.Parameter], *, sharded: bool) -> None:
-    """Make the parameters sharded ones, or take that back. Subclasses of a user's own stay what they are."""
+    """Make parameters sharded ones, or plain ones again. Instances of a user's own subclasses stay as they are."""
     now, then = (nn.Parameter, ShardedParameter) if sharded else (ShardedParameter, nn.Parameter)
     for parameter in parameters:
         if parameter.__class__ is now:

@@ -1,8 +1,8 @@
-"""Units: which parameters lie in one flat tensor, and the layers that use them.
+"""Units: which parameters share a flat tensor, and the layers that use them.
 
-    P_os, P_os+g   a layer's, so that its gradients are reduced, and maybe freed, while the next one's come; small
-                   layers together, up to 1 MiB, and large ones in parts, of `bucket_mb` at most
-    P_os+g+p       a layer's or a repeated block's, so that its parameters are there while it computes, and only then
+    P_os, P_os+g   those of one layer, so that its gradients are reduced, and possibly freed, while the next layer's
+                   arrive; small layers are merged, up to 1 MiB, and large ones split into parts of at most `bucket_mb`
+    P_os+g+p       those of one layer or one repeated block, so that its parameters are whole only while it computes
 
 A parameter that several layers share belongs to the first of them.
 """
@@ -16,23 +16,23 @@ from math import inf
 import torch
 from torch import nn
 
-from mpkit.parallel.anymodel.part import Loose
-from mpkit.parallel.bucket import FIRST_BYTES
-from mpkit.parallel.stage import Stage
+from mpkit.parallel.data_parallel.bucket import FIRST_BYTES
+from mpkit.parallel.stage.partitioned import Loose
+from mpkit.parallel.stage.stage import Stage
 
 __all__ = ["Site", "Unit", "group", "sites_of"]
 
 
 @dataclass(eq=False)
 class Site:
-    """A module before whose forward and backward its parameters have to be there.
+    """A module whose parameters must be whole before its forward and its backward.
 
     Attributes:
-        stage: whose layer it is.
-        module: a repeated block of the model, or a layer beside those; or a module around such.
-        own: parameters that are in no site before.
-        uses: all that its own computation may use.
-        around: whether other sites are within it.
+        stage: the stage to which the module belongs.
+        module: a repeated block of the model, a layer beside the blocks, or a module around such.
+        own: parameters that are in no earlier site.
+        uses: all parameters that its own computation may use.
+        around: whether it contains other sites.
     """
 
     stage: int
@@ -43,11 +43,11 @@ class Site:
 
 
 def sites_of(stages: dict[int, Stage]) -> list[Site]:
-    """The sites of a model, in the order in which modules are registered.
+    """Return the sites of a model, in the order in which modules are registered.
 
-    As FSDP users wrap: each repeated block (`mpkit.models.blocks`) is one, and what is beside them, embeddings and
-    head, one each. A layer of a chain is one, unless there are blocks within it. A module around others is one too,
-    for the parameters that it has itself; and for those that are used while their own module is not called.
+    Sites are what FSDP users wrap: each repeated block (`mpkit.models.blocks`), and each module beside the blocks, such
+    as embeddings and head. A layer of a chain is a site, unless there are blocks within it. A module around others is a
+    site too, for the parameters that it has itself, and for those that are used while their own module is not called.
     """
     found: dict[nn.Module, Site] = {}  # a module that is registered twice is one site
     for number, stage in stages.items():
@@ -68,7 +68,7 @@ def sites_of(stages: dict[int, Stage]) -> list[Site]:
 def _sites(
     number: int, module: nn.Module, blocks: Collection[nn.Module], *, is_model: bool = False
 ) -> list[Site]:
-    """The sites of a module of a stage: itself, if there are none within it."""
+    """Return the sites of a module of a stage: the module itself, and those within it."""
     divided = is_model or (module not in blocks and any(inner in blocks for inner in module.modules()))
     inner = (
         [site for child in _children(module, blocks) for site in _sites(number, child, blocks)]
@@ -83,7 +83,7 @@ def _sites(
 
 
 def _children(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """A module's children, and in the place of containers theirs."""
+    """Yield a module's children, with containers replaced by their own children."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and child not in blocks:
             yield from _children(child, blocks)
@@ -97,7 +97,7 @@ class Unit:
 
     Attributes:
         parameters: of one dtype, all trained or all frozen.
-        stage: of the model, whose backwards make their gradients; None if several do.
+        stage: the model's stage whose backwards produce the gradients; None if several do.
     """
 
     parameters: list[nn.Parameter]
@@ -108,16 +108,17 @@ def group(
     sites: list[Site],
     zero: int,
     bucket_bytes: int,
-    late: Collection[nn.Parameter] = (),
+    tied: Collection[nn.Parameter] = (),
     alike: Collection[nn.Parameter] = (),
 ) -> list[Unit]:
-    """The parameters that lie in one flat tensor, the last used first.
+    """Group the parameters into units, each of which lies in one flat tensor, the last used first.
 
-    Stages 1 and 2 of ZeRO leave frozen parameters out: they are in no optimizer and have no gradient. Stage 3 shards
-    them too, apart from the others. A parameter that several stages of the model use is alone: its gradient is complete
-    only when they all are done, and ranks that have other layers beside it still divide it alike. Those that
-    tensor-parallel ranks hold `alike` are apart too: beside shards of different sizes each rank would divide them in
-    its own way, and add up their gradients in another order.
+    Stages 1 and 2 of ZeRO leave frozen parameters out, which have no gradient and are in no optimizer. Stage 3 shards
+    them too, apart from the others. A parameter that several stages of the model use has a unit of its own: its
+    gradient is complete only when they are all done, and ranks that hold other layers beside it still divide it in the
+    same way.
+    Parameters that tensor-parallel ranks hold `alike` are separate too: beside shards of different sizes each rank
+    would divide them in its own way, and add up their gradients in another order.
 
     >>> from mpkit.models import chain
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -133,7 +134,7 @@ def group(
         for parameter in site.own:
             if not (parameter.requires_grad or zero == 3):
                 continue
-            if parameter in late:
+            if parameter in tied:
                 alone.append(Unit([parameter], None))
                 continue
             key = parameter in alike, parameter.dtype, parameter.requires_grad, site.stage
@@ -142,7 +143,7 @@ def group(
                 found.append(Unit(now, site.stage))
                 now = filling[key] = []
             now.append(parameter)
-        for key, now in list(filling.items()):  # the layer is over
+        for key, now in list(filling.items()):  # the end of a layer
             if now and (zero == 3 or _nbytes(now) >= FIRST_BYTES):
                 found.append(Unit(filling.pop(key), key[-1]))
     return found + [Unit(now, key[-1]) for key, now in filling.items() if now] + alone

@@ -1,16 +1,16 @@
-"""The probe: is a batch the sum of its parts, for this model, this loss and this plan?
+"""The probe: check that a batch is the sum of its parts for a model, a loss and a plan.
 
-Micro-batches and replicas each compute a part of a batch, and what they find is put together. That is the batch's loss
-and gradient if the loss is a mean over samples (or says how it adds up), and if no layer looks at other samples. Both
-are tried here, for real, on a few samples of the first batch, all at once and in parts.
+Micro-batches and replicas each compute a part of a batch, and their results are combined. The combination equals the
+batch's loss and gradient if the loss is a mean over samples (or returns (total, count)), and if no layer mixes samples.
+Both conditions are tested here with real computation on a few samples of the first batch, all at once and in parts.
 
-    trial      model and loss on some samples, all at once or in parts; `draws`: without randomness
-    compare    are they the same, but for rounding?
+    trial      run model and loss on some samples, all at once or in parts; `draws`: without randomness
+    compare    whether two results are the same up to rounding
     parts      which samples are tried, and in which parts
     masks      data in which some targets do not count
-    layers     which layer looks at the batch
-    verdict    which of these it is, and what becomes of the loss
-    words      what is said
+    layers     which layer mixes the samples of a batch
+    verdict    the outcome, and the loss that ranks will use
+    words      the messages
 """
 
 from mpkit.prepare.probe.verdict import Objective, flops_of_a_sample, objective

@@ -1,4 +1,4 @@
-"""Buffers that a forward changes: by how many times it is called, or by what it is called with."""
+"""Checks buffers that a forward changes, depending on how often it is called or on its inputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mpkit.plan import Plan
+from mpkit.plan.plan import Plan
 from mpkit.prepare.probe.compare import SINGLE, differ, far
 from mpkit.prepare.probe.trial import Found, Trial
 from mpkit.prepare.probe.words import for_layer
@@ -23,17 +23,17 @@ def check_buffers(
     plan: Plan,
     after: tuple[dict[str, Tensor], dict[str, Tensor]],
 ) -> list[str]:
-    """What to warn of. BatchNorm's statistics are none of these.
+    """Return warnings about buffers that a forward changes, except for BatchNorm's statistics.
 
     Args:
-        trial: model and loss.
-        everything: the samples at once.
-        parts: as the plan takes them.
-        plan: what it is for.
-        after: the buffers after a forward of everything, and of the first part.
+        trial: the trial of model and loss.
+        everything: all samples as one part.
+        parts: the samples in the parts of the plan.
+        plan: the plan of the training.
+        after: the buffers after a forward of all samples, and after one of the first part.
 
     Raises:
-        ValueError: a buffer depends on which samples are computed together, and the next forward on the buffer.
+        ValueError: a buffer depends on which samples are computed together, and the next forward depends on the buffer.
     """
     before = {name: buffer.detach().clone() for name, buffer in trial.model.named_buffers()}
     whole, split = after
@@ -64,11 +64,11 @@ def check_buffers(
 
 
 def _matters(trial: Trial, everything: Parts) -> bool:
-    """Whether a second forward makes something else."""
+    """Return whether a second forward has a different result."""
     return differ(trial, lambda tried: (tried.run(everything), tried.run(everything, calls=2)))[2]
 
 
 def _which(plan: Plan) -> str:
-    """Whose buffers the trained model has."""
+    """Describe which part's buffers the trained model has."""
     of = "each micro-batch" if plan.microbatches > 1 else "the whole batch"
     return f"in the trained model it is that of {of}" + ("'s first replica" if plan.dp > 1 else "")

@@ -1,4 +1,4 @@
-"""Are two results the same, but for rounding?"""
+"""Compare two results up to rounding."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from mpkit.prepare.probe.trial import Found, Trial
 __all__ = ["ROUNDING", "SINGLE", "are_apart", "differ", "far", "same_rows"]
 
 ROUNDING = 64 * torch.finfo(torch.float32).eps
-"""Of a model in float64 that computes parts in float32: what a few dozen of such roundings come to."""
+"""Tolerance for a model in float64 that computes parts in float32: the sum of a few dozen float32 roundings."""
 
 SINGLE = torch.finfo(torch.float32).eps ** 0.5
-"""Of a model that can only be tried in its own precision."""
+"""Tolerance for a model that can only be tried in its own precision."""
 
 
 def differ(
     trial: Trial, compared: Callable[[Trial], tuple[Found, Found]], known: tuple[Found, Found] | None = None
 ) -> tuple[Found, Found, bool]:
-    """Try both ways; where they differ by what might be rounding, again in float64, which tells.
+    """Try both ways; if they differ by what may be rounding, repeat in float64 to decide.
 
     Args:
-        trial: model, loss and data.
-        compared: both ways of trying them.
-        known: what they gave in the model's own precision, if that is known already.
+        trial: the trial of model, loss and data.
+        compared: runs a trial in both ways.
+        known: the results of both ways in the model's own precision, if they are known already.
 
     Returns:
-        the two results, and whether they differ.
+        The two results, and whether they differ.
     """
     whole, parts = known or compared(trial)
     if not are_apart(whole, parts, ROUNDING):
         return whole, parts, False
     try:
         wide = compared(trial.wide())
-    except Exception:  # layers of fixed precision: judged in it
+    except Exception:  # layers of fixed precision: compare in their precision
         return whole, parts, are_apart(whole, parts, SINGLE)
     return whole, parts, are_apart(*wide, ROUNDING)
 
 
 def are_apart(whole: Found, parts: Found, tolerance: float) -> bool:
-    """Whether losses or gradients are further apart than rounding makes them."""
+    """Return whether losses or gradients differ by more than rounding."""
     if not isfinite(whole.loss):
-        return False  # of numbers that are none nothing can be said
+        return False  # infinities and NaN cannot be compared
     size = max(map(abs, (*filter(isfinite, parts.losses), whole.loss)))
     if not abs(whole.loss - parts.loss) <= tolerance * size:
         return True
@@ -53,7 +53,7 @@ def are_apart(whole: Found, parts: Found, tolerance: float) -> bool:
 
 
 def far(ones: Mapping[str, Tensor], others: Mapping[str, Tensor], tolerance: float = ROUNDING) -> list[str]:
-    """The names of tensors that differ."""
+    """Return the names of tensors that differ."""
     ones = {name: one.detach().double() for name, one in ones.items()}
     others = {name: other.detach().double() for name, other in others.items()}
     most = max((float(one.abs().max()) for one in ones.values() if one.numel()), default=0.0)
@@ -80,9 +80,9 @@ def far(ones: Mapping[str, Tensor], others: Mapping[str, Tensor], tolerance: flo
 def same_rows(
     whole: Tensor, parts: Sequence[Tensor], samples: Sequence[Sequence[int]], tolerance: float
 ) -> bool:
-    """Whether the parts' tensors hold what the whole batch's does, for the same samples.
+    """Return whether the parts' tensors hold the same values as the whole batch's tensor, for the same samples.
 
-    The dimension that is shorter in a part is the batch: each sample may have several rows of it, one after the other.
+    The dimension that is shorter in a part is the batch; each sample may have several consecutive rows in it.
     """
     total = sum(map(len, samples))
     for part, which in zip(parts, samples, strict=True):

@@ -1,13 +1,13 @@
-"""Random draws that are the same whatever the batch: for comparing a model on a batch with the same model on its parts.
+"""Replaces random draws by constants, so that a model on a batch can be compared with the same model on its parts.
 
-The draws become these:
+Draws are replaced as follows:
 
     dropout, bernoulli   keep everything
-    rand, uniform        the middle
+    rand, uniform        the midpoint
     randn, normal        the mean
-    randint              the lowest
-    randperm             everything goes to the next place, the last to the first
-    sort of equals       likewise: a permutation drawn as `rand(n).argsort()`
+    randint              the lowest value
+    randperm             a rotation: every element moves to the next place, the last one to the first
+    sort of equals       the same rotation, for permutations drawn as `rand(n).argsort()`
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ ZEROS = ("randn", "randn_like")
 
 
 class SameDraws(TorchDispatchMode):
-    """Inside, nothing is random, and a draw for one sample does not depend on how many there are."""
+    """A mode without randomness, in which the draw for one sample does not depend on the number of samples."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """One operator."""
+        """Run one operator, or its replacement if it draws random numbers."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if kwargs.get("generator") is not None:
-            kwargs = kwargs | {"generator": None}  # the user's own goes on where it is
+            kwargs = kwargs | {"generator": None}  # the user's own generator is not advanced
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if name in ("rrelu_with_noise", "rrelu_with_noise_functional"):
@@ -76,7 +76,7 @@ def _mean(made: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _lowest(name: str, args: tuple[Any, ...]) -> int:
-    """randint(low, high, size), randint(high, size), random_(self, low, high)."""
+    """Return the lower bound of randint(low, high, size), randint(high, size) or random_(self, low, high)."""
     skipped = 0 if name == "randint" else 1
     numbers = [arg for arg in args[skipped:] if isinstance(arg, int)]
     return int(numbers[0]) if len(numbers) > 1 else 0

@@ -1,4 +1,4 @@
-"""Why parts of a batch do not add up to it: the loss, the loss that a model computes itself, or a layer."""
+"""Explain why the parts of a batch do not add up to it: the loss, a loss computed within the model, or a layer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from math import isclose, isfinite
 
 from torch import Tensor
 
-from mpkit.parallel.anymodel.structure import flatten
-from mpkit.parallel.microbatch import batch_size
-from mpkit.plan import Plan
+from mpkit.data.microbatch import batch_size
+from mpkit.models.nested import flatten
+from mpkit.plan.plan import Plan
 from mpkit.prepare.probe.compare import ROUNDING, SINGLE, far, same_rows
 from mpkit.prepare.probe.layers import first_that_differs
 from mpkit.prepare.probe.trial import Found, Trial
@@ -21,12 +21,12 @@ Parts = Sequence[Sequence[int]]
 
 
 def explain(plan: Plan, trial: Trial, whole: Found, split: Found, parts: Parts, size: int) -> str:
-    """What is said of it.
+    """Return the message that explains the difference.
 
     Args:
-        trial: model, loss and data.
-        whole, split: what came of the samples at once, and in these parts.
-        size: of the batch.
+        trial: the trial of model, loss and data.
+        whole, split: the results for the samples at once, and in these parts.
+        size: the number of samples in the batch.
     """
     tolerance, tried = _precisely(trial)
     everybody = [[i for part in parts for i in part]]
@@ -55,7 +55,7 @@ def explain(plan: Plan, trial: Trial, whole: Found, split: Found, parts: Parts, 
 
 
 def kind_of(trial: Trial, whole: Found, split: Found) -> str:
-    """Which kind of loss it is: "sum", "mean" (over something else than samples) or "whole"."""
+    """Return the kind of loss: "sum", "mean" (over something other than samples) or "whole"."""
     if isclose(sum(split.losses), whole.loss, rel_tol=1e-4):
         return "sum"
     if batch_size(trial.data[0]) < 3:
@@ -66,13 +66,13 @@ def kind_of(trial: Trial, whole: Found, split: Found) -> str:
 
     try:
         a, b, c, ab, bc, abc = of(0), of(1), of(2), of(0, 1), of(1, 2), of(0, 1, 2)
-    except Exception:  # of so few samples there is no loss
+    except Exception:  # the loss is undefined for so few samples
         return "whole"
-    if not all(map(isfinite, (a, b, c))):  # of one sample there is none: all of it masked, or a spread
+    if not all(map(isfinite, (a, b, c))):  # undefined for one sample: all masked, or a spread
         return "mean" if any(map(isfinite, (a, b, c))) else "whole"
     if abs(b - ab) < 1e-9 or abs(bc - b) < 1e-9 * abs(b):
         return "mean"
-    # If it is a weighted mean, pairs tell the weights, and those the loss of three.
+    # In a weighted mean, pairs determine the weights, and the weights determine the loss of three.
     weight_b = (ab - a) / (b - ab)
     weight_c = weight_b * (bc - b) / (c - bc) if c != bc else 0.0
     expected = (a + weight_b * b + weight_c * c) / (1 + weight_b + weight_c)
@@ -81,7 +81,7 @@ def kind_of(trial: Trial, whole: Found, split: Found) -> str:
 
 
 def _precisely(trial: Trial) -> tuple[float, Trial]:
-    """In float64, if the model can do with it."""
+    """Return the tolerance and the trial in float64, if the model can run in float64."""
     try:
         wide = trial.wide()
         wide.run([[0, 1]])

@@ -1,4 +1,4 @@
-"""Is the loss one of torch's means, so that what it divides by is known?"""
+"""Detect whether the loss is one of torch's means, so that its divisor is known."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
+from mpkit.data.microbatch import Value, leaves
 from mpkit.loss.mean import INDEXED, Reduced
-from mpkit.parallel.microbatch import Value, leaves
 
 __all__ = ["Heard"]
 
 
 class Heard:
-    """A loss that is listened to: as (total, count), if it is one call of a mean of torch.nn.functional.
+    """A loss that returns (total, count) if it is a single call of a mean of torch.nn.functional.
 
     Args:
-        loss: the one to call.
+        loss: the loss to call.
 
     Attributes:
-        pair: of the last call; None if it is something else.
+        pair: the (total, count) of the last call; None if the loss is something else.
     """
 
     def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
@@ -30,7 +30,7 @@ class Heard:
         self._call: tuple[Callable[..., Any], dict[str, Any]] | None = None
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
-        """What the loss returns, or (total, count)."""
+        """Return (total, count) if it is known, otherwise what the loss returns."""
         with Reduced() as reduced:
             value = self.loss(outputs, targets)
         self.pair, self._targets = reduced.pair_of(value), targets
@@ -40,10 +40,10 @@ class Heard:
         return self.pair
 
     def constant(self, batches: Any) -> bool:
-        """Whether each sample surely counts the same: then the mean is one over samples.
+        """Return whether each sample certainly has the same count, so that the mean is a mean over samples.
 
         Args:
-            batches: all there are; a list can be looked at, and what is loaded later cannot.
+            batches: all batches; a list can be inspected, but batches that are loaded later cannot.
         """
         assert self.pair is not None and self._call is not None
         func, given = self._call
@@ -62,7 +62,7 @@ class Heard:
 
 
 def _place(target: Any, targets: Value) -> int | None:
-    """Which of the targets, all of it, a loss was called with, seen in whatever shape."""
+    """Return the index of the target tensor that the loss was called with as a whole, in whatever shape."""
     for place, leaf in enumerate(leaves(targets)):
         same = isinstance(target, Tensor) and target.data_ptr() == leaf.data_ptr()
         if same and target.numel() == leaf.numel() and target.dtype == leaf.dtype:

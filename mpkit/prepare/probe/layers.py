@@ -1,4 +1,4 @@
-"""Which layer makes something else of a sample when other samples are in its batch?"""
+"""Find the layer whose output for a sample depends on the other samples of its batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.parallel.anymodel.structure import flatten
+from mpkit.models.nested import flatten
 from mpkit.prepare.probe.compare import same_rows
 from mpkit.prepare.probe.trial import Trial
 
@@ -18,7 +18,7 @@ Calls = list[tuple[str, list[Any]]]
 
 
 def first_that_differs(trial: Trial, parts: Sequence[Sequence[int]], tolerance: float) -> str | None:
-    """The name of the innermost module whose output differs first; None if all are the same."""
+    """Return the name of the innermost module whose output differs first; None if all are the same."""
     everybody = sorted(i for part in parts for i in part)
     whole = _calls(trial, [everybody])[0]
     split = _calls(trial, parts)
@@ -35,7 +35,7 @@ def first_that_differs(trial: Trial, parts: Sequence[Sequence[int]], tolerance: 
 
 
 def _calls(trial: Trial, parts: Sequence[Sequence[int]]) -> list[Calls]:
-    """By part, what each module made, in the order in which they were done."""
+    """Return, by part, the outputs of each module in the order of the calls."""
     found: list[Calls] = []
 
     def watch(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
-"""Data in which some targets do not count: ignored by a number, masked, or weighted.
+"""Data in which some targets do not count, because they are ignored by value, masked, or weighted.
 
-A loss may be right for the data at hand and wrong for what else it is made for. So it is tried on changed data too, and
-if it is wrong there, the data is looked at: the list that was given, here and now, or what comes later, on the ranks.
+A loss may be correct for the first samples and wrong for other data. So it is tried on changed data too, and if it is
+wrong there, the training data is inspected: a list here and now, and batches that are loaded later on the ranks.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkit.data.microbatch import Value, leaves, map_tensors
 from mpkit.loss.guard import Masked
-from mpkit.parallel.microbatch import Value, leaves, map_tensors
 
 __all__ = ["Variant", "variants"]
 
 IGNORED = (-100, -1, 0)
-"""What padded targets are set to by custom."""
+"""Customary values of padded targets."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Data, changed in one tensor.
+    """The data with one tensor changed.
 
     Attributes:
         data: inputs and targets.
-        masked: which tensor it is, and how a change like that is recognized.
+        masked: which tensor was changed, and how to recognize such data.
     """
 
     data: tuple[Value, Value]
@@ -37,7 +37,7 @@ class Variant:
 
 
 def variants(loss: Any, data: tuple[Value, Value]) -> Iterator[Variant]:
-    """The changes that a loss, or a model that computes its loss itself, could take for masks."""
+    """Yield the changes that a loss, or a model that computes its loss itself, could treat as masks."""
     own = getattr(loss, "ignore_index", None)
     numbers = dict.fromkeys((*([own] if isinstance(own, int) else []), *IGNORED))
     for side, value in enumerate(data):
@@ -67,7 +67,7 @@ def _changed(
 
 
 def _uneven(tensor: Tensor) -> Tensor:
-    """True in another share of each sample: of none of the first one, of more of each next one, of all of none."""
+    """Return a mask with a different share of each sample: none of the first, and more of each next, but never all."""
     samples, width = tensor.shape[0], tensor[0].numel()
     if width == 1:
         return (torch.arange(samples) % 3 == 1).view(tensor.shape)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mpkit.parallel.microbatch import share, split
-from mpkit.plan import Plan
+from mpkit.data.microbatch import share, split
+from mpkit.plan.plan import Plan
 
 __all__ = ["Parts", "dealt", "division"]
 
@@ -11,22 +11,23 @@ Parts = list[list[int]]
 """The numbers of the samples in each part."""
 
 CHEAP = 1e10
-"""FLOPs of a probe that nobody notices."""
+"""FLOPs of a probe that takes no noticeable time."""
 
 FEW, MANY_PARTS = 64, 16
-"""Samples of a batch that is tried whole, and parts that it may have."""
+"""The largest batch that is tried whole, and the largest number of its parts."""
 
 
 def division(size: int, plan: Plan, flops: float) -> tuple[int, int, int]:
-    """Return how many samples are tried, in how many micro-batches, on how many replicas.
+    """Return how many samples are tried, in how many micro-batches, and on how many replicas.
 
-    The whole batch, divided as the plan does, wherever that is cheap: which samples meet in a part decides what a
-    layer that mixes them makes of it. Else a few samples, in parts of unequal size, odd or even as the batch is.
+    If it is cheap, the whole batch is tried, divided as in the plan: the result of a layer that mixes samples depends
+    on which samples share a part. Otherwise a few samples are tried, in parts of unequal size; their number is odd or
+    even like the batch size.
 
     Args:
-        size: samples in the batch.
-        plan: of the training.
-        flops: of the forward of one sample.
+        size: the number of samples in the batch.
+        plan: the plan of the training.
+        flops: the FLOPs of the forward of one sample.
 
     >>> division(8, Plan.ddp(2), 100.0), division(1000, Plan.gpipe(4, 8), 100.0), division(9, Plan.ddp(2), 1e9)
     ((8, 1, 2), (6, 2, 1), (2, 1, 2))
@@ -42,7 +43,7 @@ def division(size: int, plan: Plan, flops: float) -> tuple[int, int, int]:
 
 
 def dealt(samples: int, microbatches: int, replicas: int) -> Parts:
-    """The samples of each part, as `mpkit.parallel.feed` shares them out; without those that are stand-ins.
+    """Return the samples of each part as `mpkit.parallel.job.feed` distributes them, without stand-ins.
 
     >>> dealt(5, 2, 2)
     [[0, 2], [1], [3], [4]]

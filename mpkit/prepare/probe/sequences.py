@@ -1,4 +1,4 @@
-"""The loss of parts of sequences, where context parallelism cuts them."""
+"""Checks the loss of parts of sequences, into which context parallelism divides them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkit.parallel.anymodel.structure import flatten, rebuild
+from mpkit.data.microbatch import Value, leaves
+from mpkit.models.nested import flatten, rebuild
 from mpkit.parallel.context.sequence import sequence_part
-from mpkit.parallel.microbatch import Value, leaves
-from mpkit.plan import Plan
+from mpkit.plan.plan import Plan
 from mpkit.prepare.probe.compare import ROUNDING
 from mpkit.prepare.probe.draws import SameDraws
 from mpkit.prepare.probe.trial import Found
@@ -20,15 +20,15 @@ __all__ = ["check_sequence_loss"]
 
 
 def check_sequence_loss(plan: Plan, loss: Callable[[Any, Any], Any], outputs: Any, targets: Value) -> None:
-    """The loss of all tokens is that of each rank's tokens, put together.
+    """Check that the loss of all tokens equals the combined losses of each rank's tokens.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the losses differ.
     """
     s = leaves(targets)[0].shape[1]
     made, shape = flatten(outputs)
     if not all(not isinstance(leaf, Tensor) or (leaf.dim() > 1 and leaf.shape[1] == s) for leaf in made):
-        return  # outputs that are not of tokens alone: which part of them a rank has is not known here
+        return  # outputs without a sequence dimension: it is not known here which part a rank has
 
     def of(rank: int) -> Any:
         mine = [

@@ -1,7 +1,7 @@
-"""Trials: model and loss, for real, on a few samples: all of them at once, and in parts as the plan would take them.
+"""Trials: run model and loss for real on a few samples, all at once and in parts as in the plan.
 
-Each is on a copy of the model as it is: its own buffers and attributes, the weights in common. Random draws do not
-depend on the batch (`draws`). BatchNorm uses its running statistics: that it looks at the batch is known, and handled.
+Each trial uses a copy of the model with its own buffers and attributes and shared weights. Random draws do not depend
+on the batch (`draws`). BatchNorm uses its running statistics: that it depends on the batch is known and handled.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mpkit.data.microbatch import Value, map_tensors
 from mpkit.loss.quotient import as_pair
 from mpkit.models.chain import layers_of
-from mpkit.parallel.microbatch import Value, map_tensors
-from mpkit.parallel.stage import call
-from mpkit.parallel.sync_batchnorm import batch_norms
-from mpkit.prepare.copying import copied
+from mpkit.parallel.data_parallel.sync_batchnorm import batch_norms
+from mpkit.parallel.stage.stage import call
+from mpkit.prepare.dry_run.copying import copied
 from mpkit.prepare.probe.draws import SameDraws
 
 __all__ = ["Found", "Trial", "rows_of"]
@@ -32,15 +32,15 @@ Samples = Sequence[int]
 
 @dataclass
 class Found:
-    """What came of a batch, in one part or several.
+    """The result for a batch, in one part or several.
 
     Attributes:
-        loss: of the batch, put together from the parts.
-        losses: of each part by itself.
-        gradients: of the parameters, put together likewise; empty if nobody asked.
-        outputs: of the model, by part.
-        buffers: of the model after the first part, by name.
-        count: that the loss gave; None of a mean.
+        loss: the loss of the batch, combined from the parts.
+        losses: the loss of each part by itself.
+        gradients: the combined gradients of the parameters, by name; empty if not requested.
+        outputs: the outputs of the model, by part.
+        buffers: the buffers of the model after the first part, by name.
+        count: the count that the loss returned; None for a mean.
     """
 
     loss: float = 0.0
@@ -51,7 +51,7 @@ class Found:
     count: float | None = None
 
     def add_up(self, values: list[Any], weights: list[float]) -> Tensor:
-        """The loss of the batch, from what the loss returned for each part."""
+        """Return the loss of the batch, combined from what the loss returned for each part."""
         pairs = [as_pair(value) for value in values]
         totals = [
             value.reshape(()) * weight if pair is None else pair[0]
@@ -74,8 +74,8 @@ class Trial:
     """A model and a loss that can be tried.
 
     Args:
-        model: left as it is.
-        loss: likewise: a copy, if it has a state.
+        model: the model; it is not changed.
+        loss: the loss; if it has state, pass a copy.
         data: inputs and targets.
     """
 
@@ -85,10 +85,10 @@ class Trial:
             memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
         self.model = copied(model, memo)
         self.loss, self.data = loss, data
-        self.still = False  # whether draws have to be made the same
+        self.still = False  # whether draws must be replaced by constants
 
     def wide(self) -> Trial:
-        """The same in float64."""
+        """Return this trial in float64."""
         made = copy.copy(self)
         made.model = copied(self.model).double()
         made.data = _wide(self.data[0]), _wide(self.data[1])
@@ -97,25 +97,25 @@ class Trial:
         return made
 
     def stilled(self) -> Trial:
-        """The same without randomness."""
+        """Return this trial without randomness."""
         made = copy.copy(self)
         made.still = True
         return made
 
     def with_loss(self, loss: Callable[[Any, Any], Any]) -> Trial:
-        """The same with another loss."""
+        """Return this trial with another loss."""
         made = copy.copy(self)
         made.loss = loss
         return made
 
     def evaluating(self) -> Trial:
-        """The same with a model that does as when it is evaluated."""
+        """Return this trial with the model in evaluation mode."""
         made = copy.copy(self)
         made.model = copied(self.model).eval()
         return made
 
     def repeats(self, parts: Sequence[Samples]) -> bool:
-        """Whether the same comes out where Python's and NumPy's random numbers are others."""
+        """Return whether the loss is the same for different seeds of Python's and NumPy's random numbers."""
         losses = []
         for seed in (0, 1):
             random.seed(seed)
@@ -124,7 +124,7 @@ class Trial:
         return losses[0] == losses[1]
 
     def of(self, data: tuple[Value, Value]) -> Trial:
-        """The same with other data."""
+        """Return this trial with other data."""
         made = copy.copy(self)
         made.data = data
         return made
@@ -137,13 +137,13 @@ class Trial:
         calls: int = 1,
         watch: Callable[[nn.Module], Any] | None = None,
     ) -> Found:
-        """Try these parts, together the batch; again without randomness, if there was any.
+        """Run these parts, which together are the batch; if there was randomness, run them again without it.
 
         Args:
-            parts: numbers of samples.
-            gradients: are wanted.
-            calls: how often the model is called for each part; the last time counts.
-            watch: is given each part's copy of the model before it is called.
+            parts: the numbers of each part's samples.
+            gradients: whether to compute gradients.
+            calls: how often to call the model for each part; the last call counts.
+            watch: called with each part's copy of the model before the forward.
         """
         if not self.still:
             state = torch.get_rng_state()
@@ -155,7 +155,7 @@ class Trial:
             return self._run(parts, gradients, calls, watch)
 
     def of_outputs(self, outputs: list[Any], parts: Sequence[Samples]) -> Found:
-        """The loss of these parts, for which the model made this."""
+        """Return the result of the loss for these parts, given the model's outputs."""
         found, samples = Found(), sum(map(len, parts))
         with torch.no_grad(), SameDraws():  # type: ignore[no-untyped-call]
             values = [
@@ -172,7 +172,7 @@ class Trial:
         calls: int,
         watch: Callable[[nn.Module], Any] | None,
     ) -> Found:
-        """Forward, loss, and gradients."""
+        """Run forward and loss, and the backward if gradients are requested."""
         found, samples = Found(), sum(map(len, parts))
         values: list[Any] = []
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -182,7 +182,7 @@ class Trial:
                 model = self._copy()
                 layers = [
                     layer for _, layer in layers_of(model)
-                ]  # whose first one takes the inputs, as on a rank
+                ]  # the first one takes the inputs, as on a rank
                 if watch is not None:
                     watch(model)
                 made: Any = None
@@ -216,7 +216,7 @@ def _same(input: Tensor) -> Tensor:
 
 
 def rows_of(value: Value, samples: Samples) -> Value:
-    """Some samples of a value."""
+    """Return some samples of a value."""
     index = torch.tensor(list(samples))
     return map_tensors(lambda tensor: tensor[index], value)
 
@@ -227,6 +227,6 @@ def _wide(value: Value) -> Value:
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Inside, nothing is compiled."""
+    """Disable compilation inside the context."""
     with torch.compiler.set_stance("force_eager"):
         yield

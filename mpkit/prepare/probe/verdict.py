@@ -1,68 +1,21 @@
-"""What becomes of the loss of a training, after it was tried."""
+"""Decides which loss a training uses, after the given one was tried."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import cloudpickle
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from mpkit.loss.guard import Guarded, Masked
+from mpkit.data.microbatch import Value, batch_size, leaves
 from mpkit.loss.mean import MeanLoss
 from mpkit.loss.quotient import Quotient, nominal_count
 from mpkit.loss.whole_batch import WholeBatchLoss
-from mpkit.parallel.anymodel.structure import flatten
-from mpkit.parallel.job import LocalNumbers
-from mpkit.parallel.microbatch import Value, batch_size, leaves, part
-from mpkit.plan import Plan
-from mpkit.prepare.arguments import one_line
-from mpkit.prepare.probe.buffers import check_buffers
-from mpkit.prepare.probe.compare import ROUNDING, are_apart, differ
-from mpkit.prepare.probe.explain import explain
-from mpkit.prepare.probe.heard import Heard
-from mpkit.prepare.probe.masks import variants
-from mpkit.prepare.probe.parts import Parts, dealt, division
-from mpkit.prepare.probe.sequences import check_sequence_loss
-from mpkit.prepare.probe.trial import Found, Trial
-from mpkit.prepare.probe.words import for_masked, for_model_loss
+from mpkit.parallel.job.job import LocalNumbers
+from mpkit.plan.plan import Plan
+from mpkit.prepare.probe.probe import Loss, Objective, Probe, in_one_part
 
 __all__ = ["Objective", "objective"]
-
-Loss = Callable[[Any, Any], Any]
-
-MOST = 2e12
-"""FLOPs of a probe that takes about a minute on two cores."""
-
-TOO_LARGE = (
-    "The model is too large to be tried on a few samples before the ranks start, as smaller ones are: nobody has "
-    "looked whether its loss or its layers look at other samples of a batch. Try a smaller one of its kind with it."
-)
-
-
-UNTRIED = (
-    "Model and loss could not be tried on samples of the first batch before the ranks start ({}): nobody has looked "
-    "whether the loss, or a layer, looks at other samples of a batch."
-)
-
-
-class Untried(Exception):
-    """The model or the loss fails on parts of a batch; the cause says how."""
-
-
-class Objective(NamedTuple):
-    """What is trained.
-
-    Attributes:
-        loss: as a rank calls it.
-        nominal: as `TrainJob` has it.
-        warnings: what a user should know, and what works all the same.
-    """
-
-    loss: Loss
-    nominal: float | None
-    warnings: tuple[str, ...] = ()
 
 
 def objective(
@@ -75,17 +28,17 @@ def objective(
     pairs: bool,
     flops: float,
 ) -> Objective:
-    """Try model and loss, and find out how the loss of a batch is put together.
+    """Try model and loss, and determine how the loss of a batch is combined from its parts.
 
     Args:
-        model, loss: of the training.
+        model, loss: the model and loss of the training.
         batches: its data; `first`: its first batch.
-        plan: whose parts.
-        pairs: the loss returned (total, count) in the dry run.
-        flops: of the forward of one sample.
+        plan: the plan, which determines the parts.
+        pairs: whether the loss returned (total, count) in the dry run.
+        flops: the FLOPs of the forward of one sample.
 
     Raises:
-        ValueError: parts of a batch do not add up to it.
+        ValueError: the parts of a batch do not add up to it.
     """
     check_whole_batch(loss, plan)
     counts = pairs or isinstance(loss, MeanLoss)
@@ -99,10 +52,10 @@ def objective(
 
 
 def check_whole_batch(loss: Any, plan: Plan) -> None:
-    """A loss of the whole batch sees it all.
+    """Check that a loss of the whole batch can see all of it.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the plan has several micro-batches, or divides sequences.
     """
     if not isinstance(loss, WholeBatchLoss):
         return
@@ -118,11 +71,6 @@ def check_whole_batch(loss: Any, plan: Plan) -> None:
         )
 
 
-def in_one_part(plan: Plan) -> bool:
-    """Whether one rank computes the loss of all samples at once."""
-    return plan.microbatches == 1 and plan.cp == 1 and (plan.dp == 1 or plan.data_parallel == "dp")
-
-
 def _without_content(model: nn.Module, first: tuple[Value, Value]) -> bool:
     tensors = [*model.parameters(), *model.buffers(), *leaves(first[0]), *leaves(first[1])]
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or any(
@@ -131,7 +79,7 @@ def _without_content(model: nn.Module, first: tuple[Value, Value]) -> bool:
 
 
 def flops_of_a_sample(local: LocalNumbers) -> float:
-    """Of the forward, counted in the dry run."""
+    """Return the FLOPs of the forward of one sample, counted in the dry run."""
     key, numbers = next(iter(local.numbers.items()))
     assert isinstance(key, tuple)
     samples: int = key[0][1][0]
@@ -140,197 +88,3 @@ def flops_of_a_sample(local: LocalNumbers) -> float:
         division = local.opened.divisions[key]
         forward = sum(division.flops(stage).forward for stage in range(len(division.outputs)))
     return forward / samples
-
-
-class Probe:
-    """One training, tried.
-
-    Args:
-        model, loss, batches, first, plan, flops: as in `objective`.
-        plain: what becomes of the loss if nothing is found.
-        whole: try the whole batch, whatever it costs.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        batches: Any,
-        first: tuple[Value, Value],
-        plan: Plan,
-        flops: float,
-        plain: Objective,
-        *,
-        whole: bool = False,
-    ) -> None:
-        self.model, self.loss, self.batches, self.plan, self.plain = model, loss, batches, plan, plain
-        self.size, self.of_a_sample = batch_size(first[0]), flops
-        wanted, micro, replicas = division(self.size, plan, flops)
-        if whole:
-            wanted, micro, replicas = self.size, plan.microbatches, plan.dp
-        self.first = first
-        self.all = [list(range(wanted))]
-        self.parts = dealt(wanted, micro, replicas)
-        self.data = part(first[0], slice(wanted)), part(first[1], slice(wanted))
-        self.trial = Trial(model, copied(loss), self.data)
-        # Rank 0 of DP, and a loss of the whole batch, see what all replicas made.
-        self.gathers = (plan.dp > 1 and plan.data_parallel == "dp") or isinstance(loss, WholeBatchLoss)
-        self.of_loss = dealt(wanted, micro, 1) if self.gathers else self.parts
-
-    def verdict(self) -> Objective:
-        """Try, and say what becomes of the loss."""
-        if 6 * self.of_a_sample * len(self.all[0]) > MOST:
-            return self.plain._replace(warnings=(TOO_LARGE,))
-        heard = Heard(self.trial.loss)
-        try:
-            hearing = self.trial if isinstance(self.loss, WholeBatchLoss) else self.trial.with_loss(heard)
-            whole = hearing.run(self.all, gradients=True)
-            self.trial.still = hearing.still
-        except Exception as error:  # with fewer samples than the dry run, perhaps
-            return self._again() or self.plain._replace(warnings=(untried(error),))
-        found = self._form(heard, whole)
-        # ---- the model, and the loss of it
-        first, split = None, None
-        try:
-            if len(self.of_loss) > 1:
-                first, split = self._check(self.trial, self.of_loss, whole)
-            judged = first, split
-            if self.gathers:
-                first, split = self._check(self.trial.with_loss(of_samples), self.parts)
-        except Untried as error:
-            return self._again() or found._replace(warnings=(untried(error.__cause__ or error),))
-        if self.plan.cp > 1:
-            check_sequence_loss(self.plan, self.trial.loss, whole.outputs[0], self.data[1])
-        # ---- what else the loss may meet
-        if first is None or split is None:  # nobody can tell
-            return found
-        if found.nominal is None and heard.pair is None and judged[0] is not None and judged[1] is not None:
-            found = self._masks(found, [judged[0].outputs, judged[1].outputs])
-        warned = check_buffers(self.trial, self.all, self.parts, self.plan, (first.buffers, split.buffers))
-        return found._replace(warnings=tuple(warned))
-
-    def _again(self) -> Objective | None:
-        """Try the whole batch, which the dry run has found to fit the model, unless that is great work."""
-        if len(self.all[0]) == self.size or 6 * self.of_a_sample * self.size > MOST:
-            return None
-        again = Probe(
-            self.model,
-            self.loss,
-            self.batches,
-            self.first,
-            self.plan,
-            self.of_a_sample,
-            self.plain,
-            whole=True,
-        )
-        return again.verdict()
-
-    def _form(self, heard: Heard, whole: Found) -> Objective:
-        """How the loss is called on a rank: one of torch's means, where targets may not count, as (total, count)."""
-        count = None if whole.count is None else whole.count * self.size / len(self.all[0])
-        if self.plain.nominal is not None and count is not None:
-            return self.plain._replace(nominal=nominal_count(count))
-        if heard.pair is None or in_one_part(self.plan) or heard.constant(self.batches):
-            return self.plain
-        self.trial = self.trial.with_loss(MeanLoss(self.trial.loss))
-        assert count is not None
-        return Objective(MeanLoss(self.loss), nominal_count(count))
-
-    def _check(self, trial: Trial, parts: Parts, whole: Found | None = None) -> tuple[Found, Found]:
-        """Loss and gradients of all samples are those of the parts.
-
-        Args:
-            trial: model and loss.
-            parts: of the samples.
-            whole: what came of all at once, if that is known.
-
-        Returns:
-            what came of all at once, and of the parts.
-
-        Raises:
-            ValueError: they are not.
-            Untried: the model or the loss fails on the parts.
-        """
-
-        def compared(tried: Trial) -> tuple[Found, Found]:
-            return tried.run(self.all, gradients=True), tried.run(parts, gradients=True)
-
-        try:
-            known = None if whole is None else (whole, trial.run(parts, gradients=True))
-            before, after, differs = differ(trial, compared, known)
-        except Exception as error:  # parts of another size than those of the dry run, perhaps
-            raise Untried from error
-        whole, split = before, after
-        if differs and not trial.still:  # draws from a generator of its own
-            trial = trial.stilled()
-            whole, split, differs = differ(trial, compared)
-        if differs and not trial.repeats(self.all):  # draws that are not torch's: without any of them, then
-            trial = trial.evaluating()
-            whole, split, differs = differ(trial, compared)
-        if differs:
-            raise ValueError(explain(self.plan, trial, whole, split, parts, self.size))
-        return before, after
-
-    def _masks(self, found: Objective, outputs: list[list[Any]]) -> Objective:
-        """Try data in which some targets do not count; where that matters, look for such in the data.
-
-        Args:
-            found: what becomes of the loss so far.
-            outputs: of the model, for all samples and for each part.
-
-        Raises:
-            ValueError: there are some.
-        """
-        minding: list[Masked] = []
-        for variant in variants(self.loss, self.data):
-            if variant.masked in minding:
-                continue
-            tried = self.trial.of(variant.data)
-            try:
-                if variant.masked.side == 1:  # of which the model knows nothing
-                    at_once, apart = (
-                        tried.of_outputs(made, parts)
-                        for made, parts in zip(outputs, (self.all, self.of_loss), strict=True)
-                    )
-                    differs = are_apart(at_once, apart, 8 * ROUNDING)
-                else:
-                    differs = differ(tried, lambda t: (t.run(self.all), t.run(self.of_loss)))[2]
-            except Exception:  # the loss, or the model, refuses such data, and will on the ranks
-                continue
-            if differs:
-                minding.append(variant.masked)
-        if not minding:
-            return found
-        say = for_model_loss if any(masked.side == 0 for masked in minding) else for_masked
-        if not isinstance(self.batches, list):
-            message = say(self.plan, minding[0].number, "such came in this micro-batch")
-            return found._replace(loss=Guarded(self.loss, minding, message))
-        for i, (inputs, targets) in enumerate(self.batches):
-            for masked in minding:
-                if masked.uneven(inputs, targets):
-                    raise ValueError(say(self.plan, masked.number, f"data[{i}] has such"))
-        return found
-
-
-def untried(error: BaseException) -> str:
-    """Return what to warn of where a model or a loss failed on its trial."""
-    return UNTRIED.format(one_line(error))
-
-
-def copied(loss: Loss) -> Loss:
-    """The loss as a rank gets it: what it counts or keeps stays as it is here."""
-    try:
-        found: Loss = cloudpickle.loads(cloudpickle.dumps(loss))
-    except Exception:  # it cannot be sent to the ranks either, which tells why
-        return loss
-    return found
-
-
-def of_samples(outputs: Any, targets: Any) -> Tensor:
-    """A mean over samples that depends on each number of the outputs, in a way of its own."""
-    found = []
-    for leaf in flatten(outputs)[0]:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            rows = leaf.reshape(leaf.shape[0], -1) if leaf.dim() else leaf.reshape(1, 1)
-            found.append((rows * torch.arange(1.0, 1 + rows.shape[1]).cos().to(rows)).mean(0).sum())
-    return sum(found[1:], found[0])

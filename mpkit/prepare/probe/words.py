@@ -1,10 +1,10 @@
-"""What is said of a loss or a layer whose parts do not add up to the whole: its kind, and the line to paste."""
+"""Messages about a loss or a layer whose parts do not add up to the whole: the reason, and a line of code to paste."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mpkit.plan import Plan
+from mpkit.plan.plan import Plan
 
 __all__ = ["for_layer", "for_loss", "for_masked", "for_model_loss"]
 
@@ -38,7 +38,7 @@ def _found(plan: Plan, whole: float, parts: float) -> str:
 
 
 def for_loss(plan: Plan, kind: str, whole: float, parts: float, samples: int) -> str:
-    """Of a loss that is wrong for the data at hand, of one of the kinds of `classify`."""
+    """Return the message for a loss that is wrong for the first samples, of one of the kinds of `kind_of`."""
     found = _found(plan, whole, parts)
     if kind == "sum":
         return (
@@ -65,7 +65,7 @@ def for_loss(plan: Plan, kind: str, whole: float, parts: float, samples: int) ->
 
 
 def for_masked(plan: Plan, number: int | None, where: str) -> str:
-    """Of a loss that is right but for targets that do not count, of which there are some."""
+    """Return the message for a loss that is wrong only because the data has targets that do not count."""
     kind = (
         f"leaves out targets of {number} (ignore_index={number})"
         if number is not None
@@ -79,7 +79,7 @@ def for_masked(plan: Plan, number: int | None, where: str) -> str:
 
 
 def for_model_loss(plan: Plan, number: int | None, why: str) -> str:
-    """Of a loss that the model computes itself."""
+    """Return the message for a loss that the model computes itself."""
     return (
         f"The loss is computed within the model, and {why}. {plan} computes a batch in parts ({_parts(plan)}), in "
         f"which different numbers of targets count (ignore_index={-100 if number is None else number}), so that the "
@@ -91,7 +91,7 @@ def for_model_loss(plan: Plan, number: int | None, why: str) -> str:
 
 
 def for_layer(plan: Plan, model: Any, name: str | None, parameters: list[str]) -> str:
-    """Of a model whose layers look at the whole batch."""
+    """Return the message for a model with a layer that mixes the samples of a batch."""
     if name is None:
         which = f"The gradient of {parameters[0]}" if parameters else "The model"
         what = f"{which} depends on which samples are computed together (a hook or a backward of its own?)"

@@ -1,16 +1,16 @@
 """The half that runs in a browser: one ES module without a build step, in files of one concept each.
 
-    words.js     numbers as people read them
+    words.js     numbers formatted for people
     store.js     spans in typed arrays, batches decoded
     raster.js    a row of boxes on the canvas
     lanes.js     which ranks have lanes, and where; groups of them, folded or not
-    chart.js     which times; one frame
+    chart.js     which times are shown; drawing one frame
     tip.js       what is under the pointer, in words
     pointer.js   wheel, drag, hover, keys
     panel.js     the chart with figures, legend and table
-    widget.js    the two ways in: a live widget, and a page that holds its data
+    widget.js    the two entry points: a live widget, and a page that holds its data
 
-They are joined in this order, and so need no import of each other. A module of its own:
+They are concatenated in this order, and so need not import each other. A separate module:
 
     memory.js    the memory chart of a run, drawn by plotly
 """
@@ -25,7 +25,7 @@ FILES = ("words", "store", "raster", "lanes", "chart", "tip", "pointer", "panel"
 
 
 def esm() -> str:
-    """The module's source, as a widget's `_esm` or within `<script type="module">`.
+    """Return the module's source, for a widget's `_esm` or for `<script type="module">`.
 
     >>> esm().count("export default")
     1
@@ -35,10 +35,10 @@ def esm() -> str:
 
 
 def css() -> str:
-    """The style that goes with it."""
+    """Return the style sheet that belongs to it."""
     return (files(__name__) / "timeline.css").read_text(encoding="utf-8")
 
 
 def memory_esm() -> str:
-    """The source of the memory chart's module."""
+    """Return the source of the memory chart's module."""
     return (files(__name__) / "memory.js").read_text(encoding="utf-8")

@@ -21,18 +21,18 @@ Transformer Models", MLSys 2023.
 from __future__ import annotations
 
 import mpkit as mk
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% given
 def parameters(model: dict[str, int]) -> int:
-    """ψ: of the layers; embeddings are left out."""
+    """Return ψ, the number of the layers' parameters; embeddings are left out."""
     return 12 * model["layers"] * model["width"] ** 2
 
 
 def seconds(model: dict[str, int], cluster: dict[str, int], batch: int, pp: int, dp: int, tp: int) -> float:
-    """A step of 1F1B: compute and messages along tp, with the bubble; then the all-reduce of the gradients."""
+    """Return the time of a 1F1B step: compute and tp's messages, with the bubble; then the gradients' all-reduce."""
     tokens, microbatches = model["sequence"], batch // dp
     flops = 6 * parameters(model) * tokens / (pp * tp)
     stream = 2 * tokens * model["width"]  # bytes of one sample's activations between layers
@@ -44,7 +44,7 @@ def seconds(model: dict[str, int], cluster: dict[str, int], batch: int, pp: int,
 
 # %% answer
 def choose_the_degrees(model: dict[str, int], cluster: dict[str, int], batch: int) -> dict[str, int] | None:
-    """The possible mesh with the shortest step: {"pp": ..., "dp": ..., "tp": ...}, or None.
+    """Return the possible mesh with the shortest step: {"pp": ..., "dp": ..., "tp": ...}, or None.
 
     model: "layers", "width", "heads", "sequence".
     cluster: "gpus", "gpus a node", "bytes a gpu", and the speeds that `seconds` uses.
@@ -76,7 +76,7 @@ MODELS = {
 
 
 def cluster_of(case: Case) -> dict[str, int]:
-    """GPUs of 40 or 80 GB at half their peak, nodes of NVLink 3, InfiniBand between."""
+    """Return a cluster: GPUs of 40 or 80 GB at half their peak, NVLink 3 inside nodes, InfiniBand between them."""
     return {
         "gpus": case["gpus"],
         "gpus a node": case["a_node"],
@@ -88,7 +88,7 @@ def cluster_of(case: Case) -> dict[str, int]:
 
 
 def degrees(case: Case) -> list[tuple[int, int, int]]:
-    """All (pp, dp, tp) of so many GPUs, with tp inside a node."""
+    """Return every (pp, dp, tp) for the case's number of GPUs, with tp inside a node."""
     gpus = case["gpus"]
     return [
         (pp, gpus // pp // tp, tp)
@@ -99,7 +99,7 @@ def degrees(case: Case) -> list[tuple[int, int, int]]:
 
 
 def fits(case: Case, pp: int, dp: int, tp: int) -> bool:
-    """Whether it is possible."""
+    """Return whether a mesh divides the model and the batch, and fits into memory."""
     model = MODELS[case["model"]]
     if model["layers"] % pp or model["heads"] % tp or case["batch"] % dp:
         return False
@@ -109,7 +109,7 @@ def fits(case: Case, pp: int, dp: int, tp: int) -> bool:
 
 
 def expected(case: Case) -> list[object]:
-    """By brute force."""
+    """Return the best mesh, found by brute force."""
     model, cluster = MODELS[case["model"]], cluster_of(case)
     found = [each for each in degrees(case) if fits(case, *each)]
     best = min(found, key=lambda each: seconds(model, cluster, case["batch"], *each), default=None)
@@ -117,7 +117,7 @@ def expected(case: Case) -> list[object]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The mesh that is chosen."""
+    """Return the mesh that the answer chooses."""
     assert callable(answer)
     return answer(dict(MODELS[case["model"]]), cluster_of(case), case["batch"])
 

@@ -27,15 +27,15 @@ from typing import Any
 import torch
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import collectives
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.mesh import Mesh
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.plan.mesh import Mesh
 
 
 # %% answer
 def groups_of_a_mesh(ctx: mk.Context, pp: int, dp: int, tp: int) -> dict[str, object]:
-    """This rank's group along each axis: {"pp": ..., "dp": ..., "tp": ...}, as `ctx.comm.group` makes them."""
+    """Return this rank's group along each axis: {"pp": ..., "dp": ..., "tp": ...}, as `ctx.comm.group` makes them."""
     ### BEGIN SOLUTION
     box = torch.arange(pp * dp * tp).view(pp, dp, tp)
     along = {
@@ -55,7 +55,7 @@ def groups_of_a_mesh(ctx: mk.Context, pp: int, dp: int, tp: int) -> dict[str, ob
 
 # %% checks
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Whether all ranks make the same groups, and then sums along each axis: powers of two show who is in them."""
+    """Return whether all ranks make the same groups, and who is in them: sums of powers of two show it."""
     assert callable(answer)
     made: list[str] = []
     make = ctx.comm.group
@@ -76,7 +76,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """Who is along which axis."""
+    """Return the ranks of each rank's group along each axis."""
     mesh = Mesh(pp=case["pp"], dp=case["dp"], tp=case["tp"])
     return [
         {
@@ -88,7 +88,7 @@ def expected(case: Case) -> list[object]:
 
 
 def cases() -> list[Case]:
-    """Meshes, the simple first."""
+    """Return a case for each mesh, the simple ones first."""
     shapes = [(1, 2, 1), (1, 2, 2), (3, 1, 2), (2, 2, 2)]
     return [
         Case(pp * dp * tp, seed, {"pp": pp, "dp": dp, "tp": tp}) for seed, (pp, dp, tp) in enumerate(shapes)

@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.seen import Seen
-from mpkit.classroom.serial import mlp
-from mpkit.mesh import Mesh
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import Seen
+from mpkit.classroom.framework.serial import mlp
+from mpkit.plan.mesh import Mesh
 
 
 # %% answer
 def micro_batches(rank: int, pp: int, dp: int, tp: int, batch: int, microbatches: int) -> list[list[int]]:
-    """This rank's micro-batches: for each the numbers of its samples, out of 0 to batch - 1.
+    """Return this rank's micro-batches: for each the numbers of its samples, out of 0 to batch - 1.
 
     Raises:
         ValueError: dp × microbatches does not divide the batch.
@@ -51,13 +51,13 @@ def micro_batches(rank: int, pp: int, dp: int, tp: int, batch: int, microbatches
 
 # %% checks
 def data(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model, inputs and targets of the whole batch."""
+    """Return a model, and the inputs and targets of the whole batch."""
     x, y = torch.randn(2, case["batch"], 6, generator=case.generator(), dtype=torch.float64)
     return mlp(2, case.seed), x, y
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Sizes, who else has the same samples, how often each is used, and the gradient."""
+    """Return the micro-batches' sizes, who else has the same samples, how often each is used, and the gradient."""
     assert callable(answer)
     mesh = Mesh(pp=case["pp"], dp=case["dp"], tp=case["tp"])
     made = {axes: [ctx.comm.group(ranks) for ranks in mesh.groups(*axes)] for axes in (("dp",), ("pp", "tp"))}
@@ -89,12 +89,12 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def mesh_shape(case: Case) -> tuple[int, int, int]:
-    """pp, dp, tp."""
+    """Return the degrees (pp, dp, tp)."""
     return case["pp"], case["dp"], case["tp"]
 
 
 def expected(case: Case) -> list[object]:
-    """Every sample once, and serial training's gradient."""
+    """Return what is right: each sample is used once, and the gradient is that of serial training."""
     size, rest = divmod(case["batch"], case["dp"] * case["microbatches"])
     if rest:
         return ["refused"] * case.ranks
@@ -111,7 +111,7 @@ def expected(case: Case) -> list[object]:
 
 
 def accepted(seen: Seen) -> bool:
-    """A batch that cannot be cut evenly was cut."""
+    """Return whether a batch that cannot be cut evenly was cut."""
     return seen.finished and seen.expected[0] == "refused"
 
 

@@ -24,20 +24,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import collectives, peak, ring
-from mpkit.classroom.memory import Memory
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.seen import Seen
-from mpkit.classroom.serial import adam
-from mpkit.classroom.serial import model as network
-from mpkit.classroom.staged import staged
-from mpkit.mesh import Mesh
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, peak, ring
+from mpkit.classroom.framework.memory import Memory
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import Seen
+from mpkit.classroom.framework.serial import adam
+from mpkit.classroom.framework.serial import model as network
+from mpkit.classroom.framework.staged import staged
+from mpkit.plan.mesh import Mesh
 
 
 # %% given
 def flatten(tensors: list[Tensor | None], n: int) -> Tensor:
-    """All elements in one row, with zeros at the end up to a multiple of n: (k n,)."""
+    """Return all elements in one row, with zeros at the end up to a multiple of n: (k n,)."""
     row = torch.cat([tensor.detach().flatten() for tensor in tensors])
     return F.pad(row, (0, -len(row) % n))
 
@@ -52,9 +52,9 @@ def unflatten(row: Tensor, tensors: list[Tensor]) -> None:
 
 # %% answer
 class Zero1:
-    """What a rank has of its stage's optimizer.
+    """A rank's part of its stage's optimizer.
 
-    ctx: of this rank. stage: its part of the model. dp: replicas of each stage; there are world_size // dp stages.
+    ctx: this rank's. stage: its part of the model. dp: replicas of each stage; there are world_size // dp stages.
     adam: adam([tensor]) makes an optimizer that steps a tensor by its `.grad`.
     """
 
@@ -70,7 +70,7 @@ class Zero1:
         ### END SOLUTION
 
     def step(self) -> None:
-        """Once a step, after the backwards: each parameter has this replica's gradient in `.grad`."""
+        """Step once, after the backwards: each parameter has this replica's gradient in `.grad`."""
         ### BEGIN SOLUTION
         gradients = flatten([parameter.grad for parameter in self.parameters], self.dp)
         self.shard.grad = self.ctx.comm.reduce_scatter(gradients, self.group) / self.dp
@@ -84,7 +84,7 @@ STEPS, SAMPLES = 2, 4
 
 
 def stages(case: Case) -> list[nn.Sequential]:
-    """As many as there are ranks along pp, of different sizes."""
+    """Return one stage per rank along pp, of different sizes."""
     count = case.ranks // case["dp"]
     whole = list(network(case.seed, (6, *range(9, 9 - count, -1), 6)))
     return [nn.Sequential(*whole[2 * stage : 2 * stage + 2]) for stage in range(count - 1)] + [
@@ -93,14 +93,14 @@ def stages(case: Case) -> list[nn.Sequential]:
 
 
 def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
-    """A whole batch a step."""
+    """Return one whole batch per step."""
     shape = (STEPS, 2, SAMPLES * case["dp"], 6)
     drawn = torch.randn(shape, generator=case.generator(), dtype=torch.float64)
     return [(x, y) for x, y in drawn]
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Two steps of naive MP with replicas; the stage's parameters after them."""
+    """Run two steps of naive MP with replicas; return the stage's parameters after them."""
     assert callable(answer)
     place = Mesh(pp=case.ranks // case["dp"], dp=case["dp"]).place(ctx.rank)
     stage, n = stages(case)[place.pp], case["dp"]
@@ -126,7 +126,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """Serial training, by rank the parameters of its stage."""
+    """Train serially; return each rank's stage's parameters."""
     parts = stages(case)
     whole = nn.Sequential(*parts)
     optimizer = adam(list(whole.parameters()))
@@ -139,13 +139,13 @@ def expected(case: Case) -> list[object]:
 
 
 def largest(case: Case) -> int:
-    """Elements of the largest stage, padded."""
+    """Return the number of elements of the largest stage, padded to a multiple of dp."""
     n = case["dp"]
     return max(-(-sum(p.numel() for p in part.parameters()) // n) * n for part in stages(case))
 
 
 def of_all_ranks(seen: Seen) -> bool:
-    """Whether the calls that do not fit were made without a group."""
+    """Return whether the calls that do not match were made without a group."""
     return f"of ranks {','.join(map(str, range(seen.case.ranks)))}." in seen.mismatch
 
 

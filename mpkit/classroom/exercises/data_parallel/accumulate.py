@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import calls, payload
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import calls, payload
+from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.trace import Kind
 
 
@@ -57,12 +57,12 @@ STEPS = 3
 
 
 def samples(case: Case) -> int:
-    """Two in each micro-batch of each rank."""
+    """Return the size of a batch that has two samples in each micro-batch of each rank."""
     return 2 * int(case["microbatches"]) * case.ranks
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The weights after some steps."""
+    """Return the weights after some steps."""
     assert callable(answer)
     model, m = serial.model(case.seed), case["microbatches"]
     steps = []
@@ -74,7 +74,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """Serial training, a step a whole batch."""
+    """Return the weights of serial training, with one step per whole batch."""
     trained = serial.train(serial.model(case.seed), serial.batches(case, samples(case), STEPS))
     return [trained["weights"]] * case.ranks
 

@@ -20,17 +20,17 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import collectives
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import Seen
 from mpkit.trace import Kind
 
 
 # %% answer
 def average_in_buckets(ctx: mk.Context, parameters: list[nn.Parameter], bucket_bytes: int) -> None:
-    """Replace each `parameter.grad` by its mean over all ranks; one all-reduce a bucket, the last parameter first."""
+    """Replace each `parameter.grad` by its mean over all ranks; one all-reduce per bucket, the last parameter first."""
     ### BEGIN SOLUTION
     buckets: list[list[nn.Parameter]] = []
     held = bucket_bytes  # bytes in the open bucket: none is open yet
@@ -55,7 +55,7 @@ SAMPLES = 12
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The gradients it leaves, after this rank's backward."""
+    """Return the gradients that the answer leaves after this rank's backward."""
     assert callable(answer)
     model = serial.model(case.seed, WIDTHS)
     x, y = serial.share(serial.batches(case, SAMPLES, 1)[0], ctx.rank, ctx.world_size)
@@ -65,7 +65,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """One backward of the whole batch."""
+    """Return the gradients of one backward over the whole batch."""
     model = serial.model(case.seed, WIDTHS)
     x, y = serial.batches(case, SAMPLES, 1)[0]
     torch.autograd.backward(serial.mse(model(x), y))
@@ -73,7 +73,7 @@ def expected(case: Case) -> list[object]:
 
 
 def sizes(case: Case) -> list[int]:
-    """Bytes of the buckets, in their order."""
+    """Return the bytes of the buckets, in their order."""
     found: list[int] = []
     for parameter in reversed(list(serial.model(0, WIDTHS).parameters())):
         if not found or found[-1] >= case["bucket_bytes"]:
@@ -83,14 +83,14 @@ def sizes(case: Case) -> list[int]:
 
 
 def sent(seen: Seen) -> list[int]:
-    """Bytes of rank 0's all-reduces, in their order."""
+    """Return the bytes of rank 0's all-reduces, in their order."""
     assert seen.trace is not None
     ops = seen.trace.ranks[0].ops
     return [int(nbytes) for nbytes in ops["bytes"][ops["kind"] == Kind.ALL_REDUCE]]
 
 
 def off(seen: Seen) -> float:
-    """How many buckets are not those of the rule."""
+    """Return how many buckets do not have the size that the rule gives."""
     right, mine = sizes(seen.case), sent(seen)
     return sum(a != b for a, b in zip(right, mine, strict=False)) + abs(len(right) - len(mine))
 

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import collectives, payload
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, payload
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
@@ -39,7 +39,7 @@ def average_flat(ctx: mk.Context, parameters: list[nn.Parameter]) -> None:
 
 # %% checks
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The gradients it leaves, after this rank's backward."""
+    """Return the gradients that the answer leaves after this rank's backward."""
     assert callable(answer)
     model = serial.model(case.seed)
     batch = serial.batches(case, case["samples"], 1)[0]
@@ -50,7 +50,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """One backward of the whole batch."""
+    """Return the gradients of one backward over the whole batch."""
     model = serial.model(case.seed)
     x, y = serial.batches(case, case["samples"], 1)[0]
     torch.autograd.backward(serial.mse(model(x), y))

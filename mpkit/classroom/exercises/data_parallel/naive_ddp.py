@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import calls, payload
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import calls, payload
+from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.trace import Kind
 
 
@@ -50,7 +50,7 @@ STEPS, SAMPLES = 3, 12
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The weights after some steps from this rank's own weights."""
+    """Return the weights after some steps from this rank's own weights."""
     assert callable(answer)
     model = serial.model(case.seed + 10 * ctx.rank)
     data = [serial.share(batch, ctx.rank, ctx.world_size) for batch in serial.batches(case, SAMPLES, STEPS)]
@@ -59,7 +59,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """Serial training, from rank 0's weights."""
+    """Return the weights of serial training from rank 0's weights."""
     trained = serial.train(serial.model(case.seed), serial.batches(case, SAMPLES, STEPS))
     return [trained["weights"]] * case.ranks
 

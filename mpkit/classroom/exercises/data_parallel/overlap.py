@@ -28,18 +28,18 @@ import numpy as np
 from torch import nn
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.equal import difference
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import calls, makespan
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.equal import difference
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import calls, makespan
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import Seen
 from mpkit.trace import Kind
 
 
 # %% answer
 class Overlapped:
-    """Averages the gradients of `model` over all ranks, while the backward goes on."""
+    """Averages the gradients of `model` over all ranks while the backward runs."""
 
     def __init__(self, ctx: mk.Context, model: nn.Module) -> None:
         ### BEGIN SOLUTION
@@ -56,7 +56,7 @@ class Overlapped:
         ### END SOLUTION
 
     def finish(self) -> None:
-        """The backward is over: see to it that every `parameter.grad` is the mean."""
+        """Make sure that every `parameter.grad` is the mean; called once the backward is over."""
         ### BEGIN SOLUTION
         for parameter, work in self.under_way:
             work.wait()
@@ -74,7 +74,7 @@ WITHOUT_OVERLAP = {2: 500e-6, 3: 645e-6, 4: 790e-6}
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The weights after each of some steps, whose backwards and optimizer steps are spans of the trace."""
+    """Return the weights after each of some steps, whose backwards and optimizer steps are spans of the trace."""
     assert callable(answer)
     found = []
     model = serial.model(case.seed)
@@ -94,30 +94,30 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """Serial training."""
+    """Return the weights of serial training after each step."""
     model, data = serial.model(case.seed), serial.batches(case, SAMPLES, STEPS)
     return [[serial.train(model, data[: step + 1])["weights"] for step in range(STEPS)]] * case.ranks
 
 
 def late(seen: Seen) -> float:
-    """All-reduces that were not started in a backward."""
+    """Count the all-reduces that were not started during a backward."""
     return _most(
         seen, lambda ops, backward, _: (ops["kind"] == Kind.ALL_REDUCE) & ~_in(ops["start"], backward)
     )
 
 
 def waits(seen: Seen) -> float:
-    """Waits in a backward."""
+    """Count the waits during a backward."""
     return _most(seen, lambda ops, backward, _: (ops["kind"] == Kind.WAIT) & _in(ops["start"], backward))
 
 
 def unfinished(seen: Seen) -> float:
-    """All-reduces that nobody had waited for when the optimizer's step began."""
+    """Count the all-reduces that nobody had waited for when the optimizer's step began."""
     return _most(seen, lambda ops, _, step: (ops["kind"] == Kind.ALL_REDUCE) & _open(ops, step))
 
 
 def _open(ops: Any, step: Any) -> Any:
-    """The first step after an op was started came before its end."""
+    """Return, for each op, whether the first optimizer step after its start began before its end."""
     after = np.append(step["start"], np.iinfo(np.int64).max)
     return (ops["end"] == 0) | (ops["end"] > after[np.searchsorted(after, ops["start"])])
 
@@ -127,7 +127,7 @@ def _in(times: Any, spans: Any) -> Any:
 
 
 def _most(seen: Seen, which: object) -> float:
-    """Of all ranks, the most such ops."""
+    """Return the largest number of such ops on any rank."""
     assert seen.trace is not None and callable(which)
     counts = []
     for rank in seen.trace.ranks:
@@ -137,7 +137,7 @@ def _most(seen: Seen, which: object) -> float:
 
 
 def first_step_is_right(seen: Seen) -> bool:
-    """And later ones are not."""
+    """Return whether the first step's weights are right, so that only later ones are wrong."""
     assert seen.got is not None
     return (
         not seen.budget

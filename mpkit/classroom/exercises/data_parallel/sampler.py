@@ -18,13 +18,13 @@ from __future__ import annotations
 import torch
 
 import mpkit as mk
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
 def shard(ctx: mk.Context, samples: int, seed: int, epoch: int) -> list[int]:
-    """The indices, out of 0 to samples - 1, that this rank trains on in this epoch, in their order."""
+    """Return the indices, out of 0 to samples - 1, that this rank trains on in this epoch, in their order."""
     ### BEGIN SOLUTION
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(samples, generator=generator)
@@ -37,10 +37,10 @@ EPOCHS = 3
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """What its shards are like, on this rank and together."""
+    """Return the properties of the answer's shards, on this rank and on all ranks together."""
     assert callable(answer)
     n, seed = case["samples"], 100 * case.seed
-    torch.manual_seed(ctx.rank)  # as in life: the ranks' own random numbers differ
+    torch.manual_seed(ctx.rank)  # as in practice, the ranks' own random numbers differ
     shards = []
     for epoch in range(EPOCHS):
         shards.append([int(i) for i in answer(ctx, n, seed, epoch)])
@@ -68,7 +68,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """What any good sampler is like."""
+    """Return the properties that every good sampler has."""
     one = {
         "indices that do not exist": 0,
         "samples that no rank takes": 0,

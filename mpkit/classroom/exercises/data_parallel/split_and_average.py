@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import payload
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import payload
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
 def split_and_average(ctx: mk.Context, model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
-    """The gradient of the mean squared error over the whole batch, in `parameter.grad`, on every rank.
+    """Leave the gradient of the whole batch's mean squared error in `parameter.grad` on every rank.
 
     inputs: (B, 6), targets: (B, 3), the whole batch on every rank; B is a multiple of ctx.world_size.
     """
@@ -46,7 +46,7 @@ SAMPLES = 12  # a multiple of 2, 3 and 4
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The gradients it leaves, and how many samples went through this rank's model."""
+    """Return the gradients that the answer leaves, and how many samples went through this rank's model."""
     assert callable(answer)
     model, seen = serial.model(case.seed), [0]
 
@@ -59,7 +59,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """Serial: one backward of the whole batch."""
+    """Return the gradients of one serial backward over the whole batch."""
     model = serial.model(case.seed)
     x, y = serial.batches(case, SAMPLES, 1)[0]
     torch.autograd.backward(serial.mse(model(x), y))

@@ -17,7 +17,8 @@ the inputs and the targets hold garbage (but have the right shapes).
 as the root. `scatter` and `gather` return what arrived: `gather` an empty tensor on the others. Communication knows
 nothing of autograd: what arrives has no history. `outputs.backward(gradient)` goes on from a gradient that you have.
 
-Source: the documentation of torch.nn.DataParallel; the words are those of the kit's `mpkit/parallel/dp.py`.
+Source: the documentation of torch.nn.DataParallel; the words are those of the kit's
+`mpkit/parallel/nn_dataparallel/dp.py`.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import calls
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import calls
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import Seen
 from mpkit.trace import Kind
 
 
 # %% answer
 def five_exchanges(ctx: mk.Context, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor | None:
-    """One step of DP, up to the gradients on rank 0. Returns the loss there.
+    """Run one step of DP, up to the gradients on rank 0. Return the loss there.
 
     inputs: (B, 6), targets: (B, 3), of which only rank 0's are real; B is a multiple of ctx.world_size.
     """
@@ -70,7 +71,7 @@ STEPS, SAMPLES = 3, 12
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Some steps of it; rank 0 has the optimizer."""
+    """Run some steps with the answer; rank 0 has the optimizer."""
     assert callable(answer)
     model = serial.model(case.seed)
     optimizer = serial.sgd(model)
@@ -90,13 +91,13 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """Serial training on rank 0; nothing on the others."""
+    """Return what serial training gives on rank 0, and None on the others."""
     data = serial.batches(case, SAMPLES, STEPS)
     return [serial.train(serial.model(case.seed), data)] + [None] * (case.ranks - 1)
 
 
 def others(seen: Seen) -> float:
-    """Collectives that are none of DP's five."""
+    """Count the collectives that are none of DP's five."""
     return sum(calls(kind)(seen) for kind in (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
 
 

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import collectives, payload
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, payload
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
 def uneven(ctx: mk.Context, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean squared error over all ranks' samples; its gradient in each `parameter.grad`.
+    """Return the mean squared error over all ranks' samples; leave its gradient in each `parameter.grad`.
 
     inputs: (k, 6), targets: (k, 3), this rank's samples; k differs from rank to rank, and may be 0.
     """
@@ -45,13 +45,13 @@ def uneven(ctx: mk.Context, model: nn.Module, inputs: Tensor, targets: Tensor) -
 
 # %% checks
 def bounds(case: Case, rank: int) -> slice:
-    """Which samples of the batch are a rank's."""
+    """Return which samples of the batch belong to a rank."""
     shares = case["samples"]
     return slice(sum(shares[:rank]), sum(shares[: rank + 1]))
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The loss, and the gradients it leaves."""
+    """Return the loss, and the gradients that the answer leaves."""
     assert callable(answer)
     model = serial.model(case.seed)
     x, y = serial.batches(case, sum(case["samples"]), 1)[0]
@@ -61,7 +61,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """One backward of all samples."""
+    """Return the loss and the gradients of one backward over all samples."""
     model = serial.model(case.seed)
     x, y = serial.batches(case, sum(case["samples"]), 1)[0]
     loss = serial.mse(model(x), y)

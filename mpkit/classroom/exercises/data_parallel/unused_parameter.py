@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import collectives
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
@@ -48,7 +48,7 @@ STEPS, SAMPLES = 4, 12
 
 
 class Experts(nn.Module):
-    """A layer, one of some experts, a layer."""
+    """A model of three layers, of which the middle one is one of several experts."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Experts(nn.Module):
         self.last = nn.Linear(5, 3)
 
     def forward(self, x: Tensor, expert: int | None) -> Tensor:
-        """(samples, 6) to (samples, 3)."""
+        """Return the outputs (samples, 3) for the inputs (samples, 6)."""
         x = torch.tanh(self.first(x))
         if expert is not None:
             x = torch.tanh(self.experts[expert](x))
@@ -65,14 +65,14 @@ class Experts(nn.Module):
 
 
 def chosen(case: Case, step: int, rank: int) -> int | None:
-    """The expert that a rank's samples go to: the last one is never used in step 1, and hardly ever by all ranks."""
+    """Choose the expert for a rank's samples: the last one is never used in step 1, and hardly ever by all ranks."""
     if step == 1:
         return None if rank == 0 else 0
     return (None, *range(case["experts"]))[(step + rank) % (case["experts"] + 1)]
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The weights after some steps."""
+    """Return the weights after some steps."""
     assert callable(answer)
     model = serial.fill(Experts(case["experts"]), case.seed)
     optimizer = serial.sgd(model)
@@ -86,7 +86,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """Serial: all ranks' losses, each with its own expert."""
+    """Return the weights of serial training with all ranks' losses, each with its own expert."""
     model = copy.deepcopy(serial.fill(Experts(case["experts"]), case.seed))
     optimizer = serial.sgd(model)
     for step, batch in enumerate(serial.batches(case, SAMPLES, STEPS)):

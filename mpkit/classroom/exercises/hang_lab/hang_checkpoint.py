@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
 def train_and_save(ctx: mk.Context, shard: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
-    """Two steps with a sharded weight, then a checkpoint on rank 0.
+    """Train for two steps with a sharded weight, then write a checkpoint on rank 0.
 
     shard: (k, d), this rank's rows of the weight. x, y: (b, d) and (b, n k), its samples. Returns what was saved.
     """
@@ -42,20 +42,20 @@ def train_and_save(ctx: mk.Context, shard: Tensor, x: Tensor, y: Tensor) -> Tens
 
 # %% checks
 def given(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight (n k, d), and samples of every rank."""
+    """Return a weight (n k, d), and the samples of every rank."""
     n = case.ranks
     draw = torch.randn(2 * n + 4 * n + 4 * n, 2 * n, generator=case.generator(), dtype=torch.float64)
     return draw[: 2 * n, :3].contiguous(), draw[2 * n : 6 * n, :3], draw[6 * n :]
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The answer, with this rank's part of each."""
+    """Run the answer with this rank's part of each."""
     assert callable(answer)
     return answer(ctx, *(each.chunk(case.ranks)[ctx.rank].contiguous() for each in given(case)))
 
 
 def expected(case: Case) -> list[Tensor | None]:
-    """Serially, with all samples."""
+    """Return the weight of serial training with all samples, on rank 0 only."""
     weight, x, y = given(case)
     for _ in range(2):
         weight = weight.detach().requires_grad_()

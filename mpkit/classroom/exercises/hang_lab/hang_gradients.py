@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.measures import calls
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.measures import calls
+from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.trace import Kind
 
 
 # %% answer
 def average(ctx: mk.Context, layer: nn.Linear, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """The gradients of the mean loss over all ranks' samples.
+    """Return the gradients of the mean loss over all ranks' samples.
 
-    layer: equal on all ranks. x, y: this rank's samples, as many on each. Returns "weight": this rank's rows of it, and
-    "bias": all of it.
+    layer: equal on all ranks. x, y: this rank's samples, the same number on each rank. Returns the gradients: "weight",
+    this rank's rows, and "bias", all of it.
     """
     F.mse_loss(layer(x), y).backward()
     gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
@@ -48,7 +48,7 @@ def average(ctx: mk.Context, layer: nn.Linear, x: Tensor, y: Tensor) -> dict[str
 
 # %% checks
 def given(case: Case) -> tuple[nn.Linear, Tensor, Tensor]:
-    """A layer, and samples for each rank: (ranks, 6, ...). Where the inputs are small, so is the weight's gradient."""
+    """Return a layer, and samples for each rank: (ranks, 6, ...). Small inputs make the weight's gradient small."""
     generator = case.generator()
     layer = nn.Linear(3, 2 * case.ranks).double()
     with torch.no_grad():
@@ -60,14 +60,14 @@ def given(case: Case) -> tuple[nn.Linear, Tensor, Tensor]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The answer, with this rank's samples."""
+    """Run the answer with this rank's samples."""
     assert callable(answer)
     layer, x, y = given(case)
     return answer(ctx, layer, x[ctx.rank], y[ctx.rank])
 
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
-    """Serially, of all samples at once; then the weight's is cut."""
+    """Return the serial gradients of all samples at once, the weight's cut into each rank's rows."""
     layer, x, y = given(case)
     F.mse_loss(layer(x.flatten(0, 1)), y.flatten(0, 1)).backward()
     weight, bias = layer.weight.grad, layer.bias.grad

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 Batch = tuple[Tensor, Tensor]
 
 
 # %% answer
 def train(ctx: mk.Context, model: nn.Linear, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """One pass over all batches; a round has up to as many batches as there are ranks.
+    """Train for one pass over all batches; a round has up to as many batches as there are ranks.
 
     model: equal on all ranks. batches: all of them, the same list on each rank. Returns the weight after the last.
     """
@@ -55,7 +55,7 @@ def train(ctx: mk.Context, model: nn.Linear, batches: list[tuple[Tensor, Tensor]
 
 # %% checks
 def given(case: Case) -> tuple[nn.Linear, list[Batch]]:
-    """A model and batches; the same on every rank."""
+    """Return a model and batches, the same on every rank."""
     generator = case.generator()
     model = nn.Linear(3, 2).double()
     with torch.no_grad():
@@ -66,13 +66,13 @@ def given(case: Case) -> tuple[nn.Linear, list[Batch]]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The answer, with the model and all batches."""
+    """Run the answer with the model and all batches."""
     assert callable(answer)
     return answer(ctx, *given(case))
 
 
 def expected(case: Case) -> list[Tensor]:
-    """Serially: each round is one larger batch."""
+    """Return the weight of serial training in which each round is one larger batch."""
     model, batches = given(case)
     for first in range(0, len(batches), case.ranks):
         deal = batches[first : first + case.ranks]

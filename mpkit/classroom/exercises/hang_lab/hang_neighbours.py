@@ -23,16 +23,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import calls, collectives, messages, sent
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import calls, collectives, messages, sent
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import Seen
 from mpkit.trace import Kind
 
 
 # %% answer
 def convolve(ctx: mk.Context, conv: nn.Conv1d, part: Tensor) -> Tensor:
-    """The convolution of the whole sequence, as far as it belongs to this rank.
+    """Return this rank's part of the convolution of the whole sequence.
 
     conv: of width 3, without padding, equal on all ranks. part: (channels, k), this rank's columns. Returns (out, k).
     """
@@ -56,7 +56,7 @@ def convolve(ctx: mk.Context, conv: nn.Conv1d, part: Tensor) -> Tensor:
 
 # %% checks
 def given(case: Case) -> tuple[nn.Conv1d, Tensor]:
-    """A convolution and the whole sequence; the same on every rank."""
+    """Return a convolution and the whole sequence, the same on every rank."""
     conv = nn.Conv1d(2, 2, 3).double()
     generator = case.generator()
     with torch.no_grad():
@@ -66,20 +66,20 @@ def given(case: Case) -> tuple[nn.Conv1d, Tensor]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The answer, with this rank's part."""
+    """Run the answer with this rank's part."""
     assert callable(answer)
     conv, whole = given(case)
     return answer(ctx, conv, whole.chunk(case.ranks, 1)[ctx.rank].contiguous())
 
 
 def expected(case: Case) -> list[Tensor]:
-    """Over the whole sequence at once, then cut."""
+    """Return each rank's part of the convolution of the whole sequence."""
     conv, whole = given(case)
     return list(conv(F.pad(whole, (1, 1), mode="circular")).detach().chunk(case.ranks, 1))
 
 
 def all_in(kind: str) -> Callable[[Seen], bool]:
-    """Whether every rank waits in this."""
+    """Return a test of whether every rank waits in communication of this kind."""
     return lambda seen: all(f"rank {rank} waits in {kind} " in seen.hang for rank in range(seen.case.ranks))
 
 

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import Seen
 
 
 # %% answer
 def train_step(ctx: mk.Context, stage: nn.Linear, x: Tensor, y: Tensor) -> dict[str, object]:
-    """One forward and backward of two pipelines.
+    """Run one forward and one backward of two pipelines.
 
     stage: this rank's, of d inputs and d outputs. x, y: (b, d), this replica's samples. Returns "loss", the mean over
     the replicas (None on the first stage), and "gradient", of this stage's weight, averaged over the replicas.
@@ -55,7 +55,7 @@ def train_step(ctx: mk.Context, stage: nn.Linear, x: Tensor, y: Tensor) -> dict[
 
 # %% checks
 def given(case: Case) -> tuple[list[nn.Linear], Tensor, Tensor]:
-    """Both stages, and the samples of both replicas."""
+    """Return both stages, and the samples of both replicas."""
     generator = case.generator()
     stages = [nn.Linear(3, 3).double() for _ in range(2)]
     with torch.no_grad():
@@ -67,7 +67,7 @@ def given(case: Case) -> tuple[list[nn.Linear], Tensor, Tensor]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The answer, with this rank's stage and its replica's samples."""
+    """Run the answer with this rank's stage and its replica's samples."""
     assert callable(answer)
     stages, x, y = given(case)
     replica = ctx.rank % 2
@@ -75,7 +75,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[dict[str, object]]:
-    """Serially, with all samples."""
+    """Return the loss and the gradients of serial training with all samples."""
     stages, x, y = given(case)
     loss = F.mse_loss(nn.Sequential(*stages)(x), y)
     gradients = torch.autograd.grad(loss, [stage.weight for stage in stages])
@@ -85,7 +85,7 @@ def expected(case: Case) -> list[dict[str, object]]:
 
 
 def waits_in_group(seen: Seen, *groups: str) -> bool:
-    """Whether somebody waits in a collective of these ranks."""
+    """Return whether some rank waits in a collective of one of these groups."""
     return any(f"waits in all_reduce number 0 of ranks {group}" in seen.hang for group in groups)
 
 

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import calls, messages
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import calls, messages
+from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.trace import Kind
 
 
 # %% answer
 def gpipe_step(ctx: mk.Context, stage: nn.Linear, x: Tensor, y: Tensor, size: int) -> Tensor | None:
-    """The gradient of this stage's weight, of the mean loss over the batch.
+    """Return the gradient of the mean loss over the batch with respect to this stage's weight.
 
     stage: this rank's, of d inputs and d outputs. x, y: (b, d), the whole batch, on every rank; the first stage takes
-    x, the last one y. size: of a micro-batch. Returns (d, d).
+    x, the last one y. size: the samples per micro-batch. Returns (d, d).
     """
     first, last = ctx.rank == 0, ctx.rank == ctx.world_size - 1
     inputs, outputs = [], []
@@ -64,7 +64,7 @@ def gpipe_step(ctx: mk.Context, stage: nn.Linear, x: Tensor, y: Tensor, size: in
 
 # %% checks
 def given(case: Case) -> tuple[list[nn.Linear], Tensor, Tensor]:
-    """All stages, and a batch."""
+    """Return all stages, and a batch."""
     generator = case.generator()
     stages = [nn.Linear(4, 4).double() for _ in range(case.ranks)]
     with torch.no_grad():
@@ -76,21 +76,21 @@ def given(case: Case) -> tuple[list[nn.Linear], Tensor, Tensor]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The answer, with this rank's stage."""
+    """Run the answer with this rank's stage."""
     assert callable(answer)
     stages, x, y = given(case)
     return answer(ctx, stages[ctx.rank], x, y, case["size"])
 
 
 def expected(case: Case) -> list[Tensor]:
-    """Serially: the whole batch through all stages."""
+    """Return the serial gradients: the whole batch goes through all stages."""
     stages, x, y = given(case)
     loss = F.mse_loss(nn.Sequential(*stages)(x), y)
     return list(torch.autograd.grad(loss, [stage.weight for stage in stages]))
 
 
 def forwards(case: Case) -> int:
-    """The micro-batches, the last and smaller one too."""
+    """Return the number of micro-batches, with the last and smaller one."""
     return -(-int(case["batch"]) // int(case["size"]))
 
 

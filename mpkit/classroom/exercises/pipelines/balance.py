@@ -21,14 +21,14 @@ from itertools import combinations, pairwise
 import torch
 
 import mpkit as mk
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import Seen
 
 
 # %% answer
 def balance(seconds: list[float], p: int) -> list[int]:
-    """How many layers each of p stages has, so that the slowest stage is as fast as can be."""
+    """Return how many layers each of p stages has, so that the slowest stage is as fast as possible."""
     ### BEGIN SOLUTION
     # best[n]: of the first n layers, in as many stages as there were rounds: (slowest stage, layers by stage)
     best = {0: (0.0, list[int]())}
@@ -52,7 +52,7 @@ MICROBATCHES = 4
 
 
 def layers(case: Case) -> list[float]:
-    """Seconds of each layer: small ones, and a few that take as long as several; whole numbers."""
+    """Return the seconds of each layer, whole numbers: most are small, a few as large as several others."""
     generator = case.generator()
     seconds = torch.randint(1, 6, (case["layers"],), generator=generator)
     seconds[torch.rand(case["layers"], generator=generator) < 0.2] *= 3
@@ -60,14 +60,14 @@ def layers(case: Case) -> list[float]:
 
 
 def best(case: Case) -> float:
-    """The slowest stage of the best cut, by trying them all."""
+    """Return the time of the best cut's slowest stage, by trying all cuts."""
     seconds, p = layers(case), case["stages"]
     cuts = ((0, *inner, len(seconds)) for inner in combinations(range(1, len(seconds)), p - 1))
     return min(max(sum(seconds[a:b]) for a, b in pairwise(cut)) for cut in cuts)
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The cut, and the busiest rank of a step with it."""
+    """Cut the layers with the answer; return the busy seconds of the busiest rank."""
     assert callable(answer)
     seconds, p = layers(case), case["stages"]
     counts = [int(count) for count in answer(list(seconds), p)]
@@ -80,12 +80,12 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """What the best cut comes to: a forward and a backward of twice its time for each micro-batch."""
+    """Return the best cut's time: a forward, and a backward of twice its time, for each micro-batch."""
     return [3 * MICROBATCHES * best(case)]
 
 
 def lost(seen: Seen) -> bool:
-    """The cut has fewer layers than there are."""
+    """Return whether the cut has fewer layers than there are."""
     found = re.search(r"of (\d+) layers", str(seen.got))
     return found is not None and int(found[1]) < seen.case["layers"]
 

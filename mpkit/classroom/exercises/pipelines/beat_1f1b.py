@@ -18,9 +18,9 @@ Parallelism with Controllable Memory", NeurIPS 2024.
 
 from __future__ import annotations
 
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.schedules import Schedules, bubble, live
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.schedules import Schedules, bubble, live
+from mpkit.classroom.framework.seen import Seen
 
 # %% answer
 ### BEGIN SOLUTION
@@ -44,7 +44,7 @@ P, M, CAP = 4, 6, 3
 
 
 def halves(seen: Seen) -> bool:
-    """Some backward is split."""
+    """Return whether some backward is split."""
     assert seen.schedule is not None
     return any(action.kind == "W" for row in seen.schedule.rows for action in row)
 

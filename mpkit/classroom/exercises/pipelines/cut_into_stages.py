@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.serial import mlp
-from mpkit.classroom.staged import staged
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.serial import mlp
+from mpkit.classroom.framework.staged import staged
 
 
 # %% answer
 def cut_into_stages(model: nn.Sequential, p: int) -> list[nn.Sequential]:
-    """Cut `model`, a chain of at least p layers, into p stages, as even as can be, the longer ones first."""
+    """Cut `model`, a chain of at least p layers, into p stages, as even as possible, the longer ones first."""
     ### BEGIN SOLUTION
     layers = list(model)
     stages, first = [], 0
@@ -41,12 +41,12 @@ def cut_into_stages(model: nn.Sequential, p: int) -> list[nn.Sequential]:
 
 # %% checks
 def batch(case: Case) -> Tensor:
-    """Inputs (4, 6)."""
+    """Return inputs (4, 6)."""
     return torch.randn(4, 6, generator=case.generator(), dtype=torch.float64)
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The stages on ranks, and a batch through them."""
+    """Run a batch through the answer's stages on the ranks; return this rank's layers and output."""
     assert callable(answer)
     model, x = mlp(case["layers"], case.seed), batch(case)
     stages = list(answer(model, ctx.world_size))
@@ -65,7 +65,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """By rank: its layers, and what the model has made of the batch after them."""
+    """Return, by rank, its layers and the model's activations after them."""
     model, x = mlp(case["layers"], case.seed), batch(case)
     bounds = [-(-case["layers"] * stage // case.ranks) for stage in range(case.ranks + 1)]
     counts = sorted((last - first for first, last in pairwise(bounds)), reverse=True)

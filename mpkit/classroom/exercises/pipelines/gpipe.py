@@ -5,20 +5,21 @@ backwards. A row of the schedule is what a rank does, in order: `"F0 F1 B0 B1"` 
 1, then their backwards.
 
 The bubble has to be (p-1)/(m+p-1), the share of the step that a rank is idle. Your schedule is simulated, and then
-trains a model on real processes.
+trains a model on real processes. The backwards may run in any order that is the same on all ranks: it does not change
+the bubble. `mk.Plan.gpipe` begins with the last micro-batch, as in figure 2c of the paper.
 
 Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019.
 """
 
 from __future__ import annotations
 
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.schedules import Schedules, bubble
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.schedules import Schedules, bubble
 
 
 # %% answer
 def gpipe(p: int, m: int) -> list[str]:
-    """GPipe's schedule: a row of text for each of p ranks, for m micro-batches."""
+    """Return GPipe's schedule: a row of text for each of p ranks, for m micro-batches."""
     ### BEGIN SOLUTION
     forwards = [f"F{i}" for i in range(m)]
     backwards = [f"B{i}" for i in range(m)]

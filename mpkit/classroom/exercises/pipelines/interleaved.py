@@ -19,14 +19,14 @@ section 2.2.2 and figure 4. These stages of a rank are called virtual stages the
 
 from __future__ import annotations
 
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.schedules import Schedules, bubble, live
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.schedules import Schedules, bubble, live
+from mpkit.classroom.framework.seen import Seen
 
 
 # %% given
 def one_by_one(forwards: list[str], backwards: list[str], warm_up: int) -> str:
-    """1F1B's phases: so many forwards; a forward and a backward in turn; the backwards that are left."""
+    """Return 1F1B's phases: the warm-up forwards; a forward and a backward in turn; the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     row = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
@@ -36,7 +36,7 @@ def one_by_one(forwards: list[str], backwards: list[str], warm_up: int) -> str:
 
 # %% answer
 def interleaved(p: int, m: int, v: int) -> list[str]:
-    """Interleaved 1F1B: a row of text for each of p ranks with v stages each, for m micro-batches."""
+    """Return the interleaved 1F1B: a row of text for each of p ranks with v stages each, for m micro-batches."""
     ### BEGIN SOLUTION
     rows = []
     for rank in range(p):
@@ -51,12 +51,12 @@ def interleaved(p: int, m: int, v: int) -> list[str]:
 
 # %% checks
 def held(case: Case) -> float:
-    """Activations of a stage: those of vp micro-batches, and p-1 for the longer warm-up."""
+    """Return how many activations of a stage a rank may hold: vp micro-batches, and p-1 for the longer warm-up."""
     return float(case["virtual_stages"] * case.ranks + case.ranks - 1)
 
 
 def blocks(seen: Seen) -> bool:
-    """Each rank holds stages that follow each other: the first rank the first v, and so on."""
+    """Return whether each rank holds consecutive stages: the first rank the first v, and so on."""
     holders = seen.schedule.stage_to_rank if seen.schedule is not None else ()
     return len(holders) > len(set(holders)) and list(holders) == sorted(holders)
 

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import re
 
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.schedules import Schedules, bubble
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.schedules import Schedules, bubble
+from mpkit.classroom.framework.seen import Seen
 
 
 # %% answer
 def memory_wall(p: int, m: int, cap: int) -> list[str]:
-    """GPipe in rounds: a row of text for each of p ranks, for m micro-batches, of which at most `cap` are live."""
+    """Return GPipe in rounds: a row of text for each of p ranks, for m micro-batches, at most `cap` of them live."""
     ### BEGIN SOLUTION
     row: list[str] = []
     for first in range(0, m, cap):
@@ -37,14 +37,14 @@ def memory_wall(p: int, m: int, cap: int) -> list[str]:
 
 # %% checks
 def in_rounds(case: Case) -> float:
-    """The bubble of as few rounds as can be."""
+    """Return the bubble of the smallest possible number of rounds."""
     rounds = -(-case["microbatches"] // case["cap"])
     idle = rounds * (case.ranks - 1)
     return float(idle / (case["microbatches"] + idle))
 
 
 def scheduled(seen: Seen) -> int:
-    """How many micro-batches a schedule for another number has; 0 if that is not what is wrong."""
+    """Return how many micro-batches the schedule has if it is for another number; 0 if that is not what is wrong."""
     found = re.search(r"and (\d+) micro-batches, and asked for were", seen.error)
     return int(found[1]) if found else 0
 

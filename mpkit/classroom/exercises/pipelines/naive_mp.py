@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import messages
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.serial import mlp
-from mpkit.classroom.staged import staged
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import messages
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.serial import mlp
+from mpkit.classroom.framework.staged import staged
 
 
 # %% answer
 def naive_mp(ctx: mk.Context, stage: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Forward and backward of one batch; leaves the gradients in `stage`'s parameters.
+    """Run the forward and backward of one batch; leave the gradients in `stage`'s parameters.
 
     stage: this rank's part of the model; takes and gives (batch, width).
     x: (batch, width): on rank 0 the inputs; elsewhere a buffer of the same shape and dtype, to receive into.
@@ -52,13 +52,13 @@ def naive_mp(ctx: mk.Context, stage: nn.Module, x: Tensor, y: Tensor) -> None:
 
 # %% checks
 def batch(case: Case) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, (5, 6) each."""
+    """Return inputs and targets, (5, 6) each."""
     x, y = torch.randn(2, 5, 6, generator=case.generator(), dtype=torch.float64)
     return x, y
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """One batch; the gradients of this rank's stage."""
+    """Run one batch; return the gradients of this rank's stage."""
     assert callable(answer)
     stage = mlp(2 * case.ranks, case.seed)[2 * ctx.rank : 2 * ctx.rank + 2]
     x, y = batch(case)
@@ -69,7 +69,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """Serial training's gradients, by stage."""
+    """Return the gradients of serial training, by stage."""
     model = mlp(2 * case.ranks, case.seed)
     x, y = batch(case)
     F.mse_loss(model(x), y).backward()

@@ -17,14 +17,14 @@ al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatr
 
 from __future__ import annotations
 
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.schedules import Schedules, bubble, live
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.schedules import Schedules, bubble, live
+from mpkit.classroom.framework.seen import Seen
 
 
 # %% answer
 def one_f_one_b(p: int, m: int) -> list[str]:
-    """1F1B: a row of text for each of p ranks, for m micro-batches."""
+    """Return 1F1B: a row of text for each of p ranks, for m micro-batches."""
     ### BEGIN SOLUTION
     rows = []
     for rank in range(p):
@@ -40,7 +40,7 @@ def one_f_one_b(p: int, m: int) -> list[str]:
 
 # %% checks
 def live_on_the_last_rank(seen: Seen) -> float:
-    """It needs no more than one: its backward can follow its forward."""
+    """Return the last rank's peak of live micro-batches; one is enough, as each backward can follow its forward."""
     assert seen.schedule is not None
     return seen.schedule.peak_live[-1]
 

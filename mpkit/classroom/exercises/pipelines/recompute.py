@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import peak
-from mpkit.classroom.memory import Memory
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.serial import fill
-from mpkit.classroom.staged import staged
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import peak
+from mpkit.classroom.framework.memory import Memory
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.serial import fill
+from mpkit.classroom.framework.staged import staged
 
 
 # %% answer
@@ -40,7 +40,7 @@ class Recompute:
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def forward(self, i: int, x: Tensor) -> Tensor:
-        """Micro-batch i's output, (samples, width), from its input x, (samples, width)."""
+        """Return micro-batch i's output, (samples, width), from its input x, (samples, width)."""
         ### BEGIN SOLUTION
         self.kept[i] = x, torch.get_rng_state()
         with torch.no_grad():
@@ -49,7 +49,7 @@ class Recompute:
         ### END SOLUTION
 
     def backward(self, i: int, grad: Tensor) -> Tensor:
-        """From the gradient of micro-batch i's output that of its input; those of the parameters go to `.grad`."""
+        """Return the gradient of micro-batch i's input from its output's; the parameters' gradients go to `.grad`."""
         ### BEGIN SOLUTION
         x, state = self.kept.pop(i)
         x = x.detach().requires_grad_()
@@ -67,7 +67,7 @@ SAMPLES, WIDTH, LAYERS = 16, 32, 4
 
 
 def stages(case: Case) -> list[nn.Sequential]:
-    """One a rank: linear layers with tanh, and dropout if the case has it."""
+    """Return one stage per rank: linear layers with tanh, and dropout if the case has it."""
     layers = [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(case["dropout"]))
         for _ in range(LAYERS * case.ranks)
@@ -77,14 +77,14 @@ def stages(case: Case) -> list[nn.Sequential]:
 
 
 def batches(case: Case) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, (micro-batches, samples, width) each."""
+    """Return inputs and targets, (micro-batches, samples, width) each."""
     shape = (2, case["microbatches"], SAMPLES, WIDTH)
     x, y = torch.randn(shape, generator=case.generator(), dtype=torch.float64)
     return x, y
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """GPipe: all forwards, all backwards; the gradients of this rank's stage."""
+    """Run GPipe, all forwards and then all backwards; return the gradients of this rank's stage."""
     assert callable(answer)
     stage, (xs, ys) = stages(case)[ctx.rank], batches(case)
     first, last = ctx.rank == 0, ctx.rank == case.ranks - 1
@@ -113,7 +113,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """Serial gradients, of stages that draw the same random numbers."""
+    """Return the serial gradients of stages that draw the same random numbers."""
     parts, (xs, ys) = stages(case), batches(case)
     outputs = list(xs)
     with torch.random.fork_rng():
@@ -126,7 +126,7 @@ def expected(case: Case) -> list[object]:
 
 
 def enough(case: Case) -> float:
-    """Bytes: two tensors kept of each micro-batch, and all that a backward of one makes."""
+    """Return enough bytes for two tensors per micro-batch, and for all that the backward of one makes."""
     dropout = bool(case["dropout"])
     of_one = LAYERS * (4 + 3 * dropout)
     return float((2 * case["microbatches"] + of_one + 2) * SAMPLES * WIDTH * 8)

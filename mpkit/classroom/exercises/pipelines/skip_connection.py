@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import messages, sent
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.serial import mlp
-from mpkit.classroom.staged import staged
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import messages, sent
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.serial import mlp
+from mpkit.classroom.framework.staged import staged
 
 
 # %% answer
 def skip_connection(ctx: mk.Context, stage: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Forward and backward of one batch, with a skip from rank 0 to the last; leaves gradients in the parameters.
+    """Run the forward and backward of one batch, with a skip from rank 0 to the last; leave the gradients in `stage`.
 
     stage: this rank's part of the model, stage(x); on the last rank stage(x, skip).
     x: (batch, width): on rank 0 the inputs; elsewhere a buffer of the shape and dtype of all that is sent.
@@ -59,32 +59,32 @@ def skip_connection(ctx: mk.Context, stage: nn.Module, x: Tensor, y: Tensor) -> 
 
 # %% checks
 class Joined(nn.Module):
-    """The last stage: what comes from the stage before, times a gate made of the skip."""
+    """The last stage: the previous stage's output, times a gate computed from the skip."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        """(batch, width), (batch, width) -> (batch, width)."""
+        """Return the output, (batch, width), (batch, width) -> (batch, width)."""
         made: Tensor = self.layer(x) * torch.sigmoid(skip)
         return made + 0.5 * skip
 
 
 def batch(case: Case) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, (4, 6) each."""
+    """Return inputs and targets, (4, 6) each."""
     x, y = torch.randn(2, 4, 6, generator=case.generator(), dtype=torch.float64)
     return x, y
 
 
 def stages(case: Case) -> list[nn.Module]:
-    """One a rank."""
+    """Return one stage per rank."""
     layers = list(mlp(case.ranks, case.seed))
     return [*layers[:-1], Joined(layers[-1])]
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """One batch; the gradients of this rank's stage."""
+    """Run one batch; return the gradients of this rank's stage."""
     assert callable(answer)
     stage = stages(case)[ctx.rank]
     x, y = batch(case)
@@ -95,7 +95,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """Serial training's gradients, by stage."""
+    """Return the gradients of serial training, by stage."""
     first, *between, last = parts = stages(case)
     x, y = batch(case)
     skip = first(x)

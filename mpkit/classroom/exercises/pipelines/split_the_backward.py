@@ -18,13 +18,13 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 an
 
 from __future__ import annotations
 
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.schedules import Schedules, bubble, live
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.schedules import Schedules, bubble, live
 
 
 # %% answer
 def split_the_backward(p: int, m: int) -> list[str]:
-    """ZB-H1: a row of text for each of p ranks, for m micro-batches, m >= p."""
+    """Return ZB-H1: a row of text for each of p ranks, for m micro-batches, m >= p."""
     ### BEGIN SOLUTION
     rows = []
     for rank in range(p):

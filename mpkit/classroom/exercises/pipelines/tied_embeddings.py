@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import collectives, payload
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.serial import mlp
-from mpkit.classroom.staged import staged
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, payload
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.serial import mlp
+from mpkit.classroom.framework.staged import staged
 
 
 # %% answer
 def tied_embeddings(ctx: mk.Context, weight: nn.Parameter | None) -> None:
-    """Sum the gradients of the tied weight over the first and the last rank; every rank calls this once a step.
+    """Sum the gradients of the tied weight over the first and the last rank; every rank calls this once per step.
 
     weight: (words, width), this rank's copy, with its gradient; None on the ranks in the middle.
     """
@@ -46,7 +46,7 @@ WORDS, WIDTH, STEPS = 7, 6, 2
 
 
 def start(case: Case) -> tuple[Tensor, Tensor, Tensor, nn.Sequential]:
-    """Tokens (5,), the next ones, the tied weight, and the layers in between."""
+    """Return tokens (5,), the next tokens, the tied weight, and the layers in between."""
     generator = case.generator()
     tokens, following = torch.randint(WORDS, (2, 5), generator=generator)
     weight = torch.randn(WORDS, WIDTH, generator=generator, dtype=torch.float64)
@@ -54,7 +54,7 @@ def start(case: Case) -> tuple[Tensor, Tensor, Tensor, nn.Sequential]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Two steps of naive model parallelism; this rank's parameters after them."""
+    """Run two steps of naive model parallelism; return this rank's parameters after them."""
     assert callable(answer)
     tokens, following, start_weight, layers = start(case)
     layer, first, last = staged(ctx, layers[ctx.rank]), ctx.rank == 0, ctx.rank == ctx.world_size - 1
@@ -84,7 +84,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[object]:
-    """Serial training, with one weight."""
+    """Return the parameters of serial training with one tied weight."""
     tokens, following, start_weight, layers = start(case)
     weight = nn.Parameter(start_weight)
     optimizer = torch.optim.SGD([weight, *layers.parameters()], lr=0.3)

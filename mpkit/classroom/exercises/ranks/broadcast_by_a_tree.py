@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.catalogue import hardware
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import collectives, messages
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.seen import MACHINE, Seen
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, messages
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import MACHINE, Seen
+from mpkit.devices.catalogue import hardware
 from mpkit.trace import Kind
 
 
 # %% answer
 def broadcast(ctx: mk.Context, tensor: Tensor, src: int) -> Tensor:
-    """Every rank ends with rank `src`'s tensor, in place.
+    """Broadcast rank `src`'s tensor to every rank, in place.
 
     tensor: (k,), of the same length on every rank; only what `src` has in it matters. Returns it.
     """
@@ -58,36 +58,36 @@ SPAN = "time until the last rank has it"
 
 
 def given(case: Case, rank: int) -> Tensor:
-    """Another tensor on each rank."""
+    """Return a rank's tensor, a different one on each rank."""
     return torch.randn(LENGTH, generator=case.generator(rank))
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The answer, with this rank's tensor."""
+    """Run the answer with this rank's tensor."""
     assert callable(answer)
     found = answer(ctx, given(case, ctx.rank), case["src"])
     return (
         found[:: LENGTH // 64].clone() if isinstance(found, Tensor) else found
-    )  # every place of it takes longer
+    )  # a sample of it: comparing every element takes longer
 
 
 def expected(case: Case) -> list[Tensor]:
-    """On all ranks what `src` had."""
+    """Return `src`'s tensor for all ranks."""
     return [given(case, case["src"])[:: LENGTH // 64]] * case.ranks
 
 
 def rounds(case: Case) -> int:
-    """How often the ranks that have the tensor have to double."""
+    """Return how often the number of ranks that have the tensor has to double."""
     return (case.ranks - 1).bit_length()
 
 
 def star(seen: Seen) -> bool:
-    """One rank has sent to all others."""
+    """Return whether one rank has sent to all others."""
     return seen.budget == SPAN and messages(seen) == seen.case.ranks - 1
 
 
 def chain(seen: Seen) -> bool:
-    """No rank has sent to more than one."""
+    """Return whether no rank has sent to more than one other."""
     return seen.budget == SPAN and messages(seen) == 1
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import collectives, messages
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, messages
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
@@ -39,18 +39,18 @@ def pass_the_token(ctx: mk.Context, token: Tensor) -> Tensor:
 
 # %% checks
 def given(case: Case, rank: int) -> Tensor:
-    """A number, another on each rank."""
+    """Return a rank's number, a different one on each rank."""
     return torch.randint(100, (1,), generator=case.generator(rank))
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The answer, with this rank's number."""
+    """Run the answer with this rank's number."""
     assert callable(answer)
     return answer(ctx, given(case, ctx.rank))
 
 
 def expected(case: Case) -> list[Tensor]:
-    """Rank r has had ranks 1 to r added, rank 0 all of them."""
+    """Return each rank's token: ranks 1 to r have been added on rank r, all of them on rank 0."""
     start = given(case, 0)
     return [start + sum(range(1, (rank or case.ranks - 1) + 1)) for rank in range(case.ranks)]
 

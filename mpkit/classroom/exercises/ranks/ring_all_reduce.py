@@ -28,16 +28,16 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import collectives, messages, sent
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, messages, sent
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import Seen
 from mpkit.trace import Kind
 
 
 # %% answer
 def all_reduce(ctx: mk.Context, tensor: Tensor) -> Tensor:
-    """Every rank ends with the sum of all ranks' tensors, in place.
+    """Replace every rank's tensor by the sum of all ranks' tensors, in place.
 
     tensor: (k,), of the same length on every rank; n need not divide k. Returns it.
     """
@@ -68,29 +68,29 @@ VOLUME = "bytes that a rank sends"
 
 
 def given(case: Case, rank: int) -> Tensor:
-    """Another tensor on each rank."""
+    """Return a rank's tensor, a different one on each rank."""
     return torch.randint(1, 100, (case["length"],), generator=case.generator(rank)).double()
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The answer, with this rank's tensor."""
+    """Run the answer with this rank's tensor."""
     assert callable(answer)
     return answer(ctx, given(case, ctx.rank))
 
 
 def expected(case: Case) -> list[Tensor]:
-    """The sum, on every rank."""
+    """Return the sum for every rank."""
     return [torch.stack([given(case, rank) for rank in range(case.ranks)]).sum(0)] * case.ranks
 
 
 def volume(case: Case) -> float:
-    """2(n-1)/n of the tensor's bytes, where n divides its length; else as if the longest part were everyone's."""
+    """Return 2(n-1)/n of the tensor's bytes if n divides its length; else count every part as long as the longest."""
     part = -(-int(case["length"]) // case.ranks)
     return 8 * 2 * (case.ranks - 1) * part
 
 
 def reads_early(seen: Seen) -> bool:
-    """The ranks came to an end, with wrong sums, and some receive was left to itself for a while."""
+    """Return whether the ranks finished with wrong sums, and some receive was not waited for at once."""
     assert seen.trace is not None
     late = False
     for rank in seen.trace.ranks:
@@ -105,7 +105,7 @@ def reads_early(seen: Seen) -> bool:
 
 
 def never_waits_for_sends(seen: Seen) -> bool:
-    """Something was sent with isend, and nobody asked whether it has left."""
+    """Return whether something was sent with isend and never waited for."""
     assert seen.trace is not None
     for rank in seen.trace.ranks:
         waited = {int(op["ref"]) for op in rank.ops if op["kind"] == Kind.WAIT}

@@ -60,9 +60,9 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.classroom.exercise import Mistake
-from mpkit.classroom.questions import Questions
-from mpkit.classroom.room import Room
+from mpkit.classroom.framework.exercise import Mistake
+from mpkit.classroom.framework.questions import Questions
+from mpkit.classroom.framework.room import Room
 
 # %% answer
 answers = {
@@ -100,7 +100,7 @@ Table = tuple[list[list[float]], list[list[float]]]
 
 
 def tables(text: str) -> dict[str, Table]:
-    """The questions, as the text above shows them."""
+    """Return the questions, as the text above shows them."""
     found = re.findall(r"^    (\w)  before +(.*)\n +after +(.*)$", text, re.M)
     return {name: (_numbers(before), _numbers(after)) for name, before, after in found}
 
@@ -110,7 +110,7 @@ def _numbers(row: str) -> list[list[float]]:
 
 
 def every_collective(ctx: mk.Context, befores: list[list[list[float]]]) -> list[dict[str, list[float]]]:
-    """For each question what this rank has after each collective; after those with a root for every root."""
+    """Return, for each question, what this rank has after each collective; for those with a root, for every root."""
     return [_after(ctx, torch.tensor(before[ctx.rank])) for before in befores]
 
 
@@ -125,7 +125,7 @@ def _after(ctx: mk.Context, mine: Tensor) -> dict[str, list[float]]:
 
 
 def truth(room: Room) -> Mapping[str, str]:
-    """Found by doing every collective on ranks: the one whose outcome is in the table."""
+    """Run every collective on ranks, and return for each question the one whose outcome is in the table."""
     asked = tables(__doc__ or "")
     done = room.cluster(RANKS).run(every_collective, [before for before, _ in asked.values()])
     right = {}

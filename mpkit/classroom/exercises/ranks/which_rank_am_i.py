@@ -22,9 +22,9 @@ Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU 
 from __future__ import annotations
 
 import mpkit as mk
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.mesh import Mesh as Target
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.plan.mesh import Mesh as Target
 
 
 # %% answer
@@ -35,19 +35,19 @@ class Mesh:
         self.pp, self.dp, self.tp = pp, dp, tp
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        """The coordinates (pp, dp, tp) of a rank."""
+        """Return the coordinates (pp, dp, tp) of a rank."""
         ### BEGIN SOLUTION
         return rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp
         ### END SOLUTION
 
     def rank(self, pp: int, dp: int, tp: int) -> int:
-        """The rank at these coordinates."""
+        """Return the rank at these coordinates."""
         ### BEGIN SOLUTION
         return (pp * self.dp + dp) * self.tp + tp
         ### END SOLUTION
 
     def group(self, rank: int, axis: str) -> list[int]:
-        """The ranks, this one among them, that differ from it along this axis only ("pp", "dp" or "tp"); ascending."""
+        """Return this rank and those that differ from it along this axis only ("pp", "dp" or "tp"), ascending."""
         ### BEGIN SOLUTION
         pp, dp, tp = self.place(rank)
         if axis == "pp":
@@ -63,7 +63,7 @@ AXES = ("pp", "dp", "tp")
 
 
 def play(ctx: mk.Context, answer: type[Mesh], case: Case) -> dict[str, object]:
-    """Every rank asks for its own place, for its rank again, and for its groups."""
+    """Return this rank's place, its rank computed from that place, and its groups, by the answer's mesh."""
     mesh = answer(*(case[axis] for axis in AXES))
     place = mesh.place(ctx.rank)
     found = {"place": place, "rank": mesh.rank(*place)}
@@ -71,7 +71,7 @@ def play(ctx: mk.Context, answer: type[Mesh], case: Case) -> dict[str, object]:
 
 
 def expected(case: Case) -> list[dict[str, object]]:
-    """What the kit's own mesh says."""
+    """Return the same according to the kit's own mesh."""
     mesh = Target(**case.sizes)
     return [
         {"place": (mesh.place(rank).pp, mesh.place(rank).dp, mesh.place(rank).tp), "rank": rank}

@@ -17,15 +17,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import mpkit as mk
-from mpkit.classroom.exercise import Mistake
+from mpkit.classroom.framework.exercise import Mistake
+from mpkit.classroom.framework.questions import Questions
+from mpkit.classroom.framework.room import Room
 from mpkit.classroom.lab import given, near
-from mpkit.classroom.questions import Questions
-from mpkit.classroom.room import Room
 
 
 # %% given
 def run(forward: tuple[float, ...] = (1.0, 1.2, 2.6, 1.2), m: int = 12) -> mk.Timeline:
-    """1F1B over four stages; a backward takes twice a forward."""
+    """Simulate 1F1B over four stages; a backward takes twice as long as a forward."""
     return mk.simulate(
         mk.Plan.pipeline("1f1b", 4, m), forward=forward, input_grad=forward, weight_grad=forward
     )
@@ -54,7 +54,7 @@ reading = {
 
 # %% checks
 def truth(room: Room) -> Mapping[str, float | int]:
-    """By simulation."""
+    """Return the right values, by simulation."""
     t = run()
     right = (
         2,

@@ -17,15 +17,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import mpkit as mk
-from mpkit.classroom.exercise import Mistake
+from mpkit.classroom.framework.exercise import Mistake
+from mpkit.classroom.framework.questions import Questions
+from mpkit.classroom.framework.room import Room
 from mpkit.classroom.lab import near, puzzle
-from mpkit.classroom.questions import Questions
-from mpkit.classroom.room import Room
 
 
 # %% given
 def run(letter: str) -> mk.Timeline:
-    """The timeline of run A, B or C."""
+    """Return the timeline of run A, B or C."""
     from mpkit.classroom.lab import puzzle
 
     return puzzle("double-the-link", letter)
@@ -49,7 +49,7 @@ seconds_of_a_step = {
 
 # %% checks
 def truth(room: Room) -> Mapping[str, float]:
-    """By replaying."""
+    """Return the right values, by replaying the run."""
     return {letter: puzzle("double-the-link", letter, link=2, room=room).step_time for letter in "ABC"}
 
 

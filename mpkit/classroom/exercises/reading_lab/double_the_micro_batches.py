@@ -18,15 +18,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import mpkit as mk
-from mpkit.classroom.exercise import Mistake
+from mpkit.classroom.framework.exercise import Mistake
+from mpkit.classroom.framework.questions import Questions
+from mpkit.classroom.framework.room import Room
 from mpkit.classroom.lab import given, near
-from mpkit.classroom.questions import Questions
-from mpkit.classroom.room import Room
 
 
 # %% given
 def now() -> mk.Timeline:
-    """GPipe as it is."""
+    """Simulate GPipe as it is now."""
     return mk.simulate(mk.Plan.gpipe(4, 4))
 
 
@@ -51,18 +51,18 @@ predictions = {
 
 # %% checks
 def step(m: int, forward: float) -> mk.Timeline:
-    """GPipe with m micro-batches."""
+    """Simulate GPipe with m micro-batches."""
     return mk.simulate(mk.Plan.gpipe(4, m), forward=forward, input_grad=forward, weight_grad=forward)
 
 
 def live(schedule: str) -> int:
-    """Micro-batches that the fullest rank holds."""
+    """Return how many micro-batches the fullest rank holds."""
     t = mk.simulate(mk.Plan.pipeline(schedule, 4, 8))
     return max(held["activations"] for held in t.peak_memory)
 
 
 def truth(room: Room) -> Mapping[str, float | int]:
-    """By simulation."""
+    """Return the right values, by simulation."""
     priced = {m: step(m, 0.2 + 0.8 * 4 / m).makespan for m in (2, 4, 8, 16, 32, 64)}
     right = (
         step(8, 0.5).bubble,

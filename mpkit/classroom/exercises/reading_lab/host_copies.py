@@ -19,16 +19,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import mpkit as mk
-from mpkit.classroom.exercise import Mistake
+from mpkit.classroom.framework.exercise import Mistake
+from mpkit.classroom.framework.questions import Questions
+from mpkit.classroom.framework.room import Room
 from mpkit.classroom.lab import near, timeline
-from mpkit.classroom.questions import Questions
-from mpkit.classroom.room import Room
 from mpkit.trace import Kind, Lane
 
 
 # %% given
 def run() -> mk.Timeline:
-    """A step of ZeRO-1 with its optimizer on the host."""
+    """Return the timeline of a ZeRO-1 step with the optimizer on the host."""
     from mpkit.classroom.lab import puzzle
 
     return puzzle("host-copies", "A")
@@ -55,7 +55,7 @@ copies = {
 
 # %% checks
 def truth(room: Room) -> Mapping[str, float | int]:
-    """By replaying."""
+    """Return the right values, by replaying the run."""
     t = timeline("offload", room=room)
     hosted = t.spans[(t.spans["lane"] == Lane.HOST) & (t.spans["rank"] == 0)]
     out = hosted[hosted["kind"] == Kind.COPY_TO_HOST]

@@ -18,16 +18,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import mpkit as mk
-from mpkit.classroom.exercise import Mistake
+from mpkit.classroom.framework.exercise import Mistake
+from mpkit.classroom.framework.questions import Questions
+from mpkit.classroom.framework.room import Room
 from mpkit.classroom.lab import given, puzzle
-from mpkit.classroom.questions import Questions
-from mpkit.classroom.room import Room
 from mpkit.trace import Lane
 
 
 # %% given
 def run(letter: str) -> mk.Timeline:
-    """The timeline of run A, B, C, D or E."""
+    """Return the timeline of run A, B, C, D or E."""
     from mpkit.classroom.lab import puzzle
 
     return puzzle("name-the-cause", letter)
@@ -52,8 +52,8 @@ causes = {
 
 # %% checks
 def cause(t: mk.Timeline) -> str:
-    """The largest part of the idle time, as the kit counts it."""
-    from mpkit.idleness import CAUSES, idle_by_cause
+    """Return the largest part of the idle time, as the kit counts it."""
+    from mpkit.timeline.idleness import CAUSES, idle_by_cause
 
     if t.bubble < 0.05:
         return "nothing"
@@ -69,7 +69,7 @@ def cause(t: mk.Timeline) -> str:
 
 
 def truth(room: Room) -> Mapping[str, str]:
-    """By the numbers."""
+    """Return each run's cause, computed from its timeline."""
     return {letter: cause(puzzle("name-the-cause", letter, room=room)) for letter in "ABCDE"}
 
 

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mpkit.classroom.exercise import Mistake
+from mpkit.classroom.framework.exercise import Mistake
+from mpkit.classroom.framework.questions import Questions
+from mpkit.classroom.framework.room import Room
 from mpkit.classroom.lab import PUZZLES, given, near, timeline
-from mpkit.classroom.questions import Questions
-from mpkit.classroom.room import Room
 
 
 # %% given
 def held(letter: str) -> dict[str, int]:
-    """Bytes that a GPU of run A, B, C or D holds, by category."""
+    """Return the bytes that a GPU of run A, B, C or D holds, by category."""
     from mpkit.classroom.lab import puzzle
 
     return puzzle("read-the-memory", letter).peak_memory[0]
@@ -55,7 +55,7 @@ memory = {
 
 # %% checks
 def truth(room: Room) -> Mapping[str, str | int]:
-    """From the runs themselves."""
+    """Return the right values, read from the runs themselves."""
     names = PUZZLES["read-the-memory"]
     ddp = timeline("ddp", room=room)
     whole = ddp.peak_memory[0]

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
 def train(
     ctx: mk.Context, model: nn.Module, batches: list[tuple[Tensor, Tensor]], microbatches: int
 ) -> list[float]:
-    """Train for a step a batch; returns the losses. `batches` are whole ones, (B, 6) and (B, 3), on every rank.
+    """Train for one step per batch; return the losses. `batches` are whole ones, (B, 6) and (B, 3), on every rank.
 
     microbatches: how many each rank cuts its share into; all are of one size.
     """
@@ -55,12 +55,12 @@ def train(
 
 # %% checks
 def samples(case: Case) -> int:
-    """Eight in each micro-batch of each rank."""
+    """Return the size of a batch that has eight samples in each micro-batch of each rank."""
     return 8 * int(case["microbatches"]) * case.ranks
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Losses and weights."""
+    """Return the losses and the weights of the answer."""
     assert callable(answer)
     model = serial.model(case.seed)
     losses = answer(ctx, model, serial.batches(case, samples(case), case["steps"]), case["microbatches"])
@@ -68,7 +68,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[serial.Outcome]:
-    """Serial training's."""
+    """Return what serial training gives."""
     batches = serial.batches(case, samples(case), case["steps"])
     return [serial.train(serial.model(case.seed), batches)] * case.ranks
 

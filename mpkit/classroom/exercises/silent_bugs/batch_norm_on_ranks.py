@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import payload
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import payload
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% given
 class SumOverRanks(torch.autograd.Function):
-    """The sum over ranks, on every rank; and so it is with the gradients."""
+    """The sum over ranks, on every rank; gradients are summed over ranks as well."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Any) -> Tensor:
@@ -47,7 +47,7 @@ class SumOverRanks(torch.autograd.Function):
 
 # %% answer
 def normalize(ctx: mk.Context, x: Tensor) -> Tensor:
-    """Each channel with mean 0 and variance 1 over the whole batch. x: (k, channels), this rank's k samples."""
+    """Normalize each channel to mean 0 and variance 1 over the whole batch. x: (k, channels), this rank's k samples."""
     ### BEGIN SOLUTION
     # instead: mean = x.mean(0)
     # instead: var = (x - mean).square().mean(0)
@@ -59,7 +59,7 @@ def normalize(ctx: mk.Context, x: Tensor) -> Tensor:
 
 
 def train(ctx: mk.Context, model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
-    """Train for a step a batch; returns the losses. `batches` are whole ones, (B, 6) and (B, 3), on every rank."""
+    """Train for one step per batch; return the losses. `batches` are whole ones, (B, 6) and (B, 3), on every rank."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
     losses = []
     for inputs, targets in batches:
@@ -81,7 +81,7 @@ SAMPLES, CHANNELS = 12, 5
 
 
 class Normed(nn.Module):
-    """A layer, a BatchNorm, a layer."""
+    """A model of two layers with a BatchNorm between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,30 +89,30 @@ class Normed(nn.Module):
         self.scale, self.shift = nn.Parameter(torch.ones(CHANNELS)), nn.Parameter(torch.zeros(CHANNELS))
 
     def forward(self, x: Tensor) -> Tensor:
-        """On one device, with torch's own."""
+        """Return the output on one device, with torch's own batch norm."""
         normal = F.batch_norm(self.first(x), None, None, self.scale, self.shift, training=True, eps=1e-5)
         return self.last(torch.tanh(normal))
 
 
 def batches(case: Case) -> list[serial.Batch]:
-    """Of few samples a rank: their means differ."""
+    """Return batches with few samples per rank, so that the ranks' means differ."""
     return serial.batches(case, SAMPLES, case["steps"])
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Losses and weights."""
+    """Return the losses and the weights of the answer."""
     assert callable(answer)
     model = serial.fill(Normed(), case.seed)
     return serial.outcome(answer(ctx, model, batches(case)), model)
 
 
 def expected(case: Case) -> list[serial.Outcome]:
-    """Serial training's."""
+    """Return what serial training gives."""
     return [serial.train(serial.fill(Normed(), case.seed), batches(case))] * case.ranks
 
 
 def bound(case: Case) -> float:
-    """Gradients, losses, and some numbers a channel."""
+    """Return enough bytes for gradients, losses, and some numbers per channel."""
     numbers = sum(parameter.numel() for parameter in Normed().parameters()) + 1 + 12 * CHANNELS
     return 8 * float(case["steps"]) * numbers
 

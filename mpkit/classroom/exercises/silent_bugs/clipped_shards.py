@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import payload
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import payload
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
 def train(
     ctx: mk.Context, model: nn.Module, batches: list[tuple[Tensor, Tensor]], max_norm: float
 ) -> list[float]:
-    """Train for a step a batch; returns the losses. `batches` are whole ones, (B, 6) and (B, 3), on every rank."""
+    """Train for one step per batch; return the losses. `batches` are whole ones, (B, 6) and (B, 3), on every rank."""
     n, parameters = ctx.world_size, list(model.parameters())
     mine = parameters[ctx.rank :: n]
     optimizer = torch.optim.SGD(mine, lr=0.1, momentum=0.9, weight_decay=0.05)
@@ -63,7 +63,7 @@ SAMPLES = 48
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Losses and weights."""
+    """Return the losses and the weights of the answer."""
     assert callable(answer)
     model = serial.model(case.seed)
     losses = answer(ctx, model, serial.batches(case, SAMPLES, case["steps"]), case["max_norm"])
@@ -71,7 +71,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[serial.Outcome]:
-    """Serial training's, clipped by the norm of everything."""
+    """Return what serial training gives, with gradients clipped by their global norm."""
     model = serial.model(case.seed)
     optimizer = serial.sgd(model)
     losses = []
@@ -86,7 +86,7 @@ def expected(case: Case) -> list[serial.Outcome]:
 
 
 def bound(case: Case) -> float:
-    """Gradients down, weights back, a loss, and a few numbers for the norm."""
+    """Return enough bytes to scatter gradients, gather weights, and send a loss and a few numbers for the norm."""
     return 8 * float(case["steps"]) * (2 * sum(p.numel() for p in serial.model(0).parameters()) + 8)
 
 

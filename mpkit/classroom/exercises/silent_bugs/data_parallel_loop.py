@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.measures import collectives
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.measures import collectives
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import Seen
 
 
 # %% answer
 def train(ctx: mk.Context, model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
-    """Train for a step a batch; returns the losses. `batches` are whole ones, (B, 6) and (B, 3), on every rank."""
+    """Train for one step per batch; return the losses. `batches` are whole ones, (B, 6) and (B, 3), on every rank."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
     losses = []
     for inputs, targets in batches:
@@ -53,19 +53,19 @@ SAMPLES = 48
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Losses and weights."""
+    """Return the losses and the weights of the answer."""
     assert callable(answer)
     model = serial.model(case.seed)
     return serial.outcome(answer(ctx, model, serial.batches(case, SAMPLES, case["steps"])), model)
 
 
 def expected(case: Case) -> list[serial.Outcome]:
-    """Serial training's."""
+    """Return what serial training gives."""
     return [serial.train(serial.model(case.seed), serial.batches(case, SAMPLES, case["steps"]))] * case.ranks
 
 
 def more_than_gradients(seen: Seen) -> bool:
-    """Something besides gradients and losses was sent."""
+    """Return whether something besides gradients and losses was sent."""
     each = 1 + len(list(serial.model(0).parameters()))
     return collectives(seen) > each * seen.case["steps"]
 

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% given
@@ -36,18 +36,18 @@ class SumOverGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, comm: Any) -> Tensor:
-        """(B, D), the sum of all ranks' partial results."""
+        """Return the sum of all ranks' partial results, (B, D)."""
         return comm.all_reduce(partial.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Every rank has the whole gradient already."""
+        """Return the gradient as it is: every rank has the whole gradient already."""
         return gradient, None
 
 
 # %% answer
 def train(ctx: mk.Context, model: nn.Module, batches: list[tuple[Tensor, Tensor]], seed: int) -> list[float]:
-    """Train for a step a batch; returns the losses. `batches` are whole, and the same on all ranks.
+    """Train for one step per batch; return the losses. `batches` are whole, and the same on all ranks.
 
     model: columns (6 to its n-th of 12), rows (its n-th of 12 to 5), head (5 to 3), which is whole on every rank.
     """
@@ -73,7 +73,7 @@ SAMPLES, HIDDEN, WIDTH = 32, 12, 5
 
 
 class Part(nn.Module):
-    """What a rank of n holds; n = 1: the whole model."""
+    """The part of the model that each of n ranks holds; n = 1: the whole model."""
 
     def __init__(self, n: int = 1) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Part(nn.Module):
 
 
 def part(weights: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
-    """A rank's part of whole weights."""
+    """Return a rank's part of the whole weights."""
     return {
         **weights,
         "columns.weight": weights["columns.weight"].chunk(n, 0)[rank],
@@ -92,7 +92,7 @@ def part(weights: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Losses and this rank's weights."""
+    """Return the losses and this rank's weights."""
     assert callable(answer)
     whole, model = serial.fill(Part(), case.seed), Part(ctx.world_size).double()
     model.load_state_dict(part(whole.state_dict(), ctx.rank, ctx.world_size))
@@ -101,7 +101,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[serial.Outcome]:
-    """Serial training's, cut up."""
+    """Return what serial training gives, with the weights cut into each rank's part."""
     model = serial.fill(Part(), case.seed)
     optimizer = serial.sgd(model)
     losses = []

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
 def train(ctx: mk.Context, model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
-    """Train for a step a batch; returns the losses. `batches` are whole ones, (B, 6) and (B, 3), on every rank.
+    """Train for one step per batch; return the losses. `batches` are whole ones, (B, 6) and (B, 3), on every rank.
 
     model: on the device. In the end it has the weights of the last step.
     """
@@ -66,14 +66,14 @@ SAMPLES = 48
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Losses and the device's weights."""
+    """Return the losses and the device's weights."""
     assert callable(answer)
     model = serial.model(case.seed)
     return serial.outcome(answer(ctx, model, serial.batches(case, SAMPLES, case["steps"])), model)
 
 
 def expected(case: Case) -> list[serial.Outcome]:
-    """Serial training's."""
+    """Return what serial training gives."""
     return [serial.train(serial.model(case.seed), serial.batches(case, SAMPLES, case["steps"]))] * case.ranks
 
 

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
 def train(
     ctx: mk.Context, model: nn.Module, data: tuple[Tensor, Tensor], batch: int, steps: int, seed: int
 ) -> list[float]:
-    """Train for some steps of one epoch; returns the losses.
+    """Train for some steps of one epoch; return the losses.
 
     data: inputs (N, 6) and targets (N, 3), whole on every rank; batch: B, a multiple of ctx.world_size.
     """
@@ -58,12 +58,12 @@ BATCH, STEPS = 36, 4
 
 
 def data(case: Case) -> tuple[Tensor, Tensor]:
-    """An epoch's worth."""
+    """Return the inputs and targets of one epoch."""
     return serial.batches(case, BATCH * STEPS, 1)[0]
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Losses and weights."""
+    """Return the losses and the weights of the answer."""
     assert callable(answer)
     model, seen = serial.model(case.seed), [0]
 
@@ -76,7 +76,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[serial.Outcome]:
-    """Serial training's."""
+    """Return what serial training gives."""
     x, y = data(case)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(7 * case.seed))
     batches = [(x[some], y[some]) for some in order.split(BATCH)]

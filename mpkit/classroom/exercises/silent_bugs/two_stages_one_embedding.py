@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Case, Mistake
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
 def train(ctx: mk.Context, stage: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
-    """Train for a step a batch; returns the losses. `batches`: tokens and targets, (B,) each.
+    """Train for one step per batch; return the losses. `batches`: tokens and targets, (B,) each.
 
     stage: rank 0's gives hidden values (B, D) for tokens, rank 1's scores (B, V) for hidden values. Both have
     `stage.embedding.weight`, E: (V, D), and begin with the same values of it.
@@ -66,37 +66,37 @@ TOKENS, WIDTH, SAMPLES = 7, 5, 40
 
 
 class First(nn.Module):
-    """Tokens to hidden values."""
+    """The first stage, which maps tokens to hidden values."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
         self.embedding, self.linear = embedding, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B,) to (B, D)."""
+        """Return the hidden values (B, D) of tokens (B,)."""
         return torch.tanh(self.linear(self.embedding(tokens)))
 
 
 class Last(nn.Module):
-    """Hidden values to scores, with the embedding's transpose."""
+    """The last stage, which maps hidden values to scores with the embedding's transpose."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
         self.embedding, self.linear = embedding, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, D) to (B, V)."""
+        """Return the scores (B, V) of hidden values (B, D)."""
         return torch.tanh(self.linear(hidden)) @ self.embedding.weight.T
 
 
 def stages(case: Case) -> nn.Sequential:
-    """Both, with one embedding."""
+    """Return both stages, which share one embedding."""
     embedding = nn.Embedding(TOKENS, WIDTH)
     return serial.fill(nn.Sequential(First(embedding), Last(embedding)), case.seed)
 
 
 def batches(case: Case) -> list[serial.Batch]:
-    """The next token follows from the one before, most of the time."""
+    """Return batches in which the next token follows from the previous one most of the time."""
     generator = case.generator()
     follows = torch.randperm(TOKENS, generator=generator)
     found = []
@@ -109,19 +109,19 @@ def batches(case: Case) -> list[serial.Batch]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Losses and this stage's weights."""
+    """Return the losses and this stage's weights."""
     assert callable(answer)
     stage = copy.deepcopy(stages(case)[ctx.rank])
     return serial.outcome(answer(ctx, stage, batches(case)), stage)
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
-    """The program's own."""
+    """Return the same optimizer as the program's."""
     return torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
 
 
 def expected(case: Case) -> list[serial.Outcome]:
-    """Serial training's; each rank has its stage's weights, both the embedding."""
+    """Return what serial training gives: each rank has its stage's weights, and both have the embedding."""
     trained = serial.train(stages(case), batches(case), F.cross_entropy, sgd)
     found = []
     for rank in range(2):

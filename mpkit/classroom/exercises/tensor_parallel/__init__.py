@@ -21,22 +21,22 @@ PLACE = 5
 
 # %% given
 class Operator(torch.autograd.Function):
-    """One thing in the forward, another in the backward."""
+    """An autograd function that applies one function in the forward and another in the backward."""
 
     @staticmethod
     def forward(
         saved: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """From x to y."""
+        """Return y = `forward(x)`, and save `backward` for later."""
         saved.backward_of = backward
         return forward(x.detach().clone())
 
     @staticmethod
     def backward(saved: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        """From dy to dx."""
+        """Return dx = `backward(dy)`."""
         return saved.backward_of(dy.detach().clone()), None, None
 
 
 def operator(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    """`forward(x)`, whose backward gives x the gradient `backward(dy)`."""
+    """Return `forward(x)`, whose backward gives x the gradient `backward(dy)`."""
     return Operator.apply(x, forward, backward)

@@ -22,26 +22,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.exercises.tensor_parallel import operator
-from mpkit.classroom.measures import collectives, payload
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, payload
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% given
 def f(ctx: mk.Context, x: Tensor) -> Tensor:
-    """Nothing in the forward, an all-reduce in the backward."""
+    """Apply Megatron's f: the identity in the forward, an all-reduce in the backward."""
     return operator(x, lambda x: x, lambda dx: ctx.comm.all_reduce(dx))
 
 
 def g(ctx: mk.Context, y: Tensor) -> Tensor:
-    """An all-reduce in the forward, nothing in the backward."""
+    """Apply Megatron's g: an all-reduce in the forward, the identity in the backward."""
     return operator(y, lambda y: ctx.comm.all_reduce(y), lambda dy: dy)
 
 
 # %% answer
 def attention(ctx: mk.Context, x: Tensor, qkv: nn.Linear, out: nn.Linear, heads: int) -> Tensor:
-    """Causal self-attention, [b, s, h] -> [b, s, h], of which each rank does heads / n heads.
+    """Compute causal self-attention, [b, s, h] -> [b, s, h], of which each rank does heads / n heads.
 
     qkv: [h -> 3h], out: [h -> h], whole on every rank; n divides heads. On one rank it would be
 
@@ -70,7 +70,7 @@ Linears = tuple[nn.Linear, nn.Linear]
 
 
 def whole(case: Case) -> tuple[Tensor, Tensor, Linears]:
-    """X, the gradient of the result, and both layers."""
+    """Return X, the gradient of the result, and both layers."""
     generator = case.generator(5)
     x, dz = torch.randn(2, B, S, H, generator=generator, dtype=torch.float64)
     qkv, out = nn.Linear(H, 3 * H, dtype=torch.float64), nn.Linear(H, H, dtype=torch.float64)
@@ -80,7 +80,7 @@ def whole(case: Case) -> tuple[Tensor, Tensor, Linears]:
 
 
 def serial(x: Tensor, qkv: nn.Linear, out: nn.Linear, heads: int) -> Tensor:
-    """All heads on one rank."""
+    """Compute all heads on one rank."""
     q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv(x).chunk(3, -1))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     result: Tensor = out(y.transpose(1, 2).flatten(2))
@@ -88,7 +88,7 @@ def serial(x: Tensor, qkv: nn.Linear, out: nn.Linear, heads: int) -> Tensor:
 
 
 def gradients(x: Tensor, layers: Linears) -> dict[str, Tensor | None]:
-    """By name."""
+    """Return the gradients by name."""
     qkv, out = layers
     return {
         "gradient of x": x.grad,
@@ -100,7 +100,7 @@ def gradients(x: Tensor, layers: Linears) -> dict[str, Tensor | None]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Forward and backward of this rank."""
+    """Run this rank's forward and backward with the answer."""
     assert callable(answer)
     x, dz, layers = whole(case)
     z = answer(ctx, x, *layers, case["heads"])
@@ -109,7 +109,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[dict[str, Tensor | None]]:
-    """All heads on one rank; of the gradients of what is cut, each rank's part, and zeros."""
+    """Return the results of all heads on one rank; of a cut weight's gradient, each rank has its part and zeros."""
     x, dz, layers = whole(case)
     z = serial(x, *layers, case["heads"])
     z.backward(dz)

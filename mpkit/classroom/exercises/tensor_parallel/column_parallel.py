@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.exercises.tensor_parallel import operator
-from mpkit.classroom.measures import collectives, payload
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, payload
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
 def column_parallel(ctx: mk.Context, x: Tensor, a: Tensor) -> Tensor:
-    """This rank's columns of Y = XA, [b, k_i].
+    """Return this rank's columns of Y = XA, [b, k_i].
 
     x: [b, h], the same on every rank. a: [h, k_i], this rank's columns of A; ranks may have more or fewer.
     After `y.backward(...)`, x.grad has to be the gradient of all of Y, the same on every rank.
@@ -54,7 +54,7 @@ SENT = "bytes of collectives"
 
 
 def whole(case: Case) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """X, and each rank's columns of A, and their gradients in Y."""
+    """Return X, each rank's columns of A, and the gradients of each rank's columns of Y."""
     generator = case.generator(5)
     x = torch.randn(ROWS, H, generator=generator, dtype=torch.float64)
     parts = [torch.randn(H, 2 + r, generator=generator, dtype=torch.float64) for r in range(case.ranks)]
@@ -63,7 +63,7 @@ def whole(case: Case) -> tuple[Tensor, list[Tensor], list[Tensor]]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Forward and backward of this rank."""
+    """Run this rank's forward and backward with the answer."""
     assert callable(answer)
     x, parts, grads = whole(case)
     x, a = x.requires_grad_(), parts[ctx.rank].requires_grad_()
@@ -73,7 +73,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[dict[str, Tensor | None]]:
-    """The same with all columns."""
+    """Return the same, computed with all columns on one device."""
     x, parts, grads = whole(case)
     a = torch.cat(parts, 1).requires_grad_()
     x.requires_grad_()

@@ -24,26 +24,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.exercises.tensor_parallel import operator
-from mpkit.classroom.measures import collectives, payload
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, payload
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% given
 def f(ctx: mk.Context, x: Tensor) -> Tensor:
-    """Nothing in the forward, an all-reduce in the backward."""
+    """Apply Megatron's f: the identity in the forward, an all-reduce in the backward."""
     return operator(x, lambda x: x, lambda dx: ctx.comm.all_reduce(dx))
 
 
 def g(ctx: mk.Context, y: Tensor) -> Tensor:
-    """An all-reduce in the forward, nothing in the backward."""
+    """Apply Megatron's g: an all-reduce in the forward, the identity in the backward."""
     return operator(y, lambda y: ctx.comm.all_reduce(y), lambda dy: dy)
 
 
 # %% answer
 def mlp(ctx: mk.Context, x: Tensor, up: nn.Linear, down: nn.Linear) -> Tensor:
-    """`down(F.gelu(up(x)))`, [b, h] -> [b, h], of which each rank does an n-th; the result is the same on every rank.
+    """Compute `down(F.gelu(up(x)))`, [b, h] -> [b, h], an n-th on each rank; the result is the same on every rank.
 
     up: [h -> k], down: [k -> h], whole on every rank; n divides k. Use an n-th of both, this rank's.
     """
@@ -63,7 +63,7 @@ Linears = tuple[nn.Linear, nn.Linear]
 
 
 def whole(case: Case) -> tuple[Tensor, Tensor, Linears]:
-    """X, the gradient of Z, and both layers."""
+    """Return X, the gradient of Z, and both layers."""
     generator = case.generator(5)
     x, dz = torch.randn(2, ROWS, H, generator=generator, dtype=torch.float64)
     up, down = nn.Linear(H, K, dtype=torch.float64), nn.Linear(K, H, dtype=torch.float64)
@@ -73,7 +73,7 @@ def whole(case: Case) -> tuple[Tensor, Tensor, Linears]:
 
 
 def gradients(x: Tensor, layers: Linears) -> dict[str, Tensor | None]:
-    """By name."""
+    """Return the gradients by name."""
     up, down = layers
     return {
         "gradient of x": x.grad,
@@ -85,7 +85,7 @@ def gradients(x: Tensor, layers: Linears) -> dict[str, Tensor | None]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Forward and backward of this rank."""
+    """Run this rank's forward and backward with the answer."""
     assert callable(answer)
     x, dz, layers = whole(case)
     z = answer(ctx, x, *layers)
@@ -94,7 +94,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[dict[str, Tensor | None]]:
-    """The serial MLP; of the gradients of what is cut, each rank's part, and zeros."""
+    """Return the results of the serial MLP; of a cut weight's gradient, each rank has its part and zeros."""
     x, dz, (up, down) = whole(case)
     z = down(torch.nn.functional.gelu(up(x)))
     z.backward(dz)

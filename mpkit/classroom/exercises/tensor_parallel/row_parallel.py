@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.exercises.tensor_parallel import operator
-from mpkit.classroom.measures import collectives, payload
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, payload
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
 def row_parallel(ctx: mk.Context, x: Tensor, a: Tensor, bias: Tensor) -> Tensor:
-    """Y = XA + bias, [b, m], the same on every rank.
+    """Return Y = XA + bias, [b, m], the same on every rank.
 
     x: [b, k_i], this rank's columns of X. a: [k_i, m], its rows of A; ranks may have more or fewer. bias: [m], all of
     it.
@@ -54,7 +54,7 @@ SENT = "bytes of collectives"
 
 
 def whole(case: Case) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-    """Each rank's columns of X and rows of A, the bias, and the gradient of Y."""
+    """Return each rank's columns of X and rows of A, the bias, and the gradient of Y."""
     generator = case.generator(5)
     sizes = [2 + (rank + case.seed) % 3 for rank in range(case.ranks)]
     xs = [torch.randn(ROWS, size, generator=generator, dtype=torch.float64) for size in sizes]
@@ -64,7 +64,7 @@ def whole(case: Case) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Forward and backward of this rank."""
+    """Run this rank's forward and backward with the answer."""
     assert callable(answer)
     xs, parts, bias, dy = whole(case)
     x, a, bias = xs[ctx.rank].requires_grad_(), parts[ctx.rank].requires_grad_(), bias.requires_grad_()
@@ -74,7 +74,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
-    """The same on one device."""
+    """Return the same, computed on one device."""
     xs, parts, bias, dy = whole(case)
     sizes = [part.shape[0] for part in parts]
     x, a = torch.cat(xs, 1).requires_grad_(), torch.cat(parts).requires_grad_()

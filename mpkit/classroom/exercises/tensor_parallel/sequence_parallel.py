@@ -27,17 +27,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.exercises.tensor_parallel import operator
-from mpkit.classroom.measures import collectives, ring
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, ring
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import Seen
 from mpkit.trace import Kind
 
 
 # %% given
 def f(ctx: mk.Context, x: Tensor) -> Tensor:
-    """Nothing in the forward, an all-reduce in the backward."""
+    """Apply Megatron's f: the identity in the forward, an all-reduce in the backward."""
     return operator(x, lambda x: x, lambda dx: ctx.comm.all_reduce(dx))
 
 
@@ -45,7 +45,7 @@ def f(ctx: mk.Context, x: Tensor) -> Tensor:
 def sequence_parallel(
     ctx: mk.Context, x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b: Tensor
 ) -> Tensor:
-    """This rank's part of X + GeLU(norm(X) A) B, [s/t, batch, h].
+    """Return this rank's part of X + GeLU(norm(X) A) B, [s/t, batch, h].
 
     x: [s/t, batch, h], its part of the sequence. weight, bias: [h], of the layer norm, the same on every rank.
     a: [h, k_i], its columns of A. b: [k_i, h], its rows of B.
@@ -78,7 +78,7 @@ CALLS, SENT, HELD = (
 
 
 def inputs(case: Case) -> tuple[dict[str, Tensor], Tensor]:
-    """What is whole, by name, and the gradient of the result."""
+    """Return the whole input and parameters, by name, and the gradient of the result."""
     generator = case.generator(5)
     shapes = {
         "x": (LENGTH, BATCH, H),
@@ -94,14 +94,14 @@ def inputs(case: Case) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def part(name: str, tensor: Tensor, case: Case, rank: int) -> Tensor:
-    """What a rank has of it."""
+    """Return the part of a whole tensor that a rank has."""
     if name in ("weight", "bias"):
         return tensor.clone()
     return tensor.chunk(case.ranks, 1 if name == "a" else 0)[rank].clone()
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Forward and backward of this rank."""
+    """Run this rank's forward and backward with the answer."""
     assert callable(answer)
     whole, dz = inputs(case)
     mine = {name: part(name, each, case, ctx.rank).requires_grad_() for name, each in whole.items()}
@@ -123,7 +123,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
-    """The same on one device, each rank's part."""
+    """Return each rank's part of the same, computed on one device."""
     whole, dz = inputs(case)
     x, weight, bias, a, b = (each.requires_grad_() for each in whole.values())
     z = x + F.gelu(F.layer_norm(x, (H,), weight, bias) @ a) @ b
@@ -141,13 +141,13 @@ def expected(case: Case) -> list[dict[str, Tensor]]:
 
 
 def kept(seen: Seen) -> float:
-    """Bytes of activations that the fullest rank saves for its backward."""
+    """Return the bytes of activations that the fullest rank saves for its backward."""
     assert seen.trace is not None
     return max(float(rank.ops["bytes"][rank.ops["kind"] == Kind.COMPUTE].max()) for rank in seen.trace.ranks)
 
 
 def sent(case: Case) -> float:
-    """Four times the whole sequence, and two all-reduces of [h]."""
+    """Return the bytes to send: four times the whole sequence, and two all-reduces of [h]."""
     return (4 * WHOLE + 4 * H * 8) * (case.ranks - 1) / case.ranks
 
 

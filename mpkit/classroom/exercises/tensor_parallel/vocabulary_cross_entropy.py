@@ -23,21 +23,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.exercises.tensor_parallel import operator
-from mpkit.classroom.measures import collectives, payload
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, payload
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% given
 def g(ctx: mk.Context, y: Tensor) -> Tensor:
-    """An all-reduce in the forward, nothing in the backward."""
+    """Apply Megatron's g: an all-reduce in the forward, the identity in the backward."""
     return operator(y, lambda y: ctx.comm.all_reduce(y), lambda dy: dy)
 
 
 # %% answer
 def cross_entropy(ctx: mk.Context, logits: Tensor, targets: Tensor, start: int) -> Tensor:
-    """The mean cross-entropy over the tokens: one number, the same on every rank.
+    """Return the mean cross-entropy over the tokens: one number, the same on every rank.
 
     logits: [tokens, V_i], of this rank's part of the vocabulary, which begins with number `start`.
     targets: [tokens], numbers in the whole vocabulary, the same on every rank.
@@ -60,7 +60,7 @@ SENT = "bytes of collectives"
 
 
 def whole(case: Case) -> tuple[Tensor, Tensor]:
-    """All logits, and the targets."""
+    """Return all logits, and the targets."""
     generator = case.generator(5)
     logits = torch.randn(TOKENS, PART * case.ranks, generator=generator, dtype=torch.float64)
     targets = torch.randint(PART * case.ranks, (TOKENS,), generator=generator)
@@ -69,7 +69,7 @@ def whole(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The loss, and the gradient of this rank's logits."""
+    """Return the loss, and the gradient of this rank's logits."""
     assert callable(answer)
     logits, targets = whole(case)
     mine = logits.chunk(case.ranks, 1)[ctx.rank].clone().requires_grad_()
@@ -79,7 +79,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
-    """Torch's own, with all logits."""
+    """Return the results of torch's own cross-entropy with all logits."""
     logits, targets = whole(case)
     logits.requires_grad_()
     loss = F.cross_entropy(logits, targets)

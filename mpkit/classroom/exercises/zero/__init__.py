@@ -21,7 +21,7 @@ PLACE = 3
 
 # %% given
 def flat(tensors: Iterable[Tensor], n: int) -> Tensor:
-    """All of them, one after the other, and zeros until n divides the length."""
+    """Concatenate all tensors, and append zeros until n divides the length."""
     whole = torch.cat([tensor.detach().flatten() for tensor in tensors])
     return F.pad(whole, (0, -len(whole) % n))
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import collectives, payload
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, payload
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import Seen
 
 
 # %% answer
@@ -49,7 +49,7 @@ SMALL = ((7,), (3, 2))
 
 
 def whole(case: Case) -> tuple[list[Tensor], list[Tensor]]:
-    """Large gradients, and small ones."""
+    """Return the large gradients, which are sharded, and the small ones, which are copied."""
     generator = case.generator(99)
     large = [torch.randn(shape, generator=generator, dtype=torch.float64).flatten() for shape in SHAPES]
     small = [2 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SMALL]
@@ -58,7 +58,7 @@ def whole(case: Case) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The norm, and this rank's gradients after clipping."""
+    """Return the norm, and this rank's gradients after clipping."""
     assert callable(answer)
     large, copies = whole(case)
     shards = [grad.chunk(case.ranks)[ctx.rank].clone() for grad in large]
@@ -67,7 +67,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[dict[str, object]]:
-    """What torch's own does with all gradients on one device."""
+    """Return what torch's own clipping gives with all gradients on one device."""
     large, small = whole(case)
     held = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in large + small]
     for parameter, grad in zip(held, large + small, strict=True):
@@ -80,7 +80,7 @@ def expected(case: Case) -> list[dict[str, object]]:
 
 
 def norm_of(seen: Seen, counted: int) -> bool:
-    """Whether the norm is that with each copy counted so often."""
+    """Return whether the norm is the one in which each copy counts `counted` times."""
     large, small = whole(seen.case)
     squares = sum(float(grad.square().sum()) for grad in large)
     squares += counted * sum(float(grad.square().sum()) for grad in small)

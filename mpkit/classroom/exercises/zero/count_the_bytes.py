@@ -23,17 +23,17 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.classroom.equal import difference, spell
-from mpkit.classroom.exercise import Case, Mistake, Row
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.room import Answer, Room
+from mpkit.classroom.framework.equal import difference, spell
+from mpkit.classroom.framework.exercise import Case, Mistake, Row
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.room import Answer, Room
 
 
 # %% answer
 def count_the_bytes(psi: int, n: int, stage: int) -> dict[str, float]:
-    """Bytes that one of n ranks holds of a model of psi parameters, as {"params": ..., "grads": ..., "optimizer": ...}.
+    """Return one of n ranks' bytes for psi parameters, as {"params": ..., "grads": ..., "optimizer": ...}.
 
-    stage: of ZeRO; 0 is plain data parallelism.
+    stage: the ZeRO stage; 0 is plain data parallelism.
     """
     ### BEGIN SOLUTION
     params, grads, optimizer = 2.0 * psi, 2.0 * psi, 12.0 * psi
@@ -53,7 +53,7 @@ GPT_2_XL = 1_557_611_200
 
 
 def formula(psi: int, n: int, stage: int) -> dict[str, float]:
-    """What is true."""
+    """Return the right bytes."""
     return {
         "params": 2 * psi / (n if stage >= 3 else 1),
         "grads": 2 * psi / (n if stage >= 2 else 1),
@@ -62,7 +62,7 @@ def formula(psi: int, n: int, stage: int) -> dict[str, float]:
 
 
 def measured(n: int, stage: int, room: Room) -> dict[str, float]:
-    """What the fullest rank holds, at most, while n real ones train a small model in bf16."""
+    """Return the fullest rank's peak bytes while n real ranks train a small model in bf16."""
     model = small()
     x = torch.randn(n, WIDTH)
     plan = mk.Plan.zero(stage, n, precision="bf16") if stage else mk.Plan.ddp(n, precision="bf16")
@@ -74,26 +74,26 @@ def measured(n: int, stage: int, room: Room) -> dict[str, float]:
 
 
 def small() -> nn.Sequential:
-    """Layers that 2 and 4 ranks share without a rest."""
+    """Return layers whose parameters 2 and 4 ranks divide evenly."""
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """What the answer says."""
+    """Return the answer's bytes."""
     assert callable(answer)
     return answer(case["psi"], case["n"], case["stage"])
 
 
 def expected(case: Case) -> list[dict[str, float]]:
-    """The formula."""
+    """Return what the formula gives."""
     return [formula(case["psi"], case["n"], case["stage"])]
 
 
 class Formula(OnRanks):
-    """An exercise whose answer is a formula, which real runs are compared with."""
+    """An exercise whose answer is a formula that is compared with real runs."""
 
     def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
-        """First by numbers, then by what ranks hold."""
+        """Check the answer by numbers first, then by what real ranks hold."""
         for row in super().examine(answer, room):
             yield row
             if not row.ok:
@@ -108,7 +108,7 @@ class Formula(OnRanks):
 
 
 def sized(psi: int, n: int, stage: int) -> Case:
-    """A case for numbers only."""
+    """Return a case that needs numbers only."""
     return Case(1, sizes={"psi": psi, "n": n, "stage": stage})
 
 

@@ -21,26 +21,26 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import collectives, peak
-from mpkit.classroom.memory import Memory
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.seen import Seen
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, peak
+from mpkit.classroom.framework.memory import Memory
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import Seen
 from mpkit.trace import Kind
 
 
 # %% given
 def compute(ctx: mk.Context, i: int, weights: Tensor, x: Tensor) -> Tensor:
-    """The output of layer i: [b, h] -> [b, h]. weights: [h * h], flat."""
+    """Return the output of layer i: [b, h] -> [b, h]. weights: [h * h], flat."""
     with ctx.record.span(f"layer {i}"):
         return torch.tanh(x @ weights.view(x.shape[1], x.shape[1]))
 
 
 # %% answer
 def prefetch(ctx: mk.Context, shards: list[Tensor], x: Tensor) -> Tensor:
-    """A forward, [b, h] -> [b, h], in which the next layer's parameters travel while a layer computes.
+    """Run a forward, [b, h] -> [b, h], in which the next layer's parameters travel while a layer computes.
 
-    shards: of each layer this rank's n-th of the flat parameters, [h * h / n].
+    shards: this rank's n-th of each layer's flat parameters, [h * h / n].
     """
     ### BEGIN SOLUTION
     # instead: for i, shard in enumerate(shards):
@@ -66,13 +66,13 @@ HELD = "bytes of gathered parameters and all else"
 
 
 def alone(seen: Seen) -> float:
-    """Layers of which no gather is issued before they begin and waited for after they end; of the worst rank."""
+    """Return how many layers of the worst rank no gather spans (issued before the layer, waited for after it)."""
     assert seen.trace is not None
     return max(_alone(rank.ops) for rank in seen.trace.ranks)
 
 
 def early(seen: Seen) -> bool:
-    """Whether a layer computes before its own gather is waited for."""
+    """Return whether a layer computes before its own gather is waited for."""
     assert seen.trace is not None
     found = [_in_order(rank.ops) for rank in seen.trace.ranks]
     return any(
@@ -88,7 +88,7 @@ def _alone(ops: Any) -> int:
 
 
 def _in_order(ops: Any) -> tuple[list[tuple[int, int]], list[int]]:
-    """Where each gather is issued and waited for, and where each layer computes: places in program order."""
+    """Return where each gather is issued and waited for, and where each layer computes: places in program order."""
     waits = {int(op["ref"]): place for place, op in enumerate(ops) if op["kind"] == Kind.WAIT}
     gathers = [place for place, op in enumerate(ops) if op["kind"] == Kind.ALL_GATHER]
     layers = [place for place, op in enumerate(ops) if op["kind"] == Kind.COMPUTE]
@@ -96,7 +96,7 @@ def _in_order(ops: Any) -> tuple[list[tuple[int, int]], list[int]]:
 
 
 def whole(case: Case) -> list[Tensor]:
-    """Every layer's parameters."""
+    """Return every layer's parameters."""
     generator = case.generator(555)
     scale = 1.5 / WIDTH**0.5
     return [
@@ -105,12 +105,12 @@ def whole(case: Case) -> list[Tensor]:
 
 
 def samples(case: Case, rank: int) -> Tensor:
-    """A rank's x."""
+    """Return a rank's x."""
     return torch.randn(ROWS, WIDTH, generator=case.generator(rank), dtype=torch.float64)
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The answer, with this rank's shards."""
+    """Run the answer with this rank's shards."""
     assert callable(answer)
     shards = [weights.chunk(case.ranks)[ctx.rank].clone() for weights in whole(case)]
     x = samples(case, ctx.rank)
@@ -119,7 +119,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[Tensor]:
-    """Each rank's outputs."""
+    """Return each rank's outputs."""
     found = []
     for rank in range(case.ranks):
         x = samples(case, rank)

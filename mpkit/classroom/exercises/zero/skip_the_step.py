@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import calls, payload
-from mpkit.classroom.on_ranks import OnRanks
-from mpkit.classroom.serial import Batch, adam
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import calls, payload
+from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.serial import Batch, adam
 from mpkit.trace import Kind
 
 
 # %% answer
 def skip_the_step(ctx: mk.Context, optimizer: torch.optim.Optimizer, shard: Tensor, scale: float) -> float:
-    """Step this rank's shard, if the gradients are finite on all ranks; returns the scale for the next step.
+    """Step this rank's shard if the gradients are finite on all ranks; return the scale for the next step.
 
     shard: [k], which `optimizer` (an Adam) steps; `shard.grad` is the gradient of the loss times `scale`.
     """
@@ -50,7 +50,7 @@ SENT = "bytes of collectives beside the harness's own"
 
 
 def batches(case: Case) -> list[Batch]:
-    """Of all ranks; some features are large in some steps, so that their gradients overflow."""
+    """Return the batches of all ranks; some features are large in some steps, so that their gradients overflow."""
     generator = case.generator()
     found = []
     for step in range(STEPS):
@@ -62,7 +62,7 @@ def batches(case: Case) -> list[Batch]:
 
 
 def gradient(weights: Tensor, batch: Batch, scale: float) -> Tensor:
-    """Of the scaled loss, in half precision: what is larger than 65504 is inf."""
+    """Return the gradient of the scaled loss in half precision: what is larger than 65504 is inf."""
     x, y = batch
     held = weights.detach().clone().requires_grad_()
     (grad,) = torch.autograd.grad(nn.functional.mse_loss(x @ held, y) * scale, held)
@@ -70,12 +70,12 @@ def gradient(weights: Tensor, batch: Batch, scale: float) -> Tensor:
 
 
 def start(case: Case) -> Tensor:
-    """The weights."""
+    """Return the initial weights."""
     return torch.randn(FEATURES, generator=case.generator(7))
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Some steps; the weights that this rank has, and the scale, after each."""
+    """Run some steps; return this rank's weights and the scale after each."""
     assert callable(answer)
     shard = start(case).chunk(case.ranks)[ctx.rank].clone()
     optimizer, scale, found = adam([shard]), SCALE, []
@@ -88,7 +88,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[list[dict[str, object]]]:
-    """The same on one device."""
+    """Return the same, computed on one device."""
     weights, scale = start(case), SCALE
     optimizer = adam([weights])
     after = []

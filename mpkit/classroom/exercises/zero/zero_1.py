@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.exercises.zero import flat, unflat
-from mpkit.classroom.measures import collectives, peak, ring
-from mpkit.classroom.memory import Memory
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import collectives, peak, ring
+from mpkit.classroom.framework.memory import Memory
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
@@ -42,10 +42,10 @@ def zero_1(
     batches: list[tuple[Tensor, Tensor]],
     make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
 ) -> None:
-    """Train `model`, which is the same on every rank, in place: one step a batch, with the loss `F.mse_loss`.
+    """Train `model`, which is the same on every rank, in place: one step per batch, with the loss `F.mse_loss`.
 
-    batches: (x, y) of this rank; the batch of a step is that of all ranks, of which each has as many samples.
-    make_optimizer: such as `make_optimizer([shard])`; it makes an Adam.
+    batches: (x, y) of this rank, one per step; a step's whole batch is that of all ranks, in equal shares.
+    make_optimizer: makes an Adam for a list of tensors, as in `make_optimizer([shard])`.
     """
     ### BEGIN SOLUTION
     n = ctx.world_size
@@ -69,7 +69,7 @@ SENT = "bytes that a rank sends, on a ring"
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The model's weights, once the answer has trained it."""
+    """Return the model's weights after the answer has trained it."""
     assert callable(answer)
     model = serial.model(case.seed)
     mine = [serial.share(batch, ctx.rank, ctx.world_size) for batch in serial.batches(case, SAMPLES, STEPS)]
@@ -79,13 +79,13 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
-    """What serial training gives."""
+    """Return the weights that serial training gives."""
     model, data = serial.model(case.seed), serial.batches(case, SAMPLES, STEPS)
     return [serial.train(model, data, optimizer=serial.adam)["weights"]] * case.ranks
 
 
 def shard_bytes(case: Case) -> int:
-    """Of one rank's n-th of the parameters."""
+    """Return the bytes of one rank's n-th of the parameters."""
     psi = sum(weight.numel() for weight in serial.model(0).parameters())
     return -(-psi // case.ranks) * 8
 

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom import serial
-from mpkit.classroom.exercise import Budget, Case, Mistake
 from mpkit.classroom.exercises.zero import flat, unflat
-from mpkit.classroom.measures import peak, ring
-from mpkit.classroom.memory import Memory
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework import serial
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import peak, ring
+from mpkit.classroom.framework.memory import Memory
+from mpkit.classroom.framework.on_ranks import OnRanks
 
 
 # %% answer
@@ -38,10 +38,10 @@ def zero_2(
     batches: list[tuple[Tensor, Tensor]],
     make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
 ) -> None:
-    """Train `model`, which is the same on every rank, in place: one step a batch, with the loss `F.mse_loss`.
+    """Train `model`, which is the same on every rank, in place: one step per batch, with the loss `F.mse_loss`.
 
-    batches: (x, y) of this rank; the batch of a step is that of all ranks, of which each has as many samples.
-    make_optimizer: such as `make_optimizer(shards)`; it makes an Adam.
+    batches: (x, y) of this rank, one per step; a step's whole batch is that of all ranks, in equal shares.
+    make_optimizer: makes an Adam for a list of tensors, as in `make_optimizer(shards)`.
     """
     n = ctx.world_size
     weights = list(model.parameters())
@@ -78,7 +78,7 @@ SENT = "bytes that a rank sends, on a ring"
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The model's weights, once the answer has trained it."""
+    """Return the model's weights after the answer has trained it."""
     assert callable(answer)
     model = serial.model(case.seed, WIDTHS)
     mine = [serial.share(batch, ctx.rank, ctx.world_size) for batch in serial.batches(case, SAMPLES, STEPS)]
@@ -88,13 +88,13 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
-    """What serial training gives."""
+    """Return the weights that serial training gives."""
     model, data = serial.model(case.seed, WIDTHS), serial.batches(case, SAMPLES, STEPS)
     return [serial.train(model, data, optimizer=serial.adam)["weights"]] * case.ranks
 
 
 def shard_bytes(case: Case) -> int:
-    """Of the n-ths of all parameters that a rank has."""
+    """Return the bytes of the n-ths of all parameters that a rank has."""
     return sum(-(-weight.numel() // case.ranks) * 8 for weight in serial.model(0, WIDTHS).parameters())
 
 

@@ -22,25 +22,25 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.classroom.exercise import Budget, Case, Mistake
-from mpkit.classroom.measures import calls, peak, ring
-from mpkit.classroom.memory import Memory
-from mpkit.classroom.on_ranks import OnRanks
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import calls, peak, ring
+from mpkit.classroom.framework.memory import Memory
+from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.trace import Kind
 
 
 # %% given
 def layer(weights: Tensor, x: Tensor) -> Tensor:
-    """A layer's output: [b, h] -> [b, h]. weights: [h * h], flat."""
+    """Return a layer's output: [b, h] -> [b, h]. weights: [h * h], flat."""
     return torch.tanh(x @ weights.view(x.shape[1], x.shape[1]))
 
 
 # %% answer
 def zero_3(ctx: mk.Context, shards: list[Tensor], x: Tensor, target: Tensor) -> list[Tensor]:
-    """The gradients of this rank's shards, of the mean loss over all ranks' samples.
+    """Return the gradients of this rank's shards, of the mean loss over all ranks' samples.
 
-    shards: of each layer this rank's n-th of the flat parameters, [h * h / n].
-    x, target: this rank's samples, [b, h]; each rank has as many. The loss is `((out - target) ** 2).mean()`.
+    shards: this rank's n-th of each layer's flat parameters, [h * h / n].
+    x, target: this rank's samples, [b, h], the same number on each rank. The loss is `((out - target) ** 2).mean()`.
     """
     n = ctx.world_size
     inputs = []
@@ -76,7 +76,7 @@ GATHERS = "all-gathers"
 
 
 def whole(case: Case) -> list[Tensor]:
-    """Every layer's parameters."""
+    """Return every layer's parameters."""
     generator = case.generator(555)
     scale = 1.5 / WIDTH**0.5
     return [
@@ -85,13 +85,13 @@ def whole(case: Case) -> list[Tensor]:
 
 
 def samples(case: Case, rank: int) -> tuple[Tensor, Tensor]:
-    """A rank's x and target."""
+    """Return a rank's x and target."""
     x, target = torch.randn(2, ROWS, WIDTH, generator=case.generator(rank), dtype=torch.float64)
     return x, 3 * target
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """The answer, with this rank's shards."""
+    """Run the answer with this rank's shards."""
     assert callable(answer)
     shards = [weights.chunk(case.ranks)[ctx.rank].clone() for weights in whole(case)]
     x, target = samples(case, ctx.rank)
@@ -100,7 +100,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[list[Tensor]]:
-    """The gradients of serial training, each rank's n-th."""
+    """Return each rank's n-th of the gradients of serial training."""
     weights = [each.requires_grad_() for each in whole(case)]
     of_ranks = [samples(case, rank) for rank in range(case.ranks)]
     x = torch.cat([x for x, _ in of_ranks])
@@ -112,7 +112,7 @@ def expected(case: Case) -> list[list[Tensor]]:
 
 
 def most(case: Case) -> float:
-    """One layer's parameters and gradients, and room to send them; the gradients of all shards; the inputs."""
+    """Return the bytes of a layer's parameters and gradients, room to send them, all shards' gradients, and inputs."""
     return 3 * LAYER + LAYERS * (LAYER / case.ranks + 2 * ROWS * WIDTH * 8)
 
 

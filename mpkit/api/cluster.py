@@ -1,0 +1,325 @@
+"""Cluster: ranks on this machine, fresh for every run."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mpkit.api.cluster_checks import check_on_busy, check_ranks, check_timeout, choose_device
+from mpkit.api.train_example import EXAMPLE, MEANT
+from mpkit.errors import MpkitError
+from mpkit.launch.hang.hang import GRACE
+from mpkit.launch.launch import Launch
+from mpkit.launch.launched import refuse_second_launcher
+from mpkit.launch.process.fork_server_client import ForkServerClient
+from mpkit.launch.process.payload import here, pack
+from mpkit.support.calls import answers
+from mpkit.support.tracebacks import public
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpkit.api.run import Run
+    from mpkit.devices.hardware import Hardware
+    from mpkit.plan.plan import Plan
+    from mpkit.timeline.timeline import Timeline
+    from mpkit.trace import Trace
+
+__all__ = ["Cluster"]
+
+
+@public
+class Cluster:
+    """Ranks on this machine: processes that run your function, or train your model.
+
+    Making a cluster is cheap: a helper process imports torch in the background, and for every run the ranks are
+    forked from it in some 40 ms, so that nothing carries over from one run to the next.
+
+    >>> import mpkit as mk
+    >>> import torch
+    >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+    ...     cluster.run(lambda ctx: ctx.comm.all_reduce(torch.ones(2) * ctx.rank).tolist())
+    [[1.0, 1.0], [1.0, 1.0]]
+
+    Args:
+        ranks: the number of processes.
+        device: "auto" (GPUs if there are any, else CPU processes), "cpu" or "cuda". Ranks on GPUs use nccl if each
+            has a GPU of its own, else gloo through the host's memory.
+        layers: record every layer of the model, not only whole actions.
+        start: "fork" (fast) or "spawn" (a fresh interpreter per rank; the default where forking is not safe).
+
+    Raises:
+        ValueError: the number of ranks or the device is not available here.
+    """
+
+    @answers("mk.Cluster(ranks=4)")
+    def __init__(
+        self, ranks: int, device: str = "auto", *, layers: bool = False, start: str | None = None
+    ) -> None:
+        refuse_second_launcher()
+        self.ranks = check_ranks(ranks)
+        self.device, self.devices = choose_device(device)
+        self.backend = "nccl" if self.device == "cuda" and self.ranks <= self.devices else "gloo"
+        self.layers = layers
+        if start not in (None, "fork", "spawn"):
+            raise ValueError(
+                f"start={start!r}: there are 'fork' and 'spawn'; leave it out for what suits here"
+            )
+        import sys
+
+        self._fork = start == "fork" if start else sys.platform == "linux"
+        self._fork_server: ForkServerClient | None = ForkServerClient(self._fork)
+        self._current: Launch | None = None
+        self._training: Run | None = None  # the latest training
+        self._launching = threading.Lock()  # one thread at a time checks whether it is busy, and launches
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.backend
+        return f"Cluster(ranks={self.ranks}, device={self.device!r})  # {state}"
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def fork_server_pid(self) -> int | None:
+        """Process id of the helper process, the parent of all ranks; None if there is none now."""
+        return self._fork_server.pid if self._fork_server is not None and self._fork_server.alive else None
+
+    def resized(self, ranks: int) -> Cluster:
+        """Return a cluster of another number of ranks that shares this helper process; one of them may run at a time.
+
+        Raises:
+            ValueError: there can be no such number of ranks, or this cluster is closed.
+        """
+        if self._closed:
+            raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={ranks})")
+        other = copy.copy(self)
+        other.ranks, other._current, other._training = check_ranks(ranks), None, None
+        other.backend = "nccl" if other.device == "cuda" and ranks <= other.devices else "gloo"
+        return other
+
+    def close(self) -> None:
+        """Stop whatever runs, and the helper process. A closed cluster cannot be used again."""
+        self._closed = True
+        if self._fork_server is not None:
+            self._fork_server.close()
+            self._fork_server = None
+
+    @answers("cluster.run(lambda ctx: ctx.rank)")
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, on_busy: str = "raise"
+    ) -> list[Any]:
+        """Call `fn(ctx, *args)` on every rank and wait; what the ranks print appears here, labelled.
+
+        Args:
+            fn: a function whose first argument is a `Context`; may be a lambda or defined in this notebook.
+            args: further arguments, sent to every rank by value.
+            timeout: seconds without progress on any rank after which a hang is reported; None: a few seconds past the
+                slowest op if all ranks wait for each other or are stopped, 600 s otherwise. After 10 s a line says
+                which rank the others wait for, and where it is.
+            on_busy: as in `train`; by default an earlier training is left alone, unless "stop" or "wait" is passed.
+
+        Returns:
+            What `fn` returned, by rank.
+
+        Raises:
+            RankFailed: a rank raised or was killed; the error carries that rank's own traceback.
+            CommMismatch: the calls of two ranks for one collective or message do not match.
+            Deadlock: the ranks wait for each other.
+            ValueError: `fn` or an argument cannot be sent to other processes.
+        """
+        if not callable(fn):
+            raise ValueError(
+                f"run(fn) takes a function of a context, such as `lambda ctx: ctx.rank`, not {fn!r}"
+            )
+        self._make_free(on_busy)
+        launch = self.launch(fn, args, timeout=timeout, sink=print)
+        launch.finish()
+        return launch.results()
+
+    @property
+    def trace(self) -> Trace:
+        """What the ranks of the latest `run` or `train` recorded, including your own spans.
+
+        Raises:
+            MpkitError: nothing has run on this cluster yet.
+        """
+        if self._current is None:
+            raise MpkitError("this cluster has no trace yet: cluster.run(fn) or cluster.train(...) first")
+        return self._current.trace
+
+    def timeline(self, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
+        """Put the latest run on a clock; see `Run.timeline`."""
+        from mpkit.timeline.timeline import Timeline
+
+        return Timeline.of(self.trace, hardware, clock)
+
+    @answers(EXAMPLE, MEANT)
+    def train(
+        self, model: torch.nn.Module, data: Any, plan: Plan | None = None, *,
+        loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
+        steps: int = 1, seed: int = 0, max_grad_norm: float | None = None,
+        lr_schedule: Callable[[int], float] | None = None,
+        checkpoint_every: int | None = None, checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_keep: int = 2, resume_from: str | os.PathLike[str] | None = None,
+        timeout: float | None = None, show: bool | None = None, on_busy: str | None = None,
+    ) -> Run:  # fmt: skip
+        """Train `model` as `plan` says. Returns at once; in a notebook the Run shows itself, live.
+
+        Args:
+            model: the model whose weights training starts from; it is left unchanged.
+            data: sequence of (inputs, targets), each a whole global batch; step i takes data[i % len(data)]. Or
+                `mk.Batches` of a dataset, reshuffled in each epoch, of which a rank loads its own samples only. Or an
+                iterable that yields batches (a generator, an IterableDataset, a DataLoader of one): this process reads
+                it as the ranks need it, a few batches ahead; all batches must have the shapes of the first two.
+            plan: the plan to follow; None: `Plan.serial()`.
+            loss: loss(outputs, targets) -> scalar, the mean over the batch; or (total, count) if something other than
+                samples is counted, such as unmasked targets: the loss is then the sum of totals / the sum of counts.
+                Torch's own means are correct as they are, even with masked targets and class weights, and
+                `mk.mean_loss` makes a function around one correct; a loss that needs all samples at once takes
+                `mk.whole_batch_loss`.
+            optimizer: optimizer(params) -> torch.optim.Optimizer. Called on each rank with a list of all parameters
+                that are trained, in the model's order, so that groups by index, number or shape are those of the whole
+                model; `mk.by_name(optimizer)` receives (name, parameter) pairs instead.
+            steps: the number of steps.
+            seed: the seed of every rank's random state.
+            max_grad_norm: clip gradients to this norm, computed over all of them together; None: do not clip.
+            lr_schedule: lr_schedule(step) is the factor of the learning rate in that step; None: always 1.
+            checkpoint_every: save a checkpoint after every so many steps; None: never. See docs/checkpoints.md.
+            checkpoint_dir: the folder in which checkpoints are saved.
+            checkpoint_keep: how many of the newest checkpoints are kept.
+            resume_from: a checkpoint, or a folder of them, whose newest complete one is resumed, on any plan and any
+                number of ranks. `steps` still counts from the very beginning: the same call with resume_from finishes
+                a training that was cut short.
+            timeout: as in `run`.
+            show: whether to show the Run live; None: only in a notebook.
+            on_busy: what to do if an earlier training of this cluster still runs: "stop" it, "wait" for its end, or
+                "raise" a ValueError; None: stop it in a notebook, where a cell is often run again, else raise.
+
+        Raises:
+            ValueError: an argument cannot work; raised before any process starts.
+        """
+        from mpkit.api.run import Run
+        from mpkit.prepare.prepare import prepare
+
+        timeout = check_timeout(timeout)
+        with self._instead_of_earlier(on_busy):
+            job = prepare(
+                model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", loss=loss, optimizer=optimizer,
+                steps=steps, seed=seed, max_grad_norm=max_grad_norm, lr_schedule=lr_schedule,
+                checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, checkpoint_keep=checkpoint_keep,
+                resume_from=resume_from,
+            )  # fmt: skip
+        self._training = Run(self, job, timeout=timeout, show=show)
+        return self._training
+
+    @property
+    def _busy(self) -> bool:
+        return self._current is not None and not self._current.over
+
+    def _make_free(self, on_busy: str) -> None:
+        """Stop an earlier training, wait for its end, or raise.
+
+        Raises:
+            ValueError: the cluster is busy, and `on_busy` is "raise".
+        """
+        if not self._busy:
+            return
+        earlier = self._training if self._training is not None and not self._training.done else None
+        check_on_busy(on_busy)
+        if earlier is None or on_busy == "raise":
+            raise ValueError(
+                "this cluster is still busy with an earlier run: run.wait() for its end, or run.stop() it, or "
+                'cluster.train(..., on_busy="stop") or "wait"; for runs side by side make another Cluster'
+            )
+        done = f"after step {earlier.first_step + len(earlier.losses)} of {earlier.steps}"
+        if on_busy == "stop":
+            print(
+                f'mpkit: the earlier run of {earlier.plan} was stopped {done} for this one (on_busy="stop")'
+            )
+            earlier.stop()
+        else:
+            print(f'mpkit: waiting for the end of the earlier run of {earlier.plan} (on_busy="wait")')
+            earlier.join()
+
+    @contextmanager
+    def _instead_of_earlier(self, on_busy: str | None) -> Iterator[None]:
+        """Prepare a new training in the body while an earlier one still runs; then make the cluster free for it.
+
+        If the new training is refused, the earlier one is shown again, since both may belong to the same cell.
+        """
+        from mpkit.api.run import in_notebook
+
+        on_busy = check_on_busy(on_busy) or ("stop" if in_notebook() else "raise")
+        if on_busy == "raise":
+            self._make_free(on_busy)
+        try:
+            yield
+        except Exception:
+            earlier = self._training
+            if earlier is not None and not earlier.done and earlier.shown:
+                print("mpkit: the earlier run goes on; this is its view")
+                earlier.show()
+            raise
+        self._make_free(on_busy)
+
+    def launch(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        timeout: float | None = None,
+        sink: Callable[[str], None],
+        flush: Callable[[], None] = lambda: None,
+        meta: dict[str, Any] | None = None,
+        modules: Sequence[str] = (),
+        grace: float = GRACE,
+        compares: bool = True,
+    ) -> Launch:
+        """Start `fn(ctx, *args)` on every rank and return its `Launch`; `run` and `train` are built on this.
+
+        Args:
+            fn, args, timeout: as in `run`.
+            sink, flush: `sink` receives each labelled line of output; `flush` is called when no more follow for now.
+            meta: entries for the trace's meta.
+            modules: modules to import before ranks are forked, so that the ranks need not each import them.
+            grace: seconds to wait past the slowest op, if there is no `timeout`.
+            compares: compare each communication with its peers' calls; a training's strategies do not need this.
+        """
+        if self._closed:
+            raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={self.ranks})")
+        refuse_second_launcher()
+        timeout = check_timeout(timeout)
+        self._make_free("raise")
+        payload = pack(fn, args)
+        settings = here(self.ranks, self.device, self.backend, self.devices, self.layers, compares)
+        with self._launching:
+            self._make_free("raise")  # another thread may have launched first
+            if self._fork_server is None or not self._fork_server.alive:
+                if self._fork_server is not None:
+                    self._fork_server.close()
+                self._fork_server = ForkServerClient(self._fork)
+            self._current = Launch(
+                self._fork_server,
+                replace(settings, environment=self._fork_server.environment_since()),
+                payload,
+                timeout=timeout,
+                sink=sink,
+                flush=flush,
+                meta=meta or {},
+                modules=modules,
+                grace=grace,
+            )
+            return self._current

@@ -1,0 +1,76 @@
+"""Checks of the arguments of a Cluster and of its runs."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+from mpkit.plan.checks import real, whole
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["MOST_RANKS", "ON_BUSY", "check_on_busy", "check_ranks", "check_timeout", "choose_device"]
+
+
+MOST_RANKS = 256
+"""The most processes per machine; a larger number is taken for a typing error."""
+
+
+ON_BUSY = ("stop", "wait", "raise")
+
+
+def check_on_busy(on_busy: str | None) -> str | None:
+    """Return `on_busy` if it is a valid choice."""
+    if on_busy is not None and str(on_busy) not in ON_BUSY:
+        raise ValueError(
+            f'on_busy={on_busy!r}: what happens to an earlier run that goes on, "stop", "wait" or "raise", such as '
+            'cluster.train(..., on_busy="stop")'
+        )
+    return on_busy
+
+
+def check_timeout(timeout: Any) -> float | None:
+    """Return the timeout in seconds if it is valid."""
+    if timeout is None:
+        return None
+    seconds = real(timeout)
+    if seconds is None or not seconds > 0:
+        raise ValueError(f"timeout={timeout!r}: a number of seconds above 0, such as timeout=60, or None")
+    return seconds
+
+
+def check_ranks(ranks: Any) -> int:
+    """Return the number of ranks if this machine can run so many."""
+    number = whole(ranks)
+    if number is None or number < 1:
+        raise ValueError(
+            f"Cluster(ranks={ranks!r}): a number of processes, 1 or more, such as mk.Cluster(ranks=4)"
+        )
+    if number > MOST_RANKS:
+        raise ValueError(
+            f"Cluster(ranks={ranks}) would start {ranks} processes on this machine; up to {MOST_RANKS} are allowed. "
+            "mk.simulate draws larger pipelines without processes."
+        )
+    return number
+
+
+def choose_device(device: str) -> tuple[str, int]:
+    """Return ("cpu", 0) or ("cuda", number of GPUs).
+
+    This asks the driver for the number of GPUs and starts no CUDA context.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        near = difflib.get_close_matches(str(device), ["auto", "cpu", "cuda"], 1, 0.3) or ["auto"]
+        raise ValueError(f"device={device!r}: there are 'auto', 'cpu' and 'cuda'; did you mean {near[0]!r}?")
+    if device == "cpu":
+        return "cpu", 0
+    import torch
+
+    devices = torch.cuda.device_count()
+    if devices == 0 and device == "cuda":
+        raise ValueError(
+            "device='cuda': torch sees no GPU here (torch.cuda.device_count() is 0); "
+            "device='cpu' runs the same code on CPU processes"
+        )
+    return ("cuda", devices) if devices else ("cpu", 0)

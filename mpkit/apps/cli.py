@@ -1,0 +1,143 @@
+"""The command line: `python -m mpkit demo`, `grade`, `exercises`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpkit.errors import MpkitError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the arguments and run; a user's mistake ends with one message and exit code 2, a failed run with 1."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except ValueError as error:
+        _leave(str(error), 2)
+    except MpkitError as error:
+        _leave(str(error), 1)
+    except KeyboardInterrupt:
+        _leave("interrupted; the ranks are gone", 130)
+
+
+def _leave(message: str, code: int) -> None:
+    print(f"mpkit: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mpkit", description="Learn, try and plan parallel training in PyTorch."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="command")
+    demo = commands.add_parser(
+        "demo",
+        help="train a small GPT on several processes and watch the pipeline bubble",
+        description="Trains a small GPT on real text with each strategy in turn, draws the timeline of all ranks while "
+        "they run, compares the strategies in a table, and writes the interactive timelines into one HTML file.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.add_argument("--ranks", type=int, default=4, help="processes, each with one stage of the model")
+    demo.add_argument("--microbatches", type=int, default=8, help="micro-batches of GPipe")
+    demo.add_argument("--layers", type=int, default=8, help="transformer blocks of the model")
+    demo.add_argument("--width", type=int, default=192, help="width of the model")
+    demo.add_argument("--length", type=int, default=64, help="bytes of text a sequence")
+    demo.add_argument("--batch", type=int, default=32, help="sequences a batch")
+    demo.add_argument("--steps", type=int, default=6, help="training steps a strategy")
+    demo.add_argument(
+        "--strategies",
+        default="naive,gpipe,ddp,zero3",
+        help="any of naive, gpipe, gpipe-recompute, 1f1b, zb-h1, dp, ddp, zero1, zero2, zero3, tp, 2d, 3d; "
+        "with commas between",
+    )
+    demo.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    demo.add_argument("--html", default="mpkit-demo.html", help="where the interactive timelines go")
+    demo.add_argument("--seed", type=int, default=0, help="of the model's weights and the choice of text")
+    demo.add_argument(
+        "--plain", action="store_true", help="no live drawing (it is left out in a pipe anyway)"
+    )
+    demo.set_defaults(run=_demo)
+    _add_classroom(commands)
+    return parser
+
+
+def _add_classroom(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    grade = commands.add_parser(
+        "grade",
+        help="grade the exercise notebooks of a class",
+        description="Runs each notebook below FOLDER (STUDENT.ipynb or STUDENT/NOTEBOOK.ipynb) in a process of its "
+        "own, checks its answers on ranks of their own, and writes a table of the class and a page with hints for "
+        "each student. The table grows with each notebook; a grading that was stopped goes on where it stopped, and "
+        "one that is repeated grades only notebooks that are new or changed. A notebook is enclosed as far as this "
+        "system allows without root, which is said first: where it allows nothing, grade strangers' in a container.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    grade.add_argument("folder", type=Path, help="with the notebooks")
+    grade.add_argument("-o", "--output", type=Path, default=Path("grades.csv"), help="the table")
+    grade.add_argument("--pages", type=Path, help="folder of the students' pages; left out: beside the table")
+    grade.add_argument(
+        "--exercises", default="", help="names with commas between; left out: all of a notebook's families"
+    )
+    grade.add_argument(
+        "--roster",
+        type=Path,
+        help="names of all students, one a line or a CSV: the table tells who is missing",
+    )
+    grade.add_argument("--again", action="store_true", help="grade also what is graded already and unchanged")
+    grade.add_argument("--seconds", type=float, default=60.0, help="that running a notebook may take")
+    grade.add_argument("--memory", type=float, default=4.0, help="GiB that a notebook may take")
+    grade.add_argument("--processes", type=int, default=40, help="that a notebook may run at a time")
+    grade.set_defaults(run=_grade)
+    write = commands.add_parser(
+        "exercises",
+        help="write the exercise notebooks",
+        description="Writes the exercises as notebooks: for students into FOLDER, solved into FOLDER/solved, and for "
+        "nbgrader into FOLDER/nbgrader/source.",
+    )
+    write.add_argument("folder", type=Path)
+    write.set_defaults(run=_exercises)
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from mpkit.apps.demo import Demo
+
+    given = vars(options).copy()
+    del given["run"]
+    given["strategies"] = tuple(name.strip() for name in given["strategies"].split(",") if name.strip())
+    Demo(**given).run()
+
+
+def _grade(options: argparse.Namespace) -> None:
+    try:
+        import IPython  # noqa: F401  # the notebooks' processes need it
+
+        from mpkit.classroom.grading.grade import grade
+        from mpkit.classroom.grading.guard import Guard
+        from mpkit.classroom.grading.report import read_roster
+    except ImportError as error:
+        raise ValueError(
+            f"grading runs notebooks, and their packages are not here ({error}): pip install 'mpkit[notebook]'"
+        ) from None
+
+    if not options.output.parent.is_dir():
+        raise ValueError(f"-o {options.output}: there is no folder {options.output.parent} to write it into")
+    guard = Guard(options.seconds, int(options.memory * 2**30), options.processes)
+    names = tuple(name.strip() for name in options.exercises.split(",") if name.strip())
+    pages = options.pages or options.output.with_suffix("")
+    roster = read_roster(options.roster) if options.roster is not None else ()
+    grade(
+        options.folder, names, output=options.output, pages=pages, roster=roster, again=options.again, guard=guard
+    )  # fmt: skip
+    print(f"{options.output}: the class; {pages}: a page a student")
+
+
+def _exercises(options: argparse.Namespace) -> None:
+    from mpkit.classroom.notebooks import link_tutorials, write_notebooks
+
+    for path in (*write_notebooks(options.folder), *link_tutorials(options.folder)):
+        print(path)

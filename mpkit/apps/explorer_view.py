@@ -1,0 +1,217 @@
+"""The schedule explorer: sliders and dropdowns above, a timeline with its figures and its rows for each schedule.
+
+set     a slider moved: each side is simulated and drawn again
+edit    the text of a side was edited and applied: it becomes a schedule of its own
+run     a side's schedule trains a model on real ranks; the measured timeline is shown below the predicted one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mpkit.analysis.comparison import compare_timelines
+from mpkit.api.cluster import Cluster
+from mpkit.apps.explored import Explored, Setting
+from mpkit.data.datasets import text_batches
+from mpkit.errors import MpkitError
+from mpkit.models import GPT, next_token_loss
+from mpkit.schedule import NAMES
+from mpkit.support.display import image
+from mpkit.support.needs import needs_notebook
+from mpkit.support.visible import escape
+from mpkit.views.timeline.widget import TimelineView
+
+try:
+    import ipywidgets
+except ImportError as error:
+    raise needs_notebook("the schedule explorer", error) from error
+
+__all__ = ["Explorer"]
+
+OWN = "your own"
+SLIDERS = {
+    "ranks": ("ranks p", 1, 16, 1),
+    "microbatches": ("micro-batches m", 1, 64, 1),
+    "virtual_stages": ("stages a rank v", 1, 4, 1),
+    "forward": ("F", 0.0, 4.0, 0.1),
+    "input_grad": ("I", 0.0, 4.0, 0.1),
+    "weight_grad": ("W", 0.0, 4.0, 0.1),
+    "hop": ("hop", 0.0, 2.0, 0.05),
+}
+"""By setting: its label, minimum, maximum and step."""
+
+
+class Side:
+    """One schedule: its dropdown, figures, timeline, rows and buttons.
+
+    Args:
+        setting: the initial settings.
+        redraw: called after the schedule was changed.
+        run: called with the Plan to run; returns the HTML to show.
+    """
+
+    def __init__(self, setting: Setting, redraw: Callable[[], None], run: Callable[[Any], str]) -> None:
+        self._redraw, self._run = redraw, run
+        named = setting.schedule in NAMES
+        self._own = "" if named else setting.schedule
+        self.schedule = ipywidgets.Dropdown(
+            options=[*NAMES, OWN], value=setting.schedule if named else OWN, description="schedule"
+        )
+        self.figures = ipywidgets.HTML()
+        self.view = TimelineView()
+        self.rows = ipywidgets.Textarea(layout={"width": "auto", "height": "110px"}, continuous_update=False)
+        self.rows.add_class("mpkit-rows")
+        self.apply = ipywidgets.Button(
+            description="use my edit", tooltip="simulate the rows as they stand here"
+        )
+        self.train = ipywidgets.Button(description="run on ranks", tooltip="train a model by this schedule")
+        self.problem, self.result = ipywidgets.HTML(), ipywidgets.HTML()
+        self.explored: Explored | None = None
+        self.schedule.observe(self._chosen, names="value")
+        self.apply.on_click(self._applied)
+        self.train.on_click(self._started)
+        self.box = ipywidgets.VBox(
+            [
+                self.schedule, self.figures, self.problem, self.view, self.rows,
+                ipywidgets.HBox([self.apply, self.train]), self.result,
+            ],
+            layout={"flex": "1 1 380px", "min_width": "300px"},
+        )  # fmt: skip
+
+    def set(self, setting: Setting) -> None:
+        """Simulate with these degrees and times; if they cannot work, say why and keep the picture."""
+        chosen = self._own if self.schedule.value == OWN else self.schedule.value
+        try:
+            self.explored = replace(setting, schedule=chosen).explored()
+        except ValueError as error:
+            self.problem.value = _problem(str(error))
+            return
+        self.problem.value = ""
+        words = [
+            f"<b>{escape(value)}</b> {escape(name)}"
+            for name, value in self.explored.figures.items()
+            if name not in ("bubble", "step")  # the timeline shows these two itself
+        ]
+        self.figures.value = " &nbsp;·&nbsp; ".join(words)
+        self.rows.value = self.explored.text
+
+    def draw(self, room: float) -> None:
+        """Show the simulated timeline on an axis of `room` seconds."""
+        if self.explored is not None:
+            self.view.room = room
+            self.view.replace(self.explored.timeline)
+
+    def _chosen(self, _: Any) -> None:
+        if self.schedule.value == OWN and not self._own:
+            self._own = self.rows.value
+        self._redraw()
+
+    def _applied(self, _: Any) -> None:
+        self._own = self.rows.value
+        if self.schedule.value == OWN:
+            self._redraw()
+        else:
+            self.schedule.value = OWN  # this redraws, too
+
+    def _started(self, _: Any) -> None:
+        if self.explored is None:
+            return
+        self.train.disabled = True
+        self.result.value = "training ..."
+        try:
+            self.result.value = self._run(self.explored.plan)
+        except (ValueError, MpkitError) as error:
+            self.result.value = _problem(str(error))
+        finally:
+            self.train.disabled = False
+
+
+class Explorer(ipywidgets.VBox):
+    """The explorer's widget; see `mpkit.explore`.
+
+    Attributes:
+        sliders: the sliders, by the name of the setting.
+        sides: the sides, one per schedule.
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[Setting],
+        *,
+        model: torch.nn.Module | None = None,
+        data: Any = None,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    ) -> None:
+        self._job = model, data, loss, optimizer
+        self.sliders = {name: _slider(name, getattr(settings[0], name)) for name in SLIDERS}
+        self.sides = [Side(setting, self._changed, self._train) for setting in settings]
+        for slider in self.sliders.values():
+            slider.observe(lambda _: self._changed(), names="value")
+        super().__init__(
+            [
+                ipywidgets.Box([*self.sliders.values()], layout={"flex_flow": "row wrap"}),
+                ipywidgets.Box(
+                    [side.box for side in self.sides], layout={"flex_flow": "row wrap", "grid_gap": "16px"}
+                ),
+            ]
+        )
+        self._changed()
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """Return the widget, together with what is shown where no kernel runs."""
+        found = super()._repr_mimebundle_(**kwargs)
+        data, metadata = found if isinstance(found, tuple) else (found, {})
+        shown = {side.schedule.value: side.explored.timeline for side in self.sides if side.explored}
+        still = compare_timelines([*shown.items()])
+        fallback = {"text/plain": str(still), "text/html": image(still.to_svg(), str(still))}
+        return {**(data or {}), **fallback}, metadata
+
+    def _changed(self) -> None:
+        setting = Setting(**{name: slider.value for name, slider in self.sliders.items()})
+        for side in self.sides:
+            side.set(setting)
+        room = max((side.explored.timeline.makespan for side in self.sides if side.explored), default=0.0)
+        for side in self.sides:
+            side.draw(room)
+
+    def _train(self, plan: Any) -> str:
+        """Run the plan on real ranks; return the predicted and the measured timeline below each other, as HTML."""
+        model, data, loss, optimizer = self._job
+        if model is None:
+            torch.manual_seed(0)
+            model = GPT(layers=max(plan.stages - 2, 1), width=64, length=32)
+        if data is None:
+            data = text_batches(batch=max(2 * plan.microbatches, 8), length=32, steps=3)
+        with Cluster(plan.ranks) as cluster:
+            run = cluster.train(
+                model,
+                data,
+                plan,
+                loss=loss or next_token_loss,
+                optimizer=optimizer or _sgd,
+                steps=3,
+                show=False,
+            ).wait()
+        found = compare_timelines([("", run)])
+        return image(found.to_svg(), str(found)) + f"<pre>{escape(str(found))}</pre>"
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _slider(name: str, value: float) -> Any:
+    words, least, most, step = SLIDERS[name]
+    make = ipywidgets.IntSlider if isinstance(step, int) else ipywidgets.FloatSlider
+    style, layout = {"description_width": "110px"}, {"width": "330px"}
+    most = max(most, value)
+    return make(value=value, min=least, max=most, step=step, description=words, style=style, layout=layout)
+
+
+def _problem(words: str) -> str:
+    return f'<pre style="color:#b35900;white-space:pre-wrap">{escape(words)}</pre>'

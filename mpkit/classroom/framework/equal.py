@@ -1,0 +1,124 @@
+"""Comparing two results: whether they are equal, and if not, where they differ, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["difference", "mapped", "spell"]
+
+RTOL, ATOL = 1e-4, 1e-6
+"""The kit's tolerances for fp32. Results in float64 are far closer, but need not be."""
+
+
+def difference(expected: Any, got: Any, at: str = "") -> str | None:
+    """Return where `got` differs from `expected`, in words; None if it does not.
+
+    >>> difference([torch.ones(2), 3], [torch.ones(2), 4])
+    '[1] is 4, not 3'
+    >>> difference({"losses": [0.5, 0.4], "w.0": 1}, {"losses": [0.5, 0.3], "w.0": 1})
+    'losses[1] is 0.3, not 0.4'
+    >>> difference(torch.zeros(2), torch.zeros(3))
+    'it has shape [3], not [2]'
+    >>> difference({"w": 1.0}, {"w": 1.0 + 1e-9}) is None
+    True
+    """
+    it = at or "it"
+    if isinstance(expected, Tensor):
+        return _tensors(expected, got, it)
+    if isinstance(expected, bool) or not isinstance(expected, Number | list | tuple | dict):
+        same = type(got) is type(expected) and got == expected
+        return None if same else f"{it} is {spell(got)}, not {spell(expected)}"
+    if isinstance(expected, Number):
+        if isinstance(got, Tensor) and got.numel() == 1:
+            got = got.item()
+        if isinstance(got, bool) or not isinstance(got, Number):
+            return f"{it} is {spell(got)}, not {spell(expected)}"
+        near = torch.isclose(
+            torch.tensor(got), torch.tensor(expected, dtype=torch.tensor(got).dtype), RTOL, ATOL
+        )
+        exact = isinstance(expected, int) and isinstance(got, int)
+        return (
+            None
+            if (got == expected if exact else bool(near))
+            else f"{it} is {spell(got)}, not {spell(expected)}"
+        )
+    kind = dict if isinstance(expected, dict) else (list, tuple)
+    if not isinstance(got, kind):
+        return f"{it} is {spell(got)}, not {_kind(expected)}"
+    if isinstance(expected, dict):
+        faults = [f"lacks {key!r}" for key in expected if key not in got][:1]
+        faults += [f"has {key!r} too many" for key in got if key not in expected][:1]
+        if faults:
+            return f"{it} " + " and ".join(faults)
+        # "losses[1]", not "['losses'][1]": most results are a dict of lists
+        named = {key: key if not at and str(key).isidentifier() else f"{at}[{key!r}]" for key in expected}
+        pairs = [(named[key], expected[key], got[key]) for key in expected]
+    else:
+        if len(expected) != len(got):
+            return f"{it} has {len(got)} items, not {len(expected)}"
+        pairs = [(f"{at}[{i}]", each, got[i]) for i, each in enumerate(expected)]
+    return next((said for place, a, b in pairs if (said := difference(a, b, place))), None)
+
+
+def _tensors(expected: Tensor, got: Any, it: str) -> str | None:
+    if not isinstance(got, Tensor):
+        return f"{it} is {spell(got)}, not a tensor"
+    if got.shape != expected.shape:
+        return f"{it} has shape {list(got.shape)}, not {list(expected.shape)}"
+    a, b = expected.detach().to(torch.float64), got.detach().to(torch.float64)
+    wrong = ~torch.isclose(b, a, RTOL, ATOL, equal_nan=True)
+    if not bool(wrong.any()):
+        return None
+    place = wrong.nonzero()[0].tolist()
+    index = f"[{', '.join(map(str, place))}]" if place else ""
+    which = f"{'' if it == 'it' else it}{index}" or it
+    many = f" ({int(wrong.sum())} of {a.numel()} are wrong)" if a.numel() > 1 else ""
+    return f"{which} is {b[tuple(place)].item():.5g}, not {a[tuple(place)].item():.5g}{many}"
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return a result with `change` applied to every tensor and number in it."""
+    if isinstance(value, dict):
+        return {key: mapped(change, each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(change, each) for each in value)
+    return change(value) if isinstance(value, Tensor | Number) and not isinstance(value, bool) else value
+
+
+def spell(value: Any, most: int = 4) -> str:
+    """Return a result in a few words.
+
+    >>> spell(torch.arange(6.0)), spell([1, 2, 3, 4, 5, 6]), spell(None)
+    ('[0, 1, 2, 3, ...]', '[1, 2, 3, 4, ...]', 'None')
+    """
+    if isinstance(value, Tensor):
+        flat = value.detach().flatten()
+        first = ", ".join(f"{each:.4g}" for each in flat[:most].tolist())
+        shape = f" of shape {list(value.shape)}" if value.dim() > 1 else ""
+        return (
+            f"[{first}{', ...' if flat.numel() > most else ''}]{shape}"
+            if value.dim()
+            else f"{value.item():.5g}"
+        )
+    if isinstance(value, list | tuple):
+        inside = ", ".join(spell(each) for each in value[:most])
+        return _cut(f"[{inside}{', ...' if len(value) > most else ''}]")
+    if isinstance(value, dict):
+        pairs = list(value.items())
+        inside = ", ".join(f"{key}: {spell(each)}" for key, each in pairs[:most])
+        return _cut(f"{{{inside}{', ...' if len(pairs) > most else ''}}}")
+    return _cut(f"{value:.5g}" if isinstance(value, float) else repr(value))
+
+
+def _cut(text: str) -> str:
+    """Shorten a text to what fits into a table's cell."""
+    return text if len(text) < 60 else text[:57] + "..."
+
+
+def _kind(value: Any) -> str:
+    return "a dict" if isinstance(value, dict) else "a list"

@@ -1,0 +1,72 @@
+"""Exercises whose answer runs on ranks: a function, or a class, that `play` calls there.
+
+For each case:
+
+    play      run the answer on real ranks, under seeded delays
+    result    compare the result of every rank with the expected one
+    budgets   compare what the answer used with what a right answer may use
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mpkit.classroom.framework.equal import difference, spell
+from mpkit.classroom.framework.exercise import Budget, Case, Exercise, Row
+from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.framework.seen import Seen
+
+if TYPE_CHECKING:
+    from mpkit.launch.process.context import Context
+
+__all__ = ["OnRanks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnRanks(Exercise):
+    """An exercise whose answer runs on ranks.
+
+    Attributes:
+        cases: the cases in the order in which they are tried, the simple ones first.
+        play: play(ctx, answer, case) runs on every rank; what it returns is checked.
+        expected: expected(case) returns what `play` should return, by rank.
+        result: what `play` returns, in words, such as "the sum".
+        budgets: the budgets, checked once all results of a case are right.
+    """
+
+    cases: Sequence[Case]
+    play: Callable[[Context, Any, Case], Any]
+    expected: Callable[[Case], Sequence[Any]]
+    result: str
+    budgets: Sequence[Budget] = ()
+
+    def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
+        """Try the answer case by case."""
+        for case in self.cases:
+            seen = replace(room.play(self.play, answer, case), expected=self.expected(case))
+            row = self._result(seen)
+            yield row
+            if not row.ok:
+                return
+            rows = [budget.row(seen) for budget in self.budgets]
+            yield from rows
+            if not all(row.ok for row in rows):
+                return
+
+    def again(self, answer: Answer, seen: Seen, room: Room) -> Seen:
+        """Try another answer on the same case."""
+        return replace(room.play(self.play, answer, seen.case), expected=seen.expected, budget=seen.budget)
+
+    def _result(self, seen: Seen) -> Row:
+        what = f"{self.result}, on {seen.case}"
+        first = spell(seen.expected[0])
+        if seen.got is None:
+            got = "the ranks hang" if seen.hang else seen.error.partition(". ")[0]
+            return Row(what, first, got, False, seen)
+        for rank, (expected, got) in enumerate(zip(seen.expected, seen.got, strict=True)):
+            wrong = difference(expected, got)
+            if wrong is not None:
+                return Row(what, spell(expected), f"rank {rank}: {wrong}", False, seen)
+        return Row(what, first, "equal on every rank", True, seen)

@@ -1,0 +1,83 @@
+"""Exercises whose answer is a dict: a value for each question.
+
+A right value is shown, while a wrong one is only reported as wrong. A mistake is recognized by a wrong value that is
+the same as the mistake's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from mpkit.classroom.framework.equal import difference, spell
+from mpkit.classroom.framework.exercise import Case, Exercise, Row
+from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.framework.seen import Seen
+
+if TYPE_CHECKING:
+    from mpkit.launch.process.context import Context
+
+__all__ = ["Questions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions(Exercise):
+    """An exercise whose answer is a dict.
+
+    Attributes:
+        truth: truth(room) returns the right values by question; it may run or replay something to find them.
+        within: by question, how far a number may be off, as a share of the right one; 0.01 for all others.
+    """
+
+    truth: Callable[[Room], Mapping[str, Any]]
+    within: Mapping[str, float] = field(default_factory=dict)
+
+    def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
+        """Check the values question by question, all of them."""
+        truth = self.truth(room)
+        seen = replace(self._given(answer, room), expected=[dict(truth)])
+        values = seen.got[0] if seen.got is not None else None
+        if not isinstance(values, dict):
+            got = seen.error or seen.hang or spell(values)
+            asked = f"a dict: a value for each of {len(truth)} questions"
+            yield Row("your answers", asked, got, False, replace(seen, got=None))
+            return
+        for name, right in truth.items():
+            value = values.get(name, ...)
+            ok = self._right(name, right, value)
+            got = "no answer yet" if value in (..., "...") else spell(value)
+            yield Row(name, spell(right) if ok else "?", got, ok, seen)
+
+    def again(self, answer: Answer, seen: Seen, room: Room) -> Seen:
+        """Read the values of another answer."""
+        return replace(self._given(answer, room), expected=seen.expected)
+
+    def untouched(self, seen: Seen) -> bool:
+        """Return whether no question has an answer yet."""
+        values = seen.got[0] if seen.got is not None else None
+        return isinstance(values, dict) and all(value in (..., "...") for value in values.values())
+
+    def alike(self, seen: Seen, other: Seen) -> bool:
+        """Return whether some value is wrong and equal to the other answer's."""
+        if seen.got is None or other.got is None:
+            return False
+        truth, given, theirs = seen.expected[0], seen.got[0], other.got[0]
+        return any(
+            name in given
+            and not self._right(name, right, theirs[name])
+            and difference(theirs[name], given[name]) is None
+            for name, right in truth.items()
+        )
+
+    def _right(self, name: str, right: Any, value: Any) -> bool:
+        if isinstance(right, float) and isinstance(value, int | float) and not isinstance(value, bool):
+            return abs(value - right) <= self.within.get(name, 0.01) * abs(right)
+        return difference(right, value) is None
+
+    def _given(self, answer: Answer, room: Room) -> Seen:
+        return room.play(_value, answer, Case(1))
+
+
+def _value(ctx: Context, answer: Any, case: Case) -> Any:
+    return answer() if callable(answer) else answer

@@ -1,0 +1,204 @@
+"""Ranks for a check: with seeded delays, limits on time and memory, and an explanation of every hang.
+
+On a rank:
+
+    limit     limit the memory
+    delay     sleep before each communication, as long as the case's seed says: answers that rely on luck are found out
+    play      call the exercise's own function with the answer and the case
+
+The answer arrives as bytes and is unpacked on ranks only, so that its code runs only there. Its results return as plain
+data (`mpkit.classroom.framework.sealed`).
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from mpkit.api.cluster import Cluster
+from mpkit.classroom.framework.exercise import Case
+from mpkit.classroom.framework.sealed import sealed, unsealed
+from mpkit.classroom.framework.seen import Seen
+from mpkit.errors import CommMismatch, Deadlock, RankFailed
+
+if TYPE_CHECKING:
+    from mpkit.launch.process.context import Context
+
+__all__ = ["Answer", "Limits", "Room", "limit_memory", "shared_room"]
+
+Play = Callable[["Context", Any, Case], Any]
+"""The function that runs on a rank: takes the rank's context, the answer and the case; returns the result to check."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A student's answer, packed by value.
+
+    Attributes:
+        packed: the answer as bytes, made by cloudpickle.
+        name: the name of the function or class; of any other value, the name of its type.
+    """
+
+    packed: bytes
+    name: str
+
+    @classmethod
+    def of(cls, value: Any) -> Answer:
+        """Pack a value.
+
+        Raises:
+            ValueError: The value holds something that cannot be sent to another process.
+        """
+        name = getattr(value, "__name__", type(value).__name__)
+        try:
+            return cls(cloudpickle.dumps(value), name)
+        except Exception as error:
+            raise ValueError(
+                f"{name} uses something that cannot be sent to ranks ({type(error).__name__}: {error}). Make such "
+                "things (files, locks, clusters, running generators) inside of the function that uses them."
+            ) from None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on one case.
+
+    Attributes:
+        seconds: wall time after which the ranks have to stop and report where they are.
+        memory: bytes that a rank may allocate in addition to what it has at the start.
+        grace: seconds after which it counts as a hang that all ranks wait and none makes progress.
+        delay: the longest delay before a communication, in seconds.
+    """
+
+    seconds: float = 8.0
+    memory: int = 2 * 2**30
+    grace: float = 1.5
+    delay: float = 0.004
+
+
+class Room:
+    """Ranks to try answers on.
+
+    Args:
+        cluster: the cluster whose helper process is used; None: the room starts its own.
+        limits: the limits on each case.
+    """
+
+    def __init__(self, cluster: Cluster | None = None, limits: Limits | None = None) -> None:
+        self._own = cluster is None
+        self._cluster = cluster if cluster is not None else Cluster(ranks=1, device="cpu")
+        self.limits = limits if limits is not None else Limits()
+
+    def cluster(self, ranks: int) -> Cluster:
+        """Return a cluster of the given number of ranks, forked from the one helper process."""
+        if self._own and self._cluster.fork_server_pid is None:  # an answer has ended it
+            self._cluster.close()
+            self._cluster = Cluster(ranks=1, device="cpu")
+        return self._cluster.resized(ranks)
+
+    @property
+    def pids(self) -> set[int]:
+        """The process id of the helper process; empty if there is none now."""
+        pid = self._cluster.fork_server_pid
+        return {pid} if pid is not None else set()
+
+    def close(self) -> None:
+        """End the helper process."""
+        self._cluster.close()
+
+    def play(self, play: Play, answer: Answer, case: Case) -> Seen:
+        """Run the answer on the case's ranks.
+
+        Args:
+            play: the function that runs on every rank, with the rank's context, the answer and the case.
+            answer: the packed answer.
+            case: the case, which has the number of ranks.
+        """
+        printed: list[str] = []
+        launch = self.cluster(case.ranks).launch(
+            on_rank, (play, answer.packed, case, self.limits), sink=printed.append, grace=self.limits.grace
+        )
+        launch.poll(0.0)  # starts the ranks, once torch is imported
+        deadline = time.monotonic() + self.limits.seconds
+        try:
+            while not launch.poll(0.1):
+                if time.monotonic() > deadline and launch.error is None:
+                    launch.give_up()
+        except BaseException:
+            launch.kill()
+            launch.finish()
+            raise
+        found: dict[str, Any] = {"case": case, "trace": launch.trace, "printed": printed}
+        try:
+            return Seen(got=launch.results(unsealed), **found)
+        except Deadlock as error:
+            return Seen(hang=re.sub(r"\n\(A step that is only slow.*", "", str(error)), **found)
+        except CommMismatch as error:
+            return Seen(error=str(error), mismatch=str(error), **found)
+        except RankFailed as error:
+            return Seen(**{**found, **_said(error)})
+        except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError, TypeError) as error:
+            return Seen(error=f"its result cannot be read: {type(error).__name__}: {error}", **found)
+
+
+def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:
+    """Run the answer on this rank, under the limits."""
+    # ---- limit
+    limit_memory(limits.memory)
+    # ---- delay
+    if limits.delay:
+        ctx.comm.delays(_delays(case, ctx.rank, limits.delay))
+    # ---- play
+    return sealed(play(ctx, pickle.loads(packed), case))
+
+
+def limit_memory(more: int) -> None:
+    """Allow this process to allocate that many more bytes of data, if the system can limit it."""
+    try:
+        import resource
+
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[5])  # data and stack, as RLIMIT_DATA counts them
+    except (ImportError, OSError):  # not Linux
+        return
+    most = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def _delays(case: Case, rank: int, longest: float) -> Callable[[], None]:
+    """Return a function that sleeps, mostly for a short time: each rank is late now and then, at times of its own."""
+    import random
+
+    draw = random.Random(f"{case.seed} {case.ranks} {rank}")
+    return lambda: time.sleep(longest * draw.random() ** 3)
+
+
+def _said(error: RankFailed) -> dict[str, str]:
+    """Return the error in one line, and the last line of the student's own code that led to it."""
+    if not error.traceback:
+        return {"error": str(error)}
+    last = [
+        line for line in error.traceback.rstrip().splitlines() if line and not line.startswith((" ", "|"))
+    ][-1]
+    places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n(?:    (?! *File)(.*)\n)?', error.traceback)
+    own = [
+        place for place in places if not re.search(r"[/\\](mpkit|torch|lib[/\\]python[\d.]+)[/\\]", place[0])
+    ]
+    where = ""
+    if own:
+        _, line, function, text = own[-1]
+        where = f"line {line} of the cell, in {function}" + (f": {text.strip()}" if text else "")
+    return {"error": f"rank {error.rank}: {last}", "where": where}
+
+
+@functools.cache
+def shared_room() -> Room:
+    """Return the default room; its helper process stays warm from check to check, until Python ends."""
+    return Room()

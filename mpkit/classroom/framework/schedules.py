@@ -1,0 +1,153 @@
+"""Exercises whose answer is a pipeline schedule: a function of (p, m, ...), or anything `mk.Schedule` can be made from.
+
+For each case:
+
+    read       evaluate the answer on a rank, and take its rows
+    validate   check that it does every forward and backward, in an order that can finish, within the cap on memory
+    budgets    check the budgets on the simulated clock
+    train      train a model with it on real ranks; the losses must equal those of serial training
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpkit.classroom.framework.equal import difference, spell
+from mpkit.classroom.framework.exercise import Budget, Case, Exercise, Row
+from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.framework.seen import Seen
+from mpkit.classroom.framework.serial import mlp, mse, sgd, train
+from mpkit.errors import RankFailed
+from mpkit.plan.plan import Plan
+from mpkit.schedule import Schedule
+from mpkit.timeline.simulation import simulate
+
+if TYPE_CHECKING:
+    from mpkit.launch.process.context import Context
+
+__all__ = ["Schedules", "bubble", "live"]
+
+STEPS = 2
+
+
+def bubble(seen: Seen) -> float:
+    """Return the idle share of the step."""
+    return seen.timeline.bubble
+
+
+def live(seen: Seen) -> float:
+    """Return the largest number of micro-batches whose activations one rank holds."""
+    assert seen.schedule is not None
+    return max(seen.schedule.peak_live)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedules(Exercise):
+    """An exercise whose answer is a schedule.
+
+    Attributes:
+        cases: the cases. Each has the size "microbatches"; its ranks are p, the ranks that hold stages. The size
+            "virtual_stages" is the number of stages per rank.
+        also: the sizes that the answer, if it is a function, takes after p and m, such as ("virtual_stages",).
+        budgets: limits on `bubble`, `live` or `measures.makespan`.
+        max_live: max_live(case): the most live micro-batches that a rank may have; None: no cap.
+        times: arguments of `simulate`: forward, input_grad, weight_grad, hop.
+    """
+
+    cases: Sequence[Case]
+    also: Sequence[str] = ()
+    budgets: Sequence[Budget] = ()
+    max_live: Callable[[Case], float] | None = None
+    times: dict[str, Any] = field(default_factory=dict)
+
+    def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
+        """Try the answer case by case."""
+        for case in self.cases:
+            # ---- read, validate
+            seen = self._seen(answer, case, room)
+            what = f"a schedule that can run, on {case}"
+            if seen.schedule is None:
+                yield Row(
+                    what,
+                    "rows for every rank",
+                    seen.error.partition("\n")[0] or "the answer hangs",
+                    False,
+                    seen,
+                )
+                return
+            yield Row(what, "every F and B, once", f"{sum(map(len, seen.schedule.rows))} actions", True, seen)
+            # ---- budgets
+            rows = [budget.row(seen) for budget in self.budgets]
+            yield from rows
+            if not all(row.ok for row in rows):
+                return
+            # ---- train
+            row = _trained(seen, room)
+            yield row
+            if not row.ok:
+                return
+
+    def again(self, answer: Answer, seen: Seen, room: Room) -> Seen:
+        """Try another answer on the same case."""
+        return replace(self._seen(answer, seen.case, room), budget=seen.budget)
+
+    def _seen(self, answer: Answer, case: Case, room: Room) -> Seen:
+        more = [case[name] for name in self.also]
+        asked = {**case.sizes, "stages": case.ranks, "more": more}
+        read = room.play(_rows, answer, replace(case, ranks=1, sizes=asked))
+        read = replace(read, case=case, expected=[None])
+        if read.got is None:
+            return read
+        try:
+            schedule = Schedule(read.got[0], name="yours")
+            _right_size(schedule, case)
+            schedule.validate(max_live=self.max_live(case) if self.max_live else None)
+        except ValueError as error:
+            return replace(read, error=str(error), got=None)
+        return replace(read, schedule=schedule, simulated=simulate(schedule, **self.times))
+
+
+def _right_size(schedule: Schedule, case: Case) -> None:
+    if (schedule.ranks, schedule.microbatches) != (case.ranks, case["microbatches"]):
+        raise ValueError(
+            f"the schedule is for {schedule.ranks} ranks and {schedule.microbatches} micro-batches, and asked for were "
+            f"{case.ranks} ranks and {case['microbatches']} micro-batches"
+        )
+    stages = case.ranks * case.sizes.get("virtual_stages", 1)
+    if schedule.stages != stages:
+        raise ValueError(f"the schedule has {schedule.stages} stages, and asked for were {stages}")
+
+
+def _rows(ctx: Context, answer: Any, case: Case) -> list[str]:
+    """Return the answer's schedule as text, one line per rank."""
+    if callable(answer):
+        schedule = Schedule(
+            lambda p, m: answer(p, m, *case["more"]), p=case["stages"], m=case["microbatches"]
+        )
+    else:
+        schedule = Schedule(answer)
+    return [" ".join(map(str, row)) for row in schedule.rows]
+
+
+def _trained(seen: Seen, room: Room) -> Row:
+    """Train a small model with the schedule, and compare the losses with those of serial training."""
+    schedule = seen.schedule
+    assert schedule is not None
+    model = mlp(schedule.stages, seen.case.seed)
+    x, y = torch.randn(2, 2 * schedule.microbatches, 6, generator=seen.case.generator(), dtype=torch.float64)
+    expected = train(model, [(x, y)] * STEPS)["losses"]
+    what = f"losses of {STEPS} steps on {seen.case}"
+    try:
+        run = room.cluster(seen.case.ranks).train(
+            model, [(x, y)], Plan.from_schedule(schedule), loss=mse, optimizer=sgd, steps=STEPS,
+            show=False,
+        )  # fmt: skip
+        losses = run.wait().losses
+    except (RankFailed, ValueError) as error:
+        return Row(what, spell(expected), str(error), False, replace(seen, error=str(error)))
+    wrong = difference(expected, losses)
+    return Row(what, spell(expected), wrong or "equal to serial training's", wrong is None, seen)

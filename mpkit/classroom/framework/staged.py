@@ -1,0 +1,54 @@
+"""Stages that an answer runs itself, on the timeline: forwards and backwards with the FLOPs of a larger model.
+
+The models of exercises are tiny, and a GPU would take almost no time for them. So each forward is recorded with the
+FLOPs of a larger layer, and each backward with twice as many: on the clock of the machine that answers are replayed on,
+they take a few times as long as a message.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor, nn
+
+from mpkit.trace import Kind
+
+if TYPE_CHECKING:
+    from mpkit.launch.process.context import Context
+
+__all__ = ["staged"]
+
+FLOPS = 2e8
+"""FLOPs of a forward."""
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def staged(ctx: Context, stage: M, number: int | None = None, microbatches: int | None = None) -> M:
+    """Record the stage's forwards and backwards from now on; return the stage itself.
+
+    Args:
+        ctx: the rank's context.
+        stage: the stage's module.
+        number: the stage's number; None: the same as the rank's.
+        microbatches: the number of forwards after which all later ones are recomputation; None: none is.
+    """
+    record, which = ctx.record, ctx.rank if number is None else number
+    forwards, backwards = 0, 0
+
+    def backward(gradient: Tensor) -> None:
+        nonlocal backwards
+        record.end(record.begin(Kind.BACKWARD, stage=which, microbatch=backwards, flops=2 * FLOPS))
+        backwards += 1
+
+    def forward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        nonlocal forwards
+        again = microbatches is not None and forwards >= microbatches
+        kind, i = (Kind.RECOMPUTE, forwards - (microbatches or 0)) if again else (Kind.FORWARD, forwards)
+        record.end(record.begin(kind, stage=which, microbatch=i, flops=FLOPS))
+        forwards += 1
+        if output.requires_grad:
+            output.register_hook(backward)
+
+    stage.register_forward_hook(forward)
+    return stage

@@ -1,0 +1,130 @@
+"""The timelines of the reading lab, the same for everybody, also on machines with a faster link.
+
+Runs use tensors without content (`mpkit.fake`) and are replayed on catalogued machines, so they take a second, and have
+the same result each time.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mpkit.devices.catalogue import hardware
+from mpkit.fake import trace_fake
+from mpkit.plan.plan import Plan
+from mpkit.timeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    from mpkit.classroom.framework.room import Room
+    from mpkit.classroom.framework.seen import Seen
+    from mpkit.devices.hardware import Hardware
+    from mpkit.trace import Trace
+
+__all__ = ["PUZZLES", "RUNS", "given", "near", "puzzle", "timeline"]
+
+WIDTH = 4096
+
+RUNS: dict[str, tuple[Plan, int, int, str]] = {
+    "uneven": (Plan(pp=4, schedule="1f1b", microbatches=8, cut=[1, 2, 5]), 6, 16384, "8x-a100-nvlink"),
+    "slow link": (Plan.ddp(4), 4, 4096, "8x-h100-pcie"),
+    "few micro-batches": (Plan.gpipe(4, 3), 8, 12288, "8x-a100-nvlink"),
+    "offload": (Plan(dp=4, zero=1, offload="optimizer"), 4, 1024, "8x-a100-nvlink"),
+    "hidden": (Plan.ddp(4), 4, 16384, "8x-a100-nvlink"),
+    "ddp": (Plan.ddp(4), 3, 2048, "8x-a100-nvlink"),
+    "zero 1": (Plan(dp=4, zero=1), 3, 2048, "8x-a100-nvlink"),
+    "zero 2": (Plan(dp=4, zero=2), 3, 2048, "8x-a100-nvlink"),
+    "zero 3": (Plan(dp=4, zero=3), 3, 2048, "8x-a100-nvlink"),
+}
+"""The runs by name: the plan, the number of the model's linear layers, the samples per batch, and the machine."""
+
+PUZZLES: dict[str, dict[str, str]] = {
+    "name-the-cause": {
+        "A": "few micro-batches",
+        "B": "slow link",
+        "C": "hidden",
+        "D": "offload",
+        "E": "uneven",
+    },
+    "double-the-link": {"A": "slow link", "B": "hidden", "C": "few micro-batches"},
+    "read-the-memory": {"A": "zero 2", "B": "ddp", "C": "zero 3", "D": "zero 1"},
+    "host-copies": {"A": "offload"},
+}
+"""The run behind each letter, by exercise. Students need not look here."""
+
+
+def puzzle(exercise: str, letter: str, **more: Any) -> Timeline:
+    """Return the timeline behind a letter of an exercise; `more` is passed on to `timeline`.
+
+    >>> puzzle("double-the-link", "A")
+    <Timeline of 4 ranks, 1 step, virtual: 0.02329 s, bubble 0.475>
+    """
+    return timeline(PUZZLES[exercise][letter], **more)
+
+
+def timeline(name: str, *, link: float = 1.0, host: float = 1.0, room: Room | None = None) -> Timeline:
+    """Return the last step of a run, on its machine, or on a similar one with links that many times as fast.
+
+    >>> timeline("slow link").exposed_comm[0] > 2 * timeline("slow link", link=2).exposed_comm[0]
+    True
+
+    Args:
+        name: the run, one of `RUNS`.
+        link: the factor on the bandwidth between devices.
+        host: the factor on the bandwidth between a device and its host.
+        room: the room whose helper process runs it; None: the one that all checks share.
+    """
+    whole = Timeline.of(_played(name, host, room), _machine(name, link, host))
+    return whole.step(whole.steps[-1])
+
+
+def _machine(name: str, link: float, host: float) -> Hardware:
+    machine = hardware(RUNS[name][3])
+    wire = machine.link
+    bus = {kind: rate * link for kind, rate in wire.bus.items()}
+    return replace(
+        machine,
+        link=replace(wire, bandwidth=wire.bandwidth * link, bus=bus),
+        device=replace(machine.device, host=machine.device.host * host),
+    )
+
+
+def given(seen: Seen, question: str) -> Any:
+    """Return the student's answer to a question; None if there is none."""
+    return seen.got[0].get(question) if seen.got else None
+
+
+def near(seen: Seen, question: str, value: float, within: float = 0.02) -> bool:
+    """Return whether the student's answer to a question is close to this wrong number, and closer than to the right."""
+    got, right = given(seen, question), seen.expected[0][question]
+    return (
+        isinstance(got, int | float)
+        and abs(got - value) <= within * abs(value)
+        and abs(got - value) < abs(got - right)
+    )
+
+
+_TRACES: dict[tuple[str, float], Trace] = {}
+
+
+def _played(name: str, host: float, room: Room | None) -> Trace:
+    """Return the trace of two steps of a run; after its first step, DDP rebuilds its buckets."""
+    from mpkit.classroom.framework.room import shared_room
+
+    key = name, host
+    if key not in _TRACES:
+        plan, layers, samples, _ = RUNS[name]
+        batch = torch.empty(samples, WIDTH, device="meta")
+        _TRACES[key] = trace_fake(
+            functools.partial(_model, layers), plan, batch=(batch, batch), loss=nn.functional.mse_loss,
+            optimizer=torch.optim.Adam, steps=2, hardware=_machine(name, 1.0, host),
+            cluster=(room or shared_room()).cluster(1),
+        )  # fmt: skip
+    return _TRACES[key]
+
+
+def _model(layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))

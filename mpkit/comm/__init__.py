@@ -1,0 +1,1 @@
+"""Communication between ranks: collectives and messages, which are recorded and compared across ranks."""

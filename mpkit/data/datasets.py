@@ -1,0 +1,117 @@
+"""Data that needs no download: real text, and small synthetic datasets.
+
+Each function returns a list of whole batches (inputs, targets), the same for the same seed, and does not change the
+program's random state.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import pi
+
+import torch
+from torch import Tensor
+
+__all__ = ["Batch", "images", "spirals", "text", "text_batches"]
+
+Batch = tuple[Tensor, Tensor]
+
+
+@cache
+def text() -> bytes:
+    """Return English prose about Python: the language reference included in every Python; at least 450 kB.
+
+    >>> len(text()) > 400_000
+    True
+    """
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def text_batches(batch: int, length: int, steps: int, *, seed: int = 0) -> list[Batch]:
+    """Return batches of `text`, byte by byte; the target of each byte is the next byte.
+
+    >>> inputs, targets = text_batches(batch=8, length=32, steps=3)[0]
+    >>> inputs.shape, inputs.dtype, bool((inputs[:, 1:] == targets[:, :-1]).all())
+    (torch.Size([8, 32]), torch.int64, True)
+
+    Args:
+        batch: sequences per batch.
+        length: bytes per sequence.
+        steps: number of batches.
+        seed: determines where in the text the sequences begin.
+
+    Returns:
+        `steps` pairs of (inputs, targets), both [batch, length], int64, 0 to 255.
+    """
+    _check(batch=batch, length=length, steps=steps)
+    data = torch.frombuffer(bytearray(text()), dtype=torch.uint8).long()
+    if length >= len(data):
+        raise ValueError(
+            f"length={length}: the text has {len(data)} bytes, so at most length={len(data) - 1}."
+        )
+    starts = torch.randint(len(data) - length, (steps, batch), generator=_generator(seed))
+    windows = data.unfold(0, length + 1, 1)
+    return [(windows[row, :-1], windows[row, 1:]) for row in starts]
+
+
+def spirals(batch: int, steps: int, *, classes: int = 3, noise: float = 0.1, seed: int = 0) -> list[Batch]:
+    """Return points in the plane on spiral arms, one arm per class; no straight line separates the classes.
+
+    >>> points, arms = spirals(batch=12, steps=2)[0]
+    >>> points.shape, arms.dtype
+    (torch.Size([12, 2]), torch.int64)
+
+    Returns:
+        `steps` pairs of (inputs [batch, 2] float32, targets [batch] int64).
+    """
+    _check(batch=batch, steps=steps, classes=classes)
+    generator = _generator(seed)
+    found = []
+    for _ in range(steps):
+        arms = torch.randint(classes, (batch,), generator=generator)
+        radius = torch.rand(batch, generator=generator)
+        angle = 2 * pi * (arms / classes + radius) + noise * torch.randn(batch, generator=generator)
+        found.append((torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), arms))
+    return found
+
+
+def images(batch: int, steps: int, *, size: int = 16, noise: float = 0.1, seed: int = 0) -> list[Batch]:
+    """Return grey images of a disc, a square, a ring or a cross of random size and position; the target is the shape.
+
+    >>> pictures, shapes = images(batch=6, steps=1)[0]
+    >>> pictures.shape, int(shapes.max()) < 4
+    (torch.Size([6, 1, 16, 16]), True)
+
+    Returns:
+        `steps` pairs of (inputs [batch, 1, size, size] float32, targets [batch] int64 from 0 to 3).
+    """
+    _check(batch=batch, steps=steps, size=size)
+    generator = _generator(seed)
+    rows = torch.arange(size)[:, None]
+    found = []
+    for _ in range(steps):
+        shapes = torch.randint(4, (batch,), generator=generator)
+        place = (0.35 + 0.3 * torch.rand(batch, 2, 1, 1, generator=generator)) * size
+        radius = (0.15 + 0.15 * torch.rand(batch, 1, 1, generator=generator)) * size
+        dy, dx = (rows - place[:, 0]).abs() / radius, (rows.T - place[:, 1]).abs() / radius
+        far = (dy**2 + dx**2).sqrt()
+        box = torch.maximum(dy, dx)
+        drawn = torch.stack(
+            [far < 1, box < 1, (far < 1) & (far > 0.6), (box < 1) & (torch.minimum(dy, dx) < 0.3)]
+        )
+        clean = drawn[shapes, torch.arange(batch)].float()
+        pictures = clean + noise * torch.randn(batch, size, size, generator=generator)
+        found.append((pictures[:, None], shapes))
+    return found
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _check(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}={value}: {name} is 1 or more.")

@@ -1,0 +1,76 @@
+"""Batches, and the micro-batches that they are split into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from itertools import accumulate
+
+from torch import Tensor
+
+__all__ = ["Value", "batch_size", "leaves", "map_tensors", "part", "share", "signature", "split"]
+
+Value = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+"""Inputs or targets: one tensor, several by position, or several by name; the first dimension is the batch."""
+
+
+def leaves(value: Value) -> list[Tensor]:
+    """Return the tensors of a value, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    return list(value.values() if isinstance(value, dict) else value)
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], value: Value) -> Value:
+    """Return the value with `fn` applied to each of its tensors."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, dict):
+        return {name: fn(tensor) for name, tensor in value.items()}
+    return tuple(fn(tensor) for tensor in value)
+
+
+def batch_size(value: Value) -> int:
+    """Return the number of samples in a value."""
+    return int(leaves(value)[0].shape[0])
+
+
+def split(size: int, m: int) -> list[tuple[int, int]]:
+    """Return where each of m micro-batches begins and ends; if `size` does not divide, the first ones have one more.
+
+    >>> split(8, 3)
+    [(0, 3), (3, 6), (6, 8)]
+    """
+    sizes = [size // m + (i < size % m) for i in range(m)]
+    ends = list(accumulate(sizes))
+    return [(end - n, end) for n, end in zip(sizes, ends, strict=True)]
+
+
+def share(start: int, end: int, rank: int, n: int) -> slice:
+    """Return which of the samples `start` to `end` the rank takes: every n-th, as in torch's DistributedSampler.
+
+    A rank without samples takes the first one with weight zero, since it must take part in the collectives.
+
+    >>> [list(range(10))[share(0, 10, rank, 4)] for rank in range(4)]
+    [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
+    """
+    return slice(start + rank, end, n) if start + rank < end else slice(start, start + 1)
+
+
+def part(value: Value, which: slice) -> Value:
+    """Return some samples of a value, as views."""
+    return map_tensors(lambda tensor: tensor[which], value)
+
+
+def signature(inputs: Value, targets: Value) -> Hashable:
+    """Return a key on which the shapes of everything computed on a micro-batch depend.
+
+    >>> import torch
+    >>> signature(torch.zeros(2, 3), torch.zeros(2))
+    ((None, (2, 3), torch.float32), (None, (2,), torch.float32))
+    """
+    found = []
+    for value in (inputs, targets):
+        names = list(value) if isinstance(value, dict) else [None] * len(leaves(value))
+        for name, tensor in zip(names, leaves(value), strict=True):
+            found.append((name, tuple(tensor.shape), tensor.dtype))
+    return tuple(found)

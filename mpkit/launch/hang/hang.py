@@ -1,0 +1,155 @@
+"""Decide whether the ranks wait for each other forever, and explain which rank waits for which.
+
+Ranks hang when every one of them waits (its newest op is an open WAIT) or has finished, and none makes progress. A
+rank that computes may take as long as it needs, unless a timeout was requested. If the trace proves that no rank can
+proceed, the launch is given up soon; otherwise the required time without progress is derived from the run itself: a
+few seconds more than the slowest op seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from mpkit.launch.hang.progress import Sight
+from mpkit.launch.hang.unmatched import missing, never, waited_for
+from mpkit.launch.hang.waiting import stopped_words
+from mpkit.launch.hang.why import reasons
+from mpkit.launch.process.cells import in_cells
+from mpkit.support.tracebacks import fold_stack
+from mpkit.trace import Kind, RankTrace, Trace
+
+__all__ = ["GRACE", "LIMIT", "Patience", "explain"]
+
+GRACE = 4.0
+"""Seconds beyond the slowest op seen before ranks that only wait are given up."""
+
+LIMIT = 600.0
+"""Seconds without progress before ranks are given up although one may still proceed: rank 0 may be evaluating."""
+
+CERTAIN = 0.5
+"""Seconds before ranks are given up that can never proceed: they wait for each other, or for one that finished."""
+
+
+@dataclass
+class Patience:
+    """Decides when to give up.
+
+    Args:
+        timeout: seconds without progress of any rank, whatever the ranks do; None: `grace` beyond the slowest op if
+            all wait or are stopped, `LIMIT` if some rank may proceed.
+        grace: seconds; halved if a rank has not reached the call that another one waits for, and replaced by
+            `CERTAIN` if it can never reach it.
+    """
+
+    timeout: float | None = None
+    grace: float = GRACE
+    _seen: tuple[Sight, ...] = ()
+    still: float = 0.0  # seconds since the last progress of any rank, as observed
+    _looked: float = field(default_factory=time.monotonic)
+    _held: frozenset[int] = frozenset()  # ranks stopped by SIGSTOP
+    _needed: float | None = None  # seconds without progress; None: not yet computed from the trace
+
+    def is_over(
+        self, sights: tuple[Sight, ...], trace: Trace | None = None, stopped: Collection[int] = ()
+    ) -> bool:
+        """Look at the ranks again and return whether to give up.
+
+        Args:
+            sights: the sights of all ranks.
+            trace: the trace, needed once ranks have only waited for a while (`wants_trace`).
+            stopped: ranks stopped by SIGSTOP, which cannot proceed until someone continues them.
+        """
+        now = time.monotonic()
+        # A pause of this process itself (a frozen container) counts as one second at most.
+        since_last, self._looked = min(now - self._looked, 1.0), now
+        if sights != self._seen or self._held != frozenset(stopped):
+            self._seen, self._held, self.still, self._needed = sights, frozenset(stopped), 0.0, None
+            return False
+        self.still += since_last
+        if trace is not None:
+            self._needed = self._seconds(trace)
+        limit = LIMIT if self.timeout is None else self.timeout
+        return self.still > min(limit, limit if self._needed is None else self._needed)
+
+    @property
+    def holds(self) -> bool:
+        """Whether some rank was stopped when last looked at."""
+        return bool(self._held)
+
+    def wants_trace(self, sights: tuple[Sight, ...]) -> bool:
+        """Return whether `is_over` needs the trace to decide."""
+        if sights != self._seen or self._needed is not None or self.still <= CERTAIN:
+            return False
+        held = [sight.waiting or rank in self._held for rank, sight in enumerate(sights)]
+        return any(held) and all(one or s.state == 1 for one, s in zip(held, sights, strict=True))
+
+    def _seconds(self, trace: Trace) -> float:
+        """Return how many seconds ranks are given that all wait or have finished."""
+        if not self._held and never(trace):
+            return CERTAIN
+        if self.timeout is not None:
+            return self.timeout
+        waits = (waited_for(number, rank) for number, rank in enumerate(trace.ranks))
+        unmet = any(missing(call, trace) for call in waits if call is not None)
+        return (self.grace / 2 if unmet else self.grace) + slowest(trace)
+
+
+def slowest(trace: Trace) -> float:
+    """Return the seconds of the slowest finished op on a compute lane, not counting waits."""
+    longest = 0
+    for rank in trace.ranks:
+        ops = rank.ops[(rank.ops["end"] > 0) & (rank.ops["kind"] < Kind.WAIT)]
+        if len(ops):
+            longest = max(longest, int((ops["end"] - ops["start"]).max()))
+    return longest / 1e9
+
+
+def explain(
+    trace: Trace, stacks: dict[int, str], seconds: float, now: int, stopped: Mapping[int, int] | None = None
+) -> str:
+    """Return the message: which rank waits where, which never arrived, and what the others were doing.
+
+    Args:
+        trace: the trace of all ranks so far.
+        stacks: Python stacks by rank of ranks that are not waiting, as far as available.
+        seconds: the time without progress.
+        now: the monotonic clock in ns.
+        stopped: process ids by rank of ranks stopped by SIGSTOP.
+    """
+    waits = any(waited_for(number, rank) is not None for number, rank in enumerate(trace.ranks))
+    first = "the ranks wait for each other: none" if waits else "no rank"
+    lines = [f"{first} has moved for {seconds:.1f} s."]
+    lines += ["  " + line for line in _each_rank(trace, stacks, now)]
+    held = [f"{stopped_words(rank, pid)} lets it go on" for rank, pid in sorted((stopped or {}).items())]
+    culprits = held or sorted(set(reasons(trace)))
+    if culprits:
+        lines += ["Why:", *("  " + line for line in culprits)]
+    if not never(trace):
+        lines.append(
+            "(A step that is only slow? Give it time: cluster.run(fn, timeout=60), or train(..., timeout=60).)"
+        )
+    return in_cells("\n".join(lines))
+
+
+def _each_rank(trace: Trace, stacks: dict[int, str], now: int) -> Iterator[str]:
+    for number, rank in enumerate(trace.ranks):
+        waits = waited_for(number, rank)
+        if rank.state == "finished":
+            yield f"rank {number} has finished"
+        elif waits is not None:
+            since = (now - int(rank.ops[-1]["start"])) / 1e9
+            yield f"rank {number} waits in {waits}{waits.at}, for {since:.1f} s"
+        else:
+            yield f"rank {number} is not waiting{_doing(rank)}"
+            if stacks.get(number):
+                yield from ("    " + line for line in fold_stack(stacks[number]).splitlines())
+
+
+def _doing(rank: RankTrace) -> str:
+    if not len(rank.ops):
+        return "; it has recorded nothing yet"
+    last = rank.ops[-1]
+    verb = "in" if last["end"] == 0 else "last seen at the end of"
+    return f"; {verb} {Kind(int(last['kind'])).word} {rank.name(int(last['name']))}".rstrip()

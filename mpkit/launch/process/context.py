@@ -1,0 +1,33 @@
+"""The context that a function on a rank receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpkit.comm.communicator import Communicator
+    from mpkit.record.recorder import Recorder
+
+__all__ = ["Context"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """The first argument of a function that `Cluster.run` starts on every rank.
+
+    Attributes:
+        rank: which rank this is, 0 to world_size - 1.
+        world_size: how many ranks there are.
+        device: this rank's torch.device; tensors that are communicated live on it.
+        comm: collectives and messages, recorded: `ctx.comm.all_reduce(tensor)`.
+        record: the recorder: `with ctx.record.span("attention"): ...` puts a span of your own on the timeline.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    comm: Communicator
+    record: Recorder

@@ -1,0 +1,91 @@
+"""Pickling what is sent to ranks and back: cloudpickle, and special cases for objects from libraries.
+
+    functions within functions of installed packages
+        cloudpickle sends such a function with copies of the globals that it uses. On the rank the function would then
+        use the copies and the package the originals; and some globals cannot be copied (a ContextVar). So the function
+        is sent as code that belongs to its module. transformers attaches such functions to models whose hidden states
+        are requested.
+    models of transformers
+        Constructing a model registers its class's recordable outputs in the package; a rank does not construct it.
+    parametrized modules
+        See `mpkit.launch.process.parametrized`.
+
+Classes and functions of notebooks and scripts are pickled by value, as cloudpickle always does.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import sysconfig
+from importlib import import_module
+from pathlib import Path
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+import cloudpickle
+
+from mpkit.launch.process.parametrized import taken_apart
+
+__all__ = ["dumps"]
+
+ATTRIBUTES = (
+    "__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__", "__annotations__",
+)  # fmt: skip
+RECORDS = "transformers.utils.output_capturing"
+"""The module in which transformers registers which outputs the models of a class can record."""
+
+
+def dumps(value: object) -> bytes:
+    """Pickle a value as `cloudpickle.dumps` does; `pickle.loads` reads the result."""
+    file = io.BytesIO()
+    _Packer(file).dump(value)
+    return file.getvalue()
+
+
+class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce an object; pickle calls this for every object that is not a plain value."""
+        if isinstance(obj, FunctionType) and _is_nested(obj):
+            cells = [cell.cell_contents for cell in obj.__closure__ or ()]
+            attributes = {name: getattr(obj, name) for name in ATTRIBUTES}
+            state = (cells, attributes, obj.__dict__)
+            return _function, (obj.__globals__["__name__"], obj.__code__), state, None, None, _complete
+        parts = taken_apart(obj)
+        if parts is not None:
+            return parts
+        if getattr(type(obj), "_can_record_outputs", None) and RECORDS in sys.modules:
+            make, args, state, *_ = obj.__reduce_ex__(4)
+            return make, args, state, None, None, _complete_model
+        return super().reducer_override(obj)
+
+
+def _is_nested(function: FunctionType) -> bool:
+    """Return whether a function of an installed package made this one, so that it cannot be looked up by name."""
+    module = sys.modules.get(function.__globals__.get("__name__", ""))
+    file = getattr(module, "__file__", None)
+    if "<locals>" not in function.__qualname__ or file is None or vars(module) is not function.__globals__:
+        return False
+    installed = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
+    return any(folder in Path(file).parents for folder in installed)
+
+
+def _function(module: str, code: CodeType) -> FunctionType:
+    cells = tuple(CellType() for _ in code.co_freevars)
+    return FunctionType(code, vars(import_module(module)), closure=cells)
+
+
+def _complete(function: FunctionType, state: tuple[list[Any], dict[str, Any], dict[str, Any]]) -> None:
+    contents, attributes, own = state
+    for cell, content in zip(function.__closure__ or (), contents, strict=True):
+        cell.cell_contents = content
+    for name, value in attributes.items():
+        setattr(function, name, value)
+    function.__dict__.update(own)
+
+
+def _complete_model(model: Any, state: dict[str, Any]) -> None:
+    model.__setstate__(state)
+    registry = getattr(import_module(RECORDS), "_CAN_RECORD_REGISTRY", None)
+    if registry is not None:
+        registry[model] = type(model)._can_record_outputs

@@ -1,0 +1,69 @@
+"""What the launching process sends to its ranks: function and arguments by value, and its own environment."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpkit.launch.process.folder import Settings
+from mpkit.launch.process.packing import dumps
+
+__all__ = ["here", "pack"]
+
+
+def pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """Pickle a function and its arguments; objects from a notebook, script or REPL are pickled by value.
+
+    Raises:
+        ValueError: something in them cannot be sent to another process (a lock, an open file, a generator).
+    """
+    try:
+        return dumps((function, tuple(args)))
+    except Exception as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(
+            f"{name} or what it uses cannot be sent to other processes ({type(error).__name__}: {error}). "
+            "Locks, open files, sockets, generators and widgets stay in the process that made them: create such "
+            "things inside the function, or pass the plain data they hold."
+        ) from None
+
+
+def here(ranks: int, device: str, backend: str, devices: int, layers: bool, compares: bool) -> Settings:
+    """Return the settings of a launch, taken from this process in its present state.
+
+    Raises:
+        ValueError: the current folder no longer exists.
+    """
+    try:
+        cwd = os.getcwd()
+    except FileNotFoundError:
+        raise ValueError(
+            "the current folder of this process has been deleted, and ranks start where it is: "
+            "os.chdir(...) to a folder that exists"
+        ) from None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Settings(
+        ranks=ranks,
+        device=device,
+        backend=backend,
+        devices=devices,
+        threads=1 if device == "cpu" else max(1, cores // ranks),
+        path=[os.path.abspath(p) if p else cwd for p in sys.path],
+        cwd=cwd,
+        argv=list(sys.argv),
+        sources=_sources_without_file(),
+        layers=layers,
+        compares=compares,
+    )
+
+
+def _sources_without_file() -> dict[str, str]:
+    """Return the source of notebook cells and REPL input, whose lines a rank's traceback should show."""
+    found: dict[str, str] = {}
+    for name, entry in list(linecache.cache.items()):
+        if len(entry) == 4 and not os.path.exists(name) and len(found) < 2000:
+            found[name] = "".join(entry[2])
+    return found

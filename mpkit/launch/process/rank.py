@@ -1,0 +1,195 @@
+"""A rank's half of a launch: from the fork to the user's function and back.
+
+detach     end with the fork server, redirect output into the launch's folder, be ready to write stacks
+meet       find the other ranks and form the process group
+work       unpickle the function, call it, and write its result
+leave      wait until all ranks have finished, so that no peer sees its connection closed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import linecache
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpkit.comm.call_checks import CallChecks
+from mpkit.comm.communicator import Communicator
+from mpkit.errors import CommMismatch
+from mpkit.launch.process.context import Context
+from mpkit.launch.process.folder import UNREPORTED, Settings, part, write_error, write_note
+from mpkit.launch.process.output import Labelled
+from mpkit.launch.process.stacks import answer_requests
+from mpkit.launch.process.store import store_of
+from mpkit.record.recorder import Recorder
+from mpkit.support.disk import FULL, full_disk, write_whole
+from mpkit.support.tracebacks import fold_chain
+
+__all__ = ["main", "spawned"]
+
+
+def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -> None:
+    """Run one rank. This never returns: a rank exits with os._exit, whatever its threads do."""
+    place = Path(folder)
+    recorder: Recorder | None = None
+    try:
+        settings = detach(rank, group, place, parent)
+        device = device_of(rank, settings)
+        recorder = Recorder(place, rank, device, layers=settings.layers)
+        store = meet(rank, settings, place)
+        checks = CallChecks(place, rank) if settings.compares else None
+        comm = Communicator(rank, settings.ranks, recorder, device, settings.backend, checks)
+        context = Context(rank, settings.ranks, device, comm, recorder)
+        work(context, place)
+        recorder.close("finished")
+        leave(fds)
+        del store
+        os._exit(0)
+    except BaseException as error:  # SystemExit too: a rank that exits early leaves its peers waiting
+        try:
+            report(error, rank, place, recorder)
+        except BaseException:
+            os._exit(UNREPORTED)
+        os._exit(1)
+
+
+def spawned(config: str) -> None:
+    """Run one rank in a fresh interpreter, where ranks are not forked."""
+    main(*json.loads(config))
+
+
+def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
+    """End with the fork server, redirect output into the launch's folder, be ready to write stacks."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, group)  # 0 for the first rank: a group of its own, which the others join
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before prctl took effect
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = Settings.read(folder)
+
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    std = os.open(part(folder, rank, "std"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(std, 1)
+    os.dup2(std, 2)
+    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def say_where_output_ends(error: OSError) -> None:
+        reason = full_disk(error, folder) if error.errno in FULL else error
+        write_note(folder, rank, f"mpkit: what rank {rank} printed after this is lost: {reason.strerror}")
+
+    sys.stdout, sys.stderr = (Labelled(log, rank, stream, say_where_output_ends) for stream in (1, 2))
+    stack = answer_requests(folder, rank)
+    faulthandler.enable(file=stack)  # shows where Python was when C++ code aborted, in any thread
+
+    for name, value in settings.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    sys.path[:] = settings.path
+    sys.argv[:] = settings.argv
+    os.chdir(settings.cwd)
+    for name, text in settings.sources.items():
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    return settings
+
+
+def device_of(rank: int, settings: Settings) -> torch.device:
+    """Return this rank's device; several ranks may share a GPU. On shared CPUs each rank uses one thread."""
+    torch.set_num_threads(settings.threads)
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % settings.devices)
+    torch.cuda.set_device(device)
+    return device
+
+
+def meet(rank: int, settings: Settings, folder: Path) -> Any:
+    """Find the other ranks in the launch's folder and form the process group, over the loopback interface.
+
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME keep the user's values if they are set. Collectives get a timeout of a
+    day, since the launcher distinguishes a hang from slow work far sooner.
+    """
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # the only way to configure gloo
+        os.environ.setdefault(name, loopback)
+    store = store_of(folder, settings.ranks, settings.backend)
+    dist.init_process_group(
+        settings.backend, store=store, rank=rank, world_size=settings.ranks, timeout=timedelta(days=1)
+    )
+    return store
+
+
+def work(context: Context, folder: Path) -> None:
+    """Unpickle the function, call it, and write its result."""
+    with (folder / "payload.pkl").open("rb") as file:
+        function, args = pickle.load(file)
+    result = function(context, *args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    from mpkit.launch.process.packing import dumps
+
+    write_whole(part(folder, context.rank, "result"), dumps(result))
+
+
+def leave(fds: dict[str, int]) -> None:
+    """Wait until all ranks have finished, so that no peer sees its connection closed."""
+    os.write(fds["done"], b".")
+    os.read(fds["release"], 1)  # returns, empty, when the fork server closes its end
+
+
+def report(error: BaseException, rank: int, folder: Path, recorder: Recorder | None) -> None:
+    """Write what the parent needs to report the failure and where it happened."""
+    now = time.monotonic_ns()
+    try:
+        message = str(error)
+    except Exception as worse:  # its own __str__ fails
+        message = f"(its __str__ raises {type(worse).__name__})"
+    found: dict[str, Any] = {
+        "time": now,
+        "type": type(error).__name__,
+        "message": message,
+        "traceback": "".join(traceback.format_exception(type(error), error, _own_frames(error))),
+        # A peer's death closes connections: such an error is usually an effect, seldom the cause.
+        "secondary": isinstance(error, dist.DistError)
+        or "Connection closed by peer" in message
+        or "Connection reset by peer" in message,
+        "other": error.other if isinstance(error, CommMismatch) else None,
+    }
+    fold_chain(error)
+    found["folded"] = "".join(traceback.format_exception(error))
+    if recorder is not None:
+        current = recorder.current
+        found |= {"step": current.step, "stage": current.stage, "microbatch": current.microbatch}
+    with contextlib.suppress(Exception):  # they may be the user's own, and reporting the error has priority
+        sys.stdout.flush()
+        sys.stderr.flush()
+    write_error(folder, rank, found)
+    if recorder is not None:
+        recorder.close("failed")
+
+
+def _own_frames(error: BaseException) -> TracebackType | None:
+    """Return the traceback without the frames of this file, which are the same for every error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next:
+        trace = trace.tb_next
+    return trace

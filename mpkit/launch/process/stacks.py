@@ -1,0 +1,96 @@
+"""Python stacks on request, which show where a rank is without disturbing it.
+
+A signal would interrupt what the rank is blocked in (a system call of C code returns early), and so change what is
+observed. So a thread of the rank waits for a request and writes the main thread's stack. While C code holds Python's
+lock, that thread cannot run; it is then sent SIGUSR1, which the other threads block, and the handler (faulthandler's)
+writes all stacks without the lock: no Python code runs meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+from mpkit.launch.process.folder import part
+from mpkit.support.tracebacks import fold_stack
+
+__all__ = ["answer_requests", "place_of", "read_stack", "request_stack"]
+
+
+# ---- on the rank ----------------------------------------------------------------------------------------------
+
+
+def answer_requests(folder: Path, rank: int) -> int:
+    """Start the thread that answers requests and return the file of stacks.
+
+    The main thread calls this before any other thread is started.
+    """
+    stack = os.open(part(folder, rank, "stack"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.mkfifo(part(folder, rank, "ask"), 0o600)
+    asked = os.open(part(folder, rank, "ask"), os.O_RDWR)  # both ways, so that it never ends
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    args = asked, stack, threading.get_ident()
+    threading.Thread(target=_answer, args=args, name="mpkit-stacks", daemon=True).start()
+    return stack
+
+
+def _answer(asked: int, stack: int, main: int) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+    while os.read(asked, 1):
+        frame = sys._current_frames().get(main)
+        lines = ["Thread (most recent call first):"]
+        while frame is not None:
+            code = frame.f_code
+            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+            frame = frame.f_back
+        with contextlib.suppress(OSError):  # the disk may be full
+            os.write(stack, ("\n".join(lines) + "\n\n").encode("utf-8", "replace"))
+
+
+# ---- in the launching process ---------------------------------------------------------------------------------
+
+
+def request_stack(folder: Path, rank: int) -> None:
+    """Request a rank's stack."""
+    with contextlib.suppress(OSError):  # the rank has not started yet, or has exited
+        file = os.open(part(folder, rank, "ask"), os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(file, b"?")
+        finally:
+            os.close(file)
+
+
+def read_stack(folder: Path, rank: int, place: int = 0) -> str:
+    """Return the main thread's stack that the rank wrote after byte `place` of its file; "" if there is none.
+
+    If there are several stacks, the main thread's is the last.
+    """
+    try:
+        data = part(folder, rank, "stack").read_bytes()[place:]
+    except OSError:
+        return ""
+    blocks = data.decode("utf-8", "replace").strip().split("\n\n")
+    return blocks[-1] if data.endswith(b"\n") else ""
+
+
+def place_of(stack: str) -> str:
+    r"""Return the innermost line of a stack in the user's own code, such as "train.py:94 in evaluate"; "" if none.
+
+    >>> place_of('Thread 0x1 (most recent call first):\n  File "/home/ada/train.py", line 94 in evaluate')
+    'train.py:94 in evaluate'
+    """
+    lines = [line for line in fold_stack(stack).splitlines() if line.startswith('  File "')]
+    installed = [f'  File "{sysconfig.get_path(kind)}/' for kind in ("stdlib", "purelib", "platlib")]
+    own = [line for line in lines if not line.startswith((*installed, '  File "<frozen'))]
+    if not lines:
+        return ""
+    file, _, rest = (own or lines)[0].removeprefix('  File "').partition('", line ')
+    number, _, function = rest.partition(" in ")
+    return f"{os.path.basename(file)}:{number} in {function}"

@@ -1,0 +1,1 @@
+"""Data parallelism: gradients averaged in buckets, BatchNorm over all ranks, tied weights."""

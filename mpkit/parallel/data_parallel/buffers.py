@@ -1,0 +1,49 @@
+"""Buffers that the forward pass writes into, such as BatchNorm's running means, are kept equal on all ranks.
+
+A buffer's version counter shows whether it has been written into. Before the next step every rank then takes the first
+replica's values, as in PyTorch's DDP. The buffers of a BatchNorm with statistics over the whole batch are equal anyway,
+and are not sent.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mpkit.comm.axis import AxisGroup
+from mpkit.plan.plan import Plan
+
+__all__ = ["StatefulBuffers", "unequal_buffers"]
+
+
+def unequal_buffers(plan: Plan, module: nn.Module) -> list[Tensor]:
+    """Return the buffers that may differ between ranks: all but those of synchronized BatchNorms."""
+    equal = {
+        id(buffer)
+        for inner in module.modules()
+        if isinstance(inner, _BatchNorm) and plan.batchnorm == "sync"
+        for buffer in inner.buffers()
+    }
+    return [buffer for buffer in module.buffers() if id(buffer) not in equal]
+
+
+class StatefulBuffers:
+    """The buffers of a module, and a record of which of them change.
+
+    Args:
+        replicas: the ranks that hold the same module.
+        plan: read for batchnorm.
+        module: this rank's copy.
+    """
+
+    def __init__(self, replicas: AxisGroup, plan: Plan, module: nn.Module) -> None:
+        self._replicas = replicas
+        self._buffers = unequal_buffers(plan, module)
+        self._versions = [buffer._version for buffer in self._buffers]
+
+    def synchronize(self) -> None:
+        """Take the first replica's values of those buffers that changed since the last call; every rank calls it."""
+        for i, buffer in enumerate(self._buffers):
+            if buffer._version != self._versions[i]:
+                self._replicas.broadcast(buffer)
+                self._versions[i] = buffer._version

@@ -1,0 +1,228 @@
+"""DDP: every rank holds the whole model and a part of the batch; gradients are summed while the backward pass runs.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.
+`mpkit.reference.bucketed_ddp` is the whole algorithm in 30 lines. This module adds shares of unequal size,
+micro-batches, parameters that get no gradient, frozen and tied parameters, the state of BatchNorm, and buckets in the
+order in which gradients actually arrive.
+
+    broadcast   at the start every rank takes the first replica's parameters and buffers
+    buckets     gradients lie in buckets of `bucket_mb`, in reverse order of use: the last layer's arrive first
+    reduce      as soon as a bucket is full, its sum over ranks starts, while the backward goes on
+    wait        the step waits for the sums that are still pending: communication that the backward could not hide
+    rebuild     after the first step, buckets are rebuilt in the order in which the gradients actually arrived
+
+Each rank's loss is its share of the mean over the batch (`mpkit.parallel.runtime.pipeline`), so a sum over ranks is
+correct even where shares differ in size. While gradients accumulate (in all micro-batches but the last), nothing is
+sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.comm.axis import AxisGroup
+from mpkit.errors import MpkitError
+from mpkit.parallel.data_parallel.bucket import Bucket, fill_buckets
+from mpkit.parallel.data_parallel.buffers import StatefulBuffers
+from mpkit.parallel.stage.gradient_sync import GradientSync, Half
+from mpkit.parallel.stage.stage import Stage
+from mpkit.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from mpkit.launch.process.context import Context
+
+__all__ = ["DDP", "broadcast_all", "unused_error", "unused_message"]
+
+AT_ONCE = 8 * 2**20
+"""Bytes per broadcast at the start: large enough to use the link well, and small beside a model."""
+
+
+class DDP(GradientSync):
+    """Gradients summed over replicas, in buckets, while the backward pass runs.
+
+    Args:
+        context: this rank's context.
+        plan: read for bucket_mb, unused and batchnorm.
+        stages: this rank's part of the model, on its device.
+        replicas: the ranks that hold the same part.
+        tied: parameters that several stages use, whose gradients are complete only after all backwards.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        plan: Plan,
+        stages: dict[int, Stage],
+        replicas: AxisGroup,
+        tied: Collection[nn.Parameter] = (),
+    ) -> None:
+        super().__init__(stages)
+        self._replicas, self._ledger = replicas, context.record.ledger
+        self._tied = set(tied)
+        self._unsharded = {piece.parameter for piece in self.pieces if piece.shard is None}
+        self._bucket_bytes = int(plan.bucket_mb * 2**20)
+        self._allows_unused = plan.unused == "allow"
+        self._names = {piece.parameter: piece.name for piece in self.pieces}
+        self._sync_this_backward = False  # whether this backward's gradients are complete
+        self._grads_ready: dict[nn.Parameter, None] = {}  # in order of arrival
+        self._order: list[nn.Parameter] = []  # parameters in the order of the buckets
+        self._rebuilt = False
+        # ---- broadcast
+        module = nn.ModuleList(stage.layers for stage in stages.values())
+        broadcast_all(replicas, module)
+        self._stateful = StatefulBuffers(replicas, plan, module)
+        # ---- buckets
+        self._build([piece.parameter for piece in reversed(self.pieces)])
+        for parameter in self._names:
+            parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
+
+    def _build(self, order: list[nn.Parameter]) -> None:
+        """Lay out the gradients in buckets, in this order; autograd adds into them in place."""
+        for parameter in order:
+            parameter.grad = None  # free the old buckets before allocating new ones
+        self._buckets: list[Bucket] = []
+        self._order = order
+        untied = [parameter for parameter in order if parameter not in self._tied]
+        tied = [parameter for parameter in order if parameter in self._tied]
+        self._buckets = [
+            bucket
+            for parameters in (untied, tied)
+            for bucket in fill_buckets(parameters, self._bucket_bytes, self._unsharded)
+        ]
+        self._of = {parameter: bucket for bucket in self._buckets for parameter in bucket.views}
+        for bucket in self._buckets:
+            self._ledger.track(bucket.flat, "grads")
+
+    @property
+    def layout(self) -> list[str]:
+        """The names of the parameters in the order of the buckets."""
+        return [self._names[parameter] for parameter in self._order]
+
+    def lay_out(self, names: list[str]) -> None:
+        """Restore the bucket order of an earlier training, which has seen a step."""
+        place = {name: parameter for parameter, name in self._names.items()}
+        mine = [name for name in names if name in place]  # the others belong to other stages
+        if len(mine) == len(place):
+            self._rebuilt = True
+            self._build([place[name] for name in mine])
+
+    # ---- a step -------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Take the first replica's buffers where they changed, and zero the buckets."""
+        self._stateful.synchronize()
+        self._grads_ready.clear()
+        self._next = 0  # the next bucket to reduce
+        for bucket in self._buckets:
+            bucket.begin()
+
+    @contextmanager
+    def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
+        """Reduce the gradients in a stage's last backward, and in no other."""
+        self._sync_this_backward = last and half != "I"
+        yield
+        self._sync_this_backward = False
+
+    def _on_grad_ready(self, parameter: Tensor) -> None:
+        """Note that autograd has added a gradient into its bucket, and reduce the buckets that are full."""
+        assert isinstance(parameter, nn.Parameter)
+        self._grads_ready[parameter] = None
+        if self._sync_this_backward and parameter not in self._tied:
+            self._of[parameter].missing.discard(parameter)
+            # ---- reduce, in the buckets' order, which is the same on every rank
+            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+                self._reduce()
+
+    def _reduce(self) -> None:
+        bucket = self._buckets[self._next]
+        bucket.work = self._replicas.start_all_reduce(bucket.flat)
+        self._next += 1
+
+    def finish(self) -> None:
+        """Reduce the remaining buckets and wait for all sums.
+
+        Raises:
+            MpkitError: a parameter has no gradient, and the plan does not allow that.
+        """
+        missing = [parameter for parameter in self._order if parameter not in self._grads_ready]
+        if missing and not self._allows_unused:
+            raise unused_error([self._names[parameter] for parameter in reversed(missing)])
+        while self._next < len(self._buckets):
+            self._reduce()
+        # ---- wait
+        for bucket in self._buckets:
+            bucket.wait()
+        if self._allows_unused:
+            self._drop_unused()
+        # ---- rebuild; nobody has to ask the others: the first rank's order is everybody's
+        if not self._rebuilt:
+            self._rebuilt = True
+            self._rebuild()
+
+    def _drop_unused(self) -> None:
+        """Drop the gradients of parameters that no rank used, so that the optimizer leaves them alone."""
+        used = torch.tensor([parameter in self._grads_ready for parameter in self._order], dtype=torch.int32)
+        used = self._replicas.all_reduce(used.to(self._buckets[0].flat.device)) if self._buckets else used
+        for parameter, count in zip(self._order, used.tolist(), strict=True):
+            if count == 0:
+                parameter.grad = None
+
+    def _rebuild(self) -> None:
+        """Rebuild the buckets in the order of the first replica's gradients; this step's gradients move with them."""
+        place = {parameter: i for i, parameter in enumerate(self._order)}
+        came = [place[p] for p in self._grads_ready]
+        rest = [i for i in range(len(self._order)) if self._order[i] not in self._grads_ready]
+        order = torch.tensor(came + rest, device=self._buckets[0].flat.device) if self._buckets else None
+        if order is None:
+            return
+        indices = self._replicas.broadcast(order).tolist()
+        if indices == list(range(len(indices))):
+            return
+        old = {parameter: parameter.grad for parameter in self._order}
+        self._build([self._order[i] for i in indices])
+        for bucket in self._buckets:
+            bucket.take(old)
+
+    # ---- the end ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state on the first replica, and nothing on the others, which hold the same."""
+        self._stateful.synchronize()
+        return super().state_dict() if self._replicas.index == 0 else {}
+
+
+def broadcast_all(replicas: AxisGroup, module: nn.Module) -> None:
+    """Broadcast the first replica's parameters and buffers, in few broadcasts, none of which needs much memory."""
+    groups: list[list[Tensor]] = []
+    open_groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        group = open_groups.get(tensor.dtype, [])
+        if not group or sum(t.nbytes for t in group) + tensor.nbytes > AT_ONCE:
+            group = open_groups[tensor.dtype] = []
+            groups.append(group)
+        group.append(tensor.detach())
+    for group in groups:
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        replicas.broadcast(flat)
+        for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def unused_error(names: list[str]) -> MpkitError:
+    """Return the error for parameters without a gradient."""
+    return MpkitError(unused_message(names, "in this step", "on this rank"))
+
+
+def unused_message(names: list[str], when: str = "in any step", where: str = "for any sample") -> str:
+    """Return the message about parameters without a gradient."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        f"No gradient came for {shown} {when}: the loss does not depend on "
+        f"{'it' if len(names) == 1 else 'them'} {where}, and the other ranks wait for the sum. If that is meant, "
+        "unused='allow' in the Plan; if not, use them in the forward, or freeze them: parameter.requires_grad_(False)."
+    )

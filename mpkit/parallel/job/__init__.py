@@ -1,0 +1,1 @@
+"""What a rank is given: the job of a training, and the samples of each step."""

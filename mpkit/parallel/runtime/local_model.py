@@ -1,0 +1,55 @@
+"""This rank's part of the model: its shard of each layer, and its part of each sequence.
+
+    shard       tensor parallelism: parameters replaced by this rank's parts (`mpkit.parallel.tensor`)
+    positions   context parallelism: the model is given the positions of its tokens (`mpkit.parallel.context`)
+
+A rank does this with its process groups, and the parent's dry run does the same with fake ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from mpkit.comm.process_group import ProcessGroup
+from mpkit.parallel.context.inside import ContextParallel
+from mpkit.parallel.context.positions import shift_positions
+from mpkit.parallel.tensor import Sharded, shard_model
+from mpkit.plan.plan import Plan
+
+__all__ = ["attention_over", "localize", "splits_backward"]
+
+
+def localize(model: nn.Module, plan: Plan, tp: ProcessGroup, cp: ProcessGroup) -> Sharded:
+    """Shard a model in place, and give it the positions of its tokens.
+
+    Args:
+        model: the whole model; its tensors are left as they are.
+        plan: read for tensor, sequence_parallel, cp_order and schedule.
+        tp, cp: this rank's process groups.
+
+    Raises:
+        ValueError: the model cannot be divided in this way.
+    """
+    # ---- shard
+    sharded = shard_model(
+        model, tp, plan.tensor, sequence=plan.sequence_parallel, overlap=not splits_backward(plan)
+    )
+    # ---- positions
+    if cp.size > 1:
+        shift_positions(model, cp, plan.cp_order)
+    return sharded
+
+
+def attention_over(plan: Plan, cp: ProcessGroup) -> Callable[[], AbstractContextManager[Any]]:
+    """Return the context manager for forwards, within which attention is over whole sequences."""
+    return nullcontext if cp.size == 1 else partial(ContextParallel, cp, plan.cp_order)
+
+
+def splits_backward(plan: Plan) -> bool:
+    """Return whether the schedule splits some backward into two halves."""
+    return any(action.kind == "W" for row in plan.build().rows for action in row)

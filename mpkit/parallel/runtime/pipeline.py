@@ -1,0 +1,218 @@
+"""The pipeline runtime: one rank executes its row of a schedule, whichever schedule it is.
+
+A step goes through these phases, on micro-batches from `mpkit.parallel.job.feed`:
+
+    execute   the row's actions, in order:
+                  F        forward of a micro-batch through a stage; the last stage computes its loss too
+                  B        backward, or its two halves: I, gradients of the inputs, and W, of the weights
+                  RECV_F, RECV_B   post the receive of a stage's input, or of its output's gradient
+                  SEND_F, SEND_B   send a stage's output on, or its input's gradient back
+    tell      the rank with the last stage sends the loss to the others
+    drain     wait until all sends are complete
+
+What a stage computes is in `mpkit.parallel.runtime.stage_work`, and what is sent between stages in
+`mpkit.parallel.runtime.stage_messages`. Recomputed activations need no gradient, so they are computed before a B or an
+I waits for its gradient.
+
+`mpkit.reference.naive_model_parallelism`, `gpipe` and `one_f_one_b` are schedules in 15 lines each. This module adds
+schedules as data, several stages per rank, split backwards, skips between stages that are not neighbours,
+recomputation, micro-batches of unequal size, and replicas.
+
+Serial training is the case of one stage, and naive model parallelism that of one micro-batch.
+
+The loss of a micro-batch of k samples out of K has weight k/K, so that the sum over micro-batches is the mean over
+the batch, and its gradient the batch's gradient, even where micro-batches differ in size. Where replicas share a
+batch, each has its share of every micro-batch, and the sum is also over replicas. Losses that return (total, count)
+are added up as in `mpkit.loss.quotient`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpkit.comm.axis import MeshAxes
+from mpkit.data.microbatch import Value
+from mpkit.parallel.job.feed import MicroBatch
+from mpkit.parallel.job.job import TrainJob
+from mpkit.parallel.partition.boundary import Route
+from mpkit.parallel.runtime.partitioned_work import PartWork
+from mpkit.parallel.runtime.stage_messages import StageMessages
+from mpkit.parallel.runtime.stage_work import StageWork
+from mpkit.parallel.stage.gradient_sync import GradientSync
+from mpkit.schedule import Action, lower
+
+if TYPE_CHECKING:
+    from mpkit.launch.process.context import Context
+
+__all__ = ["Pipeline"]
+
+LAST_HALF = ("B", "W")
+"""The actions that add to the weights' gradients."""
+
+
+class Routes(NamedTuple):
+    """The routes that end at a stage, and those that begin there."""
+
+    arriving: list[Route]
+    leaving: list[Route]
+
+
+class Pipeline:
+    """One rank's half of every message, and its stages' forwards and backwards.
+
+    Args:
+        context: this rank's context.
+        job: what to train, and how.
+        axes: the mesh's axes; the ranks of a pipeline are a line along pp.
+        sync: this rank's stages, and the synchronization of their gradients.
+
+    Attributes:
+        loss_scale: factor of the gradients, which lets fp16 represent them.
+        tells: whether this rank computes the loss, and sends it to the others.
+    """
+
+    def __init__(self, context: Context, job: TrainJob, axes: MeshAxes, sync: GradientSync) -> None:
+        self._job = job
+        schedule = lower(job.plan.build())
+        self._row = schedule.rows[axes.place.pp]
+        self._last_backwards = {a.stage: i for i, a in enumerate(self._row) if a.kind in LAST_HALF}
+        split = {s: [a.microbatch for a in self._row if a.kind == "I" and a.stage == s] for s in sync.stages}
+        work = StageWork if job.opened is None else PartWork
+        self._work = {
+            s: work(context, job, stage, sync, axes.of("cp"), split[s]) for s, stage in sync.stages.items()
+        }
+        self._last = schedule.stages - 1
+        self.tells = self._last in sync.stages
+        self.loss_scale = 1.0
+        rank_of = tuple(axes.of("pp").ranks[place] for place in schedule.stage_to_rank)
+        self._messages = StageMessages(context, rank_of, schedule.microbatches)
+        self._microbatches: list[MicroBatch] = []
+        self._loss: list[Tensor] = []  # the micro-batches' shares: [1], or [2] with the count
+        self._tells_early = context.comm.by_name
+        self._known_routes: dict[tuple[Hashable, int], Routes] = {}  # by signature and stage
+
+    @property
+    def takes_data(self) -> bool:
+        """Whether this rank needs inputs or targets: it holds the first stage or the last."""
+        return 0 in self._work or self.tells or self._job.opened is not None  # its forward runs on every rank
+
+    def step(self, number: int, microbatches: list[MicroBatch]) -> list[float]:
+        """Run the forward and backward of a batch; gradients are added to the parameters'.
+
+        Args:
+            number: number of the step.
+            microbatches: this rank's share of the batch.
+
+        Returns:
+            The mean loss over the batch, or this replica's share of it; for a loss that counts, its total / nominal
+            and its count.
+        """
+        self._microbatches = microbatches
+        for work in self._work.values():
+            work.begin_step(number, microbatches, self.loss_scale)
+        # ---- execute
+        for i, action in enumerate(self._row):
+            self._execute(action, last=self._last_backwards.get(action.stage) == i)
+        # ---- tell
+        if self.tells and not self._tells_early:
+            self._messages.broadcast_loss(sum_of(self._loss))
+        heard = (
+            sum_of(self._loss)
+            if self.tells
+            else self._messages.receive_loss(1 if self._job.nominal is None else 2)
+        )
+        self._loss.clear()
+        # ---- drain
+        self._messages.drain()
+        return [value.item() for value in heard]
+
+    # ---- execute ------------------------------------------------------------------------------------------
+
+    def _execute(self, action: Action, last: bool) -> None:
+        """Execute an action; `last` says whether it is its stage's last backward of the step."""
+        m, work, routes = action.microbatch, self._work[action.stage], self._routes(action)
+        match action.kind:
+            case "F":
+                self._forward(action, routes)
+            case "B" | "I":
+                self._backward(action, routes, last)
+            case "W":
+                work.weight_grads(m, last)
+            case "SEND_F":
+                self._messages.send_outputs("F", routes.leaving, m)
+            case "SEND_B":
+                self._messages.send_outputs("B", routes.arriving, m)
+            case "RECV_F":  # what the stages before made for this one
+                self._messages.post_receives("F", routes.arriving, m)
+            case _:  # RECV_B: the gradients of the stage's outputs, where they have one
+                self._messages.post_receives("B", routes.leaving, m)
+
+    def _routes(self, action: Action) -> Routes:
+        """Return the routes to and from the action's stage, for micro-batches of this one's shapes."""
+        place = self._microbatches[action.microbatch].key, action.stage
+        found = self._known_routes.get(place)
+        if found is None:
+            found = self._known_routes[place] = Routes(self._job.arriving(*place), self._job.leaving(*place))
+        return found
+
+    def _forward(self, action: Action, routes: Routes) -> None:
+        """Run F: compute the stage's output from its input; at the last stage, the loss."""
+        s, m = action.stage, action.microbatch
+        outputs = self._work[s].forward(m, self._input(s, routes.arriving, m))
+        if s == self._last:
+            wide = self._job.nominal is not None  # a sum over many samples, with a count in float64
+            self._loss.append(
+                torch.stack([each.detach().double() if wide else each.detach() for each in outputs])
+            )
+            if self._tells_early and len(self._loss) == len(self._microbatches):
+                self._messages.broadcast_loss(sum_of(self._loss))  # long before the other ranks wait for it
+        for route in routes.leaving:
+            self._messages.set_output("F", route, m, tuple(outputs[i] for i in route.which))
+
+    def _input(self, s: int, routes: list[Route], m: int) -> Value:
+        """Return the stage's input on the device: the data, or the output of the stage before, detached."""
+        if not routes and self._job.opened is None:
+            return self._work[s].data(m)
+        pairs = [
+            pair for r in routes for pair in zip(self._messages.wait_input("F", r, m), r.specs, strict=True)
+        ]
+        # Where the stage before needs a gradient, it is accumulated here.
+        tensors = tuple(t.detach().requires_grad_(spec.requires_grad) for t, spec in pairs)
+        if self._job.opened is not None:
+            return tensors
+        (route,) = routes
+        return self._job.boundary(self._microbatches[m].key, route.source).pack(tensors)
+
+    def _backward(self, action: Action, routes: Routes, last: bool) -> None:
+        """Run B or I: compute the gradients of the stage's input, for the stage before."""
+        m, work = action.microbatch, self._work[action.stage]
+        work.recompute(m)
+        gradients = self._gradients(routes.leaving, m)
+        made = work.backward(m, gradients, last) if action.kind == "B" else work.input_grads(m, gradients)
+        left = iter(made)
+        for route in routes.arriving:
+            wanting = sum(spec.requires_grad for spec in route.specs)
+            self._messages.set_output("B", route, m, tuple(islice(left, wanting)))
+
+    def _gradients(self, routes: list[Route], m: int) -> tuple[Tensor, ...] | None:
+        """Return the gradients of a stage's outputs, summed over the stages that used them; None at the last stage."""
+        if not routes:
+            return None
+        if len(routes) == 1:
+            return self._messages.wait_input("B", routes[0], m)
+        sums: dict[int, Tensor] = {}
+        for route in routes:
+            wanting = [i for i, spec in zip(route.which, route.specs, strict=True) if spec.requires_grad]
+            for i, gradient in zip(wanting, self._messages.wait_input("B", route, m), strict=True):
+                sums[i] = sums[i] + gradient if i in sums else gradient
+        return tuple(sums[i] for i in sorted(sums))
+
+
+def sum_of(losses: list[Tensor]) -> Tensor:
+    """Sum the losses in the order of the forwards."""
+    return sum(losses[1:], losses[0])

@@ -1,0 +1,247 @@
+"""Training on one rank: its part of the model, step after step.
+
+place     keep the rank's own layers, on its device and in the plan's precision, and drop the rest
+step      take this rank's share of the batch (`feed`), compute its gradients (`pipeline`), complete them over all
+          replicas (`sync`), then `update`; every k-th time, save a checkpoint
+gather    return the rank's weights on the CPU
+"""
+
+from __future__ import annotations
+
+from math import isfinite, isnan
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.comm.axis import MeshAxes
+from mpkit.loss.guard import Guarded
+from mpkit.loss.mean import MeanLoss
+from mpkit.loss.whole_batch import WholeBatchLoss
+from mpkit.models.blocks import repeated_blocks
+from mpkit.models.chain import layers_of, prefix_of
+from mpkit.models.hooks import register
+from mpkit.parallel.data_parallel.ddp import DDP
+from mpkit.parallel.data_parallel.sync_batchnorm import over_whole_batch
+from mpkit.parallel.data_parallel.sync_cost import SyncCost
+from mpkit.parallel.data_parallel.tied import TiedWeights, tied_parameters
+from mpkit.parallel.job.feed import Feed
+from mpkit.parallel.job.job import TrainJob
+from mpkit.parallel.nn_dataparallel.dp import DP
+from mpkit.parallel.nn_dataparallel.scatter_feed import ScatterFeed
+from mpkit.parallel.runtime.checkpoints import Checkpoints
+from mpkit.parallel.runtime.local_model import localize
+from mpkit.parallel.runtime.pipeline import Pipeline
+from mpkit.parallel.stage.block_recompute import RecomputedBlock, recompute_blocks
+from mpkit.parallel.stage.gradient_sync import GradientSync, named_parameters
+from mpkit.parallel.stage.partitioned import place_parts
+from mpkit.parallel.stage.shard import PartOfWhole
+from mpkit.parallel.stage.stage import PRECISIONS, Stage
+from mpkit.parallel.update.optimizer import trained_parameters
+from mpkit.parallel.update.update import Update
+from mpkit.parallel.zero import Zero
+from mpkit.record.hooks import watch
+
+if TYPE_CHECKING:
+    from mpkit.launch.process.context import Context
+
+__all__ = ["Training", "train"]
+
+
+def train(context: Context, job: TrainJob) -> dict[str, Tensor | PartOfWhole]:
+    """Run this rank's part of a training; `Cluster.train` calls this on every rank.
+
+    Returns:
+        The rank's part of the trained model's state dict, on the CPU.
+    """
+    training = Training(context, job)
+    if training.sync_cost is not None:
+        training.sync_cost.begin()
+    for step in range(job.first_step, job.steps):
+        training.step(step)
+    if training.sync_cost is not None:
+        training.sync_cost.end()
+    training.feed.close()
+    return training.state_dict()
+
+
+class Training:
+    """One rank's part of a training.
+
+    Args:
+        context: this rank's context.
+        job: what to train, and how.
+    """
+
+    def __init__(self, context: Context, job: TrainJob) -> None:
+        torch.manual_seed(job.seed + context.rank)
+        self._record, self._job, self._device = context.record, job, context.device
+        # ---- place
+        job.place = job.plan.mesh.place(context.rank).tp
+        assert job.model is not None
+        trained = trained_parameters(job.model)
+        axes = self._axes = MeshAxes(context.comm, context.device, job.plan.mesh)
+        self.sync_cost: SyncCost | None = None
+        if job.plan.dp > 1 and job.plan.batchnorm == "sync" and job.model is not None:
+            self.sync_cost = SyncCost(context, axes.of("dp"), job.model)
+        stages, self.rest = _place(context, job, axes, self.sync_cost)
+        # DP counts the whole batch on rank 0; otherwise each replica counts its share.
+        self._counting = axes.of() if job.plan.data_parallel == "dp" else axes.of("dp", "cp")
+        if isinstance(job.loss, WholeBatchLoss) and job.plan.data_parallel != "dp":
+            job.loss = job.loss.over(axes.of("dp"))
+        fp32_params = _narrow(job, stages)
+        register(job.parameter_hooks, {trained[1][n]: p for n, p in named_parameters(stages).items()})
+        self.sync, self.tied, self.pipeline, self.feed = assemble(context, job, axes, stages)
+        self.update = Update(context, job, axes, self.sync, self.tied, fp32_params, trained)
+        _watch(context, job, stages)
+        self._told = False
+        self._checkpoints = Checkpoints(context, job, self)
+
+    def step(self, number: int) -> None:
+        """Run one training step on its batch."""
+        with self._record.step(number):
+            batch = self.feed.take(number)
+            if isinstance(self._job.loss, Guarded) and self.pipeline.tells:
+                for microbatch in batch:
+                    self._job.loss.check(microbatch.inputs, microbatch.targets)
+            self.pipeline.loss_scale = self.update.scaler.scale
+            self.sync.begin_step()
+            known = self.pipeline.step(number, batch)
+            self.sync.finish()
+            self.tied.sum_gradients()
+            loss, factor = self._counted(known)
+            if loss is not None:
+                self._record.loss(loss)
+                self._told = self._told or not self.pipeline.tells or _tell(number, loss)
+            self.update.step(number, factor)
+        self._checkpoints.after(number)
+
+    def _counted(self, known: list[float]) -> tuple[float | None, float | None]:
+        """Return the loss, or this replica's share, if it is known here; and the factor that the gradients still need.
+
+        Args:
+            known: what the pipeline returned: nothing, [loss], or [total / nominal, count].
+        """
+        if self._job.nominal is None or not known:
+            return (known[0] if known else None), None
+        total, count = torch.tensor(known, dtype=torch.float64, device=self._device).split(1)
+        count = self._counting.all_reduce(count.clone())
+        factor = self._job.nominal / count
+        loss = (total * factor).item()
+        # The mean of nothing is NaN, and torch's losses then have gradients of 0.
+        empty = isinstance(self._job.loss, MeanLoss) and count.item() == 0
+        return loss, 1.0 if empty else factor.item()
+
+    def state_dict(self) -> dict[str, Tensor | PartOfWhole]:
+        """Return this rank's part of the model's state, on the CPU; every rank calls it.
+
+        Parameters that are replicated over tp are returned from tp rank 0 only.
+        """
+        found: dict[str, Tensor | PartOfWhole] = {}
+        shards = next(iter(self.sync.stages.values())).sharded.shards
+        for name, value in (self.rest | self.sync.state_dict()).items():
+            shard = shards.get(name)
+            if shard is not None:
+                found[name] = PartOfWhole(shard, value)
+            elif self._axes.place.tp == 0:
+                found[name] = value
+        return found
+
+
+def assemble(
+    context: Context, job: TrainJob, axes: MeshAxes, stages: dict[int, Stage]
+) -> tuple[GradientSync, TiedWeights, Pipeline | DP, Feed]:
+    """Return the parts of a step: gradient synchronization, tied weights, the pipeline, and the feed."""
+    plan, replicas = job.plan, axes.of("dp", "cp")
+    rank_of = [axes.of("pp").ranks[place] for place in plan.build().stage_to_rank]
+    tied = tied_parameters(stages, job.shared)
+    if replicas.size > 1 and plan.data_parallel == "dp":
+        dp = DP(context, job, stages)  # which runs the whole step, not only the synchronization
+        return dp, TiedWeights(context, job.shared, rank_of, dp), dp, ScatterFeed(context, job)
+    if plan.zero:
+        sync: GradientSync = Zero(context, plan, stages, replicas, tied)
+    elif replicas.size > 1:
+        sync = DDP(context, plan, stages, replicas, tied)
+    else:
+        sync = GradientSync(stages)
+    pipeline = Pipeline(context, job, axes, sync)
+    feed = Feed(context, job, needed=pipeline.takes_data)
+    return sync, TiedWeights(context, job.shared, rank_of, sync), pipeline, feed
+
+
+def _narrow(job: TrainJob, stages: dict[int, Stage]) -> dict[nn.Parameter, Tensor]:
+    """Cast the layers to 16 bits, if the plan says so; return the fp32 parameters from before."""
+    dtype = PRECISIONS.get(job.plan.precision)
+    if dtype is None:
+        return {}
+    held = nn.ModuleList(stage.layers for stage in stages.values())
+    fp32_params = {p: p.detach().to(torch.float32) for p in held.parameters() if p.is_floating_point()}
+    for parameter in held.parameters():
+        parameter.data = parameter.data.to(dtype) if parameter in fp32_params else parameter.data
+    held.to(dtype)  # buffers too
+    return fp32_params
+
+
+def _place(
+    context: Context, job: TrainJob, axes: MeshAxes, cost: SyncCost | None
+) -> tuple[dict[int, Stage], dict[str, Tensor]]:
+    """Return this rank's stages by number, and the part of the model's state that belongs to no layer."""
+    model, job.model = job.model, None  # so that the other ranks' layers can be freed
+    assert model is not None
+    sharded = localize(model, job.plan, axes.of("tp"), axes.of("cp"))
+    if cost is not None:
+        over_whole_batch(model, cost)
+    numbers = job.plan.build().stages_of(axes.place.pp)
+    recomputed = recompute_blocks(model, job.plan.recompute, job.opened)
+    if job.opened is not None:
+        parts, rest = place_parts(
+            model, job.opened, numbers, context.device, PRECISIONS.get(job.plan.precision), sharded
+        )
+        _hold(recomputed, parts)
+        return parts, rest
+    layers, blocks = layers_of(model), repeated_blocks(model).values()
+    names = tuple(prefix_of(name) for name, _ in layers)
+    rest = {key: value for key, value in model.state_dict().items() if not key.startswith(names)}
+    in_place = [any(numbers[i].in_place for numbers in job.numbers.values()) for i in range(len(layers))]
+    stages = {}
+    for number in numbers:
+        held = job.stages[number]
+        stages[number] = Stage(
+            number, [layers[i] for i in held], context.device,
+            in_place=any(in_place[i] for i in held), sharded=sharded, blocks=blocks,
+        )  # fmt: skip
+    _hold(recomputed, stages)
+    return stages, rest if context.rank == 0 else {}
+
+
+def _hold(recomputed: list[RecomputedBlock], stages: dict[int, Stage]) -> None:
+    """Assign to each stage the recomputed blocks that are its own."""
+    for stage in stages.values():
+        here = set(stage.layers.modules())
+        stage.recomputed = [block for block in recomputed if block.block in here]
+
+
+def _watch(context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
+    """Record what the layers hold."""
+    numbers = next(iter(job.numbers.values()))
+    for number, stage in stages.items():
+        if job.opened is not None:
+            watch(context.record, stage.layers, layers=False)  # blocks may be called with stand-ins
+            continue
+        flops = {
+            name: (numbers[i].flops.forward, numbers[i].flops.backward)
+            for name, i in zip(stage.layers._modules, job.stages[number], strict=True)
+        }
+        watch(context.record, stage.layers, flops=flops)
+
+
+def _tell(step: int, loss: float) -> bool:
+    """Print a message if the loss is not finite, and return whether it was printed."""
+    if isfinite(loss):
+        return False
+    what = "nan" if isnan(loss) else "infinite"
+    print(
+        f"step {step}: the loss is {what}, and training goes on with it. A smaller learning rate, or gradients "
+        "clipped, are the usual remedies; a log of 0 or a division by 0 in the loss the other cause."
+    )
+    return True

@@ -1,0 +1,1 @@
+"""What a rank computes with: a stage's layers, its split backward, and recomputation."""

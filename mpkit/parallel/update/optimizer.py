@@ -1,0 +1,197 @@
+"""The optimizer for what one rank updates, with the parameter groups that the whole model's optimizer would have.
+
+    whole     the user's function is called with every trained parameter of the model, in the model's order
+    held      a parameter that this rank updates whole is passed itself; one that it updates in part, or not at all, is
+              replaced by a stand-in of the whole shape that takes no memory
+    divide    stand-ins leave the groups; a part replaces its stand-in, with its part of an initial state
+
+So groups by index, number, shape or name are the same as in serial training, whatever the plan gives this rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Held", "OptimizerFunction", "Whole", "by_name", "described", "elementwise", "make_optimizer", "stand_in",
+    "trained_parameters",
+]  # fmt: skip
+
+Take = Callable[[Tensor], Tensor]
+
+
+class Whole(NamedTuple):
+    """A trained parameter of the model, before it is divided among ranks."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Held(NamedTuple):
+    """The part of a parameter that one rank updates.
+
+    Attributes:
+        parameter: the tensor that the optimizer updates.
+        take: selects this part of a tensor that has the whole parameter's shape; None if `parameter` is the whole one.
+    """
+
+    parameter: nn.Parameter
+    take: Take | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerFunction:
+    """A function that makes an optimizer, and what its author declared about it.
+
+    Attributes:
+        function: takes parameters, or (name, parameter) pairs.
+        by_name: whether it takes pairs.
+        elementwise: whether the optimizer is declared to treat each element by itself, where mpkit cannot find out.
+    """
+
+    function: Callable[[Any], Any]
+    by_name: bool = False
+    elementwise: bool = False
+
+    def __call__(self, parameters: Any) -> Any:
+        """Make an optimizer by calling the function."""
+        return self.function(parameters)
+
+    def of(self, named: Mapping[str, nn.Parameter]) -> Any:
+        """Make an optimizer for named parameters."""
+        return self.function(list(named.items()) if self.by_name else list(named.values()))
+
+
+def described(function: Callable[[Any], Any]) -> OptimizerFunction:
+    """Return the function with what is known about it.
+
+    >>> described(lambda params: None).by_name, described(lambda named_parameters: None).by_name
+    (False, True)
+    """
+    if isinstance(function, OptimizerFunction):
+        return function
+    try:
+        first = next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):  # callables without a signature
+        first = ""
+    return OptimizerFunction(function, by_name=first == "named_parameters")
+
+
+def by_name(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFunction:
+    """Let an optimizer function take (name, parameter) pairs, as `model.named_parameters()` yields them.
+
+    A function whose first parameter is called `named_parameters` receives them without this.
+
+    >>> import mpkit as mk
+    >>> @mk.by_name
+    ... def optimizer(named):
+    ...     decays = [p for name, p in named if not name.endswith("bias")]
+    ...     rest = [p for name, p in named if name.endswith("bias")]
+    ...     return torch.optim.AdamW([{"params": decays}, {"params": rest, "weight_decay": 0.0}], lr=1e-3)
+    >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> [len(group["params"]) for group in optimizer(list(model.named_parameters())).param_groups]
+    [1, 1]
+
+    Args:
+        function: function(pairs) -> torch.optim.Optimizer; `pairs` is a list.
+    """
+    return replace(described(function), by_name=True)
+
+
+def elementwise(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFunction:
+    """Declare that an optimizer changes each element by that element's own gradient and state alone.
+
+    ZeRO, tensor parallelism and pipelines give a rank parts of what an optimizer works on, so mpkit first tries every
+    optimizer on parts. One that cannot be tried, because it refuses parameters other than the model's, is refused
+    unless it is declared. One that was tried and is not elementwise stays refused.
+
+    Args:
+        function: optimizer(params) -> torch.optim.Optimizer.
+
+    >>> import mpkit as mk
+    >>> optimizer = mk.elementwise(lambda params: torch.optim.AdamW(params, lr=1e-3))
+    """
+    return replace(described(function), elementwise=True)
+
+
+def trained_parameters(model: nn.Module) -> tuple[list[Whole], dict[str, str]]:
+    """Return a model's trained parameters in its order, and a parameter's first name for each of its names.
+
+    >>> layer = nn.Linear(3, 2, bias=False)
+    >>> trained_parameters(nn.Sequential(layer, layer))
+    ([Whole(name='0.weight', shape=(2, 3), dtype=torch.float32)], {'0.weight': '0.weight', '1.weight': '0.weight'})
+    """
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    whole = [Whole(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad]
+    return whole, {name: first[id(parameter)] for name, parameter in every}
+
+
+def make_optimizer(
+    function: Callable[[Any], Any], whole: Sequence[Whole], held: Mapping[str, Held]
+) -> torch.optim.Optimizer | None:
+    """Make the optimizer for what one rank updates.
+
+    Args:
+        function: makes the optimizer, as for `Cluster.train`.
+        whole: every trained parameter of the model.
+        held: what this rank updates, by name; some of it may have no elements.
+
+    Returns:
+        The optimizer, or None if it has nothing to update.
+    """
+    some = next((each.parameter for each in held.values() if each.parameter.numel()), None)
+    if some is None:
+        return None
+    # ---- whole, held
+    given = {
+        each.name: held[each.name].parameter
+        if each.name in held and held[each.name].take is None
+        else stand_in(each, some.device)
+        for each in whole
+    }
+    optimizer: torch.optim.Optimizer = described(function).of(given)
+    # ---- divide
+    parts = {id(p): held.get(name) for name, p in given.items() if name not in held or held[name].take}
+    for key, state in list(optimizer.state.items()):  # initial states, such as Adagrad's
+        if id(key) in parts:
+            del optimizer.state[key]
+            part = parts[id(key)]
+            if part is not None:
+                optimizer.state[part.parameter] = {n: _part(v, part, key.shape) for n, v in state.items()}
+    for group in optimizer.param_groups if parts else ():
+        _divide(group, parts)
+    if any(not group["params"] for group in optimizer.param_groups):
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    return optimizer if optimizer.param_groups else None
+
+
+def stand_in(whole: Whole, device: torch.device | None = None) -> nn.Parameter:
+    """Return a parameter of the whole shape that takes no memory: all its elements are the same zero."""
+    return nn.Parameter(torch.zeros((), dtype=whole.dtype, device=device).expand(whole.shape))
+
+
+def _divide(group: dict[str, Any], parts: Mapping[int, Held | None]) -> None:
+    """Keep in a group only what is held, in place, since an optimizer may have kept its lists."""
+    found = []
+    for i, parameter in enumerate(group["params"]):
+        part = parts.get(id(parameter)) if id(parameter) in parts else Held(parameter)
+        if part is not None and part.parameter.numel():
+            found.append((i, part.parameter))
+    if "param_names" in group:
+        group["param_names"][:] = [group["param_names"][i] for i, _ in found]
+    group["params"][:] = [parameter for _, parameter in found]
+
+
+def _part(value: Any, part: Held, shape: torch.Size) -> Any:
+    """Return this rank's slice of an initial state that has the full parameter's shape; keep others."""
+    if part.take is None or not isinstance(value, Tensor) or value.shape != shape or not value.dim():
+        return value
+    return part.take(value).clone()

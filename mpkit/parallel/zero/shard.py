@@ -1,0 +1,50 @@
+"""ZeRO for a model and a training loop of your own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from mpkit.comm.axis import AxisGroup
+from mpkit.models.chain import layers_of
+from mpkit.parallel.stage.stage import Stage
+from mpkit.parallel.zero.zero import Zero
+from mpkit.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from mpkit.launch.process.context import Context
+
+__all__ = ["shard"]
+
+
+def shard(context: Context, model: nn.Module, stage: int = 3, **options: Any) -> Zero:
+    """Shard a model of your own, in a function that `Cluster.run` calls on every rank.
+
+    The model's layers work as before, on the same tensors in and out, but each rank holds only its shard of them.
+
+    Args:
+        context: the function's first argument.
+        model: on `context.device`, or copied there.
+        stage: ZeRO stage, 1 to 3.
+        options: other fields of a Plan, such as prefetch.
+
+    >>> import torch, mpkit as mk
+    >>> def train(ctx):
+    ...     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    ...     zero = shard(ctx, model)
+    ...     optimizer = torch.optim.SGD([piece.held for piece in zero.pieces], lr=0.1)
+    ...     zero.begin_step()
+    ...     with zero.backward():
+    ...         model(torch.ones(3, 4)).mean().backward()
+    ...     zero.finish()
+    ...     optimizer.step()
+    ...     zero.renew()
+    ...     with zero.gathered():
+    ...         return [tuple(piece.held.shape) for piece in zero.pieces], model[0].weight.shape
+    >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+    ...     cluster.run(train)[0]
+    ([(20,), (0,), (9,), (0,)], torch.Size([8, 4]))
+    """
+    plan = Plan(dp=context.world_size, zero=stage, **options)
+    return Zero(context, plan, {0: Stage(0, layers_of(model), context.device)}, AxisGroup(context.comm))

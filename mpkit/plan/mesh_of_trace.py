@@ -1,0 +1,71 @@
+"""Where in the mesh a run's ranks are, and along which axis a group of them lies, as read from a trace's meta."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mpkit.plan.mesh import AXES, Mesh
+
+__all__ = ["WORLD", "axis_of", "holders_of", "long_axes", "mesh_of", "place_text"]
+
+WORLD = "world"
+"""The only axis of ranks that are in no mesh."""
+
+
+def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
+    """Return the mesh of the plan in a trace's meta; None without a plan, or if its number of ranks differs.
+
+    >>> mesh_of({"plan": '{"pp": 2, "tp": 2}'}, ranks=4)
+    Mesh(pp=2, dp=1, cp=1, tp=2)
+    """
+    try:
+        plan = json.loads(meta["plan"])
+        mesh = Mesh(**{axis: int(plan.get(axis, 1)) for axis in AXES})
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return None
+    return mesh if mesh.size == ranks else None
+
+
+def holders_of(meta: Mapping[str, Any]) -> list[int]:
+    """Return each stage's place along pp, according to the plan in a trace's meta.
+
+    >>> holders_of({"plan": '{"pp": 2, "schedule": "interleaved_1f1b", "microbatches": 4, "virtual_stages": 2}'})
+    [0, 1, 0, 1]
+    """
+    from mpkit.plan.plan import Plan
+
+    plan = json.loads(meta["plan"])
+    names = ("pp", "schedule", "microbatches", "virtual_stages")
+    pipeline = {name: plan[name] for name in names if name in plan}
+    return [0] if pipeline.get("pp", 1) == 1 else list(Plan.from_json(pipeline).build().stage_to_rank)
+
+
+def long_axes(mesh: Mesh) -> list[str]:
+    """List the axes with more than one place, outermost first."""
+    return [axis for axis in AXES if getattr(mesh, axis) > 1]
+
+
+def axis_of(mesh: Mesh | None, ranks: Iterable[int]) -> str:
+    """Return the axis along which these ranks lie: the axes in which their coordinates differ.
+
+    >>> mesh = Mesh(pp=2, dp=2, tp=2)
+    >>> axis_of(mesh, (0, 1)), axis_of(mesh, (0, 4)), axis_of(mesh, range(8))
+    ('tp', 'pp', 'pp x dp x tp')
+    """
+    if mesh is None:
+        return WORLD
+    places = [mesh.place(rank) for rank in ranks]
+    differ = [axis for i, axis in enumerate(AXES) if len({place[i] for place in places}) > 1]
+    return " x ".join(differ) or WORLD
+
+
+def place_text(mesh: Mesh, rank: int) -> str:
+    """Return a rank's coordinates along the axes that have more than one place, as text.
+
+    >>> place_text(Mesh(pp=2, dp=2, tp=2), 5)
+    'pp1 dp0 tp1'
+    """
+    place = mesh.place(rank)
+    return " ".join(f"{axis}{getattr(place, axis)}" for axis in long_axes(mesh))

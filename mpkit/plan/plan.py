@@ -1,0 +1,314 @@
+"""Plan: the description of a parallel strategy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from mpkit.plan.checks import call_of, checked_cut, checked_degree, checked_recompute
+from mpkit.plan.constructors import NAMED_AS_FIELDS
+from mpkit.plan.data_checks import check_data_parallel, with_options
+from mpkit.plan.mesh import Mesh
+from mpkit.plan.schedule_checks import checked_schedule, checked_virtual_stages, own_schedule
+from mpkit.plan.synonyms import MEANT, asked
+from mpkit.plan.tensor_checks import check_shared_layers
+from mpkit.plan.tensor_plan import TensorPlan
+from mpkit.plan.words import describe
+from mpkit.schedule import Schedule, naive, named
+from mpkit.schedule.theory import bubble_in_theory
+from mpkit.support.calls import answers
+from mpkit.support.tracebacks import public
+
+if TYPE_CHECKING:
+    from mpkit.schedule.read import Source
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a strategy can vary. A Plan that cannot work says why as soon as it is made.
+
+    Attributes:
+        pp: the number of pipeline-parallel ranks, p, each with one or more stages of the model.
+        dp: the number of replicas, n, each with a part of the batch.
+        tp: the number of ranks that share each layer, t.
+        schedule: a name from `mpkit.schedule.NAMES`, or whatever a `Schedule` is made from, such as its rows.
+        microbatches: the number of parts that a batch is split into, m.
+        virtual_stages: stages per rank, v: any number for "looped_bfs", "interleaved_1f1b" and "interleaved_zb",
+            2 for "zbv" and "dualpipev" (1 becomes 2), 1 for the others.
+        recompute: which activations are recomputed in the backward instead of kept: "none"; "full": all inside the
+            model's repeated blocks (`mpkit.models.repeated_blocks`), of which only the inputs are kept, or all inside a
+            stage if the model has no such blocks; "every=k": those inside every k-th block; or "selective": only those
+            inside attentions, which take much memory and little compute.
+        cut: the first layer of each stage but stage 0, by number or name; None balances the stages by FLOPs.
+        data_parallel: how replicas work together: "ddp", or "dp", as nn.DataParallel does it.
+        zero: what ZeRO shards among the replicas: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
+        offload: what is kept on the host: "none", "optimizer" (its states and step), or also "params".
+        precision: "full" keeps the model's dtype; "bf16" and "fp16" compute in 16 bits, with fp32 master weights.
+        bucket_mb: MiB of gradients that DDP and ZeRO reduce at once.
+        unused: whether a parameter without a gradient is an "error" or is allowed ("allow").
+        batchnorm: statistics over the whole batch ("sync"), as in serial training, or each rank's own ("local").
+        prefetch: how many layers ahead ZeRO-3 gathers parameters.
+        cp: the number of ranks that share each sequence.
+        cp_order: which part of the sequence each rank has: "contiguous", or "zigzag", which balances causal attention.
+        sequence_parallel: whether tensor-parallel ranks divide the sequence between their layers.
+        tensor: which layers are divided, and how; None: as `mk.find_tensor_plan` finds.
+
+    >>> plan = Plan(pp=4, schedule="gpipe", microbatches=8)
+    >>> plan
+    Plan(pp=4, schedule='gpipe', microbatches=8)
+    >>> plan == Plan.gpipe(4, 8) == Plan.from_json(plan.to_json())
+    True
+    >>> plan.bubble_in_theory
+    Fraction(3, 11)
+
+    Raises:
+        ValueError: the plan cannot work; the message says why and shows one that would.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    schedule: str | Schedule = "gpipe"
+    microbatches: int = 1
+    virtual_stages: int = 1
+    recompute: str = "none"
+    cut: Sequence[int | str] | None = None
+    data_parallel: str = "ddp"
+    zero: int = 0
+    offload: str = "none"
+    precision: str = "full"
+    bucket_mb: float = 25.0
+    unused: str = "error"
+    batchnorm: str = "sync"
+    prefetch: int = 1
+    cp: int = 1
+    cp_order: str = "contiguous"
+    sequence_parallel: bool = False
+    tensor: TensorPlan | None = None
+
+    def __post_init__(self) -> None:
+        # Each check relies on those before it.
+        for name in ("pp", "dp", "tp", "cp", "microbatches", "virtual_stages"):
+            object.__setattr__(self, name, checked_degree(self, name))
+        object.__setattr__(self, "schedule", checked_schedule(self))
+        object.__setattr__(self, "virtual_stages", checked_virtual_stages(self))
+        object.__setattr__(self, "recompute", checked_recompute(self))
+        object.__setattr__(self, "cut", checked_cut(self))
+        check_data_parallel(self)
+        check_shared_layers(self)
+
+    # ------------------------------------------------------------ the classics by name
+
+    @classmethod
+    @answers("Plan.serial(microbatches=4)", MEANT)
+    def serial(cls, microbatches: int = 1, *, precision: str = "full") -> Plan:
+        """Plan a run of the whole model on one rank; gradients accumulate over the micro-batches.
+
+        >>> Plan.serial().ranks
+        1
+        """
+        asked("Plan.serial(microbatches=4)", microbatches=microbatches)
+        return cls(schedule="naive", microbatches=microbatches, precision=precision)
+
+    @classmethod
+    @answers("Plan.naive_mp(stages=4)", MEANT)
+    def naive_mp(cls, stages: int, *, cut: Sequence[int | str] | None = None) -> Plan:
+        """Plan naive model parallelism: the model is cut over ranks, of which one works at a time.
+
+        >>> Plan.naive_mp(4).bubble_in_theory
+        Fraction(3, 4)
+        """
+        asked("Plan.naive_mp(stages=4)", stages=stages)
+        return cls(pp=stages, schedule="naive", cut=cut)
+
+    @classmethod
+    @answers("Plan.gpipe(stages=4, microbatches=8)", MEANT)
+    def gpipe(
+        cls,
+        stages: int,
+        microbatches: int,
+        *,
+        recompute: str = "none",
+        cut: Sequence[int | str] | None = None,
+    ) -> Plan:
+        """Plan GPipe (Huang et al. 2019): a pipeline over micro-batches.
+
+        >>> Plan.gpipe(4, 8, recompute="full")
+        Plan(pp=4, schedule='gpipe', microbatches=8, recompute='full')
+        """
+        asked("Plan.gpipe(stages=4, microbatches=8)", stages=stages, microbatches=microbatches)
+        return cls(pp=stages, microbatches=microbatches, recompute=recompute, cut=cut)
+
+    @classmethod
+    @answers('Plan.pipeline("1f1b", ranks=4, microbatches=8)', MEANT)
+    def pipeline(cls, schedule: str, ranks: int, microbatches: int, **options: Any) -> Plan:
+        """Plan a pipeline by the name of its schedule.
+
+        Args:
+            schedule, ranks, microbatches: the name of the schedule, p and m.
+            options: other fields of a Plan, such as virtual_stages or recompute.
+
+        >>> Plan.pipeline("interleaved_1f1b", 4, 8, virtual_stages=2).bubble_in_theory
+        Fraction(3, 19)
+        """
+        asked('Plan.pipeline("1f1b", ranks=4, microbatches=8)', ranks=ranks, microbatches=microbatches)
+        return with_options(cls, {"schedule": schedule, "pp": ranks, "microbatches": microbatches}, options)
+
+    @classmethod
+    @answers("Plan.ddp(replicas=4)", MEANT)
+    def ddp(cls, replicas: int, **options: Any) -> Plan:
+        """Plan distributed data parallelism (Li et al., "PyTorch Distributed", VLDB 2020): every rank has the whole
+        model.
+
+        `Plan.dp(n)` works like nn.DataParallel; `Plan.zero(stage, n)` shards what all replicas would hold.
+
+        Args:
+            replicas: n, the number of ranks, each of which takes a part of the batch.
+            options: other fields of a Plan, such as bucket_mb, or microbatches: gradients accumulate over them.
+
+        >>> Plan.ddp(4, bucket_mb=1)
+        Plan(dp=4, bucket_mb=1)
+        """
+        asked("Plan.ddp(replicas=4)", replicas=replicas)
+        return with_options(cls, {"dp": replicas}, options)
+
+    @classmethod
+    @answers('Plan.from_schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"])', MEANT)
+    def from_schedule(
+        cls, schedule: Source, pp: int | None = None, microbatches: int | None = None, **options: Any
+    ) -> Plan:
+        """Plan a pipeline that runs a schedule of your own, with the degrees that it has.
+
+        Args:
+            schedule: whatever `Schedule` is made from: rows of text or of Actions, or a function of (p, m).
+            pp, microbatches: p and m, the arguments for a schedule that is a function.
+            options: other fields of a Plan, such as recompute.
+
+        >>> Plan.from_schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"]).ranks
+        2
+        """
+        own = own_schedule(schedule, pp, microbatches)
+        given = {"schedule": own, "pp": own.ranks, "microbatches": own.microbatches}
+        return with_options(cls, given, options)
+
+    # ------------------------------------------------------------ what follows from it
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that the plan needs: pp x dp x cp x tp."""
+        return self.mesh.size
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, which gives each rank its place."""
+        return Mesh(self.pp, self.dp, self.cp, self.tp)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages that the model is cut into."""
+        own = self.schedule
+        return own.stages if isinstance(own, Schedule) else self.pp * self.virtual_stages
+
+    @property
+    def bubble_in_theory(self) -> Fraction | None:
+        """The idle fraction of a step's span, averaged over ranks, for equal stages and messages that take no time.
+
+        See `mpkit.schedule.theory`. With recomputation a micro-batch takes 4 instead of 3, while idle times stay the
+        same. It is None for a schedule of one's own and where the papers give no formula; `mpkit.simulate(plan).bubble`
+        always has a value.
+        """
+        if isinstance(self.schedule, Schedule):
+            return None
+        again = self.recompute == "full"
+        return bubble_in_theory(
+            self.schedule, self.pp, self.microbatches, self.virtual_stages, recompute=again
+        )
+
+    def build(self) -> Schedule:
+        """Return the schedule, row by row: the named one for these degrees, or the plan's own.
+
+        A model in one stage accumulates gradients: whatever the schedule, each micro-batch runs forward and backward
+        before the next one, since holding the activations of all of them would gain nothing.
+
+        >>> print(Plan.gpipe(2, 2).build())
+        rank 0 | F0 F1  .  .  . B1 -- B0 --
+        rank 1 |  . F0 F1 B1 -- B0 --  .  .
+        """
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
+        if self.stages == 1:
+            return naive(1, self.microbatches)
+        return named(self.schedule, self.pp, self.microbatches, self.virtual_stages)
+
+    def validate(self, *, max_live: float | Sequence[float]) -> Plan:
+        """Return the plan itself, if no rank holds more activations than `max_live`; see `Schedule.validate`.
+
+        Raises:
+            ValueError: a rank would hold more; the message draws the schedule with an arrow at that forward.
+        """
+        self.build().validate(max_live=max_live)
+        return self
+
+    def describe(self) -> str:
+        """Describe the plan in a sentence or two.
+
+        >>> print(Plan.gpipe(4, 8).describe())
+        gpipe on 4 ranks: the model in 4 stages, each batch in 8 micro-batches. Bubble in theory 3/11 = 0.273.
+        """
+        return describe(self)
+
+    def __repr__(self) -> str:
+        return call_of(self)
+
+    # ------------------------------------------------------------ JSON
+
+    def to_json(self) -> str:
+        """Return the plan as JSON; `from_json` reads it."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        own = self.schedule
+        if isinstance(own, Schedule):
+            rows = own.spelled()
+            values["schedule"] = {"rows": rows, "name": own.name, "stage_to_rank": own.stage_to_rank}
+        if self.tensor is not None:
+            values["tensor"] = self.tensor.to_dict()
+        return json.dumps(values)
+
+    @classmethod
+    def from_json(cls, text: str | Mapping[str, Any]) -> Plan:
+        """Read what `to_json` wrote, or the mapping that it stands for.
+
+        Raises:
+            ValueError: it is not a plan, or is one that cannot work.
+        """
+        try:
+            values = dict(json.loads(text) if isinstance(text, str) else text)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"This is no plan in JSON ({error}): {str(text)[:80]!r}. "
+                f"Plan.to_json writes one, such as {cls.gpipe(4, 8).to_json()}"
+            ) from None
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"A plan has no {name!r}.{hint} It has {', '.join(known)}.")
+        if isinstance(values.get("schedule"), Mapping):
+            values["schedule"] = Schedule(**values["schedule"])
+        if isinstance(values.get("tensor"), Mapping):
+            values["tensor"] = TensorPlan.from_dict(values["tensor"])
+        return cls(**values)
+
+
+# `plan.dp` is a number and `Plan.dp(4)` makes a plan: an instance attribute takes precedence over a classmethod.
+# They are set here, since inside the class body they would be taken for the fields' defaults.
+for _name, _make in NAMED_AS_FIELDS.items():
+    setattr(Plan, _name, classmethod(_make))
+setattr(Plan, "__init__", answers("Plan(pp=4, schedule='1f1b', microbatches=8)", MEANT)(Plan.__init__))  # noqa: B010
+public(Plan)

@@ -1,0 +1,106 @@
+"""Checks of a Plan's schedule. Every message ends with a plan that works, to paste."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from mpkit.plan.checks import call_of
+from mpkit.schedule import NAMES, Schedule, validate
+from mpkit.schedule.catalogue import LOOPED, V_SHAPED
+
+if TYPE_CHECKING:
+    from mpkit.plan.plan import Plan
+    from mpkit.schedule.read import Source
+
+__all__ = ["checked_schedule", "checked_virtual_stages", "own_schedule"]
+
+
+def checked_schedule(plan: Plan) -> str | Schedule:
+    """Return the name of an existing schedule, or a Schedule that can run and has the plan's degrees.
+
+    Raises:
+        ValueError: the plan's schedule is neither.
+    """
+    given: Any = plan.schedule
+    if isinstance(given, str) and given in NAMES:
+        return given
+    spelled = isinstance(given, str) and len(given.split()) > 1
+    if not (
+        spelled
+        or callable(given)
+        or isinstance(given, Schedule)
+        or (_iterates(given) and not isinstance(given, str))
+    ):
+        near = (get_close_matches(str(given).lower(), NAMES, 1, 0.4) or ["gpipe"])[0]
+        several = {"virtual_stages": max(plan.virtual_stages, 2)} if near in (*LOOPED, *V_SHAPED) else {}
+        raise ValueError(
+            f"Plan(schedule={given!r}): there is no such schedule. There are {', '.join(map(repr, NAMES[:-1]))} and "
+            f"{NAMES[-1]!r}, and one of your own works too: its rows, or a function of (p, m). "
+            f"The nearest is {call_of(plan, {'schedule': near, 'virtual_stages': 1, **several})}"
+        )
+    own = own_schedule(given, plan.pp, plan.microbatches)
+    if (plan.pp, plan.microbatches) != (own.ranks, own.microbatches):
+        raise ValueError(
+            f"Plan(pp={plan.pp}, microbatches={plan.microbatches}, schedule={own.name!r}): the schedule has "
+            f"{own.ranks} rows and {own.microbatches} micro-batches. Write Plan.from_schedule(schedule), or "
+            f"Plan(pp={own.ranks}, microbatches={own.microbatches}, schedule=schedule)"
+        )
+    validate(own, own.stages, own.microbatches)
+    return own
+
+
+def _iterates(given: Any) -> bool:
+    """Return whether it can really be iterated over: a tensor without dimensions has `__iter__` too."""
+    try:
+        iter(given)
+    except TypeError:
+        return False
+    return True
+
+
+def own_schedule(given: Source, p: int | None, m: int | None) -> Schedule:
+    """Make a Schedule from a learner's own, in whatever form it is given.
+
+    Raises:
+        ValueError: it is not a schedule, or has no actions.
+    """
+    own = given if isinstance(given, Schedule) else Schedule(given, p=p, m=m)
+    if not any(own.rows):
+        raise ValueError(
+            "Plan(schedule=[]): the schedule is empty. It has a row for each rank, such as "
+            "Plan(pp=2, schedule=['0F0 0B0', '1F0 1B0'])"
+        )
+    return own
+
+
+def checked_virtual_stages(plan: Plan) -> int:
+    """Return the number of stages per rank, if the schedule can have that many.
+
+    Raises:
+        ValueError: the schedule cannot have that many.
+    """
+    name, v = plan.schedule, plan.virtual_stages
+    if isinstance(name, Schedule):
+        if v > 1 and name.stages != plan.pp * v:
+            raise ValueError(
+                f"Plan(pp={plan.pp}, virtual_stages={v}, schedule={name.name!r}): that would be {plan.pp * v} stages, "
+                f"and the schedule has {name.stages}, whose ranks it names itself. Write Plan.from_schedule(schedule), "
+                f"or Plan(pp={plan.pp}, microbatches={plan.microbatches}, schedule=schedule)"
+            )
+        return v
+    if name in V_SHAPED:
+        if v not in (1, 2):  # 1 is the field's default
+            raise ValueError(
+                f"Plan(schedule={name!r}, virtual_stages={v}): {name} has 2 stages a rank, one on the way down and one "
+                f"on the way up: {call_of(plan, {'virtual_stages': 2})}"
+            )
+        return 2
+    if v > 1 and name not in LOOPED:
+        several = ", ".join(map(repr, LOOPED))
+        raise ValueError(
+            f"Plan(schedule={name!r}, virtual_stages={v}): {name} has one stage a rank. Those with several are "
+            f"{several} (any number) and 'zbv', 'dualpipev' (2). Either {call_of(plan, {'virtual_stages': 1})} or "
+            f"{call_of(plan, {'schedule': 'interleaved_1f1b'})}"
+        )
+    return v

@@ -1,0 +1,73 @@
+"""What other libraries call the fields of a Plan; and a check of a call's degrees under the names that were typed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpkit.plan.checks import whole
+
+__all__ = ["MEANT", "asked"]
+
+_PARTS = (
+    "microbatches= is what GPipe, torchgpipe and FairScale call chunks, and DeepSpeed, Accelerate and Lightning the "
+    "steps of gradient accumulation: a batch is split into that many parts, which go through the model one after the "
+    "other, and their gradients add up before the one optimizer step. (There the number multiplies the batch that the "
+    "loader gives; here it divides the whole batch.)"
+)
+_PP = "pp= is the number of pipeline-parallel ranks, each with a stage of the model."
+_DP = "dp= is the number of data-parallel replicas, each with a part of every batch."
+_TP = "tp= is the number of tensor-parallel ranks, which share each layer."
+_CP = "cp= is the number of context-parallel ranks, which share each sequence."
+_ZERO = "zero= is the stage of ZeRO: 1 (ZeRO-1), 2 or 3 (what FSDP does)."
+_RECOMPUTE = (
+    'recompute="full" keeps the inputs of layers only and computes the rest again (activation checkpointing).'
+)
+_UNUSED = 'unused="allow" lets parameters be without a gradient.'
+_PRECISION = 'precision="bf16" or "fp16" computes in 16 bits.'
+_OFFLOAD = 'offload="optimizer" or "params" keeps these on the host.'
+_STAGES = "virtual_stages= is the number of stages per rank."
+
+MEANT: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "accumulate_grad_batches", "accumulation_steps", "chunks", "gradient_accumulation_steps",
+            "grad_accumulation_steps", "gradient_accumulation", "micro_batches", "n_microbatches",
+            "num_microbatches", "num_micro_batches",
+        ),
+        _PARTS,
+    ),
+    **dict.fromkeys(("pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size", "num_stages", "stages"), _PP),
+    **dict.fromkeys(("data_parallel_size", "dp_size", "num_replicas"), _DP),
+    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size", "tp_size"), _TP),
+    **dict.fromkeys(("context_parallel_size", "cp_size", "sequence_parallel_size"), _CP),
+    **dict.fromkeys(("zero_stage", "fsdp", "sharding_strategy"), _ZERO),
+    **dict.fromkeys(
+        ("activation_checkpointing", "gradient_checkpointing", "checkpoint", "checkpointing", "remat"), _RECOMPUTE
+    ),
+    **dict.fromkeys(("find_unused_parameters", "allow_unused"), _UNUSED),
+    **dict.fromkeys(("mixed_precision", "dtype", "amp", "bf16", "fp16"), _PRECISION),
+    **dict.fromkeys(("cpu_offload", "offload_optimizer", "offload_param"), _OFFLOAD),
+    **dict.fromkeys(("num_model_chunks", "virtual_pipeline_model_parallel_size", "interleave"), _STAGES),
+    "bucket_cap_mb": "bucket_mb= is the size of a bucket of gradients in MiB.",
+    "sync_batchnorm": 'batchnorm="sync" takes statistics over the whole batch, batchnorm="local" over a rank\'s own.',
+}  # fmt: skip
+"""For another library's keyword, the field of a Plan."""
+
+
+def asked(example: str, **degrees: Any) -> None:
+    """Check the degrees of a constructor under the names that they have there.
+
+    Raises:
+        ValueError: one is not a whole number, or is less than 1.
+
+    >>> asked("Plan.ddp(replicas=4)", replicas=0)
+    Traceback (most recent call last):
+    ValueError: Plan.ddp(replicas=0): replicas is a whole number, 1 or more, such as in Plan.ddp(replicas=4)
+    """
+    call = example.partition("(")[0]
+    for name, value in degrees.items():
+        number = whole(value)
+        if number is None or number < 1:
+            raise ValueError(
+                f"{call}({name}={value!r}): {name} is a whole number, 1 or more, such as in {example}"
+            )

@@ -1,0 +1,87 @@
+"""A Plan in words: how the model, each layer, the batch and each sequence are divided."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpkit.plan.checks import every
+from mpkit.schedule import Schedule
+
+if TYPE_CHECKING:
+    from mpkit.plan.plan import Plan
+
+__all__ = ["describe"]
+
+
+def describe(plan: Plan) -> str:
+    """Describe a plan in words, for `Plan.describe`.
+
+    >>> from mpkit.plan.plan import Plan
+    >>> print(describe(Plan(dp=4, zero=2, microbatches=2)))
+    ZeRO-2 on 4 ranks: each a quarter of every batch, in 2 micro-batches, whose gradients accumulate.
+    >>> print(describe(Plan(pp=2, dp=2, tp=2, zero=1, schedule="1f1b", microbatches=4)))
+    8 ranks, 2 x 2 x 2 (pp x dp x tp). 1f1b on 2 ranks: the model in 2 stages, each batch in 4 micro-batches. Bubble in
+    theory 1/5 = 0.200. ZeRO-1 on 2 ranks: each half of every batch. Each layer is shared by 2 ranks.
+    """
+    long = [axis for axis in ("pp", "dp", "cp", "tp") if getattr(plan, axis) > 1]
+    parts = []
+    if len(long) > 1:
+        degrees = " x ".join(str(getattr(plan, axis)) for axis in long)
+        parts.append(f"{plan.ranks} ranks, {degrees} ({' x '.join(long)}).")
+    if plan.pp > 1 or (plan.ranks == 1 and not plan.zero):
+        parts.append(_pipeline(plan))
+    if plan.dp > 1 or plan.zero:
+        parts.append(_replicas(plan))
+    if plan.tp > 1:
+        between = ", and between layers each has its part of the sequence" if plan.sequence_parallel else ""
+        parts.append(f"Each layer is shared by {plan.tp} ranks{between}.")
+    if plan.cp > 1:
+        order = ", in zigzag order" if plan.cp_order == "zigzag" else ""
+        parts.append(f"Each sequence is shared by {plan.cp} ranks{order}; keys and values go round them.")
+    if plan.pp == 1 and not (plan.dp > 1 or plan.zero or plan.ranks == 1) and plan.microbatches > 1:
+        parts.append(f"Each batch in {plan.microbatches} micro-batches, whose gradients accumulate.")
+    bits = {"full": "", "bf16": "Computes in bf16.", "fp16": "Computes in fp16, with loss scaling."}
+    host = {
+        "none": "",
+        "optimizer": "The optimizer works on the host.",
+        "params": "Optimizer and parameters live on the host.",
+    }
+    return " ".join(filter(None, [*parts, bits[plan.precision], host[plan.offload]]))
+
+
+def _pipeline(plan: Plan) -> str:
+    name = plan.schedule.name if isinstance(plan.schedule, Schedule) else plan.schedule
+    if plan.pp == 1:
+        title, stages = "Serial on 1 rank", "the whole model"
+    else:
+        title, stages = f"{name} on {plan.pp} ranks", f"the model in {plan.stages} stages"
+    parts = "whole" if plan.microbatches == 1 else f"in {plan.microbatches} micro-batches"
+    again = {
+        "none": "",
+        "selective": ", attentions computed again in the backward",
+        "full": ", activations computed again in the backward",
+    }.get(
+        plan.recompute,
+        f", activations of every {_nth(every(plan.recompute))} block computed again in the backward",
+    )
+    bubble = plan.bubble_in_theory
+    theory = "" if bubble is None else f" Bubble in theory {bubble} = {float(bubble):.3f}."
+    return f"{title}: {stages}, each batch {parts}{again}.{theory if plan.pp > 1 else ''}"
+
+
+def _nth(k: int) -> str:
+    """Return an ordinal number, such as 2nd.
+
+    >>> [_nth(k) for k in (1, 2, 3, 4, 11, 22)]
+    ['1st', '2nd', '3rd', '4th', '11th', '22nd']
+    """
+    end = "th" if k % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(k % 10, "th")
+    return f"{k}{end}"
+
+
+def _replicas(plan: Plan) -> str:
+    name = "DP" if plan.data_parallel == "dp" else f"ZeRO-{plan.zero}" if plan.zero else "DDP"
+    share = {1: "the whole", 2: "half", 3: "a third", 4: "a quarter"}.get(plan.dp, f"1/{plan.dp}")
+    accumulates = plan.microbatches > 1 and plan.pp == 1
+    pieces = f", in {plan.microbatches} micro-batches, whose gradients accumulate" if accumulates else ""
+    return f"{name} on {plan.dp} rank{'s' * (plan.dp > 1)}: each {share} of every batch{pieces}."

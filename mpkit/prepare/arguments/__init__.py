@@ -1,0 +1,1 @@
+"""Checking and normalizing the arguments of `Cluster.train`, including batches and samplers."""

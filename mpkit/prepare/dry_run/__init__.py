@@ -1,0 +1,1 @@
+"""Running the model on fake tensors: shapes, FLOPs and bytes of each layer."""

@@ -1,0 +1,35 @@
+"""Running a user's model without side effects on random state, warnings or printed output."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import random
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+__all__ = ["quiet"]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress printing, logging and warnings inside the context, and restore all random states afterwards."""
+    states = random.getstate(), np.random.get_state()
+    logged = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # fake tensors log every refusal, with a traceback from inside torch
+    with (
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logging.disable(logged)
+            random.setstate(states[0])
+            np.random.set_state(states[1])

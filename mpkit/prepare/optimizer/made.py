@@ -1,0 +1,190 @@
+"""Calls an optimizer function on stand-ins for the whole model's parameters, which take no memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizers
+
+from mpkit.models.hooks import hook_name, hooks_on
+from mpkit.parallel.update.optimizer import described, stand_in, trained_parameters
+from mpkit.prepare.arguments.arguments import ADAM, a_kind_of, one_line
+
+__all__ = ["check_optimizer", "is_elementwise", "plain"]
+
+ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in (
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Adagrad",
+        "Adadelta",
+        "ASGD",
+        "Rprop",
+    )
+)
+"""PyTorch's optimizers that are elementwise according to the formulas in its documentation."""
+
+
+def is_elementwise(made: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is known to be elementwise: one of PyTorch's own, unmodified.
+
+    >>> is_elementwise(torch.optim.Adam([nn.Parameter(torch.ones(2))]))
+    True
+    """
+    hooked = made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks
+    return type(made) in ELEMENTWISE and not hooked and "step" not in vars(made)
+
+
+def check_optimizer(
+    optimizer: Any, model: nn.Module, *, scheduled: bool, once: bool
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer that a function creates for stand-ins of the parameters; None if none are trained.
+
+    Args:
+        optimizer: as in `Cluster.train`.
+        model: the whole model.
+        scheduled: whether there is an lr_schedule.
+        once: whether a step is a single backward on one rank, so that a hook on a parameter sees its gradient.
+
+    Raises:
+        ValueError: the function does not return a usable optimizer.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f"optimizer is an optimizer already, {kind}, and holds the parameters of your copy of the model. Each rank "
+            f"makes its own, for its part: optimizer=lambda params: torch.optim.{kind}(params, lr="
+            f"{optimizer.param_groups[0].get('lr', 1e-3)})"
+        )
+    if not callable(optimizer):
+        raise ValueError(f"optimizer is {a_kind_of(optimizer)}; it is a function of parameters: {ADAM}")
+    _check_global_hooks()
+    whole, _ = trained_parameters(model)
+    if not whole:
+        return None
+    params = {each.name: stand_in(each) for each in whole}
+    made = _make(optimizer, params)
+    _check_made(made, params, scheduled=scheduled, once=once)
+    _check_frozen(optimizer, model, made, params)
+    return made
+
+
+def _make(optimizer: Any, params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    function = described(optimizer)
+    given = "named_parameters" if function.by_name else "params"
+    try:
+        made = function.of(params)
+    except Exception as error:
+        hint = "" if function.by_name else "; mk.by_name(function) gives it (name, parameter) pairs"
+        raise ValueError(
+            f"optimizer({given}) failed for the model's {len(params)} parameters: {one_line(error)}. It is called on "
+            f"every rank with a list of all parameters that are trained, in the model's order: {ADAM}{hint}"
+        ) from None
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer({given}) gave {a_kind_of(made)}; it gives a torch.optim.Optimizer of the parameters: {ADAM}"
+        )
+    return made
+
+
+def _check_made(
+    made: torch.optim.Optimizer, params: dict[str, nn.Parameter], *, scheduled: bool, once: bool
+) -> None:
+    kind = type(made).__name__
+    if isinstance(made, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer: LBFGS computes the loss anew within its step, which a step split over ranks cannot; "
+            f"one that takes a step from the gradients works: {ADAM}"
+        )
+    given = {id(p) for p in params.values()}
+    taken = {id(p) for group in made.param_groups for p in group["params"]}
+    if not taken <= given:
+        raise ValueError(
+            "optimizer(params) made an optimizer of other parameters than those it was called with (of your copy "
+            f"of the model, perhaps); it has to use its argument: {ADAM}"
+        )
+    if scheduled and any("lr" not in group for group in made.param_groups):
+        raise ValueError(
+            f"lr_schedule with {kind}: a group of it has no 'lr' for the schedule to multiply. Either without "
+            f"lr_schedule, or an optimizer with a learning rate: {ADAM}"
+        )
+    hooks = [] if once else hooks_on(params)
+    if hooks:
+        raise ValueError(
+            f"optimizer(params) registers {hooks[0]}, which would see the "
+            "gradients of a rank's micro-batches and not that of the whole batch. What works: Plan.serial(); or an "
+            "optimizer whose step does it, to gradients that are complete; max_grad_norm=1.0 clips by norm."
+        )
+
+
+def _check_frozen(
+    optimizer: Any, model: nn.Module, made: torch.optim.Optimizer, params: dict[str, nn.Parameter]
+) -> None:
+    """Check that frozen parameters do not affect the groups of the others; `params` are the trained ones."""
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if not frozen:
+        return
+    every = {
+        name: nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), p.requires_grad)
+        for name, p in model.named_parameters()
+    }
+    try:
+        other = described(optimizer).of(every)
+    except Exception:  # it accepts trained parameters only, and receives only those
+        return
+    ours, theirs = _options(made, params), _options(other, every)
+    differs = next((name for name in params if ours.get(name) != theirs.get(name)), None)
+    if differs is not None:
+        raise ValueError(
+            f"optimizer: {differs} has other options where the function is given the trained parameters only, as mpkit "
+            f"does, than where it is given model.parameters(), with the frozen {frozen[0]} among them. Group by name, "
+            "which is the same for both: optimizer=mk.by_name(lambda named: ...)"
+        )
+
+
+def _options(made: torch.optim.Optimizer, params: dict[str, nn.Parameter]) -> dict[str, Any]:
+    """Return the options of each parameter's group, by the parameter's name."""
+    names = {id(p): name for name, p in params.items()}
+    return {
+        names[id(p)]: {k: plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+        for group in made.param_groups
+        for p in group["params"]
+        if id(p) in names
+    }
+
+
+def _check_global_hooks() -> None:
+    for hooks in (
+        torch_optimizers._global_optimizer_pre_hooks,
+        torch_optimizers._global_optimizer_post_hooks,
+    ):
+        for hook in hooks.values():
+            raise ValueError(
+                f"A hook on all optimizers ({hook_name(hook)}, by register_optimizer_step_pre_hook or _post_hook) is "
+                "set in this process, and ranks are processes of their own, without it. Register it on the optimizer, "
+                "within the optimizer function: made.register_step_pre_hook(hook); and take this one away: "
+                "handle.remove()."
+            )
+
+
+def plain(value: Any) -> Any:
+    """Convert a value into comparable data: numbers, strings, and tensors as lists.
+
+    >>> plain({"lr": torch.tensor(0.5), "betas": (0.9, 0.99)})
+    {'lr': 0.5, 'betas': [0.9, 0.99]}
+    """
+    if isinstance(value, Tensor):
+        return value.tolist() if value.numel() <= 64 else (tuple(value.shape), float(value.double().sum()))
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__

@@ -1,0 +1,260 @@
+"""Check, before any rank starts, that an optimizer does the same on the ranks of a plan as on the whole model.
+
+    made     create it for stand-ins of the whole model (`made`)
+    tried    take some steps with it, as in plain PyTorch (`trial`)
+    repeats  several ranks: created and stepped again, it ends with the same numbers
+    apart    several stages: so do optimizers that each hold some of the parameters
+    parts    ZeRO and tensor parallelism: so do optimizers that each hold some elements of the parameters
+
+PyTorch's own elementwise optimizers are known to be divisible; one step shows that they can be created. Other
+optimizers are tried. An optimizer that cannot be tried is refused where it would be divided, unless it is declared
+elementwise (`mpkit.elementwise`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes  # private: tests/test_trace_fake.py guards it
+
+from mpkit.parallel.stage.shard import Shard
+from mpkit.parallel.update.optimizer import OptimizerFunction, described, stand_in, trained_parameters
+from mpkit.plan.plan import Plan
+from mpkit.prepare.arguments.arguments import ADAM, one_line
+from mpkit.prepare.dry_run.dry_run import quiet
+from mpkit.prepare.optimizer.made import check_optimizer, is_elementwise
+from mpkit.prepare.optimizer.trial import SCALES, Division, Examined, Trial
+
+__all__ = ["examine_optimizer", "updated_by"]
+
+Steps = list[dict[str, Tensor]]
+
+
+def examine_optimizer(
+    optimizer: Callable[[Any], Any],
+    model: nn.Module,
+    plan: Plan,
+    places: Sequence[Sequence[str]],
+    shards: Mapping[str, Shard],
+    *,
+    scheduled: bool = False,
+) -> Examined:
+    """Check that an optimizer, divided as the plan says, is the same optimizer.
+
+    Args:
+        optimizer: as in `Cluster.train`.
+        model: the whole model.
+        plan: the plan of the training.
+        places: by place along pp, the first names of the parameters that it updates.
+        shards: the shards of parameters that tensor-parallel ranks divide, by name.
+        scheduled: whether there is an lr_schedule.
+
+    Raises:
+        ValueError: the optimizer cannot be created, or a step depends on more than a rank has.
+    """
+    whole, _ = trained_parameters(model)
+    with (
+        quiet(),
+        _disable_current_modes(),
+    ):  # numbers are needed here, even where a rank is simulated without them
+        # ---- made
+        made = check_optimizer(
+            optimizer, model, scheduled=scheduled, once=plan.ranks == 1 and plan.microbatches == 1
+        )
+        if made is None:
+            return Examined()
+        known = is_elementwise(made)
+        steps = 1 if known else len(SCALES)
+        checks = _Checks(described(optimizer), plan, Trial(described(optimizer), whole, steps))
+        # ---- tried, and divided as the plan says
+        expected = checks.tried()
+        if expected is None:
+            return Examined()
+        if plan.ranks > 1 and plan.data_parallel != "dp":
+            checks.repeats(expected)
+        if plan.pp > 1 and not known:
+            checks.apart(expected, places)
+        if (plan.zero or plan.tp > 1) and not known:
+            checks.parts(expected, shards)
+        return checks.trial.examined
+
+
+@dataclass
+class _Checks:
+    """The checks of one optimizer under one plan.
+
+    Attributes:
+        trial: the trial of the optimizer, in float64 if it accepts that.
+        tolerance: the allowed error of a parameter relative to its update.
+    """
+
+    function: OptimizerFunction
+    plan: Plan
+    trial: Trial
+    tolerance: float = 1e-6
+
+    @property
+    def kind(self) -> str:
+        """The optimizer's class."""
+        made = self.function.of({w.name: stand_in(w) for w in self.trial.whole})
+        return type(made).__name__
+
+    def tried(self) -> Steps | None:
+        """Return the parameters after each step in plain PyTorch; None if they cannot be determined.
+
+        Raises:
+            ValueError: a step fails, or the optimizer would be divided and cannot be tried.
+        """
+        given, wide = self.trial, self.trial.in_float64()
+        try:
+            self.trial = wide
+            return wide.run()
+        except Exception:  # it may need the model's own precision
+            self.trial, self.tolerance = given, 1e-3
+        try:
+            return given.run()
+        except Exception as error:
+            if not given.smaller:
+                raise ValueError(
+                    f"optimizer: a step of {self.kind} fails on parameters and gradients like the model's: "
+                    f"{one_line(error)}. Ranks call step() without arguments, when the gradients of the whole "
+                    f"batch are there. One that takes a step from them works: {ADAM}"
+                ) from None
+            divided = self.plan.pp > 1 or self.plan.zero or self.plan.tp > 1
+            if divided and not self.function.elementwise:
+                raise self._cannot_tell(error, _who(self.plan)) from None
+            return None
+
+    def repeats(self, expected: Steps) -> None:
+        """Check that ranks which hold the same parameters end with the same values.
+
+        Raises:
+            ValueError: the optimizer is not deterministic.
+        """
+        everything: Division = {w.name: None for w in self.trial.whole}
+        off, _ = self.trial.off_by(expected, self.trial.run(seed=1), everything)
+        if off:
+            raise ValueError(
+                f"optimizer: {self.kind} with {self.plan}: made and stepped twice on the same gradients it ends with "
+                "other parameters (it draws random numbers, perhaps), and ranks that hold the same would come apart. "
+                f"What works: Plan.serial(); or an optimizer that repeats itself, {ADAM}"
+            )
+
+    def apart(self, expected: Steps, places: Sequence[Sequence[str]]) -> None:
+        """Check optimizers that each hold some of the parameters.
+
+        Raises:
+            ValueError: they end with values that differ from those of one optimizer that holds all parameters.
+        """
+        for names in places:
+            self._check(expected, dict.fromkeys(names), self._coupled)
+
+    def parts(self, expected: Steps, shards: Mapping[str, Shard]) -> None:
+        """Check optimizers that each hold some elements of the parameters.
+
+        Raises:
+            ValueError: they end with values that differ from those of one optimizer that holds all elements.
+        """
+        whole = self.trial.whole
+        for half in (0, 1) if len(whole) > 1 else ():
+            self._check(expected, {w.name: None for w in whole[half::2]}, self._coupled)
+        for half in (0, 1):
+            if self.plan.tp > 1:
+                division: dict[str, Any] = {
+                    w.name: partial(_rows, dim=shards[w.name].dim, half=half) if w.name in shards else None
+                    for w in whole
+                }
+                self._check(expected, division, self._mixes)
+            if self.plan.zero:
+                self._check(
+                    expected, {w.name: partial(_elements, numel=prod(w.shape), half=half) for w in whole}, self._mixes
+                )  # fmt: skip
+
+    def _check(self, expected: Steps, division: Division, wrong: Callable[[str, float], ValueError]) -> None:
+        try:
+            found = self.trial.run(division)
+        except Exception as error:
+            if self.function.elementwise:
+                return
+            raise self._cannot_tell(error, _who(self.plan)) from None
+        off, name = self.trial.off_by(expected, found, division)
+        if off > self.tolerance:
+            raise wrong(name, off)
+
+    # ---- messages -----------------------------------------------------------------------------------------
+
+    def _coupled(self, name: str, off: float) -> ValueError:
+        return ValueError(
+            f"optimizer: {self.kind} with {self.plan}: {_who(self.plan)}, and with {self.kind} what becomes of one "
+            f"parameter depends on others (a norm over all gradients, a shared state, its place among them): without "
+            f"them, {name} is off by {_share(off)} of its update. Either an optimizer that treats each parameter by "
+            f"itself, {ADAM}, with cluster.train(..., max_grad_norm=1.0) to clip by the norm over all ranks; or one "
+            f"optimizer of the whole model on every rank: Plan.ddp({self.plan.ranks})"
+        )
+
+    def _mixes(self, name: str, off: float) -> ValueError:
+        return ValueError(
+            f"optimizer: {self.kind} with {self.plan}: {_who(self.plan)}, and {self.kind} changes an element by what "
+            f"the others are (a matrix's rows, or its norm): of parts, {name} is off by {_share(off)} of its update. "
+            f"Either an optimizer that treats each element by itself, {ADAM}; or whole parameters on every rank: "
+            f"Plan.ddp({self.plan.ranks})"
+        )
+
+    def _cannot_tell(self, error: Exception, who: str) -> ValueError:
+        return ValueError(
+            f"optimizer: {self.kind} with {self.plan}: {who}, and whether {self.kind} treats each element by itself "
+            f"cannot be found out, since it fails on parts: {one_line(error)}. Either an optimizer that does, {ADAM}; "
+            f"or whole parameters on every rank: Plan.ddp({self.plan.ranks}). If it does, say so: "
+            "optimizer=mk.elementwise(the function)"
+        )
+
+
+def _who(plan: Plan) -> str:
+    if plan.zero:
+        return "ZeRO gives each rank a part of a parameter's elements, in one dimension"
+    if plan.tp > 1:
+        return "tensor parallelism gives each rank a part of a parameter's rows or columns"
+    return "the rank of a stage has an optimizer of its own, for the stage's parameters"
+
+
+def _share(off: float) -> str:
+    return f"{off:.1%}" if off >= 1e-3 else f"{off:.1g}"
+
+
+def _elements(whole: Tensor, *, numel: int, half: int) -> Tensor:
+    """Return the first two fifths of the elements, or the rest, in one dimension as under ZeRO."""
+    at = -(-2 * numel // 5)
+    return whole.reshape(-1)[at:] if half else whole.reshape(-1)[:at]
+
+
+def _rows(whole: Tensor, *, dim: int, half: int) -> Tensor:
+    """Return the first half of a dimension, or the rest."""
+    at = -(-whole.shape[dim] // 2)
+    return whole.narrow(dim, at, whole.shape[dim] - at) if half else whole.narrow(dim, 0, at)
+
+
+def updated_by(
+    held: Sequence[Sequence[str]], stage_to_place: Sequence[int], pp: int, model: nn.Module
+) -> list[list[str]]:
+    """Return, by place along pp, the parameters that it updates; a tied one belongs to the first stage that has it.
+
+    Args:
+        held: by stage, any names of the parameters that it computes with.
+        stage_to_place: the place along pp of each stage.
+        pp: the number of places.
+        model: the whole model.
+    """
+    _, first = trained_parameters(model)
+    seen: set[str] = set()
+    found: list[list[str]] = [[] for _ in range(pp)]
+    for stage, names in enumerate(held):
+        for name in dict.fromkeys(first[n] for n in names):
+            if name not in seen:
+                seen.add(name)
+                found[stage_to_place[stage]].append(name)
+    return found

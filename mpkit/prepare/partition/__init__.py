@@ -1,0 +1,204 @@
+"""Preparing models that are not chains to be cut: opened, recorded in one dry run, and divided among stages.
+
+opening    which modules are opened, and which are blocks that a rank calls as a whole
+record     the dry run: blocks, the operations between them, and which values each of them uses
+divide     the stage that runs each of them, and what is sent from stage to stage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpkit.data.microbatch import Value, batch_size, map_tensors, part, share, signature, split
+from mpkit.models.hooks import with_backward_hooks
+from mpkit.models.randomness import may_draw
+from mpkit.parallel.partition.graph import Graph, PartitionedModel
+from mpkit.parallel.partition.walk import prepare_modules
+from mpkit.parallel.stage.stage import PRECISIONS, cast
+from mpkit.plan.plan import Plan
+from mpkit.prepare.arguments.arguments import one_line
+from mpkit.prepare.dry_run.copying import copied
+from mpkit.prepare.dry_run.dry_run import narrow_copy, of_wide_outputs, whole
+from mpkit.prepare.partition.calls import stages_of_blocks, starts
+from mpkit.prepare.partition.choice import PartitionChoice, choose
+from mpkit.prepare.partition.divide import divide
+from mpkit.prepare.partition.hold import hold
+from mpkit.prepare.partition.record import record
+from mpkit.prepare.partition.refusals import CannotCut, Entered, tell_if_entered
+
+__all__ = ["open_for_draws", "open_model"]
+
+Loss = Callable[[Any, Any], Any]
+
+
+def open_model(
+    model: nn.Module,
+    batches: Iterable[tuple[Value, Value]],
+    plan: Plan,
+    loss: Loss,
+    *,
+    relays: bool = False,
+    cut: Callable[[Value], Value] = whole,
+    attention: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    like: PartitionedModel | None = None,
+) -> PartitionedModel:
+    """Open a model and divide it among the plan's stages.
+
+    Args:
+        model: any module.
+        batches: batches of every shape that occurs.
+        plan: the plan, of which stages, cut points, micro-batches and precision are used.
+        loss: the loss of the training.
+        relays: as in `divide`.
+        cut, attention: as in `dry_run`.
+        like: the same model partitioned with shards of other sizes; the cut is at the same places.
+
+    Raises:
+        ValueError: it cannot be cut, or not at these points; the message says where, why, and what would work.
+    """
+    shapes = _by_signature(batches, plan)
+    as_given, dtype = model, PRECISIONS.get(plan.precision)
+    if dtype is not None:
+        model, loss = narrow_copy(model, dtype), of_wide_outputs(loss)
+        shapes = {key: (cast(x, dtype), y) for key, (x, y) in shapes.items()}
+    shapes = {key: (cut(x), cut(y)) for key, (x, y) in shapes.items()}
+    closed = _with_backward_hooks(as_given)  # modules that cannot be opened, and why
+    with attention():
+        if like is None:
+            opening, graphs = _walk_through(model, shapes, plan, loss, closed)
+        else:
+            opening = PartitionChoice(like.modules, like.blocks)
+            dry = _DryRuns(model, opening)
+            graphs = {key: dry.record(x, y, loss) for key, (x, y) in shapes.items()}
+    first = like.starts if like is not None else starts(next(iter(graphs.values())), plan, closed)
+    divisions = {
+        key: divide(graph, stages_of_blocks(graph, first), plan.stages, relays=relays)
+        for key, graph in graphs.items()
+    }
+    return hold(as_given, opening, divisions, first)
+
+
+def _with_backward_hooks(model: nn.Module) -> dict[str, str]:
+    """Return the modules that must be called as a whole, since a hook sees their whole backward.
+
+    Raises:
+        ValueError: the model itself is such a module.
+    """
+    hooks = with_backward_hooks(model)
+    if "" in hooks:
+        raise ValueError(
+            f"The model cannot be cut: {hooks['']} sees the gradients of its inputs and outputs, which are on "
+            "different ranks. What works: the hook on a layer, which one rank calls as a whole; or a plan that "
+            "does not cut the model: Plan.serial(), Plan.ddp(2), Plan.zero(3, 2)."
+        )
+    return {name: f"it has {hook}" for name, hook in hooks.items()}
+
+
+def open_for_draws(
+    model: nn.Module, batches: Iterable[tuple[Value, Value]], plan: Plan, loss: Loss
+) -> PartitionedModel | None:
+    """Return an opened model that is not cut, whose blocks draw the random numbers that they would in a pipeline.
+
+    Returns None if no block draws random numbers.
+
+    A model that cannot be opened draws as one layer; no pipeline could be compared with it.
+    """
+    if not model.training or not any(map(may_draw, model.modules())):
+        return None
+    try:
+        opened = open_model(model, batches, plan, loss)
+    except Exception:
+        return None
+    draws = any(node.random for division in opened.divisions.values() for node in division.graph.nodes)
+    return opened if draws else None
+
+
+def _walk_through(
+    model: nn.Module,
+    shapes: dict[Hashable, tuple[Value, Value]],
+    plan: Plan,
+    loss: Loss,
+    closed: dict[str, str],
+) -> tuple[PartitionChoice, dict[Hashable, Graph]]:
+    """Return what was opened, and the graph of each shape; `closed` says which modules cannot be opened."""
+    entered: set[str] = set()
+    while True:
+        opening = choose(model, plan.stages, plan.cut or (), closed, entered)
+        dry = _DryRuns(model, opening)
+        try:
+            return opening, {key: dry.record(x, y, loss) for key, (x, y) in shapes.items()}
+        except Entered as error:
+            if error.block in closed:
+                raise ValueError(_explain(model, CannotCut(error.block, closed[error.block]))) from None
+            assert error.block not in entered, "it would have been opened"
+            entered.add(error.block)
+        except CannotCut as error:
+            if error.scope == "" or error.scope in closed:
+                raise ValueError(_explain(model, error)) from None
+            closed[error.scope] = str(error)
+
+
+def _by_signature(batches: Iterable[tuple[Value, Value]], plan: Plan) -> dict[Hashable, tuple[Value, Value]]:
+    """Return a micro-batch, or a replica's share of one, of every shape that occurs."""
+    found: dict[Hashable, tuple[Value, Value]] = {}
+    for inputs, targets in batches:
+        for start, end in split(batch_size(inputs), plan.microbatches):
+            for which in (share(start, end, replica, plan.dp) for replica in range(plan.dp)):
+                x, y = part(inputs, which), part(targets, which)
+                found.setdefault(signature(x, y), (x, y))
+    return found
+
+
+class _DryRuns:
+    """Copies of the model for dry runs: on fake tensors, and where that is impossible, on real ones."""
+
+    def __init__(self, model: nn.Module, opening: PartitionChoice) -> None:
+        self._model, self._opening = model, opening
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake: nn.Module | None = None
+        self._true: nn.Module | None = None
+
+    def record(self, inputs: Value, targets: Value, loss: Loss) -> Graph:
+        cpu = torch.device("cpu")
+        try:
+            with self._mode:
+                if self._fake is None:
+                    self._fake = self._copy(self._mode.from_tensor)
+                x, y = (map_tensors(self._mode.from_tensor, value) for value in (inputs, targets))
+                return record(self._fake, x, y, loss, cpu)
+        except (CannotCut, Entered):
+            raise
+        except Exception:  # control flow that depends on values, within a block or of the inputs
+            if self._true is None:
+                self._true = self._copy(torch.clone)
+            x, y = (map_tensors(torch.clone, value) for value in (inputs, targets))
+            return record(self._true, x, y, loss, cpu)
+
+    def _copy(self, of: Callable[[Tensor], Tensor]) -> nn.Module:
+        memo: dict[int, Any] = {}
+        for parameter in self._model.parameters():
+            memo[id(parameter)] = nn.Parameter(of(parameter.detach()), parameter.requires_grad)
+        for buffer in self._model.buffers():
+            memo[id(buffer)] = of(buffer.detach())
+        made = copied(self._model, memo)
+        for name, block in prepare_modules(made, *self._opening).items():
+            tell_if_entered(name, block)
+        return made
+
+
+def _explain(model: nn.Module, error: CannotCut) -> str:
+    where = f"{error.scope} ({type(model.get_submodule(error.scope)).__name__})"
+    if error.scope == "":
+        where = f"The model ({type(model).__name__})"
+    return (
+        f"{where} cannot be cut: between its blocks, {one_line(error).partition(': ')[2]}. What happens between blocks "
+        "is done on every rank, on tensors that only one of them has. What works: put it into a module of its own, "
+        "which one rank calls as a whole; or a plan that does not cut the model: Plan.serial(), Plan.ddp(2), "
+        "Plan.zero(3, 2)."
+    )

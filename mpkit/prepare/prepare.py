@@ -1,0 +1,180 @@
+"""Prepare a training before any rank starts: everything is checked and counted.
+
+    arguments     check that they are valid and fit each other, and that the model can be sent
+    batches       take the data that the steps use, and check how it is split
+    layout        determine which rank has what: stages, shards of layers, shapes between stages, FLOPs; refuse hooks,
+                  unused parameters and divided layers with which this layout would be wrong
+    optimizer     check that it works on parts of the model, or try it
+    probe         compare model and loss on a few samples, all at once and in parts
+    checkpoints   determine where they are saved, and whether training can resume from one
+    meta          collect what the trace records about the run
+
+All of this happens in the caller's process and does not change the caller's model or random state.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.data.stream import Stream, is_stream
+from mpkit.errors import UnwisePlan
+from mpkit.loss.quotient import Quotient
+from mpkit.models.hooks import Hook
+from mpkit.parallel.checkpoint.files import Resume, Saving
+from mpkit.parallel.job.feed import WholeBatches
+from mpkit.parallel.job.job import TrainJob
+from mpkit.plan.plan import Plan
+from mpkit.prepare.arguments.arguments import (
+    check_integers,
+    check_loss,
+    check_model,
+    check_plan,
+    check_update,
+)
+from mpkit.prepare.arguments.batches import check_shares, check_split, of_every_size, take_batches
+from mpkit.prepare.arguments.train_options import TrainOptions
+from mpkit.prepare.dry_run.dry_run import quiet
+from mpkit.prepare.layout.divided import check_divided
+from mpkit.prepare.layout.laid_out import LaidOut, lay_out
+from mpkit.prepare.layout.meta import held_by_stage, meta_of
+from mpkit.prepare.layout.stages import check_gathered
+from mpkit.prepare.model_hooks import check_hooks, check_no_global_hooks, check_state_hooks, check_whole
+from mpkit.prepare.optimizer.sharded import examine_optimizer, updated_by
+from mpkit.prepare.optimizer.trial import Examined
+from mpkit.prepare.probe import flops_of_a_sample, objective
+from mpkit.prepare.recompute import check_recompute, recomputes_nothing
+from mpkit.prepare.resume import check_saved, check_saving, facts_of, find_checkpoint, take_up
+from mpkit.prepare.travel import check_compiled, check_repeatable, ready_to_travel
+from mpkit.prepare.unused import check_unused
+from mpkit.prepare.unwise import warn_if_unwise
+
+__all__ = ["TrainJob", "prepare"]
+
+
+def prepare(
+    model: nn.Module, data: Any, plan: Plan | None, *, ranks: int, by_name: bool = True,
+    **options: Unpack[TrainOptions],
+) -> TrainJob:  # fmt: skip
+    """Check a training and prepare it for the ranks.
+
+    Args:
+        model: any module; it is not changed. If the plan cuts it, it is a chain of layers (`mpkit.models.chain`), or
+            any other module, which is then partitioned (`mpkit.prepare.partition`).
+        data: a sequence of (inputs, targets) or a DataLoader, of which `steps` batches are taken; or a stream such as a
+            generator, of which only the first batches are taken (`mpkit.data.stream`); or `mpkit.Batches` of a
+            dataset. Inputs and targets are a tensor, a tuple or a dict of tensors, batch first.
+        plan: how to train; None: `Plan.serial()`.
+        ranks: the number of ranks.
+        by_name: whether messages between the ranks are matched by name; otherwise by order (nccl).
+        options: see `TrainOptions`.
+
+    Raises:
+        ValueError: the arguments cannot work; the message gives the reason and what would work.
+    """
+    # ---- arguments
+    asked = _check_arguments(model, Plan.serial() if plan is None else plan, ranks, options)
+    plan, steps, hooked, model = asked.plan, asked.steps, model, ready_to_travel(model)
+    # A stream is read with the caller's own random state, not a copy of it, since reading continues there later.
+    data = take_batches(data, steps) if is_stream(data) else data
+    with quiet():
+        # ---- batches
+        batches = data if isinstance(data, Stream) else take_batches(data, steps)
+        sizes = of_every_size(batches, steps)
+        check_split(sizes, plan)
+        check_shares(model, sizes, plan)
+        # ---- layout
+        rehearsed = Quotient(asked.loss)
+        blocks = check_recompute(model, plan)
+        laid = lay_out(model, sizes, plan, rehearsed, by_name=by_name)
+        hooks = _check_layout(hooked, model, sizes[0], laid, plan, rehearsed)
+        # ---- optimizer
+        places = updated_by(held_by_stage(model, laid), plan.build().stage_to_rank, plan.pp, model)
+        shards, scheduled = laid.sharded[0].shards, asked.lr_schedule is not None
+        examined = examine_optimizer(asked.optimizer, model, plan, places, shards, scheduled=scheduled)
+        # ---- probe
+        flops, pairs = flops_of_a_sample(laid.by_place[0]), rehearsed.count is not None
+        aim = objective(model, asked.loss, batches, sizes[0], plan, pairs=pairs, flops=flops)
+        unselective = recomputes_nothing(model, sizes[0][0], plan)
+    for warning in filter(None, (unselective, *aim.warnings)):
+        warnings.warn(warning, UnwisePlan, stacklevel=3)
+    # ---- checkpoints
+    facts = facts_of(model, examined)
+    saving, resume = _check_checkpoints(options, examined, facts, steps)
+    # ---- meta
+    meta = meta_of(model, plan, sizes[0], laid) | _facts_of_run(asked, batches, resume, blocks)
+    return TrainJob(
+        plan, model, laid.stages, batches, aim.loss, asked.optimizer, steps, asked.seed, laid.by_place,
+        list(model.state_dict()), meta, asked.max_grad_norm, asked.lr_schedule, saving, resume, facts, laid.shared,
+        hooks, nominal=aim.nominal,
+    )  # fmt: skip
+
+
+class Asked(NamedTuple):
+    """The given arguments, checked and normalized."""
+
+    plan: Plan
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    steps: int
+    seed: int
+    max_grad_norm: float | None
+    lr_schedule: Callable[[int], float] | None
+
+
+def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOptions) -> Asked:
+    norm, lr_schedule = options.get("max_grad_norm"), options.get("lr_schedule")
+    check_model(model)
+    check_plan(plan, ranks)
+    steps, seed = check_integers(options["steps"], options.get("seed", 0))
+    check_loss(options["loss"])
+    check_update(norm, lr_schedule, steps)
+    warn_if_unwise(plan)
+    check_no_global_hooks()
+    check_repeatable(model, plan)
+    check_compiled(model, plan)
+    return Asked(plan, options["loss"], options["optimizer"], steps, seed, norm, lr_schedule)
+
+
+def _check_layout(
+    hooked: nn.Module, model: nn.Module, batch: tuple[Any, Any], laid: LaidOut, plan: Plan, loss: Quotient
+) -> list[Hook]:
+    """Refuse what cannot be laid out like this; return the hooks on parameters, which ranks register anew."""
+    hooks = check_hooks(hooked, batch[0], plan)
+    check_whole(model, plan, laid.sharded[0].plan)
+    check_state_hooks(model)
+    check_gathered(laid.by_place[0].numbers, plan)
+    check_unused(model, batch, plan, loss)
+    check_divided(model, batch, plan, loss)
+    return hooks
+
+
+def _check_checkpoints(
+    options: TrainOptions, examined: Examined, facts: dict[str, Any], steps: int
+) -> tuple[Saving | None, Resume | None]:
+    """Return where checkpoints are saved, and the checkpoint to resume from."""
+    every, folder = options.get("checkpoint_every"), options.get("checkpoint_dir")
+    saving, found = check_saving(every, folder, options.get("checkpoint_keep", 2)), options.get("resume_from")
+    if saving is not None or found is not None:
+        check_saved(examined)
+    return saving, None if found is None else take_up(find_checkpoint(found), facts, steps)
+
+
+def _facts_of_run(
+    asked: Asked, batches: Any, resume: Resume | None, blocks: tuple[int, int]
+) -> dict[str, Any]:
+    """Return what the trace records about the run, besides model and plan."""
+    facts: dict[str, Any] = {
+        "batch_size": batches.size(0),
+        "steps": asked.steps,
+        "first_step": 0 if resume is None else resume.head.step,
+        "seed": asked.seed,
+        "blocks": list(blocks),
+    }
+    if isinstance(batches, WholeBatches) and batches.read_in:
+        facts["read_before"] = {"seconds": batches.read_in, "batches": len(batches)}
+    return facts

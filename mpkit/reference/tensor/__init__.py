@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism in parts: conjugate operators, linear layers, MLP, attention, cross-entropy."""

@@ -1,0 +1,1 @@
+"""Search for schedules: a greedy order, improved by moving actions."""

@@ -1,0 +1,1 @@
+"""Helpers for every other folder: answers to mistakes, strings made safe to print, files written whole."""

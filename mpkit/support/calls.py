@@ -1,0 +1,91 @@
+"""Calls that do not match a function's parameters: the error names what was typed and shows a call that works."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from mpkit.errors import ArgumentError
+
+__all__ = ["answers"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def answers(example: str, meant: Mapping[str, str] | None = None) -> Callable[[Function], Function]:
+    """Decorate a function so that a call that lacks an argument, or has one too many, is answered with an example.
+
+    Args:
+        example: a call that works, to paste; may have several lines.
+        meant: by keyword of another library, a sentence that says what it is called here.
+
+    >>> @answers("area(width=3, height=4)", {"w": "w is width here."})
+    ... def area(width, height):
+    ...     return width * height
+    >>> area(3, hight=4)
+    Traceback (most recent call last):
+    mpkit.errors.ArgumentError: area() has no argument hight; did you mean height=4? Such as:
+        area(width=3, height=4)
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                name = example.partition("(")[0]
+                said = _what_is_wrong(name, signature, args, kwargs, meant or {}) or f"{name}: {error}."
+                lines = "\n".join(f"    {line}" for line in example.splitlines())
+                raise ArgumentError(f"{said} Such as:\n{lines}") from None
+            return function(*args, **kwargs)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+def _what_is_wrong(
+    name: str,
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    meant: Mapping[str, str],
+) -> str:
+    parameters = {each: p for each, p in signature.parameters.items() if each not in ("self", "cls")}
+    bound = len(signature.parameters) - len(parameters)
+    by_position = [
+        each for each, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    given = set(by_position[: len(args) - bound]) | set(kwargs)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for unknown in [each for each in kwargs if each not in parameters and not takes_any]:
+        if unknown in meant:
+            return f"{name}() has no argument {unknown}. {meant[unknown]}"
+        near = get_close_matches(unknown, [each for each in parameters if each not in given], 1, 0.5)
+        value = kwargs[unknown]
+        shown = repr(value) if isinstance(value, (bool, int, float, str)) else "..."
+        hint = (
+            f"; did you mean {near[0]}={shown}?"
+            if near
+            else ". It takes "
+            + (", ".join(each for each, p in parameters.items() if p.kind is not p.VAR_KEYWORD) + ".")
+        )
+        return f"{name}() has no argument {unknown}{hint}"
+    missing = [
+        each
+        for each, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and each not in given
+    ]
+    if len(args) - bound > len(by_position):
+        rest = [each for each, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+        named = f"; those after that are given by name: {', '.join(rest)}" if rest else ""
+        return f"{name}() takes {len(by_position)} arguments by position and was given {len(args) - bound}{named}."
+    if missing:
+        return f"{name}() lacks {', '.join(missing[:-1])}{' and ' * (len(missing) > 1)}{missing[-1]}."
+    return ""

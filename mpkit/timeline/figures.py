@@ -1,0 +1,155 @@
+"""Figures: what a Timeline says in numbers about the last step that all ranks completed."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.timeline import metrics
+from mpkit.trace import Lane
+
+__all__ = ["Figures"]
+
+Array = npt.NDArray[Any]
+
+
+class Figures:
+    """The figures of a timeline, as a mixin of `Timeline`."""
+
+    spans: Array
+    held: Array
+    world_size: int
+    meta: dict[str, Any]
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the steps that all ranks completed."""
+        return metrics.steps(self.spans, self.world_size)
+
+    @cached_property
+    def _last(self) -> Array:
+        """The spans of the last complete step; all spans if there are no steps."""
+        steps = self.steps
+        return self.spans[self.spans["step"] == steps[-1]] if steps else self.spans
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds from the step's first action to the end of its last, over all ranks; a bubble is a fraction of it.
+
+        Loading the step's data counts as part of it, since ranks are idle meanwhile.
+        """
+        start, end = metrics.extent(metrics.done(self._last))
+        return end - start
+
+    @property
+    def step_time(self) -> float:
+        """Seconds from the start of the step's first action, message or copy to the end of its last.
+
+        While a rank waits for the step's first message and others finish the previous step, it is not in this step yet.
+        """
+        start, end = metrics.extent(metrics.active(self._last))
+        return end - start
+
+    @property
+    def busy(self) -> list[float]:
+        """Seconds of work, per rank."""
+        return [float(b) for b in metrics.busy(self._last, self.world_size)]
+
+    @property
+    def idle(self) -> list[float]:
+        """Seconds without work within the makespan, per rank."""
+        makespan = self.makespan
+        return [makespan - busy for busy in self.busy]
+
+    @property
+    def utilisation(self) -> list[float]:
+        """The fraction of the makespan that each rank works."""
+        makespan = self.makespan
+        return [busy / makespan if makespan else 0.0 for busy in self.busy]
+
+    @property
+    def bubble(self) -> float:
+        """The idle fraction of the makespan, averaged over ranks; 0 if no rank computes.
+
+        This is GPipe's definition (Huang et al. 2019, section 2.3), by which p stages and m micro-batches have a bubble
+        of (p-1)/(m+p-1). Megatron's is `ideal_bubble`.
+        """
+        return 1.0 - sum(self.utilisation) / self.world_size if self.makespan else 0.0
+
+    @property
+    def ideal_bubble(self) -> float:
+        """Idle time over work, averaged over ranks: (p-1)/m for GPipe (Narayanan et al. 2021, section 2.2)."""
+        work = sum(self.busy)
+        return sum(self.idle) / work if work else 0.0
+
+    @property
+    def comm_time(self) -> list[float]:
+        """Seconds in which at least one of the rank's communications is under way, per rank."""
+        return [metrics.length(metrics.covered(spans)) for spans in self._lanes(Lane.COMM)]
+
+    @property
+    def exposed_comm(self) -> list[float]:
+        """Seconds in which a rank communicates but does not compute, per rank: what communication costs.
+
+        An action that waits for communication midway (BatchNorm over all ranks does) does not compute meanwhile.
+        """
+        return [
+            metrics.exposed(comm, compute)
+            for comm, compute in zip(self._lanes(Lane.COMM), self._lanes(Lane.COMPUTE), strict=True)
+        ]
+
+    @property
+    def data_time(self) -> list[float]:
+        """Seconds in which a rank gets its share of the batch, per rank: it reads and collates it, or waits for its
+        workers.
+
+        What workers load while the rank computes does not count.
+        """
+        return [metrics.length(metrics.covered(spans)) for spans in self._lanes(Lane.DATA)]
+
+    @property
+    def overlap(self) -> float:
+        """The fraction of all communication time, summed over ranks, that compute hides; 1 if there is none.
+
+        It is 1 - exposed_comm / comm_time, which DDP's buckets are to raise (Li et al. 2020, section 3.2.3).
+        """
+        whole = sum(self.comm_time)
+        return 1.0 - sum(self.exposed_comm) / whole if whole else 1.0
+
+    @property
+    def comm_bytes(self) -> list[dict[str, int]]:
+        """Payload bytes by kind of communication, per rank; a message counts at both of its ends."""
+        return metrics.bytes_by_kind(self._last, self.world_size)
+
+    @property
+    def peak_memory(self) -> list[dict[str, int]]:
+        """The most bytes held in the step, per rank: each category at its own peak, and all of them together as
+        "total".
+        """
+        return metrics.peak(self.held, metrics.extents(self._last, self.world_size))
+
+    @property
+    def peak_memory_of_run(self) -> list[dict[str, int]]:
+        """`peak_memory` over all steps and over what comes before and after them."""
+        return metrics.peak(self.held, [(-np.inf, np.inf)] * self.world_size)
+
+    def throughput(self, samples: int | None = None) -> float:
+        """Return the samples per second; `samples` per step defaults to the batch size of the run.
+
+        Raises:
+            ValueError: the number of samples per step is not known.
+        """
+        samples = samples if samples is not None else self.meta.get("batch_size")
+        if samples is None:
+            raise ValueError(
+                "This timeline does not know how many samples a step has: throughput(samples=32), say"
+            )
+        return samples / self.step_time if self.step_time else 0.0
+
+    def _lanes(self, lane: Lane) -> list[Array]:
+        spans = self._last
+        spans = spans[spans["lane"] == lane]
+        return [spans[spans["rank"] == rank] for rank in range(self.world_size)]

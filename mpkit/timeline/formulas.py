@@ -1,0 +1,222 @@
+"""What a rank sends in a step according to the papers, by axis and kind of communication, computed from a trace's meta.
+
+    tp    4 all-reduces of b s h elements per layer and micro-batch, two forward and two backward: 8 b s h (t-1)/t;
+          one for a divided embedding, forward, one for a divided head, backward; 3 of b s for the cross-entropy
+          with sequence parallelism, per region (2 per layer), 2 all-gathers and 2 reduce-scatters, the same volume,
+          one more all-gather for the weight gradients, one at each end of the divided sequence, and once per step
+          an all-reduce of the gradients of what each rank applies to its own part (layer norms, biases)
+    dp    all-reduce: 2 psi (n-1)/n; ZeRO-1 and -2: the same in two halves; ZeRO-3 gathers twice: 3 psi (n-1)/n, and
+          once more what is recomputed
+    pp    b s h elements per boundary and micro-batch, forward and backward
+    cp    keys and values once round the ring in the forward, again in the backward, and their gradients
+
+Sources: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Rajbhandari et al. 2020, section 7;
+Narayanan et al. 2021, section 3.2; Liu et al. 2023, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from mpkit.timeline.formula_inputs import FormulaInputs
+from mpkit.trace import Kind
+
+__all__ = ["Formula", "FormulaInputs", "formula_of"]
+
+
+class Formula(NamedTuple):
+    """A volume according to theory.
+
+    Attributes:
+        symbols: the formula as the papers write it, in elements.
+        words: what is sent.
+        of: a function from a rank to the bytes that it sends on the wire in a step.
+    """
+
+    symbols: str
+    words: str
+    of: Callable[[int], float]
+
+
+def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | None:
+    """Return the formula for what a rank should send by this kind along this axis; None where none is known."""
+    if known is None:
+        return None
+    replicas = " x ".join(name for name in ("dp", "cp") if getattr(known.mesh, name) > 1)
+    if axis == "tp":
+        return _tensor(known, kind)
+    if axis == "pp" and kind == Kind.SEND:
+        return _pipeline(known)
+    if axis == "cp" and kind == Kind.SEND:
+        return _context(known)
+    return _replicas(known, kind) if axis == replicas else None
+
+
+class _Passes(NamedTuple):
+    """How often all of b s h travels round the ring per micro-batch, as in an all-gather.
+
+    Attributes:
+        region: passes per region; a layer has 2 regions.
+        others: by stage, passes for everything else.
+        symbols: the formula of everything else.
+        words: what is sent.
+        loss: bytes sent round the ring for the loss, on the last stage.
+        step: by stage, bytes sent round the ring once per step.
+    """
+
+    region: float
+    others: Sequence[float]
+    symbols: str
+    words: str
+    loss: float = 0.0
+    step: Sequence[float] = ()
+
+
+def _whole_sequence(known: FormulaInputs) -> dict[Kind, _Passes]:
+    """Return the passes with f and g; each is an all-reduce, which counts as two passes."""
+    others = [2.0 * count for count in _vocabulary(known)]
+    more = "2 an embedding or head" if any(others) else ""
+    words = "all-reduces: of partial sums forward, of gradients backward"
+    reduced, gathered = _of_loss(known)
+    return {
+        Kind.ALL_REDUCE: _Passes(2 * (2 + known.again), others, more, words, reduced),
+        Kind.ALL_GATHER: _Passes(0, (), "", "logits, for a loss that asks for the whole", gathered),
+    }
+
+
+def _divided_sequence(known: FormulaInputs) -> dict[Kind, _Passes]:
+    """Return the passes with f_bar and g_bar inside the divided sequence, at its ends, and for the vocabulary outside
+    it.
+    """
+    last = len(known.holders) - 1
+    ends = [float((stage == 0) + (stage == last) * (1 + known.ends_again)) for stage in range(last + 1)]
+    gathers = "all-gathers: into a region, back out of it" + ", again for its weights" * known.gathers_again
+    scatters = "reduce-scatters: out of a region, and of gradients back out of its beginning"
+    vocabulary = [2.0 * count for count in _vocabulary(known)]
+    outside = "outside of the divided sequence, and gradients of what is used on a part of it"
+    reduced, gathered = _of_loss(known)
+    step = [2.0 * size for size in known.partial]
+    return {
+        Kind.ALL_REDUCE: _Passes(0, vocabulary, "2 an embedding or head", outside, reduced, step),
+        Kind.ALL_GATHER: _Passes(
+            2 + known.gathers_again + known.again, ends, "1 at each end", gathers, gathered
+        ),
+        Kind.REDUCE_SCATTER: _Passes(2 + known.again, (), "", scatters),
+    }
+
+
+def _vocabulary(known: FormulaInputs) -> list[int]:
+    """Return the number of all-reduces by stage: an embedding's in the forward, a head's in the backward."""
+    both = zip(known.embeddings, known.heads, strict=False)
+    return [embeddings * (1 + known.ends_again) + heads for embeddings, heads in both]
+
+
+def _of_loss(known: FormulaInputs) -> tuple[float, float]:
+    """Return the bytes sent for the loss: in all-reduces, and in all-gathers."""
+    reduced, gathered = known.loss
+    return 2.0 * reduced * (1 + known.ends_again), gathered * (1 + known.ends_again)
+
+
+def _tensor(known: FormulaInputs, kind: Kind) -> Formula | None:
+    """Return the formula along tp: what the tensor-parallel regions send, and everything else along that axis."""
+    divided = bool(known.plan.get("sequence_parallel"))
+    passes = (_divided_sequence(known) if divided else _whole_sequence(known)).get(kind)
+    if passes is None or not known.stream or not _by_stage(known, known.regions):
+        return None
+    if not passes.region and not any((*passes.others, passes.loss, *passes.step)):
+        return None
+    once = (known.mesh.tp - 1) / known.mesh.tp
+    stream = known.stream / known.mesh.cp
+
+    def volume(rank: int) -> float:
+        layers = passes.region * known.total(known.regions, rank) + known.total(passes.others, rank)
+        loss = passes.loss * (len(known.holders) - 1 in known.stages_of(rank))
+        step = known.total(passes.step, rank) / known.shares
+        return (known.microbatches * (layers * stream + loss) + step) * once
+
+    return Formula(_symbols(passes), passes.words, volume)
+
+
+def _symbols(passes: _Passes) -> str:
+    """Write the formula as the papers do."""
+    unit = "b s h (t-1)/t"
+    told = [f"{2 * passes.region:g} {unit} a layer"] if passes.region else []
+    if passes.symbols:
+        number, _, what = passes.symbols.partition(" ")
+        told.append(f"{number} {what}" if told else f"{number} {unit} {what}")
+    if not told and not passes.loss:
+        return "2 psi (t-1)/t of them, a step"
+    return f"{', '.join(told) or 'b s V (t-1)/t'}, a micro-batch"
+
+
+def _pipeline(known: FormulaInputs) -> Formula | None:
+    """Return the formula along pp: every boundary between stages that different ranks hold adds to it."""
+    if not known.stream:
+        return None
+    divided = known.mesh.tp if known.plan.get("sequence_parallel") else 1
+    message = known.stream / known.mesh.cp / divided
+    ends = [pair for pair in pairwise(known.holders) if pair[0] != pair[1]]
+    symbols = f"b s h{' / t' if divided > 1 else ''} a boundary a micro-batch, each way"
+
+    def volume(rank: int) -> float:
+        place = known.mesh.place(rank).pp
+        tied = known.at(known.tied, rank) / known.shares
+        return sum(place in pair for pair in ends) * known.microbatches * message + tied
+
+    words = "activations to the next stage, their gradients to the one before"
+    if any(known.tied):
+        symbols, words = (
+            f"{symbols}; psi a tied weight",
+            f"{words}; tied weights' gradients, and what they become",
+        )
+    return Formula(symbols, words, volume)
+
+
+def _replicas(known: FormulaInputs, kind: Kind) -> Formula | None:
+    n, m = known.mesh.dp * known.mesh.cp, known.microbatches
+    zero = int(known.plan.get("zero", 0))
+    every = f"{m} x " if m > 1 else ""  # ZeRO-2 and -3 have nowhere to accumulate full gradients
+    gathers = 2 + known.ends_again  # recomputing a block needs no gather of its own
+    halves = ", once more where it is split" if any(known.split) else ""
+    by_kind = {
+        (0, Kind.ALL_REDUCE): (2, "2 psi (n-1)/n", "gradients, summed over the replicas"),
+        (1, Kind.REDUCE_SCATTER): (1, "psi (n-1)/n", "gradients, to who updates them"),
+        (1, Kind.ALL_GATHER): (1, "psi (n-1)/n", "updated parameters, to all"),
+        (2, Kind.REDUCE_SCATTER): (m, f"{every}psi (n-1)/n", "gradients of each micro-batch, to who keeps them"),
+        (2, Kind.ALL_GATHER): (1, "psi (n-1)/n", "updated parameters, to all"),
+        (3, Kind.REDUCE_SCATTER): (m, f"{every}psi (n-1)/n", "gradients of each micro-batch, to who keeps them"),
+        (3, Kind.ALL_GATHER): (
+            gathers * m,
+            f"{every}{gathers} psi (n-1)/n",
+            f"parameters before each forward and each backward{halves}",
+        ),
+    }  # fmt: skip
+    if (zero, kind) not in by_kind or not known.params or known.plan.get("data_parallel", "ddp") != "ddp":
+        return None
+    times, symbols, words = by_kind[zero, kind]
+
+    def volume(rank: int) -> float:
+        again = known.at(known.split, rank) * m if (zero, kind) == (3, Kind.ALL_GATHER) else 0
+        return (times + again) * known.params[rank] * known.element * (n - 1) / n
+
+    return Formula(symbols, words, volume)
+
+
+def _context(known: FormulaInputs) -> Formula | None:
+    if not _by_stage(known, known.keys_values):
+        return None
+    c, wide = known.mesh.cp, max(4, known.element) / (known.element or 4)  # gradients travel in fp32 at least
+    times = 2 + known.again + wide
+    return Formula(
+        f"{times:g} |K, V| (c-1)/c an attention a micro-batch",
+        "keys and values round the ring: forward, backward, and their gradients",
+        lambda rank: (
+            known.total(known.keys_values, rank) / known.mesh.tp * known.microbatches * times * (c - 1) / c
+        ),
+    )
+
+
+def _by_stage(known: FormulaInputs, values: Sequence[float]) -> bool:
+    return len(values) == len(known.holders)

@@ -1,0 +1,181 @@
+"""What a Timeline says in numbers, as pure functions of its spans.
+
+Each takes the spans of one step. *Work* is what keeps the compute lane busy: outermost actions, without the layers
+inside them and without waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.trace import CATEGORIES, Kind, Lane
+
+__all__ = [
+    "active",
+    "busy",
+    "bytes_by_kind",
+    "common",
+    "covered",
+    "done",
+    "exposed",
+    "extent",
+    "extents",
+    "length",
+    "loading",
+    "peak",
+    "steps",
+    "within",
+    "work",
+]
+
+Array = npt.NDArray[Any]
+
+
+def work(spans: Array) -> Array:
+    """Return the outermost actions of the compute lane."""
+    of_lane: Array = spans[
+        (spans["lane"] == Lane.COMPUTE) & (spans["depth"] == 0) & (spans["kind"] != Kind.WAIT)
+    ]
+    return of_lane
+
+
+def loading(spans: Array) -> Array:
+    """Return the spans in which a rank gets its share of a batch."""
+    of_lane: Array = spans[spans["lane"] == Lane.DATA]
+    return of_lane
+
+
+def done(spans: Array) -> Array:
+    """Return work and loading, which a rank does itself; a step counts from the first of these on."""
+    return np.concatenate([work(spans), loading(spans)])
+
+
+def steps(spans: Array, world_size: int) -> list[int]:
+    """List the steps that every rank completed, in order."""
+    marks = spans[spans["kind"] == Kind.STEP]
+    both = np.unique(marks["step"].astype(np.int64) * world_size + marks["rank"])
+    numbers, ranks = np.unique(both // max(world_size, 1), return_counts=True)
+    return [int(n) for n in numbers[ranks == world_size]]
+
+
+def active(spans: Array) -> Array:
+    """Return outermost actions, communication and copies, which occupy a device or a link; no waits and no steps."""
+    waits = (spans["kind"] == Kind.WAIT) | (spans["lane"] == Lane.NONE)
+    these: Array = spans[~waits]
+    return these
+
+
+def extent(spans: Array) -> tuple[float, float]:
+    """Return the first start and the last end; (0, 0) if there are no spans."""
+    return (float(spans["start"].min()), float(spans["end"].max())) if len(spans) else (0.0, 0.0)
+
+
+def waits_within(spans: Array) -> Array:
+    """Return the waits in the middle of an action, such as for an all-reduce in a span of a learner's own."""
+    within: Array = spans[(spans["kind"] == Kind.WAIT) & (spans["depth"] > 0)]
+    return within
+
+
+def busy(spans: Array, world_size: int) -> Array:
+    """Return the seconds of work by rank: its actions, without the waits inside them."""
+    total = np.zeros(world_size)
+    for these, sign in ((work(spans), 1.0), (waits_within(spans), -1.0)):
+        total += sign * np.bincount(these["rank"], these["end"] - these["start"], minlength=world_size)
+    return total
+
+
+def covered(spans: Array) -> Array:
+    """Return the times that at least one of the spans covers, as disjoint intervals, (k, 2)."""
+    if not len(spans):
+        return np.zeros((0, 2))
+    order = np.argsort(spans["start"], kind="stable")
+    start, end = spans["start"][order], np.maximum.accumulate(spans["end"][order])
+    begins = np.concatenate([[True], start[1:] > end[:-1]])
+    last = np.concatenate([np.flatnonzero(begins)[1:] - 1, [len(start) - 1]])
+    return np.stack([start[begins], end[last]], axis=1)
+
+
+def length(intervals: Array) -> float:
+    """Return the total length in seconds of intervals that do not overlap."""
+    return float((intervals[:, 1] - intervals[:, 0]).sum())
+
+
+def exposed(comm: Array, compute: Array) -> float:
+    """Return the seconds in which a rank communicates but does not compute; waits inside its actions are not computing.
+
+    Args:
+        comm, compute: the rank's spans on these lanes.
+    """
+    there, works, waits = covered(comm), covered(work(compute)), covered(waits_within(compute))
+    alone = length(there) - common(there, works)
+    return alone + common(there, waits)
+
+
+def common(a: Array, b: Array) -> float:
+    """Return the seconds that both cover; each is (k, 2), disjoint intervals."""
+    both = np.concatenate([a, b])
+    whole = np.zeros(len(both), [("start", "<f8"), ("end", "<f8")])
+    whole["start"], whole["end"] = both[:, 0], both[:, 1]
+    return length(a) + length(b) - length(covered(whole))
+
+
+def within(held: Array, start: float, end: float) -> Array:
+    """Return the changes between two times, after the amounts that were held at the first of them."""
+    kept = held[(held["time"] > start) & (held["time"] <= end)]
+    before = held[held["time"] <= start]
+    # For each rank and category, keep the last change.
+    key = before["rank"].astype(np.int64) * len(CATEGORIES) + before["category"]
+    _, backwards = np.unique(key[::-1], return_index=True)
+    levels = before[len(before) - 1 - backwards]
+    levels["time"] = start
+    both = np.concatenate([levels, kept])
+    return both[np.lexsort((both["time"], both["rank"]))]
+
+
+def extents(spans: Array, world_size: int) -> list[tuple[float, float]]:
+    """Return from when to when each rank worked; for a rank without spans, from when to when the others did."""
+    mine = (spans[spans["rank"] == rank] for rank in range(world_size))
+    return [extent(own if len(own) else spans) for own in mine]
+
+
+def peak(held: Array, when: Sequence[tuple[float, float]]) -> list[dict[str, int]]:
+    """Return the most that each rank held between two times of its own: of each category, and of all together as
+    "total".
+
+    The times differ by rank, since a rank that is done with a step may gather weights while another is still busy.
+
+    Categories peak at different moments (activations when the forwards end, gradients when the backwards do), so
+    their peaks may sum to more than the total's.
+    """
+    found = []
+    for rank, (start, end) in enumerate(when):
+        mine = held[(held["rank"] == rank) & (held["time"] <= end)]
+        levels = np.zeros((len(mine) + 1, len(CATEGORIES)), np.int64)
+        for category in range(len(CATEGORIES)):
+            at = np.flatnonzero(mine["category"] == category) + 1
+            index = np.zeros(len(mine) + 1, np.int64)
+            index[at] = at
+            values = np.concatenate([[0], mine["total"]])
+            index = np.maximum.accumulate(index)
+            levels[:, category] = np.where(index > 0, values[index], 0)
+        # Start with the level at the beginning.
+        first = int(np.searchsorted(mine["time"], start, side="left"))
+        levels = levels[first:]
+        most = levels.max(axis=0)
+        total = int(levels.sum(axis=1).max())
+        found.append({**dict(zip(CATEGORIES, most.tolist(), strict=True)), "total": total})
+    return found
+
+
+def bytes_by_kind(spans: Array, world_size: int) -> list[dict[str, int]]:
+    """Return each rank's payload bytes by kind of communication."""
+    found: list[dict[str, int]] = [{} for _ in range(world_size)]
+    comm = spans[spans["lane"] == Lane.COMM]
+    for rank, kind in {*zip(comm["rank"].tolist(), comm["kind"].tolist(), strict=True)}:
+        mine = (comm["rank"] == rank) & (comm["kind"] == kind)
+        found[rank][Kind(kind).word] = int(comm["bytes"][mine].sum())
+    return [dict(sorted(kinds.items())) for kinds in found]

@@ -1,0 +1,52 @@
+"""Replay: a Trace on a clock.
+
+program    one rank's ops on the axis of its own work, and from there on the clock
+network    which ranks have issued which communication, and when the links serve it
+core       Replay: ranks and network, as records arrive
+memory     what each rank holds, on that clock
+spans      operations with their times; Replayed
+costs      how long ops take on the chosen machine
+measured   the wall clock
+"""
+
+from __future__ import annotations
+
+from mpkit.devices.hardware import Hardware
+from mpkit.timeline.replay.core import Replay
+from mpkit.timeline.replay.measured import measured
+from mpkit.timeline.replay.spans import HELD, SPAN, Replayed
+from mpkit.trace import Trace
+
+__all__ = ["HELD", "SPAN", "Replay", "Replayed", "replay"]
+
+
+def replay(trace: Trace, hardware: Hardware | str | None = None, clock: str | None = None) -> Replayed:
+    """Put a trace on a clock.
+
+    Args:
+        trace: what each rank did.
+        hardware: a name of `mpkit.devices.catalogue()` or a `Hardware`; None: the machine of the run.
+        clock: "virtual": each rank on a device of its own; "measured": the wall clock. None: measured if each rank
+            had a GPU and the hardware is the run's own, else virtual.
+
+    Raises:
+        ValueError: there is no such clock or hardware, or the wall clock is asked for on other hardware.
+        TraceError: a record says something that no run can record.
+    """
+    if clock not in (None, "virtual", "measured"):
+        raise ValueError(f"clock={clock!r}: there are clock='virtual' and clock='measured'")
+    if clock == "measured" and hardware is not None:
+        raise ValueError(
+            f"clock='measured' with hardware={hardware!r}: the wall clock was that of the run's own machine. For other "
+            "hardware leave the clock out; for the wall clock leave the hardware out."
+        )
+    trace.check()
+    if clock is None:
+        clock = "measured" if hardware is None and trace.meta.get("device") == "cuda" else "virtual"
+    if clock == "measured":
+        return measured(trace)
+    replaying = Replay(trace.world_size, hardware, meta=trace.meta)
+    for rank, recorded in enumerate(trace.ranks):
+        replaying.feed(rank, recorded.ops, recorded.names, recorded.memory)
+    replaying.finish()
+    return replaying.replayed()

@@ -1,0 +1,182 @@
+"""Replay: a Trace on the virtual clock, as if each rank had a device of its own.
+
+The phases, repeated while records arrive:
+
+    take     put each rank's new records on the axis of its own work (`program`)
+    run      each rank issues its communication in order, until it waits for something (`rank`)
+    serve    when all ranks wait, the links serve what became ready first (`network`), and the waiting ranks go on
+    place    every op with both a start and an end becomes a span
+
+A rank that runs ahead never takes a link from one that is behind: nothing is served at a time at which a rank whose
+records have not arrived yet may still issue something. So the spans do not depend on how the records arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.devices.hardware import Hardware
+from mpkit.timeline.replay.costs import MEASURED, machine
+from mpkit.timeline.replay.network import Network
+from mpkit.timeline.replay.program import Program
+from mpkit.timeline.replay.rank import RankReplay
+from mpkit.timeline.replay.spans import HELD, SPAN, Names, Replayed
+
+__all__ = ["Replay"]
+
+Array = npt.NDArray[Any]
+NEVER = (inf, 0, 0)
+
+
+class Replay:
+    """A replay that keeps up with its run: feed it records, and take the spans that follow from them.
+
+    Args:
+        world_size: the number of ranks.
+        hardware: the hardware to replay on, as for `replay`.
+        meta: the meta of the Trace.
+
+    Attributes:
+        notes: what a reader should know about the times.
+
+    >>> from mpkit.trace import OP, Kind
+    >>> one = np.zeros(1, OP)
+    >>> one["kind"], one["start"], one["end"], one["cpu"] = Kind.FORWARD, 1, 9, 3_000_000_000
+    >>> live = Replay(world_size=1)
+    >>> live.feed(0, one, [""])
+    >>> len(live.advance())         # nothing has begun after it: what is within it may still be to come
+    0
+    >>> live.finish()["end"]
+    array([3.])
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        hardware: Hardware | str | None = None,
+        *,
+        meta: Mapping[str, Any] | None = None,
+    ) -> None:
+        chosen, cost, self.notes = machine(hardware, meta or {}, world_size)
+        self._meta = {**(meta or {}), "hardware": chosen.name}
+        self._names = Names()
+        self._network = Network(world_size, chosen)
+        on_gpu = self._meta.get("device") == "cuda"
+        self._ranks = [
+            RankReplay(rank, Program(cost, holds_steps=on_gpu, measured=cost in MEASURED), self._names)
+            for rank in range(world_size)
+        ]
+        self._rows = 0
+        self._spans: list[Array] = [np.zeros(0, SPAN)]
+        self._ops: list[Array] = [np.zeros(0, np.int64)]  # the op of each span
+        self._held: list[Array] = [np.zeros(0, HELD)]
+
+    @property
+    def names(self) -> list[str]:
+        """The strings that spans refer to; the list grows."""
+        return self._names.all
+
+    # ---- in -----------------------------------------------------------------------------------------------
+
+    def wants(self, rank: int) -> int:
+        """Return the number of the first op of a rank that the next `feed` must include."""
+        return self._ranks[rank].program.count
+
+    def feed(
+        self,
+        rank: int,
+        ops: Array,
+        names: Sequence[str],
+        memory: Array | None = None,
+        *,
+        first: int = 0,
+    ) -> None:
+        """Give the replay a rank's records, as far as there are any.
+
+        Open ops are read again later: give all records each time, or those from `wants(rank)` on. An open communication
+        overlaps with what follows it; any other open op stops its rank there until it has ended.
+
+        Args:
+            rank: the rank that made the records.
+            ops: (n,) of `OP` in program order.
+            names: all the strings that this rank's ops refer to.
+            memory: (m,) of `MEMORY`, the new changes only: each change is given once.
+            first: the number of `ops[0]` in the rank's program.
+
+        Raises:
+            ValueError: ops before `first` are missing.
+        """
+        this = self._ranks[rank]
+        this.program.feed(ops, first)
+        this.lines.extend(names)
+        if memory is not None and len(memory):
+            this.memory = np.concatenate([this.memory, memory])
+
+    # ---- out ----------------------------------------------------------------------------------------------
+
+    def advance(self) -> Array:
+        """Replay as far as the records go, and return the new spans, (n,) of `SPAN`.
+
+        Their `cause` counts the rows of all spans returned so far. They are in no particular order.
+        """
+        return self._go(final=False)
+
+    def finish(self) -> Array:
+        """Replay what is left, since no more records will arrive, and return the new spans."""
+        spans = self._go(final=True)
+        unfinished = [words for words in (this.unfinished() for this in self._ranks) if words]
+        if unfinished:
+            left = sum(
+                this.program.count - this.reached + len(this.program.left) + this.unserved
+                for this in self._ranks
+            )
+            self.notes.append(f"Not finished: {'; '.join(unfinished)}. {left:,} ops have no time here.")
+        return spans
+
+    def replayed(self) -> Replayed:
+        """Return everything so far."""
+        spans, ops = np.concatenate(self._spans), np.concatenate(self._ops)
+        order = np.lexsort((ops, spans["start"], spans["rank"]))
+        row = np.full(len(order) + 1, -1)  # the last one is row -1: no cause
+        row[order] = np.arange(len(order))
+        spans = spans[order]
+        spans["cause"] = row[spans["cause"]]
+        held = np.concatenate(self._held)
+        held = held[np.argsort(held["rank"], kind="stable")]
+        ranks = len(self._ranks)
+        return Replayed(spans, list(self.names), held, ranks, "virtual", dict(self._meta), list(self.notes))
+
+    # ---- the phases ---------------------------------------------------------------------------------------
+
+    def _go(self, final: bool) -> Array:
+        for this in self._ranks:
+            this.take(self._network, final)
+        run = self._ranks
+        while True:
+            for this in run:
+                this.run(self._network)
+            settled = self._network.serve(NEVER if final else self._horizon())
+            if settled is None:
+                break
+            run = [this for one in settled if (this := self._ranks[one[0]]).settle(one)]
+        return self._place(final)
+
+    def _horizon(self) -> tuple[float, int, int]:
+        """Return the earliest point at which a rank whose records are used up may issue something."""
+        return min((this.soonest for this in self._ranks if this.starved), default=NEVER)
+
+    def _place(self, final: bool) -> Array:
+        new = []
+        for this in self._ranks:
+            spans, ops = this.place(self._rows, final)
+            self._rows += len(spans)
+            self._ops.append(ops)
+            new.append(spans)
+            self._held.append(this.place_memory(final))
+        self._spans += new
+        return np.concatenate([np.zeros(0, SPAN), *new])

@@ -1,0 +1,130 @@
+"""The machine that a trace is replayed on, and how long its ops take there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import inf
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.devices.catalogue import hardware as find
+from mpkit.devices.hardware import Device, Hardware, Link
+from mpkit.trace import Kind
+
+__all__ = ["MEASURED", "machine"]
+
+Array = npt.NDArray[Any]
+Cost = Callable[[Array], Array]
+"""Seconds of compute that each op of (n,) of `OP` takes."""
+
+
+def machine(
+    wanted: Hardware | str | None, meta: Mapping[str, Any], world_size: int
+) -> tuple[Hardware, Cost, list[str]]:
+    """Return the hardware to replay on, the cost of an op there, and what a reader should know about it.
+
+    On the machine of the run (no hardware is given, or "cpu" for a run on CPUs) an op takes as long as it took. On
+    other hardware its time is modelled.
+    """
+    if "fake" in meta:
+        return _machine_of_fake(wanted, meta, world_size)
+    on_gpu = meta.get("device") == "cuda"
+    measured = _on_gpu if on_gpu else _on_cpu
+    is_known = not on_gpu or meta.get("hardware") in find()  # an unnamed GPU is like no other
+    own = find(meta["hardware"] if meta.get("hardware") in find() else "cpu")
+    chosen = own if wanted is None else find(wanted)
+    if wanted is None or (is_known and chosen.device == own.device):
+        what = "GPU" if on_gpu else "core"
+        return chosen, measured, [f"Each rank on a {what} of its own; {_in_words(chosen.link)}."]
+    dtype = str(meta.get("dtype", "float32"))
+    scaled = ", scaled by the rates of the two devices" if is_known else ""
+    notes = [
+        *_beyond(chosen, world_size),
+        f"Compute is modelled for {chosen.device.name}: {_rates(chosen, dtype)}; ops of unknown FLOPs take "
+        f"their measured time{scaled}. Starting a kernel takes no time here.",
+    ]
+    scale = own.device.rate(dtype) / chosen.device.rate(dtype) if is_known else 1.0
+
+    def modelled(ops: Array) -> Array:
+        took = measured(ops)
+        # Reading data takes equally long with another device.
+        return _roofline(ops, chosen.device, dtype, np.where(ops["kind"] == Kind.DATA, took, took * scale))
+
+    return chosen, modelled, notes
+
+
+def _machine_of_fake(
+    wanted: Hardware | str | None, meta: Mapping[str, Any], world_size: int
+) -> tuple[Hardware, Cost, list[str]]:
+    """Do the same as `machine` for a trace of tensors without content, whose ops have the modelled cost of their
+    operators.
+    """
+    own: str = meta["hardware"]
+    if wanted is None and own not in find():
+        raise ValueError(
+            f"This trace was played for the hardware {own!r}, which the catalogue does not have: give it, as in "
+            "Timeline.of(trace, hardware), or the name of one that it has."
+        )
+    chosen = find(own if wanted is None else wanted)
+    dtype = str(meta.get("dtype", "float32"))
+    played = f"Played on tensors without content, {len(meta['fake']['played'])} of {world_size} ranks for all"
+    if chosen.device.name == meta["fake"]["device"]:
+        how = f"operator by operator on {chosen.device.name}, {_rates(chosen, dtype)}"
+        return chosen, _on_cpu, [*_beyond(chosen, world_size), f"{played}; {how}; {_in_words(chosen.link)}."]
+
+    def modelled(ops: Array) -> Array:
+        return _roofline(ops, chosen.device, dtype, _on_cpu(ops))
+
+    how = f"whole actions on {chosen.device.name}, {_rates(chosen, dtype)}"
+    return chosen, modelled, [*_beyond(chosen, world_size), f"{played}; {how}; {_in_words(chosen.link)}."]
+
+
+def _rates(chosen: Hardware, dtype: str) -> str:
+    device = chosen.device
+    return (
+        f"FLOPs at {device.rate(dtype) / 1e12:,.3g} TFLOP/s or bytes at {device.bandwidth / 1e9:,.0f} GB/s, "
+        "whichever takes longer"
+    )
+
+
+def _beyond(chosen: Hardware, world_size: int) -> list[str]:
+    if world_size <= chosen.devices:
+        return []
+    many = (
+        f"{chosen.name} has {chosen.devices} devices; it is replayed as if it had {world_size}, one a rank."
+    )
+    return [many]
+
+
+def _in_words(link: Link) -> str:
+    sources = " ".join(link.sources.values())
+    known = " (assumed)" if "assumed" in sources else ""
+    if "loopback.csv" in sources:
+        known = " (measured on the kit's test machine)"
+    rate = "" if link.bandwidth == inf else f" and {link.bandwidth / 1e9:.3g} GB/s"
+    return f"messages over {link.name} take {link.latency * 1e6:.3g} us{rate}{known}"
+
+
+def _on_cpu(ops: Array) -> Array:
+    """Return the CPU time that the rank's thread used, which is what it would have taken on a core of its own."""
+    used = np.where(ops["kind"] < 32, ops["cpu"], ops["end"] - ops["start"])
+    return used * 1e-9
+
+
+def _on_gpu(ops: Array) -> Array:
+    """Return the time between the CUDA events around each op."""
+    return (ops["end"] - ops["start"]) * 1e-9  # type: ignore[no-any-return]
+
+
+MEASURED = (_on_cpu, _on_gpu)
+"""The costs that are measured; any other is modelled."""
+
+
+def _roofline(ops: Array, device: Device, dtype: str, otherwise: Array) -> Array:
+    flops, nbytes, kind = ops["flops"], ops["bytes"], ops["kind"]
+    known = (flops > 0) | ((kind == Kind.OPTIMIZER) & (nbytes > 0))
+    seconds = np.maximum(flops / device.rate(dtype), nbytes / device.bandwidth)
+    copies = (kind >= Kind.COPY_TO_DEVICE) & (kind < Kind.DATA) & (nbytes > 0)
+    return np.where(copies, nbytes / device.host, np.where(known, seconds, otherwise))

@@ -1,0 +1,75 @@
+"""Held: how much memory a rank holds, on the virtual clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.timeline.replay.program import Program
+from mpkit.timeline.replay.spans import HELD
+from mpkit.trace import CATEGORIES, Kind
+
+__all__ = ["Held"]
+
+Array = npt.NDArray[Any]
+
+
+class Held:
+    """What a rank holds in each category over time.
+
+    A change belongs to the op that began last before it. Its time lies within that op, or between it and the next
+    one, as it did on the wall clock.
+    """
+
+    def __init__(self) -> None:
+        self._totals = np.zeros(len(CATEGORIES), np.int64)
+        self._time = 0.0
+
+    def place(self, rank: int, program: Program, memory: Array) -> Array:
+        """Return (n,) of `HELD` for (n,) of `MEMORY`, the next changes."""
+        held = np.zeros(len(memory), HELD)
+        if not len(memory):
+            return held
+        time = np.maximum.accumulate(np.maximum(self._when(program, memory), self._time))
+        held["time"], held["rank"], held["category"] = time, rank, memory["category"]
+        for category in range(len(CATEGORIES)):
+            mine = memory["category"] == category
+            totals = self._totals[category] + np.cumsum(memory["delta"][mine])
+            held["total"][mine] = totals
+            if len(totals):
+                self._totals[category] = totals[-1]
+        self._time = float(time[-1])
+        return held
+
+    @staticmethod
+    def _when(program: Program, memory: Array) -> Array:
+        if not program.count:
+            return np.zeros(len(memory))
+        ops, work, done = program.ops, program.work, program.done
+        op = memory["op"].astype(np.int64) - 1  # -1: before the first op, and so before any work
+        last = np.clip(op, 0, program.count - 1)
+        wall = memory["time"]
+        begin, end = ops["start"][last], ops["end"][last]
+        following = np.minimum(last + 1, program.count - 1)
+        has_next = last + 1 < program.count
+        next_begin = np.where(has_next, ops["start"][following], end)
+        next_work = np.where(has_next, work[following], done[last])
+        # Communication and steps overlap with what follows; nothing is "after" them.
+        kind = ops["kind"][last]
+        has_end = (kind < Kind.SEND) | ((kind >= Kind.COPY_TO_DEVICE) & (kind < Kind.STEP))
+        within = has_end & (wall < end)
+        # Either between the op's start and its end, or between its end and the next op's start.
+        after = has_end & ~within
+        share = _share(wall, np.where(after, end, begin), np.where(within, end, next_begin))
+        low = np.where(after, done[last], work[last])
+        high = np.where(within, done[last], next_work)
+        at = np.where(op < 0, 0.0, low + share * (high - low))
+        # A wait delays what comes after it; what happened while waiting is put where the wait begins.
+        waits = np.where(within & (kind == Kind.WAIT), last, last + 1)
+        return program.clock(at, np.where(op < 0, 0, waits))
+
+
+def _share(wall: Array, low: Array, high: Array) -> Array:
+    return np.clip((wall - low) / np.maximum(high - low, 1), 0.0, 1.0)  # type: ignore[no-any-return]

@@ -1,0 +1,210 @@
+"""RankReplay: how far one rank has got in a replay."""
+
+from __future__ import annotations
+
+from itertools import chain
+from math import inf
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.timeline.replay.memory import Held
+from mpkit.timeline.replay.network import Network, Settled
+from mpkit.timeline.replay.program import Program
+from mpkit.timeline.replay.spans import SPAN, Lines, Names, spans_of
+from mpkit.trace import MEMORY, OP, Kind
+
+__all__ = ["RankReplay"]
+
+_WAIT, _HOST, _STEP = int(Kind.WAIT), int(Kind.COPY_TO_DEVICE), int(Kind.STEP)
+
+Array = npt.NDArray[Any]
+Control = tuple[int, int, float, int, int, int, int]
+"""An op that is processed one by one: op, kind, work done before it, group, number, ref, payload."""
+
+
+class RankReplay:
+    """One rank's side of a replay: its program, what it has issued, and what is not a span yet."""
+
+    def __init__(self, rank: int, program: Program, names: Names) -> None:
+        self.rank = rank
+        self.program = program
+        self.lines = Lines(names)
+        self.memory = np.zeros(0, MEMORY)  # changes that have no time yet
+        self.waits_for = -1  # the op that the rank is stuck on
+        self._names = names
+        self._controls: list[Control] = []
+        self._at = 0  # the next control
+        self._ends: dict[int, float] = {}  # when each communication ended; inf: issued but not served
+        self._settled: list[Settled] = []  # communication that is not a span yet
+        self._waited: list[tuple[int, float, float, int]] = []  # waits, likewise: op, start, end, cause
+        self._others = np.zeros(0, np.int64)  # all other ops that are not spans yet
+        self._rows = np.zeros(0, np.int64)  # by op: its row among all spans
+        self._held = Held()
+
+    @property
+    def starved(self) -> bool:
+        """Whether it has done everything that is recorded for it."""
+        return self._at == len(self._controls)
+
+    @property
+    def reached(self) -> int:
+        """The first op whose start is not known yet."""
+        return self.program.count if self.starved else self._controls[self._at][0]
+
+    @property
+    def soonest(self) -> tuple[float, int, int]:
+        """The earliest moment at which it may issue something new: time, rank, op."""
+        return self.program.time, self.rank, self.program.count
+
+    def take(self, network: Network, final: bool) -> None:
+        """Put new records on the work axis, and list what has to be processed one by one."""
+        taken = self.program.take(final)
+        ops, kind = self.program.ops[taken], self.program.ops["kind"][taken]
+        one_by_one = (kind >= _WAIT) & (kind < _HOST)
+        index = np.flatnonzero(one_by_one)
+        chosen = ops[index]
+        groups = self.lines[chosen["group"]].tolist()
+        for group in set(groups):
+            network.know(group, self._names.all[group])
+        del self._controls[: self._at]
+        self._at = 0
+        self._controls += zip(
+            (index + taken.start).tolist(),
+            chosen["kind"].tolist(),
+            self.program.work[taken][index].tolist(),
+            groups,
+            chosen["number"].tolist(),
+            chosen["ref"].tolist(),
+            chosen["bytes"].tolist(),
+            strict=True,
+        )
+        self._others = np.concatenate([self._others, np.flatnonzero(~one_by_one) + taken.start])
+
+    def run(self, network: Network) -> None:
+        """Run through communication and waits, until a wait is for something unserved."""
+        rank, controls, at, pauses = self.rank, self._controls, self._at, self.program.pauses
+        ends, settled, waited = self._ends, self._settled, self._waited
+        ask = network.ask
+        _, time, before = pauses[-1]
+        while at < len(controls):
+            op, kind, work, group, number, ref, nbytes = controls[at]
+            now = time + (work - before)
+            if kind != _WAIT:
+                known = ask(rank, op, kind, group, number, nbytes, now)
+                if known is None:
+                    ends[op] = inf
+                else:
+                    ends[op] = known[3]
+                    settled.append(known)
+            else:
+                end = ends.get(ref, now)
+                if end > now:
+                    if end == inf:
+                        self.waits_for = ref
+                        break
+                    pauses.append((op, end, work))
+                    time, before = end, work
+                else:
+                    end = now
+                waited.append((op, now, end, ref))
+            at += 1
+        self._at = at
+
+    def settle(self, settled: Settled) -> bool:
+        """Note that a communication of this rank was served; return whether the rank was waiting for it."""
+        op = settled[1]
+        self._ends[op] = settled[3]
+        self._settled.append(settled)
+        if self.waits_for != op:
+            return False
+        self.waits_for = -1
+        return True
+
+    def place(self, row: int, final: bool) -> tuple[Array, Array]:
+        """Make spans of the ops with known times, numbered from `row` on; return the spans and their ops."""
+        program = self.program
+        others, start, end = self._place_others(final)
+        waited, settled = _table(self._waited, 4), _table(self._settled, 5)
+        self._waited.clear()
+        self._settled.clear()
+        ops = np.concatenate([others, waited[:, 0].astype(np.int64), settled[:, 1].astype(np.int64)])
+        spans = spans_of(self.rank, program.ops[ops], self.lines) if len(ops) else np.zeros(0, SPAN)
+        spans["start"] = np.concatenate([start, waited[:, 1], settled[:, 2]])
+        spans["end"] = np.concatenate([end, waited[:, 2], settled[:, 3]])
+        spans["issued"] = np.concatenate([start, waited[:, 1], settled[:, 4]])
+        if program.count > len(self._rows):
+            more = max(program.count, 2 * len(self._rows)) - len(self._rows)
+            self._rows = np.concatenate([self._rows, np.full(more, -1)])
+        self._rows[ops] = row + np.arange(len(ops))
+        waits = slice(len(others), len(others) + len(waited))
+        ref = waited[:, 3].astype(np.int64)
+        known = (ref >= 0) & (ref < program.count)
+        spans["cause"][waits] = np.where(known, self._rows[np.where(known, ref, 0)], -1) if len(ref) else ref
+        return spans, ops
+
+    def place_memory(self, final: bool) -> Array:
+        """Return the changes of the held memory whose time is known by now, (n,) of `HELD`."""
+        # A change after the last op so far may be followed by another op, which determines its place.
+        timed = self.memory["op"] < self.reached + final
+        held = self._held.place(self.rank, self.program, self.memory[timed])
+        self.memory = self.memory[~timed]
+        # A change of memory that happened in the previous op may still arrive.
+        self.program.forget(min(self.reached, int(self._others.min(initial=self.reached))) - 1)
+        return held
+
+    def _place_others(self, final: bool) -> tuple[Array, Array, Array]:
+        """Return op, start and end of the finished ops that neither communicate nor wait."""
+        program = self.program
+        close = program.close[self._others]
+        over = close <= self.reached
+        if final:
+            over &= program.ops["end"][self._others] != 0  # a step that was cut short does not count
+        op, close = self._others[over], close[over]
+        self._others = self._others[~over]
+        start = program.clock(program.work[op], op)
+        # A step ends at the point that its lane has reached when the first op after it begins.
+        done = program.done[op]
+        steps = np.flatnonzero(program.ops["kind"][op] == _STEP)
+        done[steps] = [program.work[at] if at < program.count else program.total for at in close[steps]]
+        return op, start, program.clock(done, close)
+
+    @property
+    def unserved(self) -> int:
+        """How many communications were issued but not served."""
+        return sum(end == inf for end in self._ends.values())
+
+    # ---- what is left at the end --------------------------------------------------------------------------
+
+    def unfinished(self) -> str:
+        """Say where the rank was stopped, or what it waits for in vain; "" if it finished."""
+        if not self.starved:
+            return f"rank {self.rank} waits for {self._describe(self.program.ops[self.waits_for])}, which never comes"
+        left = self.program.left
+        if not len(left):
+            return ""
+        first = left[0]
+        if first["kind"] == _WAIT and 0 <= first["ref"] < self.program.count:
+            return f"rank {self.rank} waits for {self._describe(self.program.ops[first['ref']])}"
+        return f"rank {self.rank} is in {self._describe(first)}"
+
+    def _describe(self, op: Any) -> str:
+        assert op.dtype == OP
+        kind = Kind(int(op["kind"]))
+        words = [kind.word.replace("_", " ")]
+        if 32 <= kind < 64:
+            words.append(self._names.all[int(self.lines[np.array([op["group"]])][0])])
+        if op["stage"] >= 0:
+            words.append(f"of stage {op['stage']}")
+        if op["microbatch"] >= 0:
+            words.append(f"micro-batch {op['microbatch']}")
+        if op["step"] >= 0:
+            words.append(f"(step {op['step']})")
+        return " ".join(words)
+
+
+def _table(rows: list[Any], columns: int) -> Array:
+    """Return tuples of numbers as an array."""
+    flat = np.fromiter(chain.from_iterable(rows), np.float64, columns * len(rows))
+    return flat.reshape(-1, columns)

@@ -1,0 +1,231 @@
+"""A Timeline is a Trace put on a clock."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from mpkit.plan.mesh import Mesh
+from mpkit.plan.mesh_of_trace import mesh_of
+from mpkit.support.disk import write_whole
+from mpkit.support.display import data_frame, draw, written
+from mpkit.support.tracebacks import public
+from mpkit.timeline import metrics
+from mpkit.timeline.figures import Figures
+from mpkit.timeline.replay import Replayed, replay
+from mpkit.trace import Kind, Lane
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mpkit.devices.hardware import Hardware
+    from mpkit.timeline.traffic import CommMatrix
+    from mpkit.timeline.volume import CommVolume
+    from mpkit.trace import Trace
+
+__all__ = ["HasTimeline", "Timeline"]
+
+
+@public
+@dataclass(repr=False)
+class Timeline(Replayed, Figures):
+    """The operations of a run or a simulation, with their times.
+
+    The figures are those of the last step that all ranks completed; `t.step(2)` is the timeline of step 2, with
+    the figures of that step.
+
+    Attributes:
+        spans: (n,) array of `SPAN`, sorted by rank, then start.
+        names: the strings that `spans` refers to; names[0] is "".
+        held: (m,) array of `HELD`, sorted by rank and time.
+        world_size: the number of ranks.
+        clock: "measured", "virtual" or "simulated".
+        meta: the meta of the Trace, with "hardware" set to the name of the machine that it was replayed on.
+        notes: sentences that a reader should see (ops left out because a rank was killed, ...).
+        so_far: for a run in progress, why there is more to come; else "".
+
+    >>> import mpkit as mk
+    >>> t = mk.simulate(mk.Plan.gpipe(4, 8))
+    >>> t
+    <Timeline of 4 ranks, 1 step, simulated: 33 s, bubble 0.273>
+    """
+
+    @classmethod
+    def of(cls, trace: Trace, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
+        """Put a trace on a clock.
+
+        Args:
+            trace: a trace of a run, loaded from a file, or made by `mpkit.trace_fake`.
+            hardware: the name of a catalogued machine (`mpkit.hardware()` lists them) or a `Hardware` to replay it
+                on; None: the machine that it was recorded on.
+            clock: "measured" or "virtual", as in `Run.timeline`.
+
+        Raises:
+            ValueError: there is no such hardware or clock.
+        """
+        return cls.from_replay(replay(trace, hardware, clock))
+
+    @classmethod
+    def from_replay(cls, replayed: Replayed) -> Timeline:
+        """Make a Timeline from the result of a replay, with figures and views."""
+        return cls(**vars(replayed))
+
+    @cached_property
+    def mesh(self) -> Mesh | None:
+        """The mesh of the ranks, from the plan in meta; None without a plan."""
+        return mesh_of(self.meta, self.world_size)
+
+    # ---- steps --------------------------------------------------------------------------------------------
+
+    def step(self, number: int) -> Timeline:
+        """Return the timeline of one step, as far as it was recorded, with the times that it has in the whole.
+
+        It begins with the step's first action, message or copy: the time in which a rank waits for that while others
+        finish the previous step does not count.
+
+        Raises:
+            ValueError: the timeline holds nothing of that step.
+        """
+        rows = np.flatnonzero(self.spans["step"] == number)
+        if not len(rows):
+            there = f"It has {_ranges(self.steps)}." if self.steps else "No step was completed by all ranks."
+            raise ValueError(f"step({number}): this timeline has no step {number}. {there}")
+        spans = self.spans[rows]
+        place = np.full(len(self.spans) + 1, -1)
+        place[rows] = np.arange(len(rows))
+        spans["cause"] = place[spans["cause"]]
+        start, end = metrics.extent(spans)
+        if len(active := metrics.active(spans)):
+            start = metrics.extent(active)[0]
+        for bound in ("start", "end"):
+            spans[bound] = np.maximum(spans[bound], start)
+        return replace(self, spans=spans, held=metrics.within(self.held, start, end))
+
+    def bubble_of(self, step: int, *, ideal: bool = False) -> float:
+        """Return the bubble of a step: by GPipe's definition, or with `ideal` by Megatron's."""
+        one = self.step(step)
+        return one.ideal_bubble if ideal else one.bubble
+
+    # ---- who sends what to whom --------------------------------------------------------------------------
+
+    def comm_matrix(self, axis: str | None = None) -> CommMatrix:
+        """Return the bytes from rank to rank in the last complete step, by axis of the mesh: heatmaps in a notebook.
+
+        A message goes from its sender to its receiver; in a ring, each rank sends to the next one. See
+        `mpkit.timeline.traffic`.
+
+        Args:
+            axis: such as "tp", or "dp x cp" for groups that span both; None: every axis with communication.
+
+        Raises:
+            ValueError: there is no communication along that axis.
+        """
+        from mpkit.timeline.traffic import comm_matrix
+
+        return comm_matrix(self, axis)
+
+    def comm_volume(self, rank: int | None = None) -> CommVolume:
+        """Return what a rank sends in the last complete step, by axis and kind, beside what the papers' formulas say.
+
+        A formula is shown if all of its inputs are known: see `mpkit.timeline.formulas`.
+
+        Args:
+            rank: the rank; None: the average over all ranks.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        from mpkit.timeline.volume import comm_volume
+
+        return comm_volume(self, rank)
+
+    # ---- as something else ---------------------------------------------------------------------------------
+
+    def to_dataframe(self, *, waits: bool = False) -> pd.DataFrame:
+        """Return one row per span: what each lane did, by rank, then by start.
+
+        Columns: rank, lane ("compute", "comm", "host"), kind (such as "forward"), stage and microbatch (-1: none),
+        name, start, end (seconds), bytes, flops, step (-1: none), depth (from 1: a layer within the action above it).
+
+        Args:
+            waits: whether to include the times in which the compute lane waited for communication.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        chosen = self.spans["lane"] != Lane.NONE
+        if not waits:
+            chosen &= self.spans["kind"] != Kind.WAIT
+        spans = self.spans[chosen]
+        words = {int(kind): kind.word for kind in Kind}
+        columns: dict[str, Any] = {
+            "rank": spans["rank"],
+            "lane": [Lane(lane).name.lower() for lane in spans["lane"].tolist()],
+            "kind": [words[kind] for kind in spans["kind"].tolist()],
+            "stage": spans["stage"],
+            "microbatch": spans["microbatch"],
+            "name": [self.names[name] for name in spans["name"].tolist()],
+        }
+        columns |= {name: spans[name] for name in ("start", "end", "bytes", "flops", "step", "depth")}
+        return data_frame(columns)
+
+    def to_svg(self, path: str | Path | None = None, *, fold: bool = False) -> str:
+        """Return the picture as SVG; write it to `path` as well if that is given.
+
+        Args:
+            path: the file to write.
+            fold: whether to draw only the first of each group of ranks (a stage of a replica).
+        """
+        return written(draw(self, "svg", fold=fold), path)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """Return the interactive timeline as one self-contained HTML page; write it to `path` as well if given."""
+        return written(draw(self, "html"), path)
+
+    def to_perfetto(self, path: str | Path) -> Path:
+        """Write a trace that ui.perfetto.dev and chrome://tracing can open, and return its path."""
+        write_whole(Path(path), draw(self, "perfetto"))
+        return Path(path)
+
+    def show(self) -> Any:
+        """Show the interactive timeline in a notebook."""
+        return draw(self, "widget")
+
+    def __str__(self) -> str:
+        return str(draw(self, "text"))
+
+    def __repr__(self) -> str:
+        steps = len(self.steps)
+        length = f"{self.makespan:.4g} s, bubble {self.bubble:.3f}"
+        more = f"; {self.so_far}" if self.so_far else ""
+        return f"<Timeline of {self.world_size} ranks, {steps} step{'s' * (steps != 1)}, {self.clock}: {length}{more}>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """Show the interactive timeline as a cell's last line, with a picture where there is no kernel or no widget."""
+        if not len(self.spans):
+            return {"text/plain": repr(self)}
+        found: dict[str, Any] = {}
+        with suppress(ImportError):  # then the picture has to do
+            shown = self.show()._repr_mimebundle_()
+            found = dict(shown[0] if isinstance(shown, tuple) else shown)
+        return found or dict(draw(self, "bundle"))
+
+
+@runtime_checkable
+class HasTimeline(Protocol):
+    """A Run, or anything else that has a timeline."""
+
+    def timeline(self) -> Timeline:
+        """Return its timeline."""
+
+
+def _ranges(numbers: list[int]) -> str:
+    whole = numbers == list(range(numbers[0], numbers[-1] + 1))
+    if whole and len(numbers) > 2:
+        return f"steps {numbers[0]} to {numbers[-1]}"
+    return "steps " + ", ".join(map(str, numbers)) if len(numbers) > 1 else f"step {numbers[0]}"

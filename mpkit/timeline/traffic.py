@@ -1,0 +1,194 @@
+"""Who sends how much to whom: the bytes of a step from rank to rank, by axis of the mesh.
+
+    message      the whole payload, from its sender to its receiver
+    ring         all-reduce, all-gather, reduce-scatter, broadcast, reduce: each rank sends its share of the
+                 ring's traffic (the wire factor times the payload) to the next rank of its group
+    all pairs    all-to-all, scatter, gather: 1/n of the payload to each rank
+
+This is what the algorithms of the papers send. A backend may use another algorithm (NCCL uses a tree for few bytes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.devices.hardware import wire_factor
+from mpkit.plan.mesh import AXES, Mesh
+from mpkit.plan.mesh_of_trace import axis_of, place_text
+from mpkit.support.display import Charted, data_frame, draw
+from mpkit.trace import Kind, Lane
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mpkit.timeline.timeline import Timeline
+
+__all__ = ["CommMatrix", "Flow", "comm_matrix", "flows", "sent_to"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What one rank sends by one kind of communication in one group, all calls together.
+
+    Attributes:
+        rank: the sender.
+        axis: the axis along which the group lies.
+        kind: the kind of communication.
+        calls: the number of calls.
+        payload: bytes of the tensors.
+        to: bytes by receiver, on the wire.
+    """
+
+    rank: int
+    axis: str
+    kind: Kind
+    calls: int
+    payload: int
+    to: Mapping[int, float]
+
+
+def flows(timeline: Timeline) -> list[Flow]:
+    """Return what the ranks sent in the last complete step, by axis, then rank. A receive counts as a send."""
+    from mpkit.timeline import metrics
+
+    mesh, found = timeline.mesh, []
+    steps = timeline.steps
+    spans = timeline.spans[timeline.spans["step"] == steps[-1]] if steps else timeline.spans
+    comm = metrics.active(spans)
+    comm = comm[(comm["lane"] == Lane.COMM) & (comm["kind"] != Kind.RECV)]
+    same = np.stack([comm[name] for name in ("rank", "kind", "group", "peer")])
+    distinct, which = np.unique(same, axis=1, return_inverse=True)
+    for number, (rank, kind, group, peer) in enumerate(distinct.T.tolist()):
+        these = comm[which.reshape(-1) == number]
+        members: tuple[int, ...] = (min(rank, peer), max(rank, peer))
+        if kind != Kind.SEND:
+            members = _members(timeline.names[group], timeline.world_size, mesh, rank)
+        payload = int(these["bytes"].sum())
+        to = {other: share * payload for other, share in sent_to(kind, members, rank, peer)}
+        found.append(Flow(rank, axis_of(mesh, members), Kind(kind), len(these), payload, to))
+    return sorted(found, key=lambda flow: (_order(flow.axis), flow.rank, flow.kind))
+
+
+def sent_to(kind: int, members: tuple[int, ...], rank: int, peer: int = -1) -> Iterator[tuple[int, float]]:
+    """Yield to whom a rank sends when its group communicates, and what fraction of the payload.
+
+    >>> list(sent_to(Kind.ALL_REDUCE, (0, 1, 2, 3), rank=3)), list(sent_to(Kind.SEND, (0, 2), rank=0, peer=2))
+    ([(0, 1.5)], [(2, 1.0)])
+
+    Args:
+        kind: the kind of communication.
+        members: the ranks of its group, ascending; for a message, both ends.
+        rank: the sender.
+        peer: the message's other end, or the collective's root.
+    """
+    n = len(members)
+    if kind == Kind.SEND:
+        yield peer, 1.0
+    elif kind in (Kind.ALL_TO_ALL, Kind.SCATTER):
+        if kind == Kind.ALL_TO_ALL or rank == peer:
+            yield from ((other, 1.0 / n) for other in members if other != rank)
+    elif kind == Kind.GATHER:
+        if rank != peer:
+            yield peer, 1.0 / n
+    elif n > 1 and kind != Kind.BARRIER:
+        after = members[(members.index(rank) + 1) % n]
+        # In a broadcast the last rank of the ring sends nothing; in a reduce the root sends nothing.
+        if not (kind == Kind.BROADCAST and after == peer) and not (kind == Kind.REDUCE and rank == peer):
+            yield after, wire_factor(kind, n)
+
+
+def _members(group: str, ranks: int, mesh: Mesh | None, rank: int) -> tuple[int, ...]:
+    """Return the ranks in a group's name, "0,1,2,3"; if it cannot be read, this rank alone."""
+    members = tuple(int(part) for part in group.split(",") if part.isdigit() and int(part) < ranks)
+    if rank not in members:  # a fake trace: this rank has the records of a rank that does the same elsewhere
+        members = mesh.group(rank, *axis_of(mesh, members).split(" x ")) if mesh and members else (rank,)
+    return members
+
+
+def _order(axis: str) -> tuple[int, list[int]]:
+    """Return a sort key that puts single axes first, in the order of the mesh."""
+    parts = [AXES.index(part) for part in axis.split(" x ") if part in AXES]
+    return len(parts), parts
+
+
+@dataclass(frozen=True, eq=False)
+class CommMatrix(Charted):
+    """Bytes from rank to rank: prints as tables, shows itself as heatmaps in a notebook.
+
+    Attributes:
+        by_axis: (n, n) by the name of the axis ("tp"; "dp x cp" for groups that span both): bytes on the wire from the
+            row's rank to the column's rank.
+        places: each rank's place in the mesh, such as "pp0 tp1"; "" without a mesh.
+        of: the step that was counted, such as "step 2"; "" if there are no steps.
+    """
+
+    by_axis: dict[str, npt.NDArray[np.float64]]
+    places: list[str] = field(default_factory=list)
+    of: str = ""
+
+    @property
+    def axes(self) -> list[str]:
+        """Along which there is communication."""
+        return list(self.by_axis)
+
+    @property
+    def bytes(self) -> npt.NDArray[np.float64]:
+        """(n, n): of all axes together."""
+        return sum(self.by_axis.values(), np.zeros((len(self.places), len(self.places))))
+
+    @property
+    def title(self) -> str:
+        """What it is, in words."""
+        return f"Bytes from rank to rank{' in ' + self.of if self.of else ''}"
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return one row per pair of ranks that communicate: axis, sender, receiver, bytes.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        rows = [
+            (axis, sender, receiver, matrix[sender, receiver])
+            for axis, matrix in self.by_axis.items()
+            for sender, receiver in np.argwhere(matrix > 0).tolist()
+        ]
+        return data_frame(rows, columns=["axis", "sender", "receiver", "bytes"])
+
+    def figure(self) -> Any:
+        """Draw one heatmap per axis, as a plotly Figure.
+
+        Raises:
+            ImportError: plotly is not installed.
+        """
+        return draw(self, "chart")
+
+    def __repr__(self) -> str:
+        return f"<CommMatrix of {len(self.places)} ranks along {', '.join(self.axes) or 'no axis'}>"
+
+
+def comm_matrix(timeline: Timeline, axis: str | None = None) -> CommMatrix:
+    """Return the matrix of a timeline's last complete step; see `Timeline.comm_matrix`."""
+    n, mesh = timeline.world_size, timeline.mesh
+    found: dict[str, npt.NDArray[np.float64]] = {}
+    for flow in flows(timeline):
+        matrix = found.setdefault(flow.axis, np.zeros((n, n)))
+        for receiver, amount in flow.to.items():
+            if 0 <= receiver < n:
+                matrix[flow.rank, receiver] += amount
+    found = {name: matrix for name, matrix in found.items() if matrix.any()}
+    if axis is not None and axis not in found:
+        there = ", ".join(map(repr, found)) or "none: nobody sends any bytes"
+        raise ValueError(f"comm_matrix(axis={axis!r}): the axes with communication are {there}; None for all")
+    steps = timeline.steps
+    return CommMatrix(
+        found if axis is None else {axis: found[axis]},
+        [place_text(mesh, rank) if mesh else "" for rank in range(n)],
+        f"step {steps[-1]}" if steps else "",
+    )

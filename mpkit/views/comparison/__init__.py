@@ -1,0 +1,1 @@
+"""Drawings that compare timelines and runs."""

@@ -1,0 +1,63 @@
+"""A comparison in a notebook: interactive timelines on one axis, and where the time goes as a plotly chart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpkit.support.display import image
+from mpkit.support.needs import needs_notebook
+from mpkit.support.units import seconds
+from mpkit.timeline.idleness import CAUSES
+from mpkit.views.comparison.svg import CAUSE_INKS, bars_svg
+from mpkit.views.drawing.chart_look import LINE, LOOK
+from mpkit.views.timeline.widget import TimelineView
+
+if TYPE_CHECKING:
+    from mpkit.analysis.comparison import Comparison
+
+try:
+    import ipywidgets
+    import plotly.graph_objects as go
+except ImportError as error:
+    raise needs_notebook("a comparison's view", error) from error
+
+__all__ = ["comparison_figure", "comparison_view"]
+
+
+def comparison_view(comparison: Comparison) -> Any:
+    """Lay out the timelines below each other, on the axis of the longest, and below them where the time goes."""
+    room = max(row.timeline.step_time for row in comparison.rows)
+    views = [TimelineView(row.timeline, title=row.name, room=room) for row in comparison.rows]
+    return ipywidgets.VBox([*views, ipywidgets.HTML(image(bars_svg(comparison), str(comparison)))])
+
+
+def comparison_figure(comparison: Comparison) -> Any:
+    """Draw work and idle time by cause, averaged over ranks, as a plotly Figure: a stacked bar per timeline."""
+    rows = comparison.rows[::-1]  # plotly draws the first one at the bottom
+    names = [row.name for row in rows]
+    figure = go.Figure()
+    for what in ("work", *CAUSES):
+        values = [sum(row.work.values()) if what == "work" else row.idle[what] for row in rows]
+        if any(values):
+            figure.add_trace(
+                go.Bar(
+                    y=names,
+                    x=values,
+                    name=what if what == "work" else f"idle: {what}",
+                    orientation="h",
+                    marker_color=CAUSE_INKS[what],
+                    customdata=[seconds(value) for value in values],
+                    hovertemplate="%{y}: %{customdata}<extra>" + what + "</extra>",
+                )
+            )
+    figure.update_layout(
+        title={"text": "Where a step's time goes, averaged over ranks"},
+        barmode="stack",
+        height=160 + 44 * len(rows),
+        margin={"l": 16, "r": 16, "t": 48, "b": 40},
+        **LOOK,
+        legend={"traceorder": "normal"},
+    )
+    figure.update_xaxes(gridcolor=LINE, zeroline=False, title="seconds")
+    figure.update_yaxes(automargin=True)
+    return figure

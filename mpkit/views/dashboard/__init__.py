@@ -1,0 +1,1 @@
+"""A running training: its losses, its timeline and its memory, live."""

@@ -1,0 +1,113 @@
+"""The dashboard's text as HTML: pure functions that escape every string."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mpkit.support.display import image
+from mpkit.support.units import percent
+from mpkit.support.visible import escape
+from mpkit.timeline.timeline import Timeline
+from mpkit.views.drawing.lanes import FOLDED
+from mpkit.views.memory.svg import memory_svg
+from mpkit.views.timeline.picture import picture
+from mpkit.views.timeline.svg import summary, svg
+
+__all__ = ["STOP_HINT", "head", "output", "progress", "sparkline", "static", "theory", "trouble"]
+
+STOP_HINT = "End the ranks now. While a cell is running, interrupt the kernel instead: that stops them too."
+
+_CHIPS = {"running": "#0072b2", "finished": "#007a5a", "stopped": "#9a6b00", "failed": "#c23b00"}
+_FAINT = "color:var(--jp-ui-font-color2,#656d76)"
+_MONO = "font:12px/1.45 ui-monospace,SFMono-Regular,Menlo,'DejaVu Sans Mono',monospace"
+
+
+def head(title: str, status: str) -> str:
+    """Return the title and the run's status.
+
+    >>> "&lt;b&gt;" in head("<b>", "running")
+    True
+    """
+    chip = (
+        f"background:{_CHIPS.get(status, _CHIPS['running'])};color:#fff;border-radius:9px;padding:1px 9px;"
+        "font-size:12px;margin-left:10px;vertical-align:1px"
+    )
+    return (
+        f'<div style="font-size:15px;font-weight:600;line-height:1.7">{escape(title)}'
+        f'<span style="{chip};font-weight:500">{escape(status)}</span></div>'
+    )
+
+
+def progress(step: int, steps: int, losses: Sequence[float]) -> str:
+    """Return the number of steps, the latest loss, and all losses as a line."""
+    words = f"step <b>{step}</b> of {steps}"
+    if losses:
+        words += f' <span style="{_FAINT}">&nbsp;loss</span> <b>{losses[-1]:.4f}</b> {sparkline(losses)}'
+    return f'<div style="font-variant-numeric:tabular-nums;margin:0 12px;white-space:nowrap">{words}</div>'
+
+
+def sparkline(losses: Sequence[float], width: int = 110, height: int = 22) -> str:
+    """Draw the losses as a small line; values that are not finite are left out.
+
+    >>> sparkline([1.0]), sparkline([float("nan"), float("inf")])
+    ('', '')
+    """
+    points = [(i, loss) for i, loss in enumerate(losses) if math.isfinite(loss)]
+    points = points[:: max(1, len(points) // width)] + points[-1:]
+    if len(points) < 3:
+        return ""
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    span = (high - low) or 1.0
+    last = points[-1][0] or 1
+    path = " ".join(
+        f"{2 + x / last * (width - 4):.1f},{2 + (high - y) / span * (height - 4):.1f}" for x, y in points
+    )
+    return (
+        f'<svg role="img" aria-label="loss from {losses[0]:.3g} to {losses[-1]:.3g}" width="{width}" '
+        f'height="{height}" style="vertical-align:middle;margin-left:6px">'
+        f'<polyline points="{path}" fill="none" stroke="#0072b2" stroke-width="1.6" stroke-linejoin="round"/></svg>'
+    )
+
+
+def output(lines: Sequence[str]) -> str:
+    """Return what the ranks printed, with the newest lines in view."""
+    if not lines:
+        return ""
+    # Two boxes: the outer one reverses the order, which keeps it scrolled to the end.
+    return (
+        '<div style="max-height:220px;overflow:auto;display:flex;flex-direction:column-reverse;'
+        'border-top:1px solid var(--jp-border-color2,#d8dee4)">'
+        f'<pre style="{_MONO};margin:6px 0;white-space:pre-wrap">{escape(chr(10).join(lines))}</pre></div>'
+    )
+
+
+def trouble(message: str) -> str:
+    """Return the error message of a run that failed."""
+    if not message:
+        return ""
+    return (
+        f'<pre style="{_MONO};white-space:pre-wrap;margin:6px 0;padding:8px 12px;border-left:4px solid #d55e00;'
+        f'background:rgba(213,94,0,0.08)">{escape(message)}</pre>'
+    )
+
+
+def theory(bubble: float) -> str:
+    """Return a sentence with the bubble according to the formula.
+
+    >>> theory(3 / 11)
+    'Bubble in theory, were all stages equal: 27.3 %.'
+    """
+    return f"Bubble in theory, were all stages equal: {percent(bubble)}."
+
+
+def static(
+    title: str, status: str, words: str, message: str, timeline: Timeline, lines: Sequence[str]
+) -> str:
+    """Return the whole dashboard without a kernel: pictures as images, for a saved notebook."""
+    drawn = [head(title, status), words, trouble(message)]
+    fold = timeline.world_size > FOLDED
+    drawn.append(image(svg(timeline, fold=fold), summary(picture(timeline, fold=fold))))
+    if len(timeline.held):
+        drawn.append(image(memory_svg(timeline), "Memory by GPU over time"))
+    return "".join([*drawn, output(lines)])

@@ -1,0 +1,265 @@
+"""The dashboard that a Run shows in a notebook: progress, timeline, memory, a stop button, the ranks' output.
+
+    Dashboard    the widgets, filled from any thread by methods that take the data they need
+    RunView      observes a Run, and fills a Dashboard
+    show_run     makes both and displays them
+
+When the run ends, the output is replaced by one that contains pictures, too, so that a saved notebook shows them
+without a kernel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import numpy.typing as npt
+
+from mpkit.support.needs import needs_notebook
+from mpkit.timeline.timeline import Timeline
+from mpkit.views.dashboard import html as parts
+from mpkit.views.dashboard.pace import Background, Pace
+from mpkit.views.drawing.lanes import FOLDED, LaneGroup, groups_of, rank_label
+from mpkit.views.memory.widget import MemoryView
+from mpkit.views.timeline.text import text
+from mpkit.views.timeline.widget import TimelineView
+
+try:
+    import ipywidgets
+except ImportError as error:
+    raise needs_notebook("a run's dashboard", error) from error
+
+if TYPE_CHECKING:
+    from mpkit.api.run import Run
+
+__all__ = ["Dashboard", "RunView", "show_run"]
+
+LINES = 500
+"""The number of lines of the ranks' output that stay in view."""
+
+
+class Dashboard:
+    """The widgets of a run. All methods may be called from any thread.
+
+    Args:
+        title: what the run is called.
+        labels: the labels of the timeline's lanes, one per rank.
+        steps: the total number of steps.
+        on_stop: called, in a thread of its own, when the stop button is pressed.
+        theory: the bubble according to the formula, to show next to the measured one.
+        groups: the groups of the ranks.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        labels: Sequence[str],
+        steps: int,
+        on_stop: Callable[[], object],
+        *,
+        theory: float | None = None,
+        groups: Sequence[LaneGroup] = (),
+    ) -> None:
+        self.title, self.steps = title, steps
+        self._lock = threading.RLock()
+        self._on_stop, self._theory = on_stop, theory
+        self._lines: list[str] = []
+        self._static: tuple[str, str] | None = None  # text/html and text/plain, once the run is over
+        self._handle: Any = None
+        self._losses: list[float] = []
+        self._head = ipywidgets.HTML(parts.head(title, "running"))
+        self._bar = ipywidgets.IntProgress(value=0, max=max(steps, 1), layout={"width": "220px"})
+        self._words = ipywidgets.HTML(parts.progress(0, steps, []))
+        self._stop = ipywidgets.Button(
+            description="Stop", icon="stop", layout={"width": "90px"}, tooltip=parts.STOP_HINT
+        )
+        self._stop.on_click(self._pressed)
+        self.timeline = TimelineView(labels=labels, groups=groups)
+        self.timeline.live = True
+        self.timeline.note = self._note()
+        self._trouble, self._output = ipywidgets.HTML(), ipywidgets.HTML()
+        self._memory = MemoryView()
+        # Drawn in the background: importing plotly alone takes longer than the first steps of a small run.
+        self._memory_worker: Background[Timeline] = Background(self._memory.show)
+        line = ipywidgets.HBox([self._bar, self._words, self._stop], layout={"align_items": "center"})
+        self.widget = ipywidgets.VBox(
+            [self._head, line, self._trouble, self.timeline, self._memory, self._output]
+        )
+
+    # ---- filling ------------------------------------------------------------------------------------------
+
+    def add_spans(self, spans: npt.NDArray[Any], names: Sequence[str]) -> None:
+        """Add operations, in the form that `TimelineView.append` takes."""
+        self.timeline.append(spans, names)
+
+    def set_progress(self, step: int, losses: Sequence[float], note: str = "") -> None:
+        """Show how far the run has come: the number of finished steps, and the loss of each."""
+        with self._lock:
+            self._losses = list(losses)
+            self._bar.value = min(step, self._bar.max)
+            self._words.value = parts.progress(step, self.steps, losses)
+            if note:
+                self.timeline.note = note
+
+    def set_memory(self, timeline: Timeline) -> None:
+        """Show the memory so far; it is drawn in the background."""
+        if len(timeline.held):
+            self._memory_worker.put(timeline)
+
+    def add_output(self, line: str) -> None:
+        """Show a line that a rank printed, with the rank's label."""
+        with self._lock:
+            self._lines += line.splitlines() or [""]
+            del self._lines[:-LINES]
+            self._output.value = parts.output(self._lines)
+
+    def finish(self, timeline: Timeline, message: str = "", *, status: str = "finished") -> None:
+        """End the dashboard: show the whole timeline, and keep pictures for readers without a kernel.
+
+        Args:
+            timeline: the timeline of the whole run.
+            message: the error, if there was one.
+            status: "finished", "stopped" or "failed".
+        """
+        with self._lock:
+            self.timeline.replace(timeline)
+            self.timeline.live = False
+            self.timeline.note = " ".join([self._note(), *timeline.notes]).strip()
+            self.set_memory(timeline)
+            self._head.value = parts.head(self.title, status)
+            self._trouble.value = parts.trouble(message)
+            self._bar.bar_style = {"finished": "success", "failed": "danger"}.get(status, "warning")
+            self._stop.layout.display = "none"
+            words = parts.progress(len(self._losses), self.steps, self._losses)
+            self._static = (
+                parts.static(self.title, status, words, message, timeline, self._lines),
+                "\n".join(
+                    filter(
+                        None,
+                        [
+                            f"{self.title}: {status}",
+                            message,
+                            text(timeline, 100, fold=timeline.world_size > FOLDED),
+                        ],
+                    )
+                ),
+            )
+            if self._handle is not None:
+                self._handle.update(self.mimebundle(), raw=True)
+
+    # ---- showing ------------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Display the dashboard here; the same output is replaced when the run ends."""
+        from IPython.display import display
+
+        self._handle = display(self.mimebundle(), raw=True, display_id=True)
+
+    def mimebundle(self) -> dict[str, Any]:
+        """Return the widgets, together with what is shown where no kernel runs."""
+        with self._lock:
+            static = self._static or (
+                parts.head(self.title, "running"),
+                f"{self.title}: running, in a widget that this front end does not show",
+            )
+            view = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
+            return {
+                "application/vnd.jupyter.widget-view+json": view,
+                "text/html": static[0],
+                "text/plain": static[1],
+            }
+
+    def _note(self) -> str:
+        return "" if self._theory is None else parts.theory(self._theory)
+
+    def _pressed(self, _button: object) -> None:
+        self._stop.disabled = True
+        self._stop.description = "Stopping"
+        # Not in this thread: it is the kernel's, or one that the kernel must not wait for.
+        threading.Thread(target=self._on_stop, name="mpkit-stop", daemon=True).start()
+
+
+class RunView:
+    """Observes a Run (`mpkit.api.run.Observer`), and fills a Dashboard."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.cell_id = _cell_id()
+        self._feed, self._cell = run.feed(), _cell()
+        self._loss_pace, self._memory_pace = Pace(0.3), Pace(0.8, first=1.5)
+        so_far = self._feed.timeline()
+        theory = run.plan.bubble_in_theory
+        self.dashboard = Dashboard(
+            run.plan.describe().split(". ")[0].rstrip("."),
+            [rank_label(so_far, rank) for rank in range(so_far.world_size)],
+            run.steps,
+            run.stop,
+            theory=float(theory) if theory else None,
+            groups=groups_of(so_far),
+        )
+
+    def was_before(self, other: RunView) -> bool:
+        """Return whether its cell was run in an earlier execution than that of another view."""
+        return self._cell < other._cell
+
+    def tick(self, run: Run) -> None:
+        """Show what is new."""
+        self.dashboard.add_spans(self._feed.advance(), self._feed.names)
+        self._loss_pace(lambda: self._progress(run))
+        self._memory_pace(lambda: self.dashboard.set_memory(self._feed.timeline()))
+
+    def output(self, line: str) -> None:
+        """Show a line that a rank printed."""
+        self.dashboard.add_output(line)
+
+    def end(self, run: Run) -> None:
+        """Show the whole run, which has finished, been stopped, or failed."""
+        self._progress(run)
+        self.dashboard.finish(run.timeline(), str(run.error or ""), status=run.status)
+
+    def mimebundle(self) -> dict[str, Any]:
+        """Return what displaying the Run again shows; in the cell that shows it already, only a short text."""
+        if _cell() == self._cell:
+            return {"text/plain": f"<Run: {self.dashboard.title}; shown above>"}
+        return self.dashboard.mimebundle()
+
+    def _progress(self, run: Run) -> None:
+        losses = run.losses
+        self.dashboard.set_progress(run.first_step + len(losses), losses)
+
+
+def _cell() -> int:
+    """Return the execution count of the running cell; -1 outside IPython."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    return -1 if shell is None else int(shell.execution_count)
+
+
+def _cell_id() -> str:
+    """Return the front end's id of the running cell, which is the same in every execution; "" if there is none."""
+    from IPython import get_ipython
+
+    parent: dict[str, Any] = getattr(get_ipython(), "get_parent", dict)() or {}
+    return str(parent.get("metadata", {}).get("cellId", ""))
+
+
+def show_run(run: Run) -> RunView:
+    """Display a run's dashboard here, and return its view, which has to be notified of the run's progress.
+
+    If this cell was run before, the front end has cleared its output. A run from then that is still going, on a cluster
+    that has been replaced since, could no longer be seen or stopped by anyone, so it is stopped here.
+    """
+    from IPython import get_ipython
+
+    view = RunView(run)
+    shown: WeakSet[RunView] = vars(get_ipython()).setdefault("_mpkit_views", WeakSet())
+    for earlier in [each for each in shown if each.cell_id and each.cell_id == view.cell_id]:
+        if earlier.was_before(view) and not earlier.run.done:
+            earlier.run.stop()
+            print("mpkit: the run that this cell started before was stopped, since its view is gone")
+    shown.add(view)
+    view.dashboard.show()
+    return view

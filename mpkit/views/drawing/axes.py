@@ -1,0 +1,44 @@
+"""The colours of the mesh's axes, and their paler tints, shared by every picture of the mesh."""
+
+from __future__ import annotations
+
+__all__ = ["AXIS_INKS", "ink_of", "on", "tint"]
+
+AXIS_INKS = {"pp": "#0072b2", "dp": "#009e73", "cp": "#e69f00", "tp": "#d55e00"}
+"""Okabe and Ito's colours, as in colours.py; legible on light and dark backgrounds."""
+
+SEVERAL = "#8c6bb1"
+
+
+def ink_of(axis: str) -> str:
+    """Return the colour of an axis; all combinations of several axes share one colour."""
+    return AXIS_INKS.get(axis, SEVERAL)
+
+
+def tint(ink: str, share: float) -> str:
+    """Return a colour between a pale version of `ink` (share 0) and `ink` itself (share 1).
+
+    >>> tint("#0072b2", 1.0), tint("#0072b2", 0.0)
+    ('#0072b2', '#bfdcec')
+    """
+    strength = 0.25 + 0.75 * min(max(share, 0.0), 1.0)
+    return "#" + "".join(f"{round(255 - strength * (255 - part)):02x}" for part in _parts(ink))
+
+
+def on(ink: str) -> str:
+    """Return black or white, whichever is more legible on a colour.
+
+    >>> on("#0072b2"), on("#ebf4f9")
+    ('#ffffff', '#000000')
+    """
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in _shares(ink)]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]  # WCAG 2.1
+    return "#ffffff" if luminance < 0.1791 else "#000000"
+
+
+def _parts(ink: str) -> list[int]:
+    return [int(ink[at : at + 2], 16) for at in (1, 3, 5)]
+
+
+def _shares(ink: str) -> list[float]:
+    return [part / 255 for part in _parts(ink)]

@@ -1,0 +1,105 @@
+"""The lanes of a picture: what each rank is called, and how ranks are grouped by their places in the mesh.
+
+On a mesh with more than one axis, ranks with the same pp and dp form a group: together they hold and train one
+stage of one replica. A group has a thin header; when folded, it shows its first rank's lane for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpkit.plan.mesh_of_trace import long_axes, place_text
+from mpkit.timeline.timeline import Timeline
+
+__all__ = ["FOLDED", "LaneGroup", "groups_of", "groups_trait", "rank_label", "short_label"]
+
+FOLDED = 16
+"""With more ranks than this, groups are folded at first."""
+
+
+@dataclass(frozen=True)
+class LaneGroup:
+    """Ranks that belong together.
+
+    Attributes:
+        place: what they share, such as "pp0 dp1".
+        ranks: ascending, without gaps.
+    """
+
+    place: str
+    ranks: tuple[int, ...]
+
+    @property
+    def heading(self) -> str:
+        """The header above all lanes of the group.
+
+        >>> LaneGroup("pp0 dp1", (2, 3)).heading, LaneGroup("pp0", (0, 1, 2)).folded
+        ('pp0 dp1 · ranks 2, 3', 'pp0 · the first of ranks 0 to 2')
+        """
+        return f"{self.place} · {self._ranks}"
+
+    @property
+    def folded(self) -> str:
+        """The header above the first rank's lane, when the group is folded."""
+        return f"{self.place} · the first of {self._ranks}" if len(self.ranks) > 1 else self.heading
+
+    @property
+    def _ranks(self) -> str:
+        first, last = self.ranks[0], self.ranks[-1]
+        if len(self.ranks) < 3:
+            return f"rank {first}" if first == last else f"ranks {first}, {last}"
+        return f"ranks {first} to {last}"
+
+
+def groups_of(timeline: Timeline) -> list[LaneGroup]:
+    """Return the groups of a timeline's ranks; empty on a mesh of one axis, or without a mesh."""
+    mesh = timeline.mesh
+    long = long_axes(mesh) if mesh else []
+    if mesh is None or len(long) < 2:
+        return []
+    shared = [axis for axis in long[:-1] if axis in ("pp", "dp")] or long[:1]
+    inner = [axis for axis in long if axis not in shared]
+    names = [dict(zip(long, place_text(mesh, rank).split(), strict=True)) for rank in range(mesh.size)]
+    return [
+        LaneGroup(" ".join(names[ranks[0]][axis] for axis in shared), ranks) for ranks in mesh.groups(*inner)
+    ]
+
+
+def groups_trait(groups: Sequence[LaneGroup], ranks: int) -> list[dict[str, Any]]:
+    """Return the groups in the form that the browser takes.
+
+    Args:
+        groups: the groups of the ranks.
+        ranks: the number of ranks.
+    """
+    return [
+        {
+            "heading": group.heading,
+            "folded_heading": group.folded,
+            "first": group.ranks[0],
+            "count": len(group.ranks),
+            "folded": ranks > FOLDED,
+        }
+        for group in groups
+    ]
+
+
+def rank_label(timeline: Timeline, rank: int) -> str:
+    """Name a rank.
+
+    On a mesh of several axes its place is included, "rank 5  pp1 dp0 tp1". Otherwise it is named after its device,
+    "GPU 2", or "rank 2 (CPU)" if the run's ranks have no device of their own on this clock.
+    """
+    mesh = timeline.mesh
+    if mesh is not None and len(long_axes(mesh)) > 1:
+        return f"rank {rank}  {place_text(mesh, rank)}"
+    replayed = timeline.meta.get("hardware", "cpu") != "cpu"  # replayed on a machine other than the run's own
+    on_cpu = timeline.meta.get("device") == "cpu" and timeline.clock != "simulated" and not replayed
+    return f"rank {rank} (CPU)" if on_cpu else f"GPU {rank}"
+
+
+def short_label(timeline: Timeline, rank: int) -> str:
+    """Name a rank without its place."""
+    return rank_label(timeline, rank).split("  ")[0]

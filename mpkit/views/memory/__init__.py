@@ -1,0 +1,1 @@
+"""Drawings of memory: over time by category, and by strategy."""

@@ -1,0 +1,92 @@
+"""Memory over time in few numbers: the data that every memory view draws.
+
+A step function with a change for each tensor is reduced to at most `points` moments. From each stretch of time the
+moment is kept at which most was held, so that no peak is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.support.units import bytes_text
+from mpkit.timeline.timeline import Timeline
+from mpkit.trace import CATEGORIES
+
+__all__ = ["Memory", "held_text", "memory_of"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory that one rank held.
+
+    Attributes:
+        times: (n,) seconds from the picture's start, ascending.
+        levels: (n, categories) bytes held from each time on.
+        peak: the index of the moment at which most was held.
+    """
+
+    times: npt.NDArray[Any]
+    levels: npt.NDArray[Any]
+    peak: int
+
+    @property
+    def total(self) -> int:
+        """Bytes held at the peak."""
+        return int(self.levels[self.peak].sum())
+
+
+def memory_of(timeline: Timeline, rank: int, points: int = 500) -> Memory:
+    """Return one rank's memory by category over time, in float32, at no more than `points` moments.
+
+    >>> import mpkit as mk
+    >>> held = memory_of(mk.simulate(mk.Plan.gpipe(4, 8)), rank=3)
+    >>> held.total, float(held.times[held.peak])
+    (8, 10.0)
+    """
+    origin = float(timeline.spans["start"].min()) if len(timeline.spans) else 0.0
+    end = float(timeline.spans["end"].max()) if len(timeline.spans) else 0.0
+    mine = timeline.held[timeline.held["rank"] == rank]
+    times = np.concatenate([[origin], mine["time"], [max(end, *mine["time"][-1:], origin)]])
+    levels = np.zeros((len(times), len(CATEGORIES)))
+    for category in range(len(CATEGORIES)):
+        # The last total at or before each moment: a running maximum of the indices of the moments.
+        moments = np.flatnonzero(mine["category"] == category) + 1
+        latest = np.zeros(len(times), np.int64)
+        latest[moments] = moments
+        latest = np.maximum.accumulate(latest)
+        totals = np.concatenate([[0], mine["total"], [0]])
+        levels[:, category] = totals[latest]
+    keep = _fewer(times, levels.sum(axis=1), points)
+    times, levels = np.maximum(times[keep] - origin, 0.0), levels[keep]
+    return Memory(times.astype(np.float32), levels.astype(np.float32), int(levels.sum(axis=1).argmax()))
+
+
+def held_text(timeline: Timeline, amount: float) -> str:
+    """Format bytes or, for a simulation, which counts a 1 for each live activation, micro-batches."""
+    if timeline.clock == "simulated":
+        return f"{amount:.0f} micro-batch{'es' * (round(amount) != 1)}"
+    return bytes_text(amount)
+
+
+def _fewer(times: npt.NDArray[Any], total: npt.NDArray[Any], points: int) -> npt.NDArray[Any]:
+    """Choose the moments to keep.
+
+    Of the moments at the same time, only the last one counts. Of these, the first and the last are kept and, in each
+    stretch of time in between, the highest and the last.
+    """
+    last = np.flatnonzero(np.concatenate([times[1:] > times[:-1], [True]]))
+    if len(last) <= points:
+        return last
+    stretches = (points - 2) // 2
+    stretch = (
+        ((times[last] - times[0]) / (times[-1] - times[0]) * stretches).astype(int).clip(0, stretches - 1)
+    )
+    by_height = last[np.lexsort((total[last], stretch))]
+    of = stretch[np.lexsort((total[last], stretch))]
+    highest = by_height[np.concatenate([of[1:] != of[:-1], [True]])]
+    ending = last[np.concatenate([stretch[1:] != stretch[:-1], [True]])]
+    return np.unique(np.concatenate([[last[0]], highest, ending, [last[-1]]]))

@@ -1,0 +1,90 @@
+"""Memory by strategy as SVG: a stacked bar per rank, and the formula as a line across it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpkit.support.units import bytes_text
+from mpkit.support.visible import escape
+from mpkit.trace import CATEGORIES
+from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet
+
+if TYPE_CHECKING:
+    from mpkit.experiments.memory_by_strategy import MemoryByStrategy, MemoryRow
+
+__all__ = ["shown_of", "strategies_svg"]
+
+MOST = 8
+"""The most ranks of a strategy that are drawn; the others do the same as the first."""
+
+HEIGHT, TOP, GAP = 220.0, 46.0, 26.0
+FORMULA = "#d55e00"
+
+
+def shown_of(memory: MemoryByStrategy) -> tuple[list[MemoryRow], int]:
+    """Return the rows that are drawn, and the number of those that are not."""
+    rows = [row for row in memory.rows if row.rank < MOST]
+    return rows, len(memory.rows) - len(rows)
+
+
+def strategies_svg(memory: MemoryByStrategy, width: int = 960) -> str:
+    """Draw the chart as a standalone SVG document.
+
+    Args:
+        memory: what to draw.
+        width: in pixels.
+    """
+    rows, left_out = shown_of(memory)
+    strategies = memory.strategies
+    highest = max((max(sum(row.held.values()), sum(row.formula.values())) for row in rows), default=1) or 1
+    space = (width - 2 * MARGIN - GAP * (len(strategies) - 1)) / max(len(rows), 1)
+    base = TOP + HEIGHT
+    parts, x = [], MARGIN
+    for name in strategies:
+        mine = [row for row in rows if row.strategy == name]
+        left = x
+        for row in mine:
+            parts.append(_bar(row, x, min(space, 64.0), base, highest))
+            x += min(space, 64.0)
+        middle = (left + x) / 2
+        parts.append(
+            f'<text class="words" x="{middle:.1f}" y="{base + 32:g}" text-anchor="middle">{escape(name)}</text>'
+        )
+        x += GAP
+    more = f"; {left_out} more ranks not shown" if left_out else ""
+    title = f"Memory by strategy, {memory.how}{more}"
+    height = base + 66
+    body = [heading(title, 26), *parts, _legend(base + 54)]
+    return sheet("strategies", title, str(memory), body, width, height, classes=category_classes())
+
+
+def _bar(row: MemoryRow, x: float, width: float, base: float, highest: float) -> str:
+    parts, y = [], base
+    for i, category in enumerate(CATEGORIES):
+        tall = row.held[category] / highest * HEIGHT
+        if tall:
+            y -= tall
+            parts.append(
+                f'<rect class="m{i}" x="{x + 3:.1f}" y="{y:.1f}" width="{width - 6:.1f}" height="{tall:.1f}">'
+                f"<title>{category}: {bytes_text(row.held[category])}</title></rect>"
+            )
+    line = base - sum(row.formula.values()) / highest * HEIGHT
+    parts.append(
+        f'<line stroke="{FORMULA}" stroke-width="2.5" x1="{x:.1f}" x2="{x + width:.1f}" y1="{line:.1f}" '
+        f'y2="{line:.1f}">'
+        f"<title>formula: {bytes_text(sum(row.formula.values()))}</title></line>"
+    )
+    parts.append(
+        f'<text class="faint" x="{x + width / 2:.1f}" y="{base + 15:g}" text-anchor="middle">{row.rank}</text>'
+    )
+    label = f"{row.strategy}, rank {row.rank}: {bytes_text(sum(row.held.values()))}"
+    return f'<g aria-label="{escape(label)}">{"".join(parts)}</g>'
+
+
+def _legend(y: float) -> str:
+    parts, x = keys(((f'class="m{i}"', category) for i, category in enumerate(CATEGORIES)), y - 10)
+    parts.append(
+        f'<line stroke="{FORMULA}" stroke-width="2.5" x1="{x:g}" x2="{x + 18:g}" y1="{y - 4:g}" y2="{y - 4:g}"/>'
+        f'<text class="words" x="{x + 24:g}" y="{y:g}">params + grads + optimizer by the formula</text>'
+    )
+    return "".join(parts)

@@ -1,0 +1,102 @@
+"""Memory by category and GPU as SVG: small panels on one scale, the peak of each marked."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpkit.support.visible import escape
+from mpkit.timeline.timeline import Timeline
+from mpkit.trace import CATEGORIES
+from mpkit.views.drawing.colours import THEMES
+from mpkit.views.drawing.lanes import short_label
+from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet
+from mpkit.views.memory.held import Memory, held_text, memory_of
+
+__all__ = ["highest_of", "memory_svg"]
+
+PANEL, GAP, HEAD = 92.0, 18.0, 18.0
+MOST = 64
+"""The most panels; if there are more GPUs, the first are shown, and a note says so."""
+
+
+def highest_of(timeline: Timeline) -> int:
+    """Return the highest peak of any GPU, in bytes."""
+    return max((held["total"] for held in timeline.peak_memory_of_run), default=0)
+
+
+def memory_svg(
+    timeline: Timeline, width: int = 960, *, title: str = "", theme: str = "auto", highest: int = 0
+) -> str:
+    """Draw the memory of every GPU over time as a standalone SVG document.
+
+    Args:
+        timeline: the timeline whose `held` to draw.
+        width: in pixels.
+        title: a heading; none is drawn if empty.
+        theme: "light", "dark", or "auto" for what the reader's system prefers.
+        highest: the bytes that the scale reaches at least, so that pictures can be compared.
+    """
+    shown = min(timeline.world_size, MOST)
+    memories = [memory_of(timeline, rank, points=300) for rank in range(shown)]
+    highest = max(highest, *(memory.total for memory in memories), 1)
+    across = max(1, min(4, shown))
+    panel = (width - 2 * MARGIN - (across - 1) * GAP) / across
+    top = MARGIN + (26 if title else 0)
+    peaks = [f"peak {held_text(timeline, memory.total)}" for memory in memories]
+    body = []
+    for rank, memory in enumerate(memories):
+        x = MARGIN + rank % across * (panel + GAP)
+        y = top + rank // across * (PANEL + HEAD + GAP)
+        body.append(_panel(memory, short_label(timeline, rank), peaks[rank], x, y, panel, highest))
+    bottom = top + -(-shown // across) * (PANEL + HEAD + GAP)
+    used = [i for i in range(len(CATEGORIES)) if any(memory.levels[:, i].any() for memory in memories)]
+    body.append(_legend(used, bottom + 4, timeline.world_size - shown))
+    height = bottom + 30
+    words = "; ".join(f"{short_label(timeline, rank)}: {peak}" for rank, peak in enumerate(peaks))
+    if title:
+        body.insert(0, heading(title))
+    classes = category_classes()
+    for name, ground in THEMES.items():
+        classes[name]["peak"] = f"stroke:{ground.text}"
+    return sheet("memory", title or "Memory by GPU", words, body, width, height, theme=theme, classes=classes)
+
+
+def _panel(memory: Memory, label: str, peak: str, x: float, y: float, width: float, highest: int) -> str:
+    """Draw one GPU: its categories stacked over time, a line and a number at its peak."""
+    duration = float(memory.times[-1]) or 1.0
+    base = y + HEAD + PANEL
+    stack = np.cumsum(memory.levels, axis=1) / highest * (PANEL - 4)
+    along = x + memory.times / duration * width
+    parts = [
+        f'<text class="words" x="{x:g}" y="{y + 11:g}">{escape(label)}</text>',
+        f'<text class="faint" x="{x + width:g}" y="{y + 11:g}" text-anchor="end">{escape(peak)}</text>',
+    ]
+    for category in range(memory.levels.shape[1]):
+        if memory.levels[:, category].any():
+            below = stack[:, category - 1] if category else np.zeros(len(along))
+            path = _steps(along, base - stack[:, category]) + _steps(
+                along[::-1], base - below[::-1], back=True
+            )
+            parts.append(f'<path class="m{category}" d="M{path[1:]}Z"/>')
+    at, high = along[memory.peak], base - stack[memory.peak, -1]
+    parts.append(f'<line class="line" x1="{x:g}" x2="{x + width:g}" y1="{base:g}" y2="{base:g}"/>')
+    parts.append(
+        f'<line class="peak" stroke-dasharray="2 2" x1="{x:g}" x2="{x + width:g}" y1="{high:.1f}" y2="{high:.1f}"/>'
+        f'<circle class="words" cx="{at:.1f}" cy="{high:.1f}" r="2.5"/>'
+    )
+    return f'<g aria-label="{escape(label)}">{"".join(parts)}</g>'
+
+
+def _steps(x: np.ndarray, y: np.ndarray, *, back: bool = False) -> str:
+    """Return a path along a step function: each value holds until the next change."""
+    parts = [f"L{x[0]:.1f} {y[0]:.1f}"]
+    for i in range(1, len(x)):
+        parts.append(f"V{y[i]:.1f}H{x[i]:.1f}" if back else f"H{x[i]:.1f}V{y[i]:.1f}")
+    return "".join(parts)
+
+
+def _legend(used: list[int], y: float, missing: int) -> str:
+    parts, x = keys(((f'class="m{category}"', CATEGORIES[category]) for category in used), y)
+    if missing > 0:
+        parts.append(f'<text class="faint" x="{x:g}" y="{y + 10.5:g}">and {missing} GPUs more</text>')
+    return "".join(parts)

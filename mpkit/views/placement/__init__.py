@@ -1,0 +1,1 @@
+"""Drawings of a placement: which rank holds what."""

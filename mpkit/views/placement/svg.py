@@ -1,0 +1,270 @@
+"""A placement as SVG: ranks as boxes, nodes around them, a line for each pair of neighbours of a group.
+
+columns   stages from left to right; within a stage cp, then tp
+rows      replicas
+lines     a colour per axis; thin and dashed from node to node
+below     which ranks communicate over which links; which rows and columns of layers tp gives to which rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from textwrap import wrap
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpkit.analysis.placed_ranks import Talk, brief
+from mpkit.plan.mesh_of_trace import long_axes, place_text
+from mpkit.support.visible import escape
+from mpkit.views.drawing.axes import ink_of
+from mpkit.views.drawing.colours import THEMES
+from mpkit.views.drawing.sheet import MARGIN, heading, sheet
+from mpkit.views.placement.text import divided, groups_words, link_words, shape_words
+from mpkit.views.placement.zero import zero_svg
+
+if TYPE_CHECKING:
+    from mpkit.analysis.placed_ranks import Placement
+
+__all__ = ["placement_svg"]
+
+TALL, APART, BETWEEN, BELOW = 50.0, 26.0, 44.0, 58.0
+"""Pixels: the height of a box, and the distances to the next one in its stage, in the next stage, in the next row."""
+
+NARROW, WIDE = 46.0, 196.0
+TOP, ROWS = 108.0, 12
+
+
+class Box(NamedTuple):
+    """The place where a rank is drawn."""
+
+    x: float
+    y: float
+    wide: float
+    column: int
+    row: int
+
+    @property
+    def middle(self) -> float:
+        """The x of its centre."""
+        return self.x + self.wide / 2
+
+
+def placement_svg(placement: Placement, width: int = 960) -> str:
+    """Draw the picture as a standalone SVG document.
+
+    Args:
+        placement: what to draw.
+        width: in pixels, at least; many ranks need more.
+    """
+    boxes = _boxes(placement, width)
+    right, bottom = max(box.x + box.wide for box in boxes), max(box.y for box in boxes) + TALL
+    nodes, names = _nodes(placement, boxes)
+    body = [heading(shape_words(placement)), *_stages(placement, boxes), *nodes]
+    body += [line for talk in placement.talks for line in _lines(talk, boxes, placement)] + names
+    body += [_rank(placement, rank, box) for rank, box in enumerate(boxes)]
+    legend, y = _legend(placement, bottom + 52)
+    shards, y = zero_svg(placement, y)
+    table, y = _table(placement, y)
+    notes = [_words(MARGIN, y + 18 * i, note, "faint") for i, note in enumerate(placement.notes)]
+    height = y + 18 * len(notes)
+    classes = {
+        name: {
+            "box": f"fill:{theme.ground};stroke:{theme.hatch}",
+            "node": f"fill:{theme.idle}",
+            "tag": f"fill:{theme.faint};stroke:{theme.idle};stroke-width:5;paint-order:stroke",  # over lines
+        }
+        for name, theme in THEMES.items()
+    }
+    title = f"Placement of {placement.mesh.size} ranks"
+    whole = max(width, right + MARGIN + 10)
+    return sheet(
+        "placement",
+        title,
+        str(placement),
+        [*body, *legend, *shards, *table, *notes],
+        whole,
+        height,
+        classes=classes,
+    )
+
+
+def _boxes(placement: Placement, width: int) -> list[Box]:
+    """Place a box per rank: stages from left to right, replicas one below the other; on one axis, a node per row."""
+    mesh = placement.mesh
+    inner = mesh.cp * mesh.tp
+    alone = len(long_axes(mesh)) < 2
+    across = mesh.pp * inner
+    if alone:
+        across = min(mesh.size, placement.hardware.per_node if placement.hardware else 8, 16)
+        inner = across
+    gaps = (across - across // inner) * APART + (across // inner - 1) * BETWEEN
+    wide = min(max((width - 2 * MARGIN - 20 - gaps) / across, NARROW), WIDE)
+    top = TOP if placement.stages or mesh.pp > 1 else TOP - 34
+    found = []
+    for rank in range(mesh.size):
+        at = mesh.place(rank)
+        column, row = (
+            divmod(rank, across)[::-1] if alone else (at.pp * inner + at.cp * mesh.tp + at.tp, at.dp)
+        )
+        x = MARGIN + 10 + column * (wide + APART) + column // inner * (BETWEEN - APART)
+        found.append(Box(x, top + row * (TALL + BELOW), wide, column, row))
+    return found
+
+
+def _stages(placement: Placement, boxes: list[Box]) -> Iterator[str]:
+    """Draw a heading over each column of stages: their numbers, and the layers in them."""
+    mesh = placement.mesh
+    if mesh.pp == 1 and not placement.stages:
+        return
+    for pp in range(mesh.pp):
+        ranks = [rank for rank in range(mesh.size) if mesh.place(rank).pp == pp]
+        left, right = boxes[ranks[0]].x, max(boxes[rank].x + boxes[rank].wide for rank in ranks)
+        if boxes[ranks[0]].row and mesh.dp * mesh.cp * mesh.tp == 1:
+            continue  # a single axis in several rows
+        numbers = placement.stages_of(ranks[0]) or [pp]
+        name = f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+        letters = max(int((right - left) / 6), 8)
+        held = brief(placement.layers_of(ranks[0]))
+        lines = wrap(held, letters) or [""]
+        more = lines[0] + (" …" if len(lines) > 1 else "")
+        yield _words(left, 56, name, "words", ' font-weight="600"')
+        yield f"<g><title>{escape(held)}</title>{_words(left, 72, more, 'faint')}</g>" if held else ""
+
+
+def _nodes(placement: Placement, boxes: list[Box]) -> tuple[list[str], list[str]]:
+    """Draw a rectangle around each node's ranks, and its name.
+
+    If a node's ranks are not adjacent, each run of neighbours gets a rectangle of its own.
+    """
+    drawn, named = [], []
+    for number, ranks in enumerate(placement.nodes if placement.hardware else []):
+        mine = [boxes[rank] for rank in ranks]
+        columns, rows = {box.column for box in mine}, sorted({box.row for box in mine})
+        full = len(mine) == (max(columns) - min(columns) + 1) * (rows[-1] - rows[0] + 1)
+        for piece in [mine] if full else _neighbours(mine):
+            left, right = min(box.x for box in piece) - 10, max(box.x + box.wide for box in piece) + 10
+            top, bottom = min(box.y for box in piece) - 24, max(box.y for box in piece) + TALL + 24
+            drawn.append(
+                f'<rect class="node" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
+                f'height="{bottom - top:.1f}" rx="10"/>'
+            )
+            named.append(_words(left + 10, bottom - 7, f"node {number}", "tag", ' font-size="11"'))
+    return drawn, named
+
+
+def _neighbours(boxes: list[Box]) -> list[list[Box]]:
+    """Group the boxes that are next to each other in a row."""
+    found: list[list[Box]] = []
+    for box in sorted(boxes, key=lambda box: (box.row, box.column)):
+        last = found[-1][-1] if found else None
+        if last is not None and (last.row, last.column + 1) == (box.row, box.column):
+            found[-1].append(box)
+        else:
+            found.append([box])
+    return found
+
+
+def _lines(talk: Talk, boxes: list[Box], placement: Placement) -> Iterator[str]:
+    """Draw a line from each rank to the next of its group."""
+    for group in talk.groups:
+        for one, other in pairwise(group):
+            told = f"{talk.axis}: rank {one} and rank {other}{link_words(talk)}"
+            look = _look(talk.axis, placement.node_of(one) != placement.node_of(other))
+            path = _path(boxes[one], boxes[other], talk.axis)
+            yield f'<path fill="none" {look} d="{path}"><title>{escape(told)}</title></path>' if path else ""
+
+
+def _look(axis: str, crosses: bool) -> str:
+    """Return the attributes of a line: thin and dashed from node to node."""
+    width = 'stroke-width="2" stroke-dasharray="5 4"' if crosses else 'stroke-width="3.5"'
+    return f'stroke="{ink_of(axis)}" {width}'
+
+
+def _path(a: Box, b: Box, axis: str) -> str:
+    """Return a straight path to a neighbour, else one around the boxes between: above, or for cp below."""
+    if a.row == b.row and b.column == a.column + 1:
+        return f"M{a.x + a.wide:.1f} {a.y + TALL / 2:.1f}H{b.x:.1f}"
+    if a.row == b.row:
+        many, below = b.column - a.column, axis == "cp"  # as many lines overlap
+        high = 8.0 + min(14.0 / max(many - 1, 1), 8.0) * (a.column % many)
+        start, turn = (a.y + TALL, a.y + TALL + high) if below else (a.y, a.y - high)
+        corner = 6 if below else -6  # towards the line
+        x1, x2 = (a.middle - 14, b.middle - 8) if below else (a.middle + 18, b.middle + 8)
+        return (
+            f"M{x1:.1f} {start:.1f}V{turn - corner:.1f}Q{x1:.1f} {turn:.1f} {x1 + 6:.1f} {turn:.1f}"
+            f"H{x2 - 6:.1f}Q{x2:.1f} {turn:.1f} {x2:.1f} {turn - corner:.1f}V{start:.1f}"
+        )
+    if a.column == b.column and b.row == a.row + 1:
+        return f"M{a.middle - 8:.1f} {a.y + TALL:.1f}V{b.y:.1f}"
+    return ""  # from the end of a row to the beginning of the next
+
+
+def _rank(placement: Placement, rank: int, box: Box) -> str:
+    """Draw a box: the rank, its place, and as its title all that it holds."""
+    mesh, roomy = placement.mesh, box.wide >= 84
+    at = place_text(mesh, rank)
+    parts = [
+        f"{name}: {placement.part(name, rank)}" for name in placement.shards if placement.part(name, rank)
+    ]
+    told = "\n".join([f"rank {rank}  {at}", *[brief(placement.layers_of(rank))], *parts[:40]])
+    lines = [
+        _middle(box, 20 if roomy or not at else 29, f"rank {rank}" if roomy else str(rank), "words", 600)
+    ]
+    if roomy and at:
+        lines.append(_middle(box, 37, at, "faint", 400))
+    return (
+        f'<g><title>{escape(told)}</title><rect class="box" x="{box.x:.1f}" y="{box.y:.1f}" '
+        f'width="{box.wide:.1f}" height="{TALL:g}" rx="7"/>{"".join(lines)}</g>'
+    )
+
+
+def _legend(placement: Placement, y: float) -> tuple[list[str], float]:
+    """Draw a line per axis and link; returns the elements and the y below them."""
+    parts = []
+    for talk in placement.talks:
+        parts.append(
+            f"<line {_look(talk.axis, talk.crosses)} "
+            f'x1="{MARGIN + 10:g}" x2="{MARGIN + 42:g}" y1="{y - 4:g}" y2="{y - 4:g}"/>'
+        )
+        parts.append(_words(MARGIN + 52, y, talk.axis, "words", ' font-weight="600"'))
+        parts.append(_words(MARGIN + 82, y, groups_words(talk, 6) + link_words(talk), "words"))
+        y += 20
+    return parts, y + 6
+
+
+def _table(placement: Placement, y: float) -> tuple[list[str], float]:
+    """List what tp divides, one line per layer; returns the elements and the y below them."""
+    rows = divided(placement)
+    if not rows:
+        return [], y
+    left, name = MARGIN + 10, max(len(name) for name, _ in rows) * 6.8 + 24
+    column = max(len(part) for _, parts in rows for part in parts) * 6.6 + 20
+    shown = min(placement.mesh.tp, max(1, int((920 - name) / column)))
+    parts = [_words(left, y + 8, "what tp divides", "words", ' font-weight="600"')]
+    if any(len(held) > 1 for _, held in rows):
+        parts += [_words(left + name + column * i, y + 8, f"tp{i}", "faint") for i in range(shown)]
+    for row, held in rows[:ROWS]:
+        y += 18
+        parts.append(_words(left, y + 10, row, "words"))
+        parts += [
+            _words(left + name + column * i, y + 10, word, "faint") for i, word in enumerate(held[:shown])
+        ]
+    if len(rows) > ROWS:
+        y += 18
+        parts.append(_words(left, y + 10, f"and {len(rows) - ROWS} more", "faint"))
+    return parts, y + 34
+
+
+def _words(x: float, y: float, words: str, look: str, more: str = "") -> str:
+    return f'<text class="{look}" x="{x:.1f}" y="{y:.1f}"{more}>{escape(words)}</text>'
+
+
+def _middle(box: Box, down: float, words: str, look: str, weight: int) -> str:
+    size = "12" if weight > 400 else "10.5"
+    return _words(
+        box.middle,
+        box.y + down,
+        words,
+        look,
+        f' text-anchor="middle" font-size="{size}" font-weight="{weight}"',
+    )

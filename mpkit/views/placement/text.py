@@ -1,0 +1,93 @@
+"""A placement in the terminal: the ranks by node, who communicates over which link, and what tp divides."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from mpkit.analysis.placed_ranks import Talk, brief
+from mpkit.plan.mesh_of_trace import long_axes, place_text
+from mpkit.views.placement.zero import zero_text
+
+if TYPE_CHECKING:
+    from mpkit.analysis.placed_ranks import Placement
+
+__all__ = ["divided", "link_words", "placement_text", "shape_words"]
+
+MOST = 64
+"""The most ranks, and the most layers, that are listed."""
+
+
+def placement_text(placement: Placement) -> str:
+    """Return the placement as lines of text.
+
+    Args:
+        placement: what to show.
+    """
+    lines = [shape_words(placement)]
+    for number, ranks in enumerate(placement.nodes):
+        lines += ["", f"node {number}"] if placement.hardware else [""]
+        for rank in ranks[: MOST if not number else max(0, MOST - ranks[0])]:
+            held = brief(placement.layers_of(rank))
+            if placement.zero == 3 and held:
+                held = f"1/{placement.replicas} of {held}"
+            lines.append(f"  rank {rank:<3} {place_text(placement.mesh, rank)}{'   ' + held if held else ''}")
+        if ranks[-1] >= MOST:
+            lines.append(f"  ... to rank {ranks[-1]}")
+    if placement.talks:
+        lines += ["", "who talks to whom"]
+        lines += [f"  {talk.axis}  {groups_words(talk)}{link_words(talk)}" for talk in placement.talks]
+    lines += zero_text(placement)
+    if rows := divided(placement):
+        lines += ["", "what tp divides"]
+        wide = max(len(name) for name, _ in rows)
+        lines += [f"  {name:<{wide}}  {' | '.join(parts)}" for name, parts in rows[:MOST]]
+    return "\n".join([*lines, *([""] if placement.notes else []), *placement.notes])
+
+
+def shape_words(placement: Placement) -> str:
+    """Describe how many ranks there are, along which axes, on which machine."""
+    mesh = placement.mesh
+    long = [f"{axis} {getattr(mesh, axis)}" for axis in long_axes(mesh)]
+    many = f"{mesh.size} rank{'s' * (mesh.size > 1)}"
+    machine = placement.hardware
+    on = ""
+    if machine is not None:
+        nodes = len(placement.nodes)
+        on = f", on {nodes} node{'s' * (nodes > 1)} of {machine.per_node} {machine.device.name}"
+    return f"{' x '.join(long) + ' = ' if len(long) > 1 else ''}{many}{on}"
+
+
+def groups_words(talk: Talk, most: int = 8) -> str:
+    """List the groups; if there are many, only the first.
+
+    >>> groups_words(Talk("tp", ((0, 1), (2, 3)), None, False))
+    '(0 1) (2 3)'
+    """
+    shown = [f"({' '.join(map(str, group[:8]))}{' ...' * (len(group) > 8)})" for group in talk.groups[:most]]
+    left = len(talk.groups) - most
+    return " ".join(shown) + (f" and {left} more" if left > 0 else "")
+
+
+def link_words(talk: Talk) -> str:
+    """Name the link; "" if it is not known."""
+    if talk.link is None:
+        return ""
+    where = "between nodes" if talk.crosses else "within a node"
+    return f", {talk.link.name} {where}, {talk.link.bandwidth / 1e9:.3g} GB/s"
+
+
+def divided(placement: Placement) -> list[tuple[str, list[str]]]:
+    """Return what tp divides: the names of layers, and for each the part of every tp rank.
+
+    Layers that differ only in numbers and are divided in the same way are put together, with a * for the number. Biases
+    are included in their weights.
+    """
+    found: dict[tuple[str, ...], None] = {}
+    for name in placement.shards:
+        layer = name.removesuffix(".weight")
+        if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in placement.shards:
+            continue
+        parts = [placement.part(name, rank) for rank in range(placement.mesh.tp)]
+        found[(re.sub(r"\d+", "*", layer), *parts)] = None
+    return [(name, parts if len(set(parts)) > 1 else parts[:1]) for name, *parts in found]

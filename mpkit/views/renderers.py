@@ -1,0 +1,47 @@
+"""Which function draws which result in which form: the table that `mpkit.support.display.draw` uses."""
+
+from __future__ import annotations
+
+__all__ = ["RENDERERS"]
+
+RENDERERS = {
+    "Timeline": {
+        "text": "mpkit.views.timeline.text:text",
+        "svg": "mpkit.views.timeline.svg:svg",
+        "html": "mpkit.views.timeline.html:html",
+        "perfetto": "mpkit.views.timeline.perfetto:perfetto",
+        "widget": "mpkit.views.timeline.widget:TimelineView",
+        "bundle": "mpkit.views.timeline.fallback:static_bundle",
+    },
+    "Run": {"widget": "mpkit.views.dashboard.widget:show_run"},
+    "CommMatrix": {
+        "text": "mpkit.views.traffic.text:traffic_text",
+        "svg": "mpkit.views.traffic.svg:traffic_svg",
+        "chart": "mpkit.views.traffic.chart:traffic_figure",
+    },
+    "CommVolume": {
+        "text": "mpkit.views.traffic.volume:volume_text",
+        "html": "mpkit.views.traffic.volume:volume_html",
+    },
+    "Placement": {
+        "text": "mpkit.views.placement.text:placement_text",
+        "svg": "mpkit.views.placement.svg:placement_svg",
+    },
+    "Comparison": {
+        "text": "mpkit.views.comparison.text:comparison_text",
+        "svg": "mpkit.views.comparison.svg:comparison_svg",
+        "chart": "mpkit.views.comparison.chart:comparison_figure",
+        "widget": "mpkit.views.comparison.chart:comparison_view",
+    },
+    "Scaling": {"chart": "mpkit.views.comparison.scaling:scaling_figure"},
+    "MemoryByStrategy": {
+        "svg": "mpkit.views.memory.strategies_svg:strategies_svg",
+        "chart": "mpkit.views.memory.strategies:strategies_figure",
+    },
+    "Soap": {
+        "text": "mpkit.views.soap.text:soap_text",
+        "svg": "mpkit.views.soap.svg:soap_svg",
+    },
+    "Matrices": {"svg": "mpkit.views.drawing.matrices:picture"},
+}
+"""By the name of a result's class and the form: the renderer's module and name."""

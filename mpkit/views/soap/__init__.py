@@ -1,0 +1,1 @@
+"""Drawings of one layer split by sample, operator, attribute and parameter."""

@@ -1,0 +1,27 @@
+"""The output where no kernel runs: on GitHub, in a saved notebook, in a terminal."""
+
+from __future__ import annotations
+
+from mpkit.support.display import image
+from mpkit.timeline.timeline import Timeline
+from mpkit.views.drawing.lanes import FOLDED
+from mpkit.views.timeline.picture import picture
+from mpkit.views.timeline.svg import summary, svg
+from mpkit.views.timeline.text import text
+
+__all__ = ["static_bundle"]
+
+
+def static_bundle(timeline: Timeline, title: str = "") -> dict[str, str]:
+    """Return a MIME bundle of text/plain and text/html.
+
+    >>> import mpkit as mk
+    >>> sorted(static_bundle(mk.simulate(mk.Plan.gpipe(2, 2))))
+    ['text/html', 'text/plain']
+    """
+    fold = timeline.world_size > FOLDED
+    drawn = svg(timeline, title=title, fold=fold)
+    return {
+        "text/plain": text(timeline, 100, fold=fold),
+        "text/html": image(drawn, summary(picture(timeline, fold=fold))),
+    }

@@ -1,0 +1,161 @@
+"""A timeline as a trace in Chrome's JSON format, which ui.perfetto.dev and chrome://tracing open.
+
+    a process per rank, a thread per lane    thread 0: the steps; layers lie within their actions
+    a counter per rank                       memory by category, stacked
+    an arrow per message                     from the send to the receive that it feeds
+
+Source: "Trace Event Format" (Google, 2016): X complete events, C counters, s and f flows, M metadata.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.timeline.replay.spans import SPAN
+from mpkit.timeline.timeline import Timeline
+from mpkit.trace import CATEGORIES, Kind, Lane
+from mpkit.views.drawing.lanes import rank_label
+from mpkit.views.memory.held import memory_of
+from mpkit.views.timeline.picture import CLOCKS
+
+__all__ = ["perfetto"]
+
+THREADS = {
+    Lane.NONE: (0, "steps"),
+    Lane.COMPUTE: (1, "compute"),
+    Lane.COMM: (10, "comm"),
+    Lane.HOST: (50, "host"),
+    Lane.DATA: (90, "data"),
+}
+
+Event = dict[str, Any]
+
+
+def perfetto(timeline: Timeline) -> bytes:
+    """Return the trace as JSON.
+
+    >>> import mpkit as mk
+    >>> trace = json.loads(perfetto(mk.simulate(mk.Plan.gpipe(2, 2))))
+    >>> [event["name"] for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == 1][:3]
+    ['forward 0', 'forward 1', 'wait 1']
+    """
+    threads = _threads(timeline.spans)
+    origin = float(timeline.spans["start"].min()) if len(timeline.spans) else 0.0
+    events = [
+        *_names(timeline, threads),
+        *_slices(timeline, threads, origin),
+        *_flows(timeline, threads, origin),
+        *_counters(timeline),
+    ]
+    other = {"clock": CLOCKS.get(timeline.clock, timeline.clock), "notes": timeline.notes}
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+    return json.dumps(trace, separators=(",", ":")).encode()
+
+
+def _threads(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the thread of each span.
+
+    Slices of a thread must not overlap, but messages do: those that are under way at the same time get threads of
+    their own, each the first that is free.
+    """
+    first = np.array([THREADS[Lane(lane)][0] for lane in sorted(Lane)])
+    threads = np.asarray(first[np.where(spans["lane"] < len(Lane), spans["lane"], Lane.NONE)])
+    for rank in np.unique(spans["rank"]):
+        for lane in (Lane.COMM, Lane.HOST):
+            mine = np.flatnonzero((spans["rank"] == rank) & (spans["lane"] == lane))
+            free: list[float] = []
+            for at in mine[np.argsort(spans["start"][mine], kind="stable")].tolist():
+                start = float(spans["start"][at])
+                track = next((i for i, end in enumerate(free) if end <= start), len(free))
+                free[track : track + 1] = [float(spans["end"][at])]
+                threads[at] += track
+    return threads
+
+
+def _names(timeline: Timeline, threads: npt.NDArray[Any]) -> Iterator[Event]:
+    for rank in range(timeline.world_size):
+        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": rank_label(timeline, rank)}}
+        yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+    words = dict(sorted(THREADS.values()))
+    for rank, thread in sorted({*zip(timeline.spans["rank"].tolist(), threads.tolist(), strict=True)}):
+        first = max(known for known in words if known <= thread)
+        name = words[first] + (f" {thread - first + 1}" if thread > first else "")
+        yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}}
+        yield {
+            "ph": "M",
+            "pid": rank,
+            "tid": thread,
+            "name": "thread_sort_index",
+            "args": {"sort_index": thread},
+        }
+
+
+def _slices(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Iterator[Event]:
+    spans, names = timeline.spans, timeline.names
+    words = {int(kind): kind.word.replace("_", " ") for kind in Kind}
+    columns = [name for name in SPAN.names or () if name != "pad"]
+    lists = [spans[name].tolist() for name in columns]
+    for *values, thread in zip(*lists, threads.tolist(), strict=True):
+        span = dict(zip(columns, values, strict=True))
+        kind = words.get(span["kind"], f"kind {span['kind']}")
+        name = names[span["name"]] if 0 <= span["name"] < len(names) else ""
+        number = (
+            span["microbatch"]
+            if span["microbatch"] >= 0
+            else span["step"]
+            if span["kind"] == Kind.STEP
+            else ""
+        )
+        arguments = {word: span[word] for word in ("stage", "microbatch", "step", "peer") if span[word] >= 0}
+        arguments |= {word: span[word] for word in ("bytes", "flops") if span[word] > 0}
+        yield {
+            "ph": "X",
+            "pid": span["rank"],
+            "tid": thread,
+            "ts": (span["start"] - origin) * 1e6,
+            "dur": (span["end"] - span["start"]) * 1e6,
+            "name": name if name and span["lane"] != Lane.COMM else f"{kind} {name or number}".rstrip(),
+            "cat": kind,
+            "args": arguments,
+        }
+
+
+def _flows(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Iterator[Event]:
+    """Yield an arrow from each send to its receive: the n-th of a group to the n-th of the same group."""
+    spans = timeline.spans
+    messages: dict[tuple[int, int], list[int]] = {}
+    for kind in (Kind.SEND, Kind.RECV):
+        chosen = np.flatnonzero((spans["kind"] == kind) & (spans["group"] > 0))
+        for at in chosen[np.argsort(spans["issued"][chosen], kind="stable")].tolist():
+            messages.setdefault((int(spans["group"][at]), int(kind)), []).append(at)
+    number = 0
+    for (group, kind_number), sends in messages.items():
+        if kind_number == Kind.SEND:
+            for send, receive in zip(sends, messages.get((group, Kind.RECV), []), strict=False):
+                number += 1
+                # A point within the slice, so that the arrow is attached to it.
+                for phase, at, share in (("s", send, 0.0), ("f", receive, 0.5)):
+                    start, end = float(spans["start"][at]), float(spans["end"][at])
+                    yield {
+                        "ph": phase,
+                        "id": number,
+                        "pid": int(spans["rank"][at]),
+                        "tid": int(threads[at]),
+                        "ts": (start + share * (end - start) - origin) * 1e6,
+                        "name": "message",
+                        "cat": "message",
+                        **({"bp": "e"} if phase == "f" else {}),
+                    }
+
+
+def _counters(timeline: Timeline) -> Iterator[Event]:
+    for rank in range(timeline.world_size) if len(timeline.held) else []:
+        memory = memory_of(timeline, rank, points=5000)
+        for time, levels in zip(memory.times.tolist(), memory.levels.tolist(), strict=True):
+            held = dict(zip(CATEGORIES, levels, strict=True))
+            yield {"ph": "C", "pid": rank, "ts": time * 1e6, "name": "memory (bytes)", "args": held}

@@ -1,0 +1,296 @@
+"""Timeline -> Picture: what every view draws, before anything is drawn.
+
+A Picture has
+
+    lanes      one per GPU for its compute, with thin ones below it for layers, communication, host copies
+               and data loading; on a mesh of several axes in groups, each with a header
+    spans      boxes in lanes, each with a colour key; idle time is a box too, so that the bubble is visible
+    marks      where each step starts
+    figures    the row under the picture: the clock in words, bubble, step time
+
+and computes `label(i)` and `hover(i)` of a box on demand, since in a picture of a million boxes few have room for text.
+The functions here are pure. The terminal, SVG and canvas views each draw what they return.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.support.units import bytes_text, flops_text, percent, seconds
+from mpkit.timeline import metrics
+from mpkit.timeline.timeline import Timeline
+from mpkit.trace import Kind, Lane
+from mpkit.views.drawing.colours import Key, key_of
+from mpkit.views.drawing.lanes import groups_of, rank_label
+from mpkit.views.timeline.idle import idle_gaps
+
+__all__ = ["BOX", "CLOCKS", "Mark", "Picture", "Row", "describe", "figures", "picture"]
+
+BOX = np.dtype(
+    [("row", "<i4"), ("key", "u1"), ("named", "?"), ("start", "<f8"), ("end", "<f8"), ("span", "<i4")]
+)
+"""A box: the index of its row, its colour `Key`, whether it carries its span's number (if a span is drawn in pieces,
+the longest one does), seconds from the picture's start, and the span it shows (for idle time the first wait in it;
+-1: none)."""
+
+CLOCKS = {
+    "measured": "measured clock: the times of this machine's own clock",
+    "virtual": "virtual clock: every rank replayed on a device of its own",
+    "simulated": "simulated: from the schedule alone, nothing was run",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One horizontal strip.
+
+    `part` is "compute", "layers", "comm", "host" or "data"; or "group" for the header of the rows below.
+    """
+
+    rank: int
+    part: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment to mark with a line, in seconds from the picture's start."""
+
+    time: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What to draw, in seconds from `origin`; see the module's docstring. `boxes` is an array of `BOX`."""
+
+    timeline: Timeline
+    rows: list[Row]
+    boxes: npt.NDArray[Any]
+    marks: list[Mark]
+    origin: float
+    duration: float
+    figures: dict[str, str]
+
+    @property
+    def keys(self) -> list[Key]:
+        """The keys that the legend has to explain, in its order, idle last."""
+        there = {Key(int(key)) for key in np.unique(self.boxes["key"])}
+        return sorted(there, key=lambda key: (key == Key.IDLE, key))
+
+    def of_row(self, row: int) -> npt.NDArray[Any]:
+        """Return the boxes of one row, sorted by their start."""
+        boxes: npt.NDArray[Any] = self.boxes[self.boxes["row"] == row]
+        return boxes
+
+    def label(self, box: npt.NDArray[Any]) -> str:
+        """Return the micro-batch number, if the box has one."""
+        microbatch = int(self.timeline.spans[box["span"]]["microbatch"]) if box["span"] >= 0 else -1
+        return str(microbatch) if microbatch >= 0 and box["named"] else ""
+
+    def hover(self, box: npt.NDArray[Any]) -> str:
+        """Return the text shown when the pointer rests on the box, one fact per line."""
+        facts = describe(self.timeline, int(box["span"])) if box["span"] >= 0 else []
+        if box["key"] == Key.IDLE:
+            facts.insert(0, f"idle for {seconds(float(box['end'] - box['start']))}")
+        return "\n".join(facts)
+
+    def idle_share(self, rank: int) -> float:
+        """Return the share of the steps' time in which this rank computes nothing."""
+        row = next(i for i, row in enumerate(self.rows) if row.rank == rank and row.part == "compute")
+        mine = self.of_row(row)
+        length = mine["end"] - mine["start"]
+        idle = float(length[mine["key"] == Key.IDLE].sum())
+        total = float(length.sum())
+        return idle / total if total else 0.0
+
+
+def picture(timeline: Timeline, step: int | None = None, *, fold: bool = False) -> Picture:
+    """Make the picture of a timeline, or of one of its steps.
+
+    Args:
+        timeline: what to draw.
+        step: draw this step only, by its number in the run.
+        fold: if there are groups of ranks, draw only the first rank of each.
+    """
+    chosen = np.ones(len(timeline.spans), bool) if step is None else timeline.spans["step"] == step
+    # Spans that take no time (a message without a hop, in a simulation) would be invisible.
+    chosen &= (timeline.spans["lane"] != Lane.NONE) & (timeline.spans["end"] > timeline.spans["start"])
+    drawn = np.flatnonzero(chosen)
+    spans = timeline.spans[drawn]
+    # A rank that waits for its first message while others end the step before is not in this picture yet.
+    origin, end = metrics.extent(metrics.active(spans))
+    duration, marks = end - origin, _marks(spans, origin)
+    rows = _rows(timeline, spans, fold)
+    shown = np.isin(spans["rank"], [row.rank for row in rows if row.part == "compute"])
+    spans, drawn = spans[shown], drawn[shown]
+    boxes = np.concatenate([_idle_boxes(spans, drawn, rows), _span_boxes(spans, drawn, rows)])
+    boxes["start"] -= origin
+    boxes["end"] -= origin
+    boxes = boxes[np.lexsort((boxes["start"], boxes["row"]))]
+    return Picture(timeline, rows, boxes, marks, origin, duration, figures(timeline, step))
+
+
+def figures(timeline: Timeline, step: int | None = None) -> dict[str, str]:
+    """Return the row under a picture: its clock in words, and the figures of the last step (or of `step`)."""
+    found = {"clock": CLOCKS.get(timeline.clock, timeline.clock)}
+    hardware = timeline.meta.get("hardware")
+    if hardware and timeline.clock != "simulated":
+        found["hardware"] = str(hardware)
+    complete = step is None or step in timeline.steps
+    if complete and len(metrics.work(timeline.spans)):
+        of = timeline if step is None else timeline.step(step)
+        found["bubble"] = percent(of.bubble)
+        found["step time"] = seconds(of.step_time)
+    return found
+
+
+def describe(timeline: Timeline, index: int) -> list[str]:
+    """Describe one span: what it is, when, how much, and what a wait waited for."""
+    span = timeline.spans[index]
+    facts = [" · ".join(_where(timeline, span))]
+    start = float(span["start"]) - float(timeline.spans["start"].min())
+    facts.append(f"from {seconds(start)}, for {seconds(float(span['end'] - span['start']))}")
+    amounts = []
+    if span["bytes"] > 0:
+        amounts.append(bytes_text(float(span["bytes"])))
+    if span["flops"] > 0:
+        amounts.append(flops_text(float(span["flops"])))
+    if amounts:
+        facts.append(", ".join(amounts))
+    if span["kind"] == Kind.WAIT and 0 <= span["cause"] < len(timeline.spans):
+        cause = timeline.spans[span["cause"]]
+        facts.append(
+            f"waited for {rank_label(timeline, int(cause['rank']))}: {' · '.join(_where(timeline, cause))}"
+        )
+    return facts
+
+
+def _where(timeline: Timeline, span: npt.NDArray[Any]) -> list[str]:
+    kind = int(span["kind"])
+    words = [Kind(kind).word.replace("_", " ") if kind in set(Kind) else f"kind {kind}"]
+    name = timeline.names[span["name"]] if 0 <= span["name"] < len(timeline.names) else "?"
+    if name:
+        words.append(name)
+    for column in ("microbatch", "stage", "step"):
+        if span[column] >= 0:
+            words.append(f"{'micro-batch' if column == 'microbatch' else column} {span[column]}")
+    if span["peer"] >= 0:
+        way = {Kind.SEND: "to", Kind.RECV: "from"}.get(Kind(kind), "root") if kind in set(Kind) else "peer"
+        words.append(f"{way} rank {span['peer']}")
+    return words
+
+
+_PARTS = ("compute", "layers", "comm", "host", "data")
+
+
+def _part_of(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return for each span the index into _PARTS of the row it is drawn in."""
+    part = np.select([spans["lane"] == lane for lane in (Lane.COMM, Lane.HOST, Lane.DATA)], [2, 3, 4], 0)
+    return np.asarray(np.where((part == 0) & (spans["depth"] > 0), 1, part))
+
+
+def _rows(timeline: Timeline, spans: npt.NDArray[Any], fold: bool) -> list[Row]:
+    """Return the rows: compute for every rank; a thin row for every rank if any rank has something in it; headers."""
+    parts = sorted({0, *np.unique(_part_of(spans[spans["kind"] != Kind.WAIT])).tolist()})
+
+    def lanes(rank: int) -> list[Row]:
+        label = rank_label(timeline, rank)
+        return [Row(rank, _PARTS[part], label if part == 0 else _PARTS[part]) for part in parts]
+
+    groups = groups_of(timeline)
+    if not groups:
+        return [row for rank in range(timeline.world_size) for row in lanes(rank)]
+    rows = []
+    for group in groups:
+        rows.append(Row(group.ranks[0], "group", group.folded if fold else group.heading))
+        rows += [row for rank in group.ranks[: 1 if fold else None] for row in lanes(rank)]
+    return rows
+
+
+def _span_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Row]) -> npt.NDArray[Any]:
+    index = np.full((max((row.rank for row in rows), default=0) + 1, len(_PARTS)), -1)
+    for number, row in enumerate(rows):
+        if row.part in _PARTS:
+            index[row.rank, _PARTS.index(row.part)] = number
+    boxes = np.empty(len(spans), BOX)
+    boxes["row"] = index[spans["rank"], _part_of(spans)]
+    boxes["key"], boxes["named"] = key_of(spans["kind"]), True
+    boxes["start"], boxes["end"], boxes["span"] = spans["start"], spans["end"], drawn
+    # A wait is idle time, which idle_gaps already covers, together with what surrounds it.
+    shown = spans["kind"] != Kind.WAIT
+    return _around_waits(boxes[shown], spans["rank"][shown], metrics.waits_within(spans))
+
+
+def _around_waits(
+    boxes: npt.NDArray[Any], ranks: npt.NDArray[Any], waits: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """Cut the boxes of actions that wait in their middle into the parts before and after the waits."""
+    cut = np.zeros(len(boxes), bool)
+    pieces = []
+    for rank in np.unique(waits["rank"]).tolist():
+        idle = metrics.covered(waits[waits["rank"] == rank])
+        first = np.searchsorted(idle[:, 1], boxes["start"], side="right")
+        after = np.searchsorted(idle[:, 0], boxes["end"], side="left")
+        mine = np.flatnonzero((ranks == rank) & (boxes["key"] < Key.COMM) & (after > first))
+        cut[mine] = True
+        pieces.append(_pieces(boxes[mine], idle, first[mine], after[mine] - first[mine]))
+    return np.concatenate([boxes[~cut], *pieces])
+
+
+def _pieces(
+    boxes: npt.NDArray[Any], idle: npt.NDArray[Any], first: npt.NDArray[Any], count: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """Cut each box at its `count` idle times, numbered from `first` on: a piece before each, one after the last."""
+    owner = np.repeat(np.arange(len(boxes)), count + 1)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(count + 1) - count - 1, count + 1)
+    found = boxes[owner]
+    last, gap = nth == count[owner], first[owner] + nth
+    found["start"] = np.where(nth == 0, found["start"], idle[gap - 1, 1])
+    found["end"] = np.where(last, found["end"], idle[np.minimum(gap, len(idle) - 1), 0])
+    there = found["end"] > found["start"]
+    found, owner = found[there], owner[there]
+    # The longest piece of each box carries its number.
+    order = np.lexsort((found["start"] - found["end"], owner))
+    found["named"][order] = np.diff(owner[order], prepend=-1) > 0
+    return found
+
+
+def _idle_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Row]) -> npt.NDArray[Any]:
+    boxes = []
+    for number, row in enumerate(rows):
+        if row.part == "compute":
+            gaps = idle_gaps(spans, row.rank)
+            mine = np.zeros(len(gaps), BOX)
+            mine["row"], mine["key"], mine["span"] = number, Key.IDLE, _waits_in(spans, drawn, row.rank, gaps)
+            mine["start"], mine["end"] = gaps[:, 0], gaps[:, 1]
+            boxes.append(mine)
+    return np.concatenate(boxes) if boxes else np.empty(0, BOX)
+
+
+def _waits_in(
+    spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rank: int, gaps: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """Return for each gap of a rank the span of the first wait in it, -1 if there is none."""
+    waits = np.flatnonzero((spans["rank"] == rank) & (spans["kind"] == Kind.WAIT))
+    if not len(waits):
+        return np.full(len(gaps), -1)
+    after = np.minimum(np.searchsorted(spans["end"][waits], gaps[:, 0], side="right"), len(waits) - 1)
+    wait = spans[waits[after]]
+    there = (wait["start"] < gaps[:, 1]) & (wait["end"] > gaps[:, 0])
+    return np.asarray(np.where(there, drawn[waits[after]], -1))
+
+
+def _marks(spans: npt.NDArray[Any], origin: float) -> list[Mark]:
+    """Return a mark where each step starts on its first rank, if there are several steps."""
+    spans = metrics.active(spans)
+    steps = [step for step in np.unique(spans["step"]).tolist() if step >= 0]
+    if len(steps) < 2:
+        return []
+    return [
+        Mark(float(spans["start"][spans["step"] == step].min()) - origin, f"step {step}") for step in steps
+    ]

@@ -1,0 +1,284 @@
+"""A timeline as one SVG file: for READMEs, saved notebooks and papers.
+
+    title
+    rows          one per GPU, its thin rows below it; idle time hatched; above each group of ranks its header
+    axis
+    legend, and the row of figures: clock, bubble, step time
+
+Its size is bounded by its width: a row with more boxes than pixels is drawn by `coverage`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from textwrap import wrap
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.support.units import percent, seconds
+from mpkit.support.visible import escape
+from mpkit.timeline.timeline import Timeline
+from mpkit.views.drawing.colours import FONT, INKS, THEMES, Key
+from mpkit.views.drawing.ticks import ticks
+from mpkit.views.timeline.coverage import coverage, runs, strongest
+from mpkit.views.timeline.picture import Picture, Row, picture
+
+__all__ = ["gutter_of", "summary", "svg"]
+
+HEIGHTS = {"compute": 26.0, "layers": 8.0, "comm": 7.0, "host": 5.0, "data": 7.0, "group": 14.0}
+GAP, BETWEEN, MARGIN, GUTTER = 2.0, 7.0, 16.0, 96.0
+FULL_DETAIL = 1500
+"""The most boxes in the whole picture for which each gets its hover text."""
+
+
+class Plot(NamedTuple):
+    """The x range of the time axis: `span` pixels, from `left` on."""
+
+    left: float
+    span: float
+
+
+def gutter_of(pic: Picture) -> float:
+    """Return the pixels that the labels take, left of the rows."""
+    longest = max((len(row.label) for row in pic.rows if row.part == "compute"), default=0)
+    return max(GUTTER, 6.6 * longest + 12)
+
+
+def svg(
+    timeline: Timeline,
+    width: int = 960,
+    *,
+    title: str = "",
+    step: int | None = None,
+    theme: str = "auto",
+    room: float = 0.0,
+    fold: bool = False,
+    gutter: float = 0.0,
+) -> str:
+    """Draw the timeline as a standalone SVG document.
+
+    Args:
+        timeline: what to draw.
+        width: in pixels.
+        title: a heading; none is drawn if empty.
+        step: draw this step only.
+        theme: "light", "dark", or "auto" for what the reader's system prefers.
+        room: the least seconds that the axis covers, so that several pictures share a scale.
+        fold: draw only the first rank of each group.
+        gutter: the least pixels for the labels, for the same purpose.
+
+    Raises:
+        ValueError: the width leaves no room for a picture, or there is no such theme.
+    """
+    if width < 240:
+        raise ValueError(f"width={width} leaves no room for a picture: give 240 pixels or more")
+    if theme not in ("auto", *THEMES):
+        raise ValueError(f"theme={theme!r} is none of 'auto', 'light' and 'dark'")
+    pic = picture(timeline, step, fold=fold)
+    pic = replace(pic, duration=max(pic.duration, room))
+    top = MARGIN + (30 if title else 4)
+    tops, bottom = _tops(pic.rows, top)
+    gutter = max(gutter, gutter_of(pic))
+    plot = Plot(MARGIN + gutter, width - gutter - 2 * MARGIN)
+    body = [_heading(title)] if title else []
+    body += [_row(pic, number, tops[number], plot) for number in range(len(pic.rows))]
+    body += [_axis(pic, top, bottom, plot)]
+    legend, height = _legend(pic, bottom + 38, width)
+    caption, height = _caption(pic, height + 24, width)
+    letters = int((width - 2 * MARGIN) / 6.2)  # about as many letters fit on a line
+    lines = [line for note in timeline.notes for line in wrap(note, letters)]
+    notes = [_words(MARGIN, height + 20 * i, line, "faint") for i, line in enumerate(lines)]
+    height += 20 * len(notes)
+    name = escape(title or f"Timeline of {timeline.world_size} ranks")
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="mpkit" role="img" width="{width}" '
+            f'height="{height:.0f}" viewBox="0 0 {width} {height:.0f}" font-family="{FONT}" font-size="12">',
+            f"<title>{name}</title>",
+            f"<desc>{escape(summary(pic))}</desc>",
+            _style(theme),
+            f'<rect class="ground" width="{width}" height="{height:.0f}" rx="8"/>',
+            *body,
+            legend,
+            caption,
+            *notes,
+            "</svg>",
+        ]
+    )
+
+
+def summary(pic: Picture) -> str:
+    """Describe the picture in words, for readers who cannot see it."""
+    facts = [f"{name}: {value}" for name, value in pic.figures.items()]
+    idle = [
+        f"{row.label}: idle {percent(pic.idle_share(row.rank))}" for row in pic.rows if row.part == "compute"
+    ]
+    return "; ".join([f"{len(pic.boxes)} operations in {seconds(pic.duration)}", *facts, *idle[:64]]) + "."
+
+
+def _style(theme: str) -> str:
+    """Return the colours as classes: one block per theme, so that one file serves both."""
+
+    def block(name: str) -> str:
+        ground = THEMES[name]
+        rules = [
+            f".ground{{fill:{ground.ground}}}.words{{fill:{ground.text}}}.faint{{fill:{ground.faint}}}",
+            f".line{{stroke:{ground.line}}}.hatch{{stroke:{ground.hatch}}}.bare{{fill:{ground.idle}}}",
+        ]
+        for key, ink in INKS.items():
+            if key != Key.IDLE:
+                fill, on = (ink.light, ink.on_light) if name == "light" else (ink.dark, ink.on_dark)
+                rules.append(f".k{int(key)}{{fill:{fill}}}.t{int(key)}{{fill:{on}}}")
+        return "".join(f".mpkit {rule}" for rule in "".join(rules).replace("}.", "}\n.").split("\n"))
+
+    first = block("light" if theme == "auto" else theme)
+    dark = f"@media (prefers-color-scheme: dark){{{block('dark')}}}" if theme == "auto" else ""
+    hatch = (
+        '<defs><pattern id="mpkit-idle" width="6" height="6" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><rect class="bare" width="6" height="6"/>'
+        '<line class="hatch" y2="6" stroke-width="2"/></pattern></defs>'
+    )
+    return f"<style>{first}{dark}.mpkit .k0{{fill:url(#mpkit-idle)}}</style>\n{hatch}"
+
+
+def _tops(rows: list[Row], top: float) -> tuple[list[float], float]:
+    """Return the y of each row, and the y below the last."""
+    tops = []
+    for number, row in enumerate(rows):
+        if number:
+            heads = row.part == "group" or (row.part == "compute" and rows[number - 1].part != "group")
+            top += BETWEEN if heads else GAP
+        tops.append(top)
+        top += HEIGHTS[row.part]
+    return tops, top
+
+
+def _row(pic: Picture, number: int, y: float, plot: Plot) -> str:
+    row, boxes = pic.rows[number], pic.of_row(number)
+    height = HEIGHTS[row.part]
+    if row.part == "group":
+        return _header(row.label, y + height - 3, plot)
+    label = (
+        f'<text class="words" x="{plot.left - 10:g}" y="{y + height / 2 + 4:g}" text-anchor="end">'
+        f"{escape(row.label)}</text>"
+        if row.part == "compute"
+        else ""
+    )
+    few = len(boxes) <= plot.span / 2
+    drawn = _each(pic, boxes, y, height, plot) if few else _by_pixel(pic, boxes, y, height, plot)
+    return f'<g aria-label="{escape(row.label)}">{label}{drawn}</g>'
+
+
+def _header(words: str, y: float, plot: Plot) -> str:
+    """Draw the header of a group: its name, and a line from there to the end."""
+    after = MARGIN + 6.4 * len(words) + 8
+    return (
+        f'<text class="faint" x="{MARGIN:g}" y="{y:g}" font-size="11" font-weight="600">{escape(words)}</text>'
+        f'<line class="line" x1="{after:g}" x2="{plot.left + plot.span:g}" y1="{y - 3.5:g}" y2="{y - 3.5:g}"/>'
+    )
+
+
+def _each(pic: Picture, boxes: npt.NDArray[Any], y: float, height: float, plot: Plot) -> str:
+    """Draw every box as itself, with its number and its hover text."""
+    scale = plot.span / pic.duration if pic.duration else 0.0
+    parts = []
+    for box in boxes:
+        x = plot.left + float(box["start"]) * scale
+        width = float(box["end"] - box["start"]) * scale
+        # Neighbours of one colour are separated by a line in the background's colour.
+        shown = max(width - (0.8 if width > 3 and box["key"] else 0.0), 0.3 if height > 20 else 0.8)
+        hover = f"<title>{escape(pic.hover(box))}</title>" if len(pic.boxes) <= FULL_DETAIL else ""
+        parts.append(
+            f'<rect class="k{box["key"]}" x="{x:.2f}" y="{y:g}" width="{shown:.2f}" height="{height:g}"'
+            + (f">{hover}</rect>" if hover else "/>")
+        )
+        label = pic.label(box)
+        if label and height > 20 and width > 7.5 * len(label) + 2:
+            parts.append(
+                f'<text class="t{box["key"]}" x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" '
+                f'text-anchor="middle" font-size="11" pointer-events="none">{label}</text>'
+            )
+    return "".join(parts)
+
+
+def _by_pixel(pic: Picture, boxes: npt.NDArray[Any], y: float, height: float, plot: Plot) -> str:
+    """Draw the strongest key in each pixel, with runs of equal pixels joined: at most one box per pixel and layer."""
+    keys, busy = strongest(coverage(boxes, int(plot.span), pic.duration))
+    shade = np.ceil(busy * 4).astype(int)  # in quarters: more would cut runs with no visible gain
+    parts = []
+    for first, after in runs(np.where(keys >= 0, 0, -1)):
+        if keys[first] >= 0 and pic.rows[int(boxes["row"][0])].part == "compute":
+            parts.append(_rect(0, plot.left + first, after - first, y, height, 4))
+    for first, after in runs(keys * 8 + shade):
+        if keys[first] > Key.IDLE:
+            shown = int(shade[first])
+            parts.append(_rect(int(keys[first]), plot.left + first, after - first, y, height, shown))
+    return "".join(parts)
+
+
+def _rect(key: int, x: float, width: int, y: float, height: float, shade: int) -> str:
+    opacity = f' opacity="{shade / 4:g}"' if shade < 4 else ""
+    return f'<rect class="k{key}" x="{x:g}" y="{y:g}" width="{width}" height="{height:g}"{opacity}/>'
+
+
+def _axis(pic: Picture, top: float, bottom: float, plot: Plot) -> str:
+    left, span = plot
+    scale = span / pic.duration if pic.duration else 0.0
+    parts = [
+        f'<line class="line" x1="{left:g}" x2="{left + span:g}" y1="{bottom + 6:g}" y2="{bottom + 6:g}"/>'
+    ]
+    for time, words in ticks(pic.duration, max(2, int(span / 110))):
+        x = left + time * scale
+        parts.append(
+            f'<line class="line" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom + 6:g}" y2="{bottom + 10:g}"/>'
+        )
+        parts.append(
+            f'<text class="faint" x="{x:.1f}" y="{bottom + 22:g}" text-anchor="middle" font-size="11">{words}</text>'
+        )
+    for mark in pic.marks if len(pic.marks) <= 40 else []:
+        x = left + mark.time * scale
+        parts.append(
+            f'<line class="line" stroke-dasharray="3 3" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4:g}" '
+            f'y2="{bottom + 6:g}"><title>{escape(mark.text)}</title></line>'
+        )
+    return "".join(parts)
+
+
+def _heading(title: str) -> str:
+    look = ' font-size="15" font-weight="600"'
+    return _words(MARGIN, MARGIN + 14, title, weight=look)
+
+
+def _words(x: float, y: float, words: str, look: str = "words", weight: str = "") -> str:
+    return f'<text class="{look}" x="{x:g}" y="{y:g}"{weight}>{escape(words)}</text>'
+
+
+def _legend(pic: Picture, y: float, width: int) -> tuple[str, float]:
+    """Draw swatches with their words, on as many lines as they need; returns them and the y of the last line."""
+    x, parts = MARGIN, []
+    for key in pic.keys:
+        word = INKS[key].word + (" (bubble)" if key == Key.IDLE else "")
+        need = 20 + 7 * len(word) + 14
+        if x + need > width - MARGIN and x > MARGIN:
+            x, y = MARGIN, y + 20
+        parts.append(f'<rect class="k{int(key)}" x="{x:g}" y="{y - 1:g}" width="14" height="12" rx="2"/>')
+        parts.append(_words(x + 20, y + 9.5, word))
+        x += need
+    return "".join(parts), y + 10
+
+
+def _caption(pic: Picture, y: float, width: int) -> tuple[str, float]:
+    """Draw bubble and step time first, since readers look for them; then the clock, in words."""
+    shown = [f"{name} {pic.figures[name]}" for name in ("bubble", "step time") if name in pic.figures]
+    if "hardware" in pic.figures:
+        shown.append(f"on {pic.figures['hardware']}")
+    strong = " · ".join(shown)
+    parts = [_words(MARGIN, y, strong, weight=' font-weight="600"')] if strong else []
+    x = MARGIN + (7.4 * len(strong) + 14 if strong else 0)
+    clock = pic.figures["clock"]
+    if strong and x + 6.6 * len(clock) > width - MARGIN:
+        x, y = MARGIN, y + 20
+    parts.append(_words(x, y, clock, "faint"))
+    return "".join(parts), y + MARGIN

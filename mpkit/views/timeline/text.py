@@ -1,0 +1,176 @@
+"""A timeline in the terminal: one line per rank, plain characters.
+
+    rank 0 (CPU) |0░1░2░3░·····················3▓▓▓2▓▓▓1▓▓▓0▓▓▓|
+
+The number at the start of an operation is its micro-batch; the characters after it show its kind. `terminal.py`
+draws the same cells in colour, while a run goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.support.units import percent, seconds
+from mpkit.timeline.timeline import Timeline
+from mpkit.trace import Kind
+from mpkit.views.drawing.colours import INKS, Key
+from mpkit.views.timeline.coverage import coverage, strongest
+from mpkit.views.timeline.picture import Picture, picture
+
+__all__ = ["FILL", "FILL_ASCII", "Cells", "cells", "columns_of", "text"]
+
+FILL = dict(zip(Key, "·░▓▒█◆▚▞━═▤", strict=True))
+FILL_ASCII = dict(zip(Key, ".-=~+#rx_^%", strict=True))
+
+
+@dataclass(frozen=True)
+class Cells:
+    """One row as characters: a key per column (-1: blank), and the digits written over them; or a group's header."""
+
+    label: str
+    keys: npt.NDArray[Any]
+    digits: dict[int, str]
+    note: str
+    heads: bool = False
+
+    def plain(self, fill: dict[Key, str]) -> str:
+        """Return the row as a string, where `fill` gives each key's character."""
+        return "".join(
+            self.digits.get(column) or (fill[Key(key)] if key >= 0 else " ")
+            for column, key in enumerate(self.keys.tolist())
+        )
+
+
+def text(
+    timeline: Timeline,
+    width: int | None = None,
+    *,
+    step: int | None = None,
+    comm: bool = False,
+    ascii: bool = False,
+    fold: bool = False,
+) -> str:
+    """Return the timeline as lines of text.
+
+    Args:
+        timeline: what to draw. If it has several steps, the last is drawn, since the figures are those of the last.
+        width: columns to use; None: the terminal's width.
+        step: draw this step.
+        comm: give communication a line of its own under each rank.
+        ascii: use no character beyond ASCII.
+        fold: draw only the first rank of each group.
+
+    Raises:
+        ValueError: the width is too small for any picture.
+    """
+    width = shutil.get_terminal_size((100, 24)).columns if width is None else width
+    if width < 40:
+        raise ValueError(f"width={width} leaves no room for a picture: give 40 columns or more")
+    steps = timeline.steps
+    if step is None and len(steps) > 1:
+        step = steps[-1]
+    pic = picture(timeline, step, fold=fold)
+    if not len(pic.boxes):
+        return f"(an empty timeline of {timeline.world_size} ranks)"
+    fill, bar = (FILL_ASCII, "|") if ascii else (FILL, "│")
+    drawn = cells(pic, width, comm=comm)
+    gutter = max(len(row.label) for row in drawn if not row.heads)
+    lines = [
+        row.label if row.heads else f"{row.label:>{gutter}} {bar}{row.plain(fill)}{bar} {row.note}".rstrip()
+        for row in drawn
+    ]
+    lines.append(" " * (gutter + 2) + _axis(pic, len(drawn[0].keys)))
+    shown = {key for row in drawn for key in row.keys.tolist()}
+    lines.append("  ".join(f"{fill[key]} {INKS[key].word}" for key in pic.keys if key in shown))
+    lines.append(_caption(pic, step, len(steps)))
+    lines += timeline.notes
+    whole = "\n".join(lines)
+    return whole.replace("·", "-").replace("µ", "u").encode("ascii", "replace").decode() if ascii else whole
+
+
+def cells(pic: Picture, width: int, *, comm: bool = False) -> list[Cells]:
+    """Convert the rows of a picture to characters, in `width` columns with label and idle share."""
+    computes = bool(np.any(pic.boxes["key"][pic.boxes["span"] >= 0] < Key.COMM))
+    parts = {"compute"} if computes else {"comm", "host", "data"}
+    if comm:
+        parts |= {"compute", "comm"}
+    if np.any(pic.boxes["key"] == Key.DATA):
+        parts |= {"data"}
+    shown = [(number, row) for number, row in enumerate(pic.rows) if row.part in {*parts, "group"}]
+    labels = [
+        row.label if row.part in ("compute", "group") else f"{row.label} {row.rank}" for _, row in shown
+    ]
+    gutter = max(
+        (len(label) for label, (_, row) in zip(labels, shown, strict=True) if row.part != "group"), default=0
+    )
+    columns = columns_of(pic, width - gutter - len(" ││ idle 99.9 %"))
+    blank = np.full(columns, -1)
+    return [
+        Cells(label, blank, {}, "", heads=True)
+        if row.part == "group"
+        else _row(pic, number, label, columns, row.part == "compute")
+        for (number, row), label in zip(shown, labels, strict=True)
+    ]
+
+
+def columns_of(pic: Picture, room: int) -> int:
+    """Return how many of `room` columns to use: if all times are multiples of one, each unit gets equal columns."""
+    work = pic.boxes[(pic.boxes["key"] > Key.IDLE) & (pic.boxes["key"] < Key.COMM)]
+    work = work[work["end"] > work["start"]]
+    if len(work):
+        units = pic.duration / float((work["end"] - work["start"]).min())
+        starts = work["start"] / pic.duration * units
+        whole = np.append(starts, units)
+        if units <= room and np.allclose(whole, np.round(whole), atol=1e-6):
+            return int(room // round(units) * round(units))
+    return room
+
+
+def _row(pic: Picture, number: int, label: str, columns: int, idle: bool) -> Cells:
+    boxes = pic.of_row(number)
+    # A character has no shades: it shows the key that takes most of its time.
+    keys, _ = strongest(coverage(boxes, columns, pic.duration), least=0.5)
+    scale = columns / pic.duration if pic.duration else 0.0
+    digits: dict[int, str] = {}
+    for box in boxes[(boxes["end"] - boxes["start"]) * scale >= 1.5]:
+        number_text = pic.label(box)
+        first, after = _nearest(box["start"] * scale), _nearest(box["end"] * scale)
+        # At least one column of fill must remain, or a reader could not tell what the number belongs to.
+        if number_text and after - first > len(number_text):
+            digits.update({first + i: digit for i, digit in enumerate(number_text)})
+    share = f"idle {percent(pic.idle_share(pic.rows[number].rank))}" if idle else ""
+    return Cells(label, keys, digits, share)
+
+
+def _nearest(column: float) -> int:
+    """Round to the nearest column, a half down: a column that a box covers by half is not its own."""
+    return math.ceil(column - 0.5 - 1e-9)
+
+
+def _axis(pic: Picture, columns: int) -> str:
+    end = seconds(pic.duration)
+    return f"0{end:>{columns - 1}}"
+
+
+def _caption(pic: Picture, step: int | None, steps: int) -> str:
+    words = [f"step {step} ({steps} steps in all)"] if step is not None and steps > 1 else []
+    words += [f"{name} {value}" for name, value in pic.figures.items() if name != "clock"]
+    of = pic.timeline if step is None else pic.timeline.step(step)
+    words += _hidden(of)
+    words += [f"data loading {seconds(max(of.data_time))}"] * any(of.data_time)
+    return " · ".join([*words, pic.figures["clock"]])
+
+
+def _hidden(timeline: Timeline) -> list[str]:
+    """Report how much of all ranks' communication was hidden behind compute; nothing if none was."""
+    kinds = timeline.spans["kind"]
+    if not np.any((kinds >= Kind.ALL_REDUCE) & (kinds < Kind.BARRIER)) or timeline.overlap < 0.005:
+        return []
+    exposed = max(timeline.exposed_comm)
+    return [f"communication hidden {percent(timeline.overlap)}, exposed {seconds(exposed)}"]

@@ -1,0 +1,1 @@
+"""Drawings of traffic: which rank sends how much to which."""

@@ -1,0 +1,95 @@
+"""The table of what a rank sends, as text and as HTML."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpkit.support.units import bytes_text
+from mpkit.support.visible import escape
+from mpkit.views.drawing.axes import ink_of
+
+if TYPE_CHECKING:
+    from mpkit.timeline.volume import CommVolume
+
+__all__ = ["volume_html", "volume_text"]
+
+FAINT = "color:var(--jp-ui-font-color2,#656d76)"
+HEAD = ["axis", "kind", "calls", "payload", "sent", "by the formula", "", "ratio"]
+LEFT = (0, 1, 6)
+"""The number of columns that hold words."""
+
+
+def _cells(volume: CommVolume) -> list[list[str]]:
+    return [
+        [
+            row.axis,
+            row.kind.replace("_", "-"),
+            f"{row.calls:g}" if row.calls == round(row.calls) else f"{row.calls:.1f}",
+            bytes_text(row.payload),
+            bytes_text(row.wire),
+            bytes_text(row.expected) if row.expected is not None else "",
+            row.symbols,
+            f"{row.ratio:.3f}" if row.ratio is not None else "",
+        ]
+        for row in volume.rows
+    ]
+
+
+def volume_text(volume: CommVolume) -> str:
+    """Return the table for a terminal.
+
+    Args:
+        volume: what to show.
+    """
+    rows = [HEAD, *_cells(volume)]
+    if not volume.rows:
+        return f"{volume.of}: nothing."
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    lines = [
+        "  ".join(
+            word.ljust(width) if i in LEFT else word.rjust(width)
+            for i, (word, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([volume.of, "", *lines])
+
+
+def _align(column: int) -> str:
+    """Return the alignment of a column: words may wrap, numbers may not."""
+    breaks = "normal" if column == 6 else "nowrap"
+    return f"text-align:{'left' if column in LEFT else 'right'};white-space:{breaks}"
+
+
+def volume_html(volume: CommVolume) -> str:
+    """Return the table as HTML, a row per axis and kind; below each formula, what it describes in words.
+
+    Args:
+        volume: what to show.
+    """
+    rows = _cells(volume)
+    cell = "padding:4px 14px 4px 0;border:none;vertical-align:top;background:none"
+
+    def line(tag: str, values: list[str], look: str = "") -> str:
+        look = f"{cell};font-weight:400;{look}"
+        cells = [f'<{tag} style="{look};{_align(i)}">{value}</{tag}>' for i, value in enumerate(values)]
+        return f"<tr>{''.join(cells)}</tr>"
+
+    body = []
+    for row, values in zip(volume.rows, rows, strict=True):
+        shown = [escape(value) for value in values]
+        shown[0] = (
+            f'<span style="display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:7px;'
+            f'background:{ink_of(row.axis)}"></span><b>{shown[0]}</b>'
+        )
+        if shown[6]:
+            shown[6] += f'<br><span style="{FAINT}">{escape(row.words)}</span>'
+        shown[7] = f"<b>{shown[7]}</b>"
+        body.append(line("td", shown))
+    empty = "" if rows else f'<p style="{FAINT}">Nothing is sent.</p>'
+    return (
+        f'<div style="font-variant-numeric:tabular-nums"><b>{escape(volume.of)}</b>'
+        f'<table style="border-collapse:collapse;margin:6px 0 2px">'
+        f"<thead>{line('th', HEAD, FAINT) if rows else ''}</thead>"
+        f"<tbody>{''.join(body)}</tbody></table>{empty}</div>"
+    )

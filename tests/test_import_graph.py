@@ -1,0 +1,203 @@
+"""The architecture, held to: who imports whom, in which order, and how much lies in one folder.
+
+All imports count: those within functions, and those for type checkers. `import mpkit as mk` counts as imports of the
+modules whose names are then used, such as `mk.Context`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import mpkit
+
+PACKAGE = Path(mpkit.__file__).parent
+ROOT = PACKAGE.parent
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+TABLE = mpkit.homes()  # public name -> module
+
+# What a rank or a headless GPU box may lack; imported when a view is shown.
+NOTEBOOK_ONLY = {
+    "IPython", "anywidget", "ipykernel", "ipywidgets", "jupyter", "jupyterlab", "pandas", "plotly", "traitlets",
+}  # fmt: skip
+USES_NOTEBOOKS = ("mpkit.views", "mpkit.apps.explorer_view")
+
+
+class Import(NamedTuple):
+    target: str
+    typing: bool = False
+    deferred: bool = False
+
+
+def modules() -> dict[str, Path]:
+    """Every module of mpkit but the package itself, by its dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {name: path for name, path in found.items() if name not in ("mpkit", "mpkit.__main__")}
+
+
+MODULES = modules()
+
+
+def imports(source: str) -> Iterator[Import]:
+    """What a module's source imports; of mpkit's own modules those that there are.
+
+    >>> list(imports("if TYPE_CHECKING:\\n    from mpkit import trace\\ndef show(): import plotly"))
+    [Import(target='mpkit.trace', typing=True, deferred=False), Import(target='plotly', typing=False, deferred=True)]
+    """
+    tree = ast.parse(source)
+
+    def walk(node: ast.AST, typing: bool, deferred: bool) -> Iterator[Import]:
+        match node:
+            case ast.Import(names=names):
+                yield from (Import(alias.name, typing, deferred) for alias in names if alias.name != "mpkit")
+            case ast.ImportFrom(module=module, names=names, level=level):
+                assert not level, "imports are absolute"
+                for alias in names:
+                    whole = f"{module}.{alias.name}"
+                    yield Import(whole if whole in MODULES else str(module), typing, deferred)
+            case ast.Attribute(value=ast.Name(id="mk"), attr=name) if name in TABLE:
+                yield Import(TABLE[name], typing, deferred)
+        typing = typing or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        deferred = deferred or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, typing, deferred)
+
+    yield from walk(tree, False, False)
+
+
+GRAPH = {name: list(imports(path.read_text(encoding="utf-8"))) for name, path in MODULES.items()}
+
+
+def folder(name: str) -> str:
+    """The folder of a module, as docs/architecture.md writes it: `parallel/zero`."""
+    if name == "mpkit.errors":
+        return "errors"
+    path = MODULES[name].parent.relative_to(PACKAGE)
+    return "classroom/exercises" if path.parts[:2] == ("classroom", "exercises") else path.as_posix()
+
+
+def layers() -> list[str]:
+    """The folders in the order of docs/architecture.md, the lowest first."""
+    block = re.search(r"## The layers.*?```\n(.*?)```", ARCHITECTURE, re.DOTALL)
+    assert block, "docs/architecture.md lists the layers"
+    return [word for line in block[1].splitlines() for word in line.partition("#")[0].split()]
+
+
+def test_the_architecture_names_every_folder_once() -> None:
+    assert sorted(layers()) == sorted({folder(name) for name in MODULES})
+
+
+def test_no_folder_imports_one_that_lies_above_it() -> None:
+    order = {name: number for number, name in enumerate(layers())}
+    against = [
+        f"{folder(name)} -> {folder(each.target)}: {name} imports {each.target}"
+        for name, found in GRAPH.items()
+        for each in found
+        if each.target in MODULES and order[folder(name)] < order[folder(each.target)]
+    ]
+    assert not against, "\n".join(against)
+
+
+def test_no_cycle_among_modules() -> None:
+    edges = {
+        name: [
+            each.target
+            for each in found
+            if each.target in MODULES
+            and each.target != name
+            and not (each.typing and folder(name) == folder(each.target))
+        ]
+        for name, found in GRAPH.items()
+    }
+    assert cycle_of(edges) is None
+
+
+def cycle_of(edges: dict[str, list[str]]) -> str | None:
+    """One cycle, if there is any."""
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> str | None:
+        if name in above:
+            return " -> ".join((*above[above.index(name) :], name))
+        if name in done:
+            return None
+        found = next(filter(None, (visit(target, (*above, name)) for target in edges[name])), None)
+        done.add(name)
+        return found
+
+    return next(filter(None, (visit(name, ()) for name in edges)), None)
+
+
+def test_a_cycle_is_found() -> None:
+    assert cycle_of({"a": ["b"], "b": ["c"], "c": []}) is None
+    assert cycle_of({"a": ["b"], "b": ["c"], "c": ["b"]}) == "b -> c -> b"
+
+
+def test_the_top_holds_three_files_and_no_folder_more_than_twenty() -> None:
+    assert sorted(path.name for path in PACKAGE.glob("*.py")) == ["__init__.py", "__main__.py", "errors.py"]
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    assert {each.name: n for each in folders if (n := len(list(each.glob("*.py")))) > 20} == {}
+
+
+def test_modules_and_functions_are_short() -> None:
+    """Half of the modules have 120 lines at most, 95 % have 250; functions 60, but in exercises and views."""
+    sources = {name: path.read_text(encoding="utf-8") for name, path in MODULES.items()}
+    lengths = sorted(source.count("\n") for source in sources.values())
+    assert lengths[len(lengths) // 2] <= 120
+    assert sum(length <= 250 for length in lengths) >= 0.95 * len(lengths)
+    long = [
+        f"{name}.{node.name}: {lines} lines"
+        for name, source in sources.items()
+        if not name.startswith(("mpkit.views", "mpkit.classroom.exercises"))
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and (lines := node.end_lineno - node.lineno + 1) > 60
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_the_names_that_are_public_are_where_the_table_says() -> None:
+    for name in mpkit.__all__:
+        assert getattr(mpkit, name) is not None
+
+
+def test_renderers_are_where_the_views_say() -> None:
+    from mpkit.views.renderers import RENDERERS
+
+    for place in (place for forms in RENDERERS.values() for place in forms.values()):
+        module, _, function = place.partition(":")
+        assert re.search(rf"^(def|class) {function}\b", MODULES[module].read_text("utf-8"), re.MULTILINE), (
+            place
+        )
+
+
+def test_only_views_import_what_notebooks_need() -> None:
+    found = [
+        f"{name} imports {each.target}"
+        for name, targets in GRAPH.items()
+        for each in targets
+        if each.target.partition(".")[0] in NOTEBOOK_ONLY
+        and not (each.deferred or each.typing or name.startswith(USES_NOTEBOOKS))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_importing_mpkit_is_cheap() -> None:
+    run = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "import mpkit"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    imported = [line.rsplit("|", 1)[1].strip() for line in run.stderr.splitlines() if "|" in line]
+    assert "mpkit" in imported
+    heavy = [name for name in imported if name.partition(".")[0] in {"torch", "numpy", *NOTEBOOK_ONLY}]
+    assert not heavy, f"`import mpkit` imports {heavy[0]}"
