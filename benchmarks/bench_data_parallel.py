@@ -70,13 +70,13 @@ def prepared(ctx: Any, name: str) -> TrainJob:
         model(), text_batches(BATCH, LENGTH, 4), PLANS[name](ctx.world_size),
         loss=next_token_loss, optimizer=adamw, steps=1000, ranks=ctx.world_size,
     )  # fmt: skip
-    job.model = None
+    job.what.model = None
     return job
 
 
 def trained(ctx: Any, job: TrainJob) -> Step:
     """Return a function that runs one training step of a job, on a model that is made here as theirs is."""
-    job.model = model()
+    job.what.model = model()
     return Training(ctx, job).step
 
 

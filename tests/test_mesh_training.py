@@ -316,7 +316,7 @@ def test_a_recomputed_forward_draws_the_same_on_a_mesh(train: Train) -> None:
 def held_alike(ctx: Any, job: TrainJob) -> dict[str, Tensor]:
     """After all steps, the parameters that are no shards."""
     training = Training(ctx, job)
-    for step in range(job.steps):
+    for step in range(job.how.steps):
         training.step(step)
     with training.sync.gathered():
         return {

@@ -168,10 +168,10 @@ def test_random_valid_schedules_run_and_give_serial_gradients(
         if (stages, m) not in prepared:
             prepared[stages, m] = prepare(model, data, plan, **how)
         recompute = rng.choice(["none", "none", "full"])
-        jobs.append(
-            replace(prepared[stages, m], plan=replace(plan, recompute=recompute), model=copy.deepcopy(model))
-        )
-    split = Counter(a.kind for job in jobs for row in job.plan.build().rows for a in row)
+        job = prepared[stages, m].with_model(copy.deepcopy(model))
+        where = replace(job.where, plan=replace(plan, recompute=recompute), schedule=schedule)
+        jobs.append(replace(job, where=where))
+    split = Counter(a.kind for job in jobs for row in job.where.schedule.rows for a in row)
     assert split["B"] > 100
     assert split["I"] == split["W"] > 100
     by_rank = clusters(ranks).run(gradients, jobs)

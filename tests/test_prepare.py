@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 import re
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import numpy as np
@@ -245,7 +246,7 @@ def test_nothing_is_computed_and_nothing_printed(capsys: pytest.CaptureFixture[s
     data = [(torch.zeros(1, 1).expand(2**17, 4), torch.zeros(1, 1).expand(2**17, 2**16))]
     job = prepared(model=model, data=data, steps=1)
     assert capsys.readouterr().out == ""
-    assert sum(layer.flops.forward for layer in next(iter(job.numbers.values()))) > 1e10
+    assert sum(layer.flops.forward for layer in next(iter(job.where.numbers.values()))) > 1e10
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD, adamw, fused])
@@ -267,14 +268,14 @@ def test_an_optimizer_with_groups() -> None:
 def test_data_of_many_kinds() -> None:
     dataset = TensorDataset(torch.randn(20, 4), torch.randn(20, 2))
     before = torch.get_rng_state()
-    assert len(prepared(data=DataLoader(dataset, batch_size=8, shuffle=True)).batches) == 3  # 8, 8, 4
+    assert len(prepared(data=DataLoader(dataset, batch_size=8, shuffle=True)).what.batches) == 3  # 8, 8, 4
     assert torch.equal(before, torch.get_rng_state()), "shuffling too leaves the random state alone"
     endless = iter(lambda: DATA[0], None)
-    assert len(prepared(data=endless, steps=7).batches) == 7
-    assert len(prepared(data=DATA, steps=7).batches) == 1
-    assert len(prepared(data=[[DATA[0][0], DATA[0][1]]] * 9, steps=2).batches) == 2
+    assert len(prepared(data=endless, steps=7).what.batches) == 7
+    assert len(prepared(data=DATA, steps=7).what.batches) == 1
+    assert len(prepared(data=[[DATA[0][0], DATA[0][1]]] * 9, steps=2).what.batches) == 2
     job = prepared(data=[((torch.zeros(8, 4),), torch.zeros(8, 2))])
-    assert isinstance(job.batches[0][0], tuple)
+    assert isinstance(job.what.batches[0][0], tuple)
 
 
 def test_a_layer_that_looks_at_values_is_run_for_real_on_a_copy() -> None:
@@ -290,7 +291,7 @@ def test_a_layer_that_looks_at_values_is_run_for_real_on_a_copy() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Gate(), nn.Linear(4, 2))
     job = prepared(model=model)
     assert model[1].calls == 0
-    (numbers,) = job.numbers.values()
+    (numbers,) = job.where.numbers.values()
     assert [layer.output.specs[0].shape for layer in numbers[:-1]] == [(2, 4), (2, 4), (2, 2)]
     assert numbers[0].flops.forward > 0
 
@@ -313,18 +314,18 @@ def test_stages_balance_flops_and_may_be_told() -> None:
     data = text_batches(8, 16, 1)
     how: dict[str, Any] = {"model": model, "data": data, "loss": next_token_loss, "ranks": 3}
     job = prepared(plan=mk.Plan.gpipe(3, 4), **how)
-    assert job.stages == [range(0, 3), range(3, 5), range(5, 8)]  # the head costs 2/3 of a block
+    assert job.where.stages == (range(0, 3), range(3, 5), range(5, 8))  # the head costs 2/3 of a block
     told = prepared(plan=mk.Plan.gpipe(3, 4, cut=["block1", 4]), **how)
-    assert told.stages == [range(0, 2), range(2, 4), range(4, 8)]
+    assert told.where.stages == (range(0, 2), range(2, 4), range(4, 8))
     assert job.meta["stages"][0] == ["embedding", "block0", "block1"]
     assert job.meta["batch_size"] == 8 and job.meta["parameters"] == sum(
         p.numel() for p in model.parameters()
     )
-    assert job.names == list(model.state_dict())
+    assert job.what.names == list(model.state_dict())
 
 
 def test_flops_are_those_of_the_layers() -> None:
-    (numbers,) = prepared().numbers.values()
+    (numbers,) = prepared().where.numbers.values()
     first, relu, middle, _, last, loss = (layer.flops for layer in numbers)
     b = 2  # samples a micro-batch
     assert (first.forward, first.backward) == (2 * b * 4 * 8, 2 * b * 4 * 8)  # the data wants no gradient
@@ -333,19 +334,20 @@ def test_flops_are_those_of_the_layers() -> None:
     assert relu.forward == loss.forward == 0
     assert relu.forward_bytes == 2 * b * 8 * 4
     job = prepared()
-    (key,) = job.numbers
-    assert job.flops(key, 0).forward + job.flops(key, 1).forward == 2 * b * (4 * 8 + 8 * 8 + 8 * 2)
+    (key,) = job.where.numbers
+    both = job.where.flops(key, 0).forward + job.where.flops(key, 1).forward
+    assert both == 2 * b * (4 * 8 + 8 * 8 + 8 * 2)
 
 
 def test_uneven_micro_batches_are_counted_by_size() -> None:
     job = prepared(plan=mk.Plan.gpipe(2, 3))  # 3, 3, 2
-    assert [numbers[0].output.specs[0].shape for numbers in job.numbers.values()] == [(3, 8), (2, 8)]
+    assert [numbers[0].output.specs[0].shape for numbers in job.where.numbers.values()] == [(3, 8), (2, 8)]
 
 
 def test_a_dict_stays_within_a_stage() -> None:
     model = nn.Sequential(AsDict(), FromDict(), nn.Linear(4, 4), AsDict(), FromDict(), nn.Linear(4, 2))
     job = prepared(model=model, plan=mk.Plan.gpipe(4, 2), ranks=4)
-    assert [stage.start for stage in job.stages] == [0, 2, 3, 5]
+    assert [stage.start for stage in job.where.stages] == [0, 2, 3, 5]
 
 
 def test_layers_of_one_make_are_those_that_compute_the_same() -> None:
@@ -364,12 +366,16 @@ def test_layers_of_one_make_are_those_that_compute_the_same() -> None:
 def test_a_job_travels() -> None:
     job = prepared()
     again = pickle.loads(pickle.dumps(job))
-    assert (again.plan, again.stages, again.numbers, again.meta) == (
-        job.plan,
-        job.stages,
-        job.numbers,
-        job.meta,
-    )
+    assert (again.where, again.meta) == (job.where, job.meta)
+
+
+def test_a_job_is_never_changed() -> None:
+    job = prepared(plan=mk.Plan(tp=2), ranks=2)
+    here = job.on(1)
+    assert (job.where.place, here.where.place) == (0, 1)
+    for part in (job, job.what, job.how, job.where):
+        with pytest.raises(FrozenInstanceError):
+            part.__setattr__(next(iter(part.__dataclass_fields__)), None)
 
 
 def test_it_is_a_value_error_of_the_cluster_before_any_rank_starts(cluster: mk.Cluster) -> None:

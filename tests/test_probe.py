@@ -94,7 +94,7 @@ def test_losses_are_refused_by_their_kind(name: str, plan: mk.Plan) -> None:
     ids=["mask of ones", "no target is masked", "elementwise"],
 )
 def test_what_would_be_wrong_for_other_data_is_not_refused(loss: Any, targets: Any, plan: mk.Plan) -> None:
-    assert prepared(net(), [(X, targets)], plan, loss).nominal is None
+    assert prepared(net(), [(X, targets)], plan, loss).what.nominal is None
 
 
 def test_later_batches_of_a_list_are_looked_at() -> None:

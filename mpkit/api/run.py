@@ -80,8 +80,8 @@ class Run:
         from mpkit.parallel.runtime.train import train
 
         self.plan = job.plan
-        self.steps = job.steps
-        self.first_step = job.first_step
+        self.steps = job.how.steps
+        self.first_step = job.how.first_step
         self._job = job
         self._observers: list[Observer] = list(observers)
         self._telling = threading.RLock()  # held while observers are notified or added
@@ -94,7 +94,7 @@ class Run:
             sink=self._output,
             flush=self._flush,
             meta=job.meta,
-            modules=installed_modules(job.model),
+            modules=installed_modules(job.what.model),
             compares=False,
         )
         self._dashboard: Any = None
@@ -112,7 +112,7 @@ class Run:
 
     def _lock(self) -> FolderLock | None:
         """Lock the checkpoint folder against other trainings; called before any rank is started."""
-        return None if self._job.saving is None else FolderLock(Path(self._job.saving.folder))
+        return None if self._job.how.saving is None else FolderLock(Path(self._job.how.saving.folder))
 
     # ---- while it runs ------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class Run:
         """
         from mpkit.analysis.placement import placement_of
 
-        return placement_of(self._launch.meta, self.plan.ranks, model=self._job.model, hardware=hardware)
+        return placement_of(self._launch.meta, self.plan.ranks, model=self._job.what.model, hardware=hardware)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained weights: whole, on the CPU, under the model's own names.
@@ -278,7 +278,7 @@ class Run:
                 else "this run was stopped before its end, and its weights went with its ranks; "
                 f"{self.first_step + len(self.losses)} of {self.steps} steps were done: train for as many to have them"
             )
-        return put_together_by_name(self._job.names, self._launch.results())
+        return put_together_by_name(self._job.what.names, self._launch.results())
 
     def show(self) -> None:
         """Show the run's picture: the live one in a notebook, else the newest step as text."""
@@ -339,12 +339,12 @@ class Run:
         """Start a reader that feeds streamed data to the ranks; None if the data is no stream."""
         from mpkit.data.stream import Stream
 
-        if not isinstance(job.batches, Stream):
+        if not isinstance(job.what.batches, Stream):
             return None
         from mpkit.data.feeding import Feeder
 
-        steps = range(job.first_step, job.steps)
-        return Feeder(job.batches, self._launch.folder, steps, self._launch.ranks)
+        steps = range(job.how.first_step, job.how.steps)
+        return Feeder(job.what.batches, self._launch.folder, steps, self._launch.ranks)
 
     def _look_at_data(self) -> None:
         """End the run with the data's error if the stream failed or ran out."""

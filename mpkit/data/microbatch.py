@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from itertools import accumulate
 
 from torch import Tensor
 
-__all__ = ["Value", "batch_size", "leaves", "map_tensors", "part", "share", "signature", "split"]
+__all__ = [
+    "Value",
+    "batch_size",
+    "leaves",
+    "map_tensors",
+    "one_of_each_shape",
+    "part",
+    "share",
+    "shares",
+    "signature",
+    "split",
+]
 
 Value = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 """Inputs or targets: one tensor, several by position, or several by name; the first dimension is the batch."""
@@ -56,6 +67,15 @@ def share(start: int, end: int, rank: int, n: int) -> slice:
     return slice(start + rank, end, n) if start + rank < end else slice(start, start + 1)
 
 
+def shares(size: int, m: int, n: int) -> list[list[slice]]:
+    """Return which samples of a batch each of n replicas takes, for each of m micro-batches.
+
+    >>> shares(8, 2, 2)
+    [[slice(0, 4, 2), slice(1, 4, 2)], [slice(4, 8, 2), slice(5, 8, 2)]]
+    """
+    return [[share(start, end, rank, n) for rank in range(n)] for start, end in split(size, m)]
+
+
 def part(value: Value, which: slice) -> Value:
     """Return some samples of a value, as views."""
     return map_tensors(lambda tensor: tensor[which], value)
@@ -74,3 +94,21 @@ def signature(inputs: Value, targets: Value) -> Hashable:
         for name, tensor in zip(names, leaves(value), strict=True):
             found.append((name, tuple(tensor.shape), tensor.dtype))
     return tuple(found)
+
+
+def one_of_each_shape(
+    batches: Iterable[tuple[Value, Value]], m: int, n: int
+) -> dict[Hashable, tuple[Value, Value]]:
+    """Return a replica's share of a micro-batch of every shape that occurs, by its signature.
+
+    Args:
+        batches: a batch of every size.
+        m: micro-batches per batch.
+        n: replicas per micro-batch.
+    """
+    found: dict[Hashable, tuple[Value, Value]] = {}
+    for inputs, targets in batches:
+        for which in (each for replicas in shares(batch_size(inputs), m, n) for each in replicas):
+            x, y = part(inputs, which), part(targets, which)
+            found.setdefault(signature(x, y), (x, y))
+    return found

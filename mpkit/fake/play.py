@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def play(context: Context, script: Script) -> Played | None:
             # ---- build
             job = _job(script, mode)
         played.meta = job.meta
-        even = len(job.local) == 1
+        even = len(job.where.local) == 1
         played.stands_for = kinds(script.plan, job.meta["batch_size"], script.rank, even=even)
         for rank in order(played.stands_for, script.plan):
             # ---- join
@@ -151,7 +151,7 @@ def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeTensorMode, sa
         with mode:
             # Each rank gets a model of its own: strategies change it, and checks have left references to the first one,
             # which prevent torch from moving it.
-            job = replace(job, model=script.model_fn())
+            job = job.with_model(script.model_fn())
             comm = FakeCommunicator(rank, plan.ranks, recorder, counting, said)
             # ---- count, train
             with counting:

@@ -22,6 +22,7 @@ from torch.nn.modules import module as torch_modules
 from mpkit.data.microbatch import Value, batch_size, map_tensors, part
 from mpkit.models.hooks import Hook, around, backward_hooks, hook_name, parameter_hooks, register
 from mpkit.models.nested import flatten
+from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.parallel.stage.stage import call
 from mpkit.plan.plan import Plan
 from mpkit.plan.tensor_plan import TensorPlan
@@ -57,17 +58,18 @@ def check_no_global_hooks() -> None:
             )
 
 
-def check_hooks(model: nn.Module, inputs: Value, plan: Plan) -> list[Hook]:
+def check_hooks(model: nn.Module, inputs: Value, resolved: ResolvedPlan) -> list[Hook]:
     """Check that a plan can run a model's hooks on gradients; return the hooks on parameters, which are sent apart.
 
     Args:
         model: the whole model.
         inputs: the inputs of a batch.
-        plan: the plan of the training.
+        resolved: the plan of the training, and its schedule.
 
     Raises:
         ValueError: the plan cannot run a hook.
     """
+    plan = resolved.plan
     on_modules, on_parameters = backward_hooks(model), parameter_hooks(model)
     hooks = [*on_parameters, *on_modules]
     if not hooks:
@@ -84,7 +86,7 @@ def check_hooks(model: nn.Module, inputs: Value, plan: Plan) -> list[Hook]:
         raise _refused(hooks[0], plan, "sees the gradient of a part of a layer or of a sequence")
     if plan.precision == "fp16":
         raise _refused(hooks[0], plan, "sees gradients that are multiplied by the loss scale")
-    if on_modules and any(action.kind == "W" for row in plan.build().rows for action in row):
+    if on_modules and any(action.kind == "W" for row in resolved.schedule.rows for action in row):
         raise _refused(
             on_modules[0],
             plan,

@@ -2,8 +2,8 @@
 
     arguments     check that they are valid and fit each other, and that the model can be sent
     batches       take the data that the steps use, and check how it is split
-    layout        determine which rank has what: stages, shards of layers, shapes between stages, FLOPs; refuse hooks,
-                  unused parameters and divided layers with which this layout would be wrong
+    resolve       determine all that follows from the plan: stages, shards of layers, shapes between stages, FLOPs
+    fit           refuse hooks, unused parameters and divided layers with which this plan would be wrong
     optimizer     check that it works on parts of the model, or try it
     probe         compare model and loss on a few samples, all at once and in parts
     checkpoints   determine where they are saved, and whether training can resume from one
@@ -27,7 +27,8 @@ from mpkit.loss.quotient import Quotient
 from mpkit.models.hooks import Hook
 from mpkit.parallel.checkpoint.files import Resume, Saving
 from mpkit.parallel.job.feed import WholeBatches
-from mpkit.parallel.job.job import TrainJob
+from mpkit.parallel.job.job import Problem, Procedure, TrainJob
+from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.plan.plan import Plan
 from mpkit.prepare.arguments.arguments import (
     check_integers,
@@ -40,13 +41,13 @@ from mpkit.prepare.arguments.batches import check_shares, check_split, of_every_
 from mpkit.prepare.arguments.train_options import TrainOptions
 from mpkit.prepare.dry_run.dry_run import quiet
 from mpkit.prepare.layout.divided import check_divided
-from mpkit.prepare.layout.laid_out import LaidOut, lay_out
-from mpkit.prepare.layout.meta import held_by_stage, meta_of
+from mpkit.prepare.layout.meta import meta_of
+from mpkit.prepare.layout.resolve import resolve
 from mpkit.prepare.layout.stages import check_gathered
 from mpkit.prepare.model_hooks import check_hooks, check_no_global_hooks, check_state_hooks, check_whole
-from mpkit.prepare.optimizer.sharded import examine_optimizer, updated_by
+from mpkit.prepare.optimizer.sharded import examine_optimizer
 from mpkit.prepare.optimizer.trial import Examined
-from mpkit.prepare.probe import flops_of_a_sample, objective
+from mpkit.prepare.probe import objective
 from mpkit.prepare.recompute import check_recompute, recomputes_nothing
 from mpkit.prepare.resume import check_saved, check_saving, facts_of, find_checkpoint, take_up
 from mpkit.prepare.travel import check_compiled, check_repeatable, ready_to_travel
@@ -87,18 +88,18 @@ def prepare(
         sizes = of_every_size(batches, steps)
         check_split(sizes, plan)
         check_shares(model, sizes, plan)
-        # ---- layout
-        rehearsed = Quotient(asked.loss)
+        # ---- resolve
         blocks = check_recompute(model, plan)
-        laid = lay_out(model, sizes, plan, rehearsed, by_name=by_name)
-        hooks = _check_layout(hooked, model, sizes[0], laid, plan, rehearsed)
+        rehearsed = Quotient(asked.loss)
+        resolved = resolve(model, sizes, plan, rehearsed, by_name=by_name)
+        # ---- fit
+        hooks = _check_fit(hooked, model, sizes[0], resolved, rehearsed)
         # ---- optimizer
-        places = updated_by(held_by_stage(model, laid), plan.build().stage_to_rank, plan.pp, model)
-        shards, scheduled = laid.sharded[0].shards, asked.lr_schedule is not None
-        examined = examine_optimizer(asked.optimizer, model, plan, places, shards, scheduled=scheduled)
+        examined = examine_optimizer(
+            asked.optimizer, model, resolved, scheduled=options.get("lr_schedule") is not None
+        )
         # ---- probe
-        flops, pairs = flops_of_a_sample(laid.by_place[0]), rehearsed.count is not None
-        aim = objective(model, asked.loss, batches, sizes[0], plan, pairs=pairs, flops=flops)
+        aim = objective(model, asked.loss, batches, sizes[0], resolved, pairs=rehearsed.count is not None)
         unselective = recomputes_nothing(model, sizes[0][0], plan)
     for warning in filter(None, (unselective, *aim.warnings)):
         warnings.warn(warning, UnwisePlan, stacklevel=3)
@@ -106,12 +107,13 @@ def prepare(
     facts = facts_of(model, examined)
     saving, resume = _check_checkpoints(options, examined, facts, steps)
     # ---- meta
-    meta = meta_of(model, plan, sizes[0], laid) | _facts_of_run(asked, batches, resume, blocks)
-    return TrainJob(
-        plan, model, laid.stages, batches, aim.loss, asked.optimizer, steps, asked.seed, laid.by_place,
-        list(model.state_dict()), meta, asked.max_grad_norm, asked.lr_schedule, saving, resume, facts, laid.shared,
-        hooks, nominal=aim.nominal,
+    what = Problem(model, batches, aim.loss, list(model.state_dict()), aim.nominal, hooks)
+    how = Procedure(
+        asked.optimizer, steps, asked.seed, options.get("max_grad_norm"), options.get("lr_schedule"),
+        saving, resume, facts,
     )  # fmt: skip
+    meta = meta_of(model, sizes[0], resolved) | _facts_of_run(batches, how, blocks)
+    return TrainJob(what, how, resolved, meta)
 
 
 class Asked(NamedTuple):
@@ -122,32 +124,30 @@ class Asked(NamedTuple):
     optimizer: Callable[[Any], torch.optim.Optimizer]
     steps: int
     seed: int
-    max_grad_norm: float | None
-    lr_schedule: Callable[[int], float] | None
 
 
 def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOptions) -> Asked:
-    norm, lr_schedule = options.get("max_grad_norm"), options.get("lr_schedule")
     check_model(model)
     check_plan(plan, ranks)
     steps, seed = check_integers(options["steps"], options.get("seed", 0))
     check_loss(options["loss"])
-    check_update(norm, lr_schedule, steps)
+    check_update(options.get("max_grad_norm"), options.get("lr_schedule"), steps)
     warn_if_unwise(plan)
     check_no_global_hooks()
     check_repeatable(model, plan)
     check_compiled(model, plan)
-    return Asked(plan, options["loss"], options["optimizer"], steps, seed, norm, lr_schedule)
+    return Asked(plan, options["loss"], options["optimizer"], steps, seed)
 
 
-def _check_layout(
-    hooked: nn.Module, model: nn.Module, batch: tuple[Any, Any], laid: LaidOut, plan: Plan, loss: Quotient
+def _check_fit(
+    hooked: nn.Module, model: nn.Module, batch: tuple[Any, Any], resolved: ResolvedPlan, loss: Quotient
 ) -> list[Hook]:
-    """Refuse what cannot be laid out like this; return the hooks on parameters, which ranks register anew."""
-    hooks = check_hooks(hooked, batch[0], plan)
-    check_whole(model, plan, laid.sharded[0].plan)
+    """Refuse models with which this plan would be wrong; return the hooks on parameters, which ranks register anew."""
+    plan = resolved.plan
+    hooks = check_hooks(hooked, batch[0], resolved)
+    check_whole(model, plan, resolved.sharded[0].plan)
     check_state_hooks(model)
-    check_gathered(laid.by_place[0].numbers, plan)
+    check_gathered(resolved)
     check_unused(model, batch, plan, loss)
     check_divided(model, batch, plan, loss)
     return hooks
@@ -164,15 +164,13 @@ def _check_checkpoints(
     return saving, None if found is None else take_up(find_checkpoint(found), facts, steps)
 
 
-def _facts_of_run(
-    asked: Asked, batches: Any, resume: Resume | None, blocks: tuple[int, int]
-) -> dict[str, Any]:
+def _facts_of_run(batches: Any, how: Procedure, blocks: tuple[int, int]) -> dict[str, Any]:
     """Return what the trace records about the run, besides model and plan."""
     facts: dict[str, Any] = {
         "batch_size": batches.size(0),
-        "steps": asked.steps,
-        "first_step": 0 if resume is None else resume.head.step,
-        "seed": asked.seed,
+        "steps": how.steps,
+        "first_step": how.first_step,
+        "seed": how.seed,
         "blocks": list(blocks),
     }
     if isinstance(batches, WholeBatches) and batches.read_in:

@@ -48,7 +48,7 @@ class TiedWeights:
     """
 
     def __init__(
-        self, context: Context, shared: list[Shared], rank_of: Sequence[int], sync: GradientSync
+        self, context: Context, shared: Sequence[Shared], rank_of: Sequence[int], sync: GradientSync
     ) -> None:
         self._comm, self._device, self._ledger = context.comm, context.device, context.record.ledger
         mine = {piece.name: piece for piece in (*sync.pieces, *sync.frozen)}
@@ -114,7 +114,7 @@ class TiedWeights:
         return buffer
 
 
-def tied_parameters(stages: dict[int, Stage], shared: list[Shared]) -> list[nn.Parameter]:
+def tied_parameters(stages: dict[int, Stage], shared: Sequence[Shared]) -> list[nn.Parameter]:
     """Return the parameters whose gradients come from several stages, here or elsewhere.
 
     Args:

@@ -113,10 +113,10 @@ class Feed:
     """
 
     def __init__(self, context: Context, job: TrainJob, *, needed: bool) -> None:
-        self._source = cast(Source, job.batches)
-        if isinstance(job.batches, FedBatches):
-            job.batches.connect(context.record.folder, context.rank)
-        self._known = job.numbers
+        self._source = cast(Source, job.what.batches)
+        if isinstance(job.what.batches, FedBatches):
+            job.what.batches.connect(context.record.folder, context.rank)
+        self._known = job.where.numbers
         self._m, self._n = job.plan.microbatches, job.plan.dp
         place = job.plan.mesh.place(context.rank)
         self._place = place.dp
@@ -125,7 +125,7 @@ class Feed:
         self._needed = needed
         self._parts_of_step: Parts = {}
         self._taken = Taken(context.record.folder, context.rank)
-        steps = range(job.first_step, job.steps)
+        steps = range(job.how.first_step, job.how.steps)
         on_gpu = context.device.type == "cuda"
         self._loader = Loader(self._source, self._wanted, steps, context.record, pins=on_gpu)
 

@@ -212,7 +212,7 @@ class DP(GradientSync):
         return unpack_rows(mine[: dealt.rows[self._rank]], specs)
 
     def _boundary(self, dealt: ScatteredMicroBatch) -> Boundary:
-        return self._job.boundary(dealt.keys[0], 0)
+        return self._job.where.boundary(dealt.keys[0], 0)
 
     def _specs(self, dealt: ScatteredMicroBatch) -> list[RowSpec]:
         """Return the specs of the model's outputs for one sample."""

@@ -57,7 +57,7 @@ class ShareWork:
         self._job, self._stage = job, stage
         self._recompute = job.plan.recompute == "full" and not stage.blocks
         self._inside = AttentionAgain if job.plan.recompute == "selective" else nullcontext
-        self._randomness = Randomness(job.seed, job.plan.mesh.place(context.rank).dp, context.device)
+        self._randomness = Randomness(job.how.seed, job.plan.mesh.place(context.rank).dp, context.device)
         self.step = -1
 
     def forward(self, m: int, key: Hashable, inputs: Value) -> Kept:
@@ -78,7 +78,7 @@ class ShareWork:
         draws = self._randomness.draws(self.step, m)
         with draws.apart():
             output = self._stage(inputs, draws)
-        expected, made = self._job.boundary(key, 0), Boundary.of(output)
+        expected, made = self._job.where.boundary(key, 0), Boundary.of(output)
         if made is None or made.shapes != expected.shapes:
             raise ValueError(
                 f"the model made {made or type(output).__name__}, and {expected} of inputs of the same shape before: "
@@ -93,14 +93,16 @@ class ShareWork:
         """Return the micro-batch's share of the loss (`shares`) for all outputs, and the gradient of each output."""
         job, record = self._job, self._record
         targets = self.to_device(_joined([targets for _, targets in dealt.dealt]))
-        numbers = [job.numbers[key][-1] for key, rows in zip(dealt.keys, dealt.rows, strict=True) if rows]
+        numbers = [
+            job.where.numbers[key][-1] for key, rows in zip(dealt.keys, dealt.rows, strict=True) if rows
+        ]
         ends = tuple(t.requires_grad_(wanted) for t, wanted in zip(outputs, wants, strict=True))
         op = self._begin(Kind.FORWARD, "loss", numbers, m)
         with saving(record, -1, tuple(dealt.keys)) as saved:
-            output = job.boundary(dealt.keys[0], 0).pack(ends)
+            output = job.where.boundary(dealt.keys[0], 0).pack(ends)
             if job.plan.precision != "full":
                 output = cast(output, torch.float32)  # a loss is a long sum, for which 16 bits are too few
-            loss, *count = shares(job.loss(output, targets), dealt.whole, job.nominal)
+            loss, *count = shares(job.what.loss(output, targets), dealt.whole, job.what.nominal)
         record.end(op)
         op = self._begin(Kind.BACKWARD, "loss", numbers, m)
         torch.autograd.backward([loss], [torch.full_like(loss, scale)])
@@ -127,13 +129,13 @@ class ShareWork:
         self._record.end(op)
 
     def _cost(self, key: Hashable, block: str) -> tuple[float, int]:
-        return self._job.block_cost(key, 0, self._stage.names, block)
+        return self._job.where.block_cost(key, 0, self._stage.names, block)
 
     # ---- record and device --------------------------------------------------------------------------------
 
     def _numbers(self, key: Hashable) -> list[LayerNumbers]:
         """Return the numbers of the layers, without the loss."""
-        return self._job.numbers[key][:-1]
+        return self._job.where.numbers[key][:-1]
 
     def _begin(self, kind: Kind, what: Action | str, numbers: list[LayerNumbers], m: int = -1) -> int:
         """Record the beginning of a computation, with its FLOPs and bytes."""

@@ -76,21 +76,23 @@ class Checkpoints:
         place = job.plan.mesh.place(context.rank)
         self._first_of_tp = place.tp == 0
         self._first = place.dp == place.cp == place.tp == 0
-        if job.saving is None and job.resume is None:
+        if job.how.saving is None and job.how.resume is None:
             return
         # Plans and digests are sent as objects, for which nccl would need the GPU.
         self._group = dist.new_group(backend="gloo") if context.device.type == "cuda" else None
-        if job.resume is not None:
-            self._resume(job.resume)
-        if job.saving is not None:
+        if job.how.resume is not None:
+            self._resume(job.how.resume)
+        if job.how.saving is not None:
             if context.rank == 0:
-                self._lock = FolderLock(Path(job.saving.folder), joins=True)  # held until this process ends
-                clean(Path(job.saving.folder))
+                self._lock = FolderLock(
+                    Path(job.how.saving.folder), joins=True
+                )  # held until this process ends
+                clean(Path(job.how.saving.folder))
             context.comm.barrier()
 
     def after(self, step: int) -> None:
         """Save a checkpoint after a step, if one is due."""
-        saving = self._job.saving
+        saving = self._job.how.saving
         if saving is not None and (step + 1) % saving.every == 0:
             op = self._record.begin(Kind.COMPUTE, "checkpoint")
             try:
@@ -141,7 +143,7 @@ class Checkpoints:
             number=number,
             plan=json.loads(self._job.plan.to_json()),
             world_size=self._context.world_size,
-            facts=self._job.facts,
+            facts=self._job.how.facts,
             scaler={"scale": update.scaler.scale, "good": update.scaler.good},
             skipped=update.skipped,
             layout=[],
@@ -179,7 +181,7 @@ class Checkpoints:
         if same_ranks:
             set_random_states(state[f"random/{context.rank}"].held, context.device)
         else:
-            torch.manual_seed(self._job.seed + context.rank + OTHER_DRAWS * head.step)
+            torch.manual_seed(self._job.how.seed + context.rank + OTHER_DRAWS * head.step)
         self._record.end(op)
 
 

@@ -15,9 +15,13 @@ class PartWork(StageWork):
     """One stage's compute. Its inputs are what other stages made; every stage takes the data itself."""
 
     def _compute(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
-        assert isinstance(self._stage, Part) and isinstance(inputs, tuple) and self._job.opened is not None
+        assert (
+            isinstance(self._stage, Part)
+            and isinstance(inputs, tuple)
+            and self._job.where.partition is not None
+        )
         microbatch = self._microbatches[m]
-        division = self._job.opened.divisions[microbatch.key]
+        division = self._job.where.partition.divisions[microbatch.key]
         draws = self._randomness.draws(self._step, m)
         with draws.apart(), self._attention():
             outputs, made = self._stage.run(division, self.data(m), inputs, draws)

@@ -78,11 +78,11 @@ class Pipeline:
 
     def __init__(self, context: Context, job: TrainJob, axes: MeshAxes, sync: GradientSync) -> None:
         self._job = job
-        schedule = lower(job.plan.build())
+        schedule = lower(job.where.schedule)
         self._row = schedule.rows[axes.place.pp]
         self._last_backwards = {a.stage: i for i, a in enumerate(self._row) if a.kind in LAST_HALF}
         split = {s: [a.microbatch for a in self._row if a.kind == "I" and a.stage == s] for s in sync.stages}
-        work = StageWork if job.opened is None else PartWork
+        work = StageWork if job.where.partition is None else PartWork
         self._work = {
             s: work(context, job, stage, sync, axes.of("cp"), split[s]) for s, stage in sync.stages.items()
         }
@@ -99,7 +99,9 @@ class Pipeline:
     @property
     def takes_data(self) -> bool:
         """Whether this rank needs inputs or targets: it holds the first stage or the last."""
-        return 0 in self._work or self.tells or self._job.opened is not None  # its forward runs on every rank
+        return (
+            0 in self._work or self.tells or self._job.where.partition is not None
+        )  # its forward runs on every rank
 
     def step(self, number: int, microbatches: list[MicroBatch]) -> list[float]:
         """Run the forward and backward of a batch; gradients are added to the parameters'.
@@ -124,7 +126,7 @@ class Pipeline:
         heard = (
             sum_of(self._loss)
             if self.tells
-            else self._messages.receive_loss(1 if self._job.nominal is None else 2)
+            else self._messages.receive_loss(1 if self._job.what.nominal is None else 2)
         )
         self._loss.clear()
         # ---- drain
@@ -157,7 +159,9 @@ class Pipeline:
         place = self._microbatches[action.microbatch].key, action.stage
         found = self._known_routes.get(place)
         if found is None:
-            found = self._known_routes[place] = Routes(self._job.arriving(*place), self._job.leaving(*place))
+            found = self._known_routes[place] = Routes(
+                self._job.where.arriving(*place), self._job.where.leaving(*place)
+            )
         return found
 
     def _forward(self, action: Action, routes: Routes) -> None:
@@ -165,7 +169,7 @@ class Pipeline:
         s, m = action.stage, action.microbatch
         outputs = self._work[s].forward(m, self._input(s, routes.arriving, m))
         if s == self._last:
-            wide = self._job.nominal is not None  # a sum over many samples, with a count in float64
+            wide = self._job.what.nominal is not None  # a sum over many samples, with a count in float64
             self._loss.append(
                 torch.stack([each.detach().double() if wide else each.detach() for each in outputs])
             )
@@ -176,17 +180,17 @@ class Pipeline:
 
     def _input(self, s: int, routes: list[Route], m: int) -> Value:
         """Return the stage's input on the device: the data, or the output of the stage before, detached."""
-        if not routes and self._job.opened is None:
+        if not routes and self._job.where.partition is None:
             return self._work[s].data(m)
         pairs = [
             pair for r in routes for pair in zip(self._messages.wait_input("F", r, m), r.specs, strict=True)
         ]
         # Where the stage before needs a gradient, it is accumulated here.
         tensors = tuple(t.detach().requires_grad_(spec.requires_grad) for t, spec in pairs)
-        if self._job.opened is not None:
+        if self._job.where.partition is not None:
             return tensors
         (route,) = routes
-        return self._job.boundary(self._microbatches[m].key, route.source).pack(tensors)
+        return self._job.where.boundary(self._microbatches[m].key, route.source).pack(tensors)
 
     def _backward(self, action: Action, routes: Routes, last: bool) -> None:
         """Run B or I: compute the gradients of the stage's input, for the stage before."""

@@ -88,12 +88,12 @@ class StageWork:
         self._record, self._device = context.record, context.device
         self._job, self._stage, self._s = job, stage, stage.number
         self._sync = sync
-        self._last = stage.number == len(job.stages) - 1
+        self._last = stage.number == len(job.where.stages) - 1
         self._split = frozenset(split)
         self._dtype = PRECISIONS.get(job.plan.precision)
         self._recompute = job.plan.recompute == "full" and not stage.blocks  # the stage as a whole
         self._inside = AttentionAgain if job.plan.recompute == "selective" else nullcontext
-        self._randomness = Randomness(job.seed, job.plan.mesh.replica(context.rank), context.device)
+        self._randomness = Randomness(job.how.seed, job.plan.mesh.replica(context.rank), context.device)
         self._attention = attention_over(job.plan, cp)
         self._kept: dict[int, Kept] = {}  # by micro-batch
         self._flops: dict[Hashable, Flops] = {}  # by signature
@@ -150,7 +150,7 @@ class StageWork:
             output = self._stage(inputs, draws)
             if self._last:
                 return self._loss_of(output, m, draws)
-        expected, made = self._job.boundary(microbatch.key, s), Boundary.of(output)
+        expected, made = self._job.where.boundary(microbatch.key, s), Boundary.of(output)
         if made is None or made.shapes != expected.shapes:
             raise ValueError(
                 f"stage {s} made {made or type(output).__name__} of micro-batch {m}, and {expected} of one of the "
@@ -166,11 +166,11 @@ class StageWork:
             output = cast(output, torch.float32)  # a loss is a long sum, for which 16 bits are too few
         draws.begin("the loss")
         targets = onto_device(microbatch.targets, self._device, self._record)
-        if isinstance(self._job.loss, WholeBatchLoss):
-            loss = self._job.loss(output, targets, counts=microbatch.weight > 0)
+        if isinstance(self._job.what.loss, WholeBatchLoss):
+            loss = self._job.what.loss(output, targets, counts=microbatch.weight > 0)
         else:
-            loss = self._job.loss(output, targets)
-        return shares(loss, microbatch.weight, self._job.nominal)
+            loss = self._job.what.loss(output, targets)
+        return shares(loss, microbatch.weight, self._job.what.nominal)
 
     # ---- B ------------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class StageWork:
         if gradients is None:
             outputs = [loss for loss in kept.outputs if loss.requires_grad]
             return outputs, tuple(torch.full_like(loss, self._loss_scale) for loss in outputs)
-        routes = self._job.leaving(self._microbatches[m].key, self._s)
+        routes = self._job.where.leaving(self._microbatches[m].key, self._s)
         wanting = {
             i
             for route in routes
@@ -261,14 +261,14 @@ class StageWork:
     def _costs(self, m: int) -> Callable[[str], tuple[float, int]]:
         """Return a function that returns the FLOPs and bytes of a block's forward, by its name."""
         key = self._microbatches[m].key
-        return lambda block: self._job.block_cost(key, self._s, self._stage.names, block)
+        return lambda block: self._job.where.block_cost(key, self._s, self._stage.names, block)
 
     def _begin(self, kind: Kind, letter: str, m: int) -> int:
         """Record the beginning of a computation, with its FLOPs and bytes."""
         key = self._microbatches[m].key
         flops = self._flops.get(key)
         if flops is None:
-            flops = self._flops[key] = self._job.flops(key, self._s)
+            flops = self._flops[key] = self._job.where.flops(key, self._s)
         done, nbytes = flops.of(kind)
         if kind in (Kind.BACKWARD, Kind.INPUT_GRAD):  # including recomputed blocks
             for block in self._stage.recomputed:

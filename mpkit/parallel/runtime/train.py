@@ -57,7 +57,7 @@ def train(context: Context, job: TrainJob) -> dict[str, Tensor | PartOfWhole]:
     training = Training(context, job)
     if training.sync_cost is not None:
         training.sync_cost.begin()
-    for step in range(job.first_step, job.steps):
+    for step in range(job.how.first_step, job.how.steps):
         training.step(step)
     if training.sync_cost is not None:
         training.sync_cost.end()
@@ -74,23 +74,20 @@ class Training:
     """
 
     def __init__(self, context: Context, job: TrainJob) -> None:
-        torch.manual_seed(job.seed + context.rank)
-        self._record, self._job, self._device = context.record, job, context.device
+        torch.manual_seed(job.how.seed + context.rank)
+        self._record, self._device = context.record, context.device
         # ---- place
-        job.place = job.plan.mesh.place(context.rank).tp
-        assert job.model is not None
-        trained = trained_parameters(job.model)
-        axes = self._axes = MeshAxes(context.comm, context.device, job.plan.mesh)
+        axes = self._axes = MeshAxes(context.comm, context.device, job.where.mesh)
+        job = self._job = _as_seen_here(job, axes)
+        trained = trained_parameters(job.what.model)
         self.sync_cost: SyncCost | None = None
-        if job.plan.dp > 1 and job.plan.batchnorm == "sync" and job.model is not None:
-            self.sync_cost = SyncCost(context, axes.of("dp"), job.model)
+        if job.plan.dp > 1 and job.plan.batchnorm == "sync":
+            self.sync_cost = SyncCost(context, axes.of("dp"), job.what.model)
         stages, self.rest = _place(context, job, axes, self.sync_cost)
         # DP counts the whole batch on rank 0; otherwise each replica counts its share.
         self._counting = axes.of() if job.plan.data_parallel == "dp" else axes.of("dp", "cp")
-        if isinstance(job.loss, WholeBatchLoss) and job.plan.data_parallel != "dp":
-            job.loss = job.loss.over(axes.of("dp"))
         fp32_params = _narrow(job, stages)
-        register(job.parameter_hooks, {trained[1][n]: p for n, p in named_parameters(stages).items()})
+        register(job.what.parameter_hooks, {trained[1][n]: p for n, p in named_parameters(stages).items()})
         self.sync, self.tied, self.pipeline, self.feed = assemble(context, job, axes, stages)
         self.update = Update(context, job, axes, self.sync, self.tied, fp32_params, trained)
         _watch(context, job, stages)
@@ -101,9 +98,9 @@ class Training:
         """Run one training step on its batch."""
         with self._record.step(number):
             batch = self.feed.take(number)
-            if isinstance(self._job.loss, Guarded) and self.pipeline.tells:
+            if isinstance(self._job.what.loss, Guarded) and self.pipeline.tells:
                 for microbatch in batch:
-                    self._job.loss.check(microbatch.inputs, microbatch.targets)
+                    self._job.what.loss.check(microbatch.inputs, microbatch.targets)
             self.pipeline.loss_scale = self.update.scaler.scale
             self.sync.begin_step()
             known = self.pipeline.step(number, batch)
@@ -122,14 +119,14 @@ class Training:
         Args:
             known: what the pipeline returned: nothing, [loss], or [total / nominal, count].
         """
-        if self._job.nominal is None or not known:
+        if self._job.what.nominal is None or not known:
             return (known[0] if known else None), None
         total, count = torch.tensor(known, dtype=torch.float64, device=self._device).split(1)
         count = self._counting.all_reduce(count.clone())
-        factor = self._job.nominal / count
+        factor = self._job.what.nominal / count
         loss = (total * factor).item()
         # The mean of nothing is NaN, and torch's losses then have gradients of 0.
-        empty = isinstance(self._job.loss, MeanLoss) and count.item() == 0
+        empty = isinstance(self._job.what.loss, MeanLoss) and count.item() == 0
         return loss, 1.0 if empty else factor.item()
 
     def state_dict(self) -> dict[str, Tensor | PartOfWhole]:
@@ -148,16 +145,25 @@ class Training:
         return found
 
 
+def _as_seen_here(job: TrainJob, axes: MeshAxes) -> TrainJob:
+    """Return the job as this rank sees it: at its place along tp, with a loss that knows the other replicas."""
+    job = job.on(axes.place.tp)
+    loss = job.what.loss
+    if isinstance(loss, WholeBatchLoss) and job.plan.data_parallel != "dp":
+        return job.with_loss(loss.over(axes.of("dp")))
+    return job
+
+
 def assemble(
     context: Context, job: TrainJob, axes: MeshAxes, stages: dict[int, Stage]
 ) -> tuple[GradientSync, TiedWeights, Pipeline | DP, Feed]:
     """Return the parts of a step: gradient synchronization, tied weights, the pipeline, and the feed."""
     plan, replicas = job.plan, axes.of("dp", "cp")
-    rank_of = [axes.of("pp").ranks[place] for place in plan.build().stage_to_rank]
-    tied = tied_parameters(stages, job.shared)
+    rank_of = [axes.of("pp").ranks[place] for place in job.where.schedule.stage_to_rank]
+    tied = tied_parameters(stages, job.where.shared)
     if replicas.size > 1 and plan.data_parallel == "dp":
         dp = DP(context, job, stages)  # which runs the whole step, not only the synchronization
-        return dp, TiedWeights(context, job.shared, rank_of, dp), dp, ScatterFeed(context, job)
+        return dp, TiedWeights(context, job.where.shared, rank_of, dp), dp, ScatterFeed(context, job)
     if plan.zero:
         sync: GradientSync = Zero(context, plan, stages, replicas, tied)
     elif replicas.size > 1:
@@ -166,7 +172,7 @@ def assemble(
         sync = GradientSync(stages)
     pipeline = Pipeline(context, job, axes, sync)
     feed = Feed(context, job, needed=pipeline.takes_data)
-    return sync, TiedWeights(context, job.shared, rank_of, sync), pipeline, feed
+    return sync, TiedWeights(context, job.where.shared, rank_of, sync), pipeline, feed
 
 
 def _narrow(job: TrainJob, stages: dict[int, Stage]) -> dict[nn.Parameter, Tensor]:
@@ -186,32 +192,42 @@ def _place(
     context: Context, job: TrainJob, axes: MeshAxes, cost: SyncCost | None
 ) -> tuple[dict[int, Stage], dict[str, Tensor]]:
     """Return this rank's stages by number, and the part of the model's state that belongs to no layer."""
-    model, job.model = job.model, None  # so that the other ranks' layers can be freed
-    assert model is not None
+    model, partition = job.what.model, job.where.partition
     sharded = localize(model, job.plan, axes.of("tp"), axes.of("cp"))
     if cost is not None:
         over_whole_batch(model, cost)
-    numbers = job.plan.build().stages_of(axes.place.pp)
-    recomputed = recompute_blocks(model, job.plan.recompute, job.opened)
-    if job.opened is not None:
+    numbers = job.where.schedule.stages_of(axes.place.pp)
+    recomputed = recompute_blocks(model, job.plan.recompute, partition)
+    if partition is not None:
         parts, rest = place_parts(
-            model, job.opened, numbers, context.device, PRECISIONS.get(job.plan.precision), sharded
+            model, partition, numbers, context.device, PRECISIONS.get(job.plan.precision), sharded
         )
         _hold(recomputed, parts)
         return parts, rest
     layers, blocks = layers_of(model), repeated_blocks(model).values()
     names = tuple(prefix_of(name) for name, _ in layers)
     rest = {key: value for key, value in model.state_dict().items() if not key.startswith(names)}
-    in_place = [any(numbers[i].in_place for numbers in job.numbers.values()) for i in range(len(layers))]
+    in_place = [
+        any(numbers[i].in_place for numbers in job.where.numbers.values()) for i in range(len(layers))
+    ]
     stages = {}
     for number in numbers:
-        held = job.stages[number]
+        held = job.where.stages[number]
         stages[number] = Stage(
             number, [layers[i] for i in held], context.device,
             in_place=any(in_place[i] for i in held), sharded=sharded, blocks=blocks,
         )  # fmt: skip
+    _drop_elsewhere([layer for _, layer in layers], stages)
     _hold(recomputed, stages)
     return stages, rest if context.rank == 0 else {}
+
+
+def _drop_elsewhere(layers: list[nn.Module], stages: dict[int, Stage]) -> None:
+    """Drop the weights of layers that are in no stage of this rank, so that their memory is freed."""
+    here = {module for stage in stages.values() for module in stage.layers.modules()}
+    for module in {module for layer in layers for module in layer.modules()} - here:
+        for state in (module._parameters, module._buffers):
+            state.update(dict.fromkeys(state))
 
 
 def _hold(recomputed: list[RecomputedBlock], stages: dict[int, Stage]) -> None:
@@ -223,14 +239,14 @@ def _hold(recomputed: list[RecomputedBlock], stages: dict[int, Stage]) -> None:
 
 def _watch(context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
     """Record what the layers hold."""
-    numbers = next(iter(job.numbers.values()))
+    numbers = next(iter(job.where.numbers.values()))
     for number, stage in stages.items():
-        if job.opened is not None:
+        if job.where.partition is not None:
             watch(context.record, stage.layers, layers=False)  # blocks may be called with stand-ins
             continue
         flops = {
             name: (numbers[i].flops.forward, numbers[i].flops.backward)
-            for name, i in zip(stage.layers._modules, job.stages[number], strict=True)
+            for name, i in zip(stage.layers._modules, job.where.stages[number], strict=True)
         }
         watch(context.record, stage.layers, flops=flops)
 

@@ -69,7 +69,7 @@ class Update:
         # The ranks that update each element of the model once: those of one model, or all if replicas divide it.
         self._together = axes.of("pp", "tp", *(("dp", "cp") if sync.divided else ()))
         self._tp, self._first_of_tp = axes.of("tp"), axes.place.tp == 0
-        self._limit, self._schedule = job.max_grad_norm, job.lr_schedule
+        self._limit, self._schedule = job.how.max_grad_norm, job.how.lr_schedule
         self.masters = Masters(context, job.plan, sync.pieces, fp32_params)
         self.scaler = LossScaler(enabled=job.plan.precision == "fp16")
         self.norm: float | None = None
@@ -88,7 +88,7 @@ class Update:
         }
         if job.plan.precision != "full":  # masters are in 32 bits
             whole = [w._replace(dtype=torch.float32) if w.dtype.is_floating_point else w for w in whole]
-        optimizer = make_optimizer(job.optimizer, whole, held)
+        optimizer = make_optimizer(job.how.optimizer, whole, held)
         if optimizer is not None and self._schedule is not None:
             for group in optimizer.param_groups:
                 group["initial_lr"] = group["lr"]

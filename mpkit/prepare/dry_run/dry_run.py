@@ -9,7 +9,7 @@ shapes are known, FLOPs and bytes are counted layer by layer (`count`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkit.data.microbatch import Value, batch_size, map_tensors, part, share, signature, split
+from mpkit.data.microbatch import Value, map_tensors
 from mpkit.models.chain import layers_of
 from mpkit.parallel.data_parallel.sync_batchnorm import Alone, batch_norms, over_whole_batch
 from mpkit.parallel.partition.boundary import Boundary, LayerNumbers
@@ -40,11 +40,9 @@ def whole(value: Value) -> Value:
 
 def dry_run(
     model: nn.Module,
-    batches: list[tuple[Value, Value]],
-    m: int,
+    shapes: Mapping[Hashable, tuple[Value, Value]],
     loss: Loss,
     *,
-    replicas: int = 1,
     precision: str = "full",
     whole_statistics: bool = False,
     counts: bool = True,
@@ -54,8 +52,7 @@ def dry_run(
     """Return the numbers of each layer, and last of the loss, for micro-batches of every shape, by signature.
 
     Args:
-        m: micro-batches per batch.
-        replicas: the number of ranks that each take a share of every micro-batch.
+        shapes: a micro-batch of every shape, by its signature (`mpkit.data.microbatch.one_of_each_shape`).
         precision: as in `Plan`.
         whole_statistics: BatchNorm's statistics are over the whole batch, so a rank may have a single sample.
         counts: whether to count FLOPs.
@@ -73,24 +70,15 @@ def dry_run(
         model = copied(model)
         over_whole_batch(model, Alone())
     fakes = _Fakes(model)
-    for inputs, targets in batches:
-        parts = {
-            (which.stop - which.start, which.step): which
-            for start, end in split(batch_size(inputs), m)
-            for which in (share(start, end, rank, replicas) for rank in range(replicas))
-        }
-        for which in parts.values():
-            x, y = part(inputs, which), part(targets, which)
-            key = signature(x, y)
-            if key not in found:
-                x, y = cut(x if dtype is None else cast(x, dtype)), cut(y)
-                with attention():
-                    passed = _passed(fakes, model, x, y, loss)
-                    found[key] = (
-                        count_layers(model, x, y, loss, passed)
-                        if counts
-                        else [LayerNumbers(Flops(), *each) for each in (*passed, Passed(None, False))]
-                    )
+    for key, (inputs, targets) in shapes.items():
+        x, y = cut(inputs if dtype is None else cast(inputs, dtype)), cut(targets)
+        with attention():
+            passed = _passed(fakes, model, x, y, loss)
+            found[key] = (
+                count_layers(model, x, y, loss, passed)
+                if counts
+                else [LayerNumbers(Flops(), *each) for each in (*passed, Passed(None, False))]
+            )
     return found
 
 

@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpkit.data.microbatch import Value, leaves, share, split
-from mpkit.models.chain import layers_of
-from mpkit.parallel.job.job import LocalNumbers
+from mpkit.data.microbatch import Value, batch_size, leaves, shares
+from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.parallel.stage.stage import PRECISIONS
 from mpkit.plan.plan import Plan
 from mpkit.prepare.layout.attentions import keys_and_values
-from mpkit.prepare.layout.laid_out import LaidOut
 
-__all__ = ["held_by_stage", "meta_of"]
+__all__ = ["meta_of"]
 
 
-def meta_of(model: nn.Module, plan: Plan, batch: tuple[Value, Value], laid: LaidOut) -> dict[str, Any]:
+def meta_of(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan) -> dict[str, Any]:
     """Return the metadata of a run, in JSON types.
 
     Returns:
@@ -29,68 +27,38 @@ def meta_of(model: nn.Module, plan: Plan, batch: tuple[Value, Value], laid: Laid
         rank 0 knows all of it); mesh: what `mpkit.timeline.formulas` needs, for the average micro-batch; shards: how
         parameters are divided, in words.
     """
-    parameters = list(model.parameters())
+    plan, held, parameters = resolved.plan, resolved.held, list(model.parameters())
     dtype = PRECISIONS.get(plan.precision, parameters[0].dtype if parameters else torch.float32)
     alone = plan.data_parallel == "dp"
-    held = held_by_stage(model, laid)
     return {
         "plan": plan.to_json(),
-        "stages": laid.placed,
+        "stages": [list(names) for names in resolved.placed],
         "parameters": sum(parameter.numel() for parameter in parameters),
         "dtype": str(dtype).removeprefix("torch."),
         "replicas": [tuple(range(plan.ranks))] if alone else plan.mesh.groups("pp", "tp"),
         "mesh": {
-            "local_params": _local_params(model, plan, laid, held),
+            "local_params": list(resolved.parameters),
             "element_bytes": dtype.itemsize,
-            "layers_tp": _regions(model, laid, held),
-            "embeddings_tp": _among(laid.sharded[0].plan.embeddings, held),
-            "heads_tp": _among([head] if (head := laid.sharded[0].plan.head) else [], held),
-            "stream_bytes": _stream(plan, batch, laid) * dtype.itemsize,
+            "layers_tp": _regions(model, resolved, held),
+            "embeddings_tp": _among(resolved.sharded[0].plan.embeddings, held),
+            "heads_tp": _among([head] if (head := resolved.sharded[0].plan.head) else [], held),
+            "stream_bytes": _stream(batch, resolved) * dtype.itemsize,
             "kv_bytes": _keys_and_values(model, plan, batch, held, dtype.itemsize),
-            "loss_bytes": [sent * _evenly(plan, batch) for sent in laid.loss_sends],
-            "partial_bytes": _partial(model, laid, held, max(4, dtype.itemsize)),
-            "tied_bytes": _tied(model, plan, laid, dtype.itemsize),
-            "split": _split(plan),
+            "loss_bytes": [sent * _evenly(plan, batch) for sent in resolved.loss_sends],
+            "partial_bytes": _partial(model, resolved, held, max(4, dtype.itemsize)),
+            "tied_bytes": _tied(model, resolved, dtype.itemsize),
+            "split": _split(resolved),
         },
-        "shards": _shards(laid),
+        "shards": _shards(resolved),
     }
 
 
-def held_by_stage(model: nn.Module, laid: LaidOut) -> list[list[str]]:
-    """Return, by stage, the names of the parameters that it computes with."""
-    opened = laid.by_place[0].opened
-    if opened is not None:
-        return [list(names) for names in opened.held]
-    layers = layers_of(model)
-    return [
-        [
-            name
-            for i in stage
-            for name, _ in layers[i][1].named_parameters(layers[i][0], remove_duplicate=False)
-        ]
-        for stage in laid.stages
-    ]
-
-
-def _local_params(model: nn.Module, plan: Plan, laid: LaidOut, held: list[list[str]]) -> list[int]:
-    """Return, by rank, the trained parameters that it would hold if ZeRO sharded nothing, counted in elements."""
-    whole = dict(model.named_parameters(remove_duplicate=False))
-    schedule, found = plan.build(), []
-    for rank in range(plan.ranks):
-        place = plan.mesh.place(rank)
-        shards = laid.sharded[place.tp % len(laid.sharded)].shards
-        mine = {name: whole[name] for s in schedule.stages_of(place.pp) for name in held[s]}
-        once = {id(p): (name, p) for name, p in mine.items() if p.requires_grad}
-        found.append(sum(prod(shards[n].shape) if n in shards else p.numel() for n, p in once.values()))
-    return found
-
-
-def _regions(model: nn.Module, laid: LaidOut, held: list[list[str]]) -> list[int]:
+def _regions(model: nn.Module, resolved: ResolvedPlan, held: Sequence[Sequence[str]]) -> list[int]:
     """Return, by stage, the number of a transformer's regions with f and g, all of which map b s h to b s h.
 
     For other models the list is empty: no paper gives a formula for what their regions send.
     """
-    plan, shards = laid.sharded[0].plan, laid.sharded[0].shards
+    plan, shards = resolved.sharded[0].plan, resolved.sharded[0].shards
     pairs = [
         (shards[f"{r.row}.weight"], shards[f"{r.column[0]}.weight"])
         for r in plan.regions
@@ -103,16 +71,16 @@ def _regions(model: nn.Module, laid: LaidOut, held: list[list[str]]) -> list[int
     return [sum(any(n.startswith(f"{r.row}.") for n in names) for r in plan.regions) for names in held]
 
 
-def _among(modules: Sequence[str], held: list[list[str]]) -> list[int]:
+def _among(modules: Sequence[str], held: Sequence[Sequence[str]]) -> list[int]:
     """Return, by stage, how many of these modules it has."""
     return [sum(any(n.startswith(f"{module}.") for n in names) for module in modules) for names in held]
 
 
 def _samples(plan: Plan, batch: tuple[Value, Value]) -> tuple[int, float]:
     """Return the number of samples in one replica's share of a micro-batch: the largest, and on average."""
-    parts = split(int(leaves(batch[0])[0].shape[0]), plan.microbatches)
-    shares = [share(start, end, replica, plan.dp) for start, end in parts for replica in range(plan.dp)]
-    sizes = [len(range(which.start, which.stop, which.step or 1)) for which in shares]
+    size = batch_size(batch[0])
+    taken = [which for replicas in shares(size, plan.microbatches, plan.dp) for which in replicas]
+    sizes = [len(range(size)[which]) for which in taken]
     return max(sizes), sum(sizes) / len(sizes)
 
 
@@ -122,10 +90,10 @@ def _evenly(plan: Plan, batch: tuple[Value, Value]) -> float:
     return average / largest
 
 
-def _stream(plan: Plan, batch: tuple[Value, Value], laid: LaidOut) -> float:
+def _stream(batch: tuple[Value, Value], resolved: ResolvedPlan) -> float:
     """Return the elements of one replica's activations between layers (b s h) for the whole sequence; 0 if unused."""
-    shards = laid.sharded[0].shards
-    rows = [f"{region.row}.weight" for region in laid.sharded[0].plan.regions]
+    plan, shards = resolved.plan, resolved.sharded[0].shards
+    rows = [f"{region.row}.weight" for region in resolved.sharded[0].plan.regions]
     if row := next((name for name in rows if name in shards), None):
         shard = shards[row]
         first = leaves(batch[0])[0]
@@ -133,21 +101,17 @@ def _stream(plan: Plan, batch: tuple[Value, Value], laid: LaidOut) -> float:
         return tokens * shard.whole[1 - shard.dim] * _samples(plan, batch)[1]
     if plan.pp == 1:
         return 0
-    return _boundary(plan, laid.by_place[0], laid.stages) * _evenly(plan, batch)
+    return _boundary(resolved) * _evenly(plan, batch)
 
 
-def _boundary(plan: Plan, local: LocalNumbers, stages: list[range]) -> int:
+def _boundary(resolved: ResolvedPlan) -> int:
     """Return the number of elements that stage 0 sends to the next stage for the largest micro-batch."""
-    key = next(iter(local.numbers))
-    if local.opened is not None:
-        routes = [route for route in local.opened.divisions[key].routes if route.source == 0]
-        return plan.cp * sum(prod(spec.shape) for route in routes[:1] for spec in route.specs)
-    output = local.numbers[key][stages[0].stop - 1].output
-    return plan.cp * sum(prod(spec.shape) for spec in output.specs) if output is not None else 0
+    routes = resolved.leaving(next(iter(resolved.numbers)), 0)
+    return resolved.plan.cp * sum(prod(spec.shape) for route in routes[:1] for spec in route.specs)
 
 
 def _keys_and_values(
-    model: nn.Module, plan: Plan, batch: tuple[Value, Value], held: list[list[str]], size: int
+    model: nn.Module, plan: Plan, batch: tuple[Value, Value], held: Sequence[Sequence[str]], size: int
 ) -> list[float]:
     """Return, by stage, the bytes of a micro-batch's keys and values, over all heads and the whole sequence.
 
@@ -159,10 +123,10 @@ def _keys_and_values(
     return [elements * average for elements in keys_and_values(model, batch[0], held)]
 
 
-def _partial(model: nn.Module, laid: LaidOut, held: list[list[str]], size: int) -> list[int]:
+def _partial(model: nn.Module, resolved: ResolvedPlan, held: Sequence[Sequence[str]], size: int) -> list[int]:
     """Return, by stage, the bytes of gradients of which each tensor-parallel rank has a partial sum."""
     whole = dict(model.named_parameters(remove_duplicate=False))
-    names = laid.sharded[0].partial
+    names = resolved.sharded[0].partial
     return [
         size
         * sum(
@@ -174,19 +138,20 @@ def _partial(model: nn.Module, laid: LaidOut, held: list[list[str]], size: int) 
     ]
 
 
-def _tied(model: nn.Module, plan: Plan, laid: LaidOut, size: int) -> list[float]:
+def _tied(model: nn.Module, resolved: ResolvedPlan, size: int) -> list[float]:
     """Return, by place along pp, the bytes of tied weights sent per step.
 
     Gradients go to the owner, and weights to the borrowers.
     """
     whole = dict(model.named_parameters(remove_duplicate=False))
-    schedule, found = plan.build(), [0.0] * plan.pp
+    plan, schedule = resolved.plan, resolved.schedule
+    found = [0.0] * plan.pp
     holders = {stage: place for place in range(plan.pp) for stage in schedule.stages_of(place)}
-    for shared in laid.shared:
+    for shared in resolved.shared:
         name = next(iter(shared.names.values()))
         if name not in whole or not whole[name].requires_grad:
             continue
-        each = whole[name].numel() * size / (plan.tp if name in laid.sharded[0].shards else 1)
+        each = whole[name].numel() * size / (plan.tp if name in resolved.sharded[0].shards else 1)
         owner, *borrowers = dict.fromkeys(holders[stage] for stage in shared.names)
         found[owner] += each * len(borrowers)
         for place in borrowers:
@@ -194,16 +159,16 @@ def _tied(model: nn.Module, plan: Plan, laid: LaidOut, size: int) -> list[float]
     return found
 
 
-def _split(plan: Plan) -> list[float]:
+def _split(resolved: ResolvedPlan) -> list[float]:
     """Return, by place along pp, the share of its backwards that are split in two."""
-    rows = [[action.kind for action in row] for row in plan.build().rows]
+    rows = [[action.kind for action in row] for row in resolved.schedule.rows]
     return [row.count("W") / max(1, row.count("F")) for row in rows]
 
 
-def _shards(laid: LaidOut) -> dict[str, str]:
+def _shards(resolved: ResolvedPlan) -> dict[str, str]:
     """Describe how each divided parameter is sharded: how many of its rows or columns one rank has."""
     return {
         name: f"{len(shard.ranges[0]) * len(shard.ranges)} of {shard.whole[shard.dim]} "
         f"{'columns' if shard.along == 'columns' else 'rows'}"
-        for name, shard in laid.sharded[0].shards.items()
+        for name, shard in resolved.sharded[0].shards.items()
     }

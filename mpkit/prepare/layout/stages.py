@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from math import prod
 
 from torch import nn
 
 from mpkit.models.cut import cut
+from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.parallel.partition.boundary import LayerNumbers, Shared
 from mpkit.plan.plan import Plan
 
@@ -74,15 +74,16 @@ def shared_weights(layers: list[tuple[str, nn.Module]], stages: list[range]) -> 
     return [Shared(held) for held in names.values() if len(held) > 1]
 
 
-def check_gathered(numbers: dict[Hashable, list[LayerNumbers]], plan: Plan) -> None:
+def check_gathered(resolved: ResolvedPlan) -> None:
     """Check that outputs which rank 0 gathers (DP) are tensors whose first dimension is the batch.
 
     Raises:
         ValueError: an output is something else.
     """
+    plan = resolved.plan
     if plan.dp == 1 or plan.data_parallel != "dp":
         return
-    for key, layers in numbers.items():
+    for key, layers in resolved.numbers.items():
         assert isinstance(key, tuple)
         samples, output = key[0][1][0], layers[-2].output
         if output is None or any(spec.shape[:1] != (samples,) for spec in output.specs):

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes  # private: tests/test_trace_fake.py guards it
 
+from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.parallel.stage.shard import Shard
 from mpkit.parallel.update.optimizer import OptimizerFunction, described, stand_in, trained_parameters
 from mpkit.plan.plan import Plan
@@ -30,7 +31,7 @@ from mpkit.prepare.dry_run.dry_run import quiet
 from mpkit.prepare.optimizer.made import check_optimizer, is_elementwise
 from mpkit.prepare.optimizer.trial import SCALES, Division, Examined, Trial
 
-__all__ = ["examine_optimizer", "updated_by"]
+__all__ = ["examine_optimizer"]
 
 Steps = list[dict[str, Tensor]]
 
@@ -38,9 +39,7 @@ Steps = list[dict[str, Tensor]]
 def examine_optimizer(
     optimizer: Callable[[Any], Any],
     model: nn.Module,
-    plan: Plan,
-    places: Sequence[Sequence[str]],
-    shards: Mapping[str, Shard],
+    resolved: ResolvedPlan,
     *,
     scheduled: bool = False,
 ) -> Examined:
@@ -49,15 +48,13 @@ def examine_optimizer(
     Args:
         optimizer: as in `Cluster.train`.
         model: the whole model.
-        plan: the plan of the training.
-        places: by place along pp, the first names of the parameters that it updates.
-        shards: the shards of parameters that tensor-parallel ranks divide, by name.
+        resolved: the plan, and which rank updates which parameters.
         scheduled: whether there is an lr_schedule.
 
     Raises:
         ValueError: the optimizer cannot be created, or a step depends on more than a rank has.
     """
-    whole, _ = trained_parameters(model)
+    plan, (whole, first_names) = resolved.plan, trained_parameters(model)
     with (
         quiet(),
         _disable_current_modes(),
@@ -78,9 +75,9 @@ def examine_optimizer(
         if plan.ranks > 1 and plan.data_parallel != "dp":
             checks.repeats(expected)
         if plan.pp > 1 and not known:
-            checks.apart(expected, places)
+            checks.apart(expected, _updated_by(resolved, first_names))
         if (plan.zero or plan.tp > 1) and not known:
-            checks.parts(expected, shards)
+            checks.parts(expected, resolved.sharded[0].shards)
         return checks.trial.examined
 
 
@@ -238,23 +235,17 @@ def _rows(whole: Tensor, *, dim: int, half: int) -> Tensor:
     return whole.narrow(dim, at, whole.shape[dim] - at) if half else whole.narrow(dim, 0, at)
 
 
-def updated_by(
-    held: Sequence[Sequence[str]], stage_to_place: Sequence[int], pp: int, model: nn.Module
-) -> list[list[str]]:
+def _updated_by(resolved: ResolvedPlan, first_names: Mapping[str, str]) -> list[list[str]]:
     """Return, by place along pp, the parameters that it updates; a tied one belongs to the first stage that has it.
 
     Args:
-        held: by stage, any names of the parameters that it computes with.
-        stage_to_place: the place along pp of each stage.
-        pp: the number of places.
-        model: the whole model.
+        first_names: the first name of each parameter, by any of its names.
     """
-    _, first = trained_parameters(model)
     seen: set[str] = set()
-    found: list[list[str]] = [[] for _ in range(pp)]
-    for stage, names in enumerate(held):
-        for name in dict.fromkeys(first[n] for n in names):
+    found: list[list[str]] = [[] for _ in range(resolved.mesh.pp)]
+    for place, names in zip(resolved.schedule.stage_to_rank, resolved.held, strict=True):
+        for name in dict.fromkeys(first_names[n] for n in names):
             if name not in seen:
                 seen.add(name)
-                found[stage_to_place[stage]].append(name)
+                found[place].append(name)
     return found

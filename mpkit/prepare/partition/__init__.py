@@ -7,7 +7,7 @@ divide     the stage that runs each of them, and what is sent from stage to stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpkit.data.microbatch import Value, batch_size, map_tensors, part, share, signature, split
+from mpkit.data.microbatch import Value, map_tensors
 from mpkit.models.hooks import with_backward_hooks
 from mpkit.models.randomness import may_draw
 from mpkit.parallel.partition.graph import Graph, PartitionedModel
@@ -39,7 +39,7 @@ Loss = Callable[[Any, Any], Any]
 
 def open_model(
     model: nn.Module,
-    batches: Iterable[tuple[Value, Value]],
+    shapes: Mapping[Hashable, tuple[Value, Value]],
     plan: Plan,
     loss: Loss,
     *,
@@ -52,8 +52,8 @@ def open_model(
 
     Args:
         model: any module.
-        batches: batches of every shape that occurs.
-        plan: the plan, of which stages, cut points, micro-batches and precision are used.
+        shapes: a micro-batch of every shape that occurs, by its signature.
+        plan: the plan, of which stages, cut points and precision are used.
         loss: the loss of the training.
         relays: as in `divide`.
         cut, attention: as in `dry_run`.
@@ -62,7 +62,6 @@ def open_model(
     Raises:
         ValueError: it cannot be cut, or not at these points; the message says where, why, and what would work.
     """
-    shapes = _by_signature(batches, plan)
     as_given, dtype = model, PRECISIONS.get(plan.precision)
     if dtype is not None:
         model, loss = narrow_copy(model, dtype), of_wide_outputs(loss)
@@ -101,7 +100,7 @@ def _with_backward_hooks(model: nn.Module) -> dict[str, str]:
 
 
 def open_for_draws(
-    model: nn.Module, batches: Iterable[tuple[Value, Value]], plan: Plan, loss: Loss
+    model: nn.Module, shapes: Mapping[Hashable, tuple[Value, Value]], plan: Plan, loss: Loss
 ) -> PartitionedModel | None:
     """Return an opened model that is not cut, whose blocks draw the random numbers that they would in a pipeline.
 
@@ -112,7 +111,7 @@ def open_for_draws(
     if not model.training or not any(map(may_draw, model.modules())):
         return None
     try:
-        opened = open_model(model, batches, plan, loss)
+        opened = open_model(model, shapes, plan, loss)
     except Exception:
         return None
     draws = any(node.random for division in opened.divisions.values() for node in division.graph.nodes)
@@ -121,7 +120,7 @@ def open_for_draws(
 
 def _walk_through(
     model: nn.Module,
-    shapes: dict[Hashable, tuple[Value, Value]],
+    shapes: Mapping[Hashable, tuple[Value, Value]],
     plan: Plan,
     loss: Loss,
     closed: dict[str, str],
@@ -142,17 +141,6 @@ def _walk_through(
             if error.scope == "" or error.scope in closed:
                 raise ValueError(_explain(model, error)) from None
             closed[error.scope] = str(error)
-
-
-def _by_signature(batches: Iterable[tuple[Value, Value]], plan: Plan) -> dict[Hashable, tuple[Value, Value]]:
-    """Return a micro-batch, or a replica's share of one, of every shape that occurs."""
-    found: dict[Hashable, tuple[Value, Value]] = {}
-    for inputs, targets in batches:
-        for start, end in split(batch_size(inputs), plan.microbatches):
-            for which in (share(start, end, replica, plan.dp) for replica in range(plan.dp)):
-                x, y = part(inputs, which), part(targets, which)
-                found.setdefault(signature(x, y), (x, y))
-    return found
 
 
 class _DryRuns:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpkit.data.microbatch import Value, batch_size, map_tensors, part, split
+from mpkit.data.microbatch import Value, batch_size, map_tensors, one_of_each_shape, part, split
 from mpkit.models.chain import is_chain, layers_of
 from mpkit.models.cut import balance, cut
 from mpkit.parallel.job.feed import WholeBatches
@@ -40,10 +40,9 @@ def find(
         batches = take_batches([batch], 1)
         assert isinstance(batches, WholeBatches)
         check_split(batches, plan)
-        dry_run(
-            model, batches, plan.microbatches, loss, counts=False
-        )  # refuses what the model or the loss refuses
-        opened = open_model(model, batches, plan, loss)
+        shapes = one_of_each_shape(batches, plan.microbatches, plan.dp)
+        dry_run(model, shapes, loss, counts=False)  # refuses what the model or the loss refuses
+        opened = open_model(model, shapes, plan, loss)
         graph = next(iter(opened.divisions.values())).graph
         # ---- cost
         start, end = split(batch_size(batches[0][0]), plan.microbatches)[0]
@@ -59,7 +58,7 @@ def find(
         stages = balance(costs, plan.stages)
         points = _points(model, names, [stage.start for stage in stages[1:]])
         # ---- crossing
-        opened = open_model(model, batches, replace(plan, cut=[stage.start for stage in stages[1:]]), loss)
+        opened = open_model(model, shapes, replace(plan, cut=[stage.start for stage in stages[1:]]), loss)
     division = next(iter(opened.divisions.values()))
     whole = sum(costs) or 1.0
     found = [

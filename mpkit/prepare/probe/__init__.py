@@ -13,6 +13,6 @@ Both conditions are tested here with real computation on a few samples of the fi
     words      the messages
 """
 
-from mpkit.prepare.probe.verdict import Objective, flops_of_a_sample, objective
+from mpkit.prepare.probe.verdict import Objective, objective
 
-__all__ = ["Objective", "flops_of_a_sample", "objective"]
+__all__ = ["Objective", "objective"]

@@ -70,7 +70,7 @@ class Objective(NamedTuple):
 
     Attributes:
         loss: the loss as a rank calls it.
-        nominal: as in `TrainJob`.
+        nominal: as in `Problem`.
         warnings: messages about what works but the user should know.
     """
 
@@ -88,7 +88,9 @@ class Probe:
     """The trial of one training.
 
     Args:
-        model, loss, batches, first, plan, flops: as in `objective`.
+        model, loss, batches, first: as in `objective`.
+        plan: the plan, which determines the parts.
+        flops: the FLOPs of the forward of one sample.
         plain: the objective if the probe finds nothing.
         whole: try the whole batch, whatever it costs.
     """

@@ -11,7 +11,7 @@ from mpkit.data.microbatch import Value, batch_size, leaves
 from mpkit.loss.mean import MeanLoss
 from mpkit.loss.quotient import Quotient, nominal_count
 from mpkit.loss.whole_batch import WholeBatchLoss
-from mpkit.parallel.job.job import LocalNumbers
+from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.plan.plan import Plan
 from mpkit.prepare.probe.probe import Loss, Objective, Probe, in_one_part
 
@@ -23,23 +23,22 @@ def objective(
     loss: Loss,
     batches: Any,
     first: tuple[Value, Value],
-    plan: Plan,
+    resolved: ResolvedPlan,
     *,
     pairs: bool,
-    flops: float,
 ) -> Objective:
     """Try model and loss, and determine how the loss of a batch is combined from its parts.
 
     Args:
         model, loss: the model and loss of the training.
         batches: its data; `first`: its first batch.
-        plan: the plan, which determines the parts.
+        resolved: the plan, which determines the parts, and its FLOPs, which determine how many samples are tried.
         pairs: whether the loss returned (total, count) in the dry run.
-        flops: the FLOPs of the forward of one sample.
 
     Raises:
         ValueError: the parts of a batch do not add up to it.
     """
+    plan = resolved.plan
     check_whole_batch(loss, plan)
     counts = pairs or isinstance(loss, MeanLoss)
     if in_one_part(plan):
@@ -48,7 +47,7 @@ def objective(
     plain = Objective(loss, nominal_count(batch_size(first[0])) if counts else None)
     if (in_one_part(plan) and plan.dp == 1) or _without_content(model, first):
         return plain
-    return Probe(model, loss, batches, first, plan, flops, plain).verdict()
+    return Probe(model, loss, batches, first, plan, resolved.flops_of_a_sample(), plain).verdict()
 
 
 def check_whole_batch(loss: Any, plan: Plan) -> None:
@@ -76,15 +75,3 @@ def _without_content(model: nn.Module, first: tuple[Value, Value]) -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or any(
         tensor.is_meta for tensor in tensors
     )
-
-
-def flops_of_a_sample(local: LocalNumbers) -> float:
-    """Return the FLOPs of the forward of one sample, counted in the dry run."""
-    key, numbers = next(iter(local.numbers.items()))
-    assert isinstance(key, tuple)
-    samples: int = key[0][1][0]
-    forward = sum(layer.flops.forward for layer in numbers)
-    if local.opened is not None:
-        division = local.opened.divisions[key]
-        forward = sum(division.flops(stage).forward for stage in range(len(division.outputs)))
-    return forward / samples
