@@ -17,6 +17,7 @@ import mpkit as mk
 from mpkit.api.run import Run
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
+from mpkit.trace import Kind
 
 Train = Callable[..., Run]
 # Ranks get this module's functions by value, and need not import the module and what tests need.
@@ -97,6 +98,20 @@ def test_rank_0_is_fuller_than_the_rest(train: Train) -> None:
 
 
 # ---------------------------------------------------------------- equal to serial training
+
+
+def test_a_backward_counts_what_it_recomputes(train: Train) -> None:
+    """As it does in a pipeline, and so the RECOMPUTE ops are a part of the time that it has on the virtual clock."""
+    model, data = GPT(layers=2, width=16, heads=2, length=12), text_batches(8, 12, 1)
+    how: dict[str, Any] = {"loss": next_token_loss, "optimizer": adamw, "steps": 1}
+    none, full = (
+        train(model, data, mk.Plan.dp(2, recompute=which), **how).trace for which in ("none", "full")
+    )
+    for before, after in zip(none.ranks, full.ranks, strict=True):
+        again = after.ops["flops"][after.ops["kind"] == Kind.RECOMPUTE]
+        backward = [rank.ops["flops"][rank.ops["kind"] == Kind.BACKWARD] for rank in (before, after)]
+        assert len(again) == 2
+        assert backward[1][-1] - backward[0][-1] == again.sum()  # after that of the loss, on rank 0
 
 
 def test_batches_that_do_not_divide(train: Train) -> None:

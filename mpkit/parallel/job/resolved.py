@@ -113,13 +113,17 @@ class ResolvedPlan:
 
     # ---- FLOPs --------------------------------------------------------------------------------------------
 
-    def flops(self, key: Hashable, stage: int) -> Flops:
-        """Return FLOPs and bytes of a stage, the last with the loss, for micro-batches of this signature."""
+    def flops(self, key: Hashable, stage: int, *, loss: bool = True) -> Flops:
+        """Return FLOPs and bytes of a stage for micro-batches of this signature.
+
+        Args:
+            loss: whether the last stage computes the loss too.
+        """
         if self.partition is not None:
             return self.partition.divisions[key].flops(stage)
         numbers = self.numbers[key]
         held = [numbers[layer].flops for layer in self.stages[stage]]
-        if stage == len(self.stages) - 1:
+        if loss and stage == len(self.stages) - 1:
             held.append(numbers[-1].flops)
         return Flops(
             sum(flops.forward for flops in held),

@@ -32,16 +32,18 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.data.microbatch import Value, leaves, map_tensors
+from mpkit.parallel.compute.stage_work import StageWork
 from mpkit.parallel.data_parallel.ddp import unused_error
 from mpkit.parallel.job.feed import MicroBatch
 from mpkit.parallel.job.job import TrainJob
+from mpkit.parallel.nn_dataparallel.gathered_loss import gathered_loss
 from mpkit.parallel.nn_dataparallel.replicate_parameters import ReplicateParameters
 from mpkit.parallel.nn_dataparallel.rows import RowSpec, pack_rows, pad_rows, row_bytes, unpack_rows
 from mpkit.parallel.nn_dataparallel.scatter_feed import ScatteredMicroBatch
-from mpkit.parallel.nn_dataparallel.share_work import ShareWork
+from mpkit.parallel.nn_dataparallel.share_forward import ShareForward
 from mpkit.parallel.partition.boundary import Boundary
 from mpkit.parallel.stage.gradient_sync import GradientSync
-from mpkit.parallel.stage.stage import PRECISIONS, Stage, cast
+from mpkit.parallel.stage.stage import Stage
 
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
@@ -66,7 +68,7 @@ class DP(GradientSync):
         super().__init__(stages)
         self._comm, self._device, self._ledger = context.comm, context.device, context.record.ledger
         self._rank, self._n = context.rank, job.plan.dp
-        self._job, self._dtype = job, PRECISIONS.get(job.plan.precision)
+        self._context, self._job = context, job
         self.loss_scale = 1.0
         self.tells = context.rank == 0
         self._names = {piece.parameter: piece.name for piece in self.pieces}
@@ -77,7 +79,8 @@ class DP(GradientSync):
         if self._rank != 0:
             self.pieces, self.frozen = [], []  # rank 0 updates, and holds frozen parameters
         self._lending = ReplicateParameters(context, job.plan, stages[0].layers)
-        self._work = ShareWork(context, job, stages[0])
+        self._forward = ShareForward(context, job, stages[0])
+        self._work = StageWork(context, job, stages[0], self._forward, sync=self)
 
     def _on_grad_ready(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -101,33 +104,33 @@ class DP(GradientSync):
         Returns:
             The mean loss over the batch on rank 0, with the count if it has one; nothing on the others.
         """
-        self._work.step = number
+        self._work.begin_step(number, microbatches, self.loss_scale)
         losses = [self._microbatch(m, dealt) for m, dealt in enumerate(microbatches)]
         return [float(sum(each)) for each in zip(*losses, strict=True)]
 
     def _microbatch(self, m: int, dealt: MicroBatch) -> list[float]:
         assert isinstance(dealt, ScatteredMicroBatch)
+        has_samples = dealt.rows[self._rank] > 0
         inputs = self._scatter(dealt)
         # ---- replicate
         self._lending.lend()
         # ---- forward
-        rows, key = dealt.rows[self._rank], dealt.key
-        kept = self._work.forward(m, key, inputs) if rows else None
+        outputs = self._work.forward(m, inputs) if has_samples else ()
         # ---- gather
         specs = self._specs(dealt)
-        whole = self._gather(dealt, specs, kept.outputs if kept is not None else ())
+        whole = self._gather(dealt, specs, outputs)
         # ---- loss
         loss: list[float] = []
         gradients = None
         if self._rank == 0:
-            wants = [spec.requires_grad for spec in self._boundary(dealt).specs]
-            loss, gradients = self._work.loss(m, dealt, whole, wants, self.loss_scale)
+            loss, gradients = gathered_loss(self._context, self._job, m, dealt, whole, self.loss_scale)
         # ---- return
-        wanted, mine = self._return(dealt, specs, gradients)
+        mine = self._return(dealt, specs, gradients)
         # ---- backward
         self._lending.begin_gradients()
-        if kept is not None:
-            self._work.backward(m, key, kept, wanted, mine)
+        if has_samples:
+            self._work.recompute(m)
+            self._work.backward(m, mine, last=m == self._job.plan.microbatches - 1)
             self._computed = True
         # ---- reduce
         self._lending.reduce()
@@ -155,13 +158,9 @@ class DP(GradientSync):
 
     def _scatter(self, dealt: ScatteredMicroBatch) -> Value:
         """Return this rank's inputs, scattered by rank 0."""
-        narrow = self._dtype
-        like = dealt.inputs if narrow is None else cast(dealt.inputs, narrow)
+        like = self._forward.narrow(dealt.inputs)
         specs = [RowSpec.of(tensor) for tensor in leaves(like)]
-        given = []
-        for value, _ in dealt.dealt:
-            here = self._work.to_device(value)
-            given.append(leaves(here if narrow is None else cast(here, narrow)))
+        given = [leaves(self._forward.onto_device(inputs)) for inputs, _ in dealt.dealt]
         tensors = iter(self._scatter_rows(dealt, specs, given))
         return map_tensors(lambda _: next(tensors), like)
 
@@ -181,20 +180,21 @@ class DP(GradientSync):
 
     def _return(
         self, dealt: ScatteredMicroBatch, specs: list[RowSpec], gradients: tuple[Tensor | None, ...] | None
-    ) -> tuple[list[int], tuple[Tensor, ...]]:
-        """Return which outputs have a gradient, and this rank's share of those gradients."""
+    ) -> dict[int, Tensor]:
+        """Return this rank's share of the gradients of the outputs that have one, by the output's number."""
         wanted = [i for i, spec in enumerate(self._boundary(dealt).specs) if spec.requires_grad]
         if len(wanted) > 1:  # the loss need not use all outputs; nothing is sent back for the others
             found = [gradients is not None and gradients[i] is not None for i in wanted]
             flags = self._comm.broadcast(torch.tensor(found, dtype=torch.uint8, device=self._device)).tolist()
             wanted = [i for i, flag in zip(wanted, flags, strict=True) if flag]
         if not wanted:
-            return [], ()
+            return {}
         given: list[list[Tensor]] = []
         if gradients is not None:
             parts = [_there(gradients[i]).split(dealt.rows) for i in wanted]
             given = [list(share) for share in zip(*parts, strict=True)]
-        return wanted, self._scatter_rows(dealt, [specs[i] for i in wanted], given)
+        mine = self._scatter_rows(dealt, [specs[i] for i in wanted], given)
+        return dict(zip(wanted, mine, strict=True))
 
     def _scatter_rows(
         self, dealt: ScatteredMicroBatch, specs: list[RowSpec], given: list[list[Tensor]]

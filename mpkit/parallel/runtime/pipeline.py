@@ -10,7 +10,7 @@ A step goes through these phases, on micro-batches from `mpkit.parallel.job.feed
     tell      the rank with the last stage sends the loss to the others
     drain     wait until all sends are complete
 
-What a stage computes is in `mpkit.parallel.runtime.stage_work`, and what is sent between stages in
+What a stage computes is in `mpkit.parallel.compute.stage_work`, and what is sent between stages in
 `mpkit.parallel.runtime.stage_messages`. Recomputed activations need no gradient, so they are computed before a B or an
 I waits for its gradient.
 
@@ -37,12 +37,14 @@ from torch import Tensor
 
 from mpkit.comm.axis import MeshAxes
 from mpkit.data.microbatch import Value
+from mpkit.parallel.compute.part_forward import PartForward
+from mpkit.parallel.compute.stage_forward import StageForward
+from mpkit.parallel.compute.stage_work import StageWork
 from mpkit.parallel.job.feed import MicroBatch
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.partition.boundary import Route
-from mpkit.parallel.runtime.partitioned_work import PartWork
+from mpkit.parallel.runtime.local_model import attention_over
 from mpkit.parallel.runtime.stage_messages import StageMessages
-from mpkit.parallel.runtime.stage_work import StageWork
 from mpkit.parallel.stage.gradient_sync import GradientSync
 from mpkit.schedule import Action, lower
 
@@ -82,9 +84,12 @@ class Pipeline:
         self._row = schedule.rows[axes.place.pp]
         self._last_backwards = {a.stage: i for i, a in enumerate(self._row) if a.kind in LAST_HALF}
         split = {s: [a.microbatch for a in self._row if a.kind == "I" and a.stage == s] for s in sync.stages}
-        work = StageWork if job.where.partition is None else PartWork
+        forward_of = StageForward if job.where.partition is None else PartForward
+        attention = attention_over(job.plan, axes.of("cp"))
+        self._forwards = {s: forward_of(context, job, stage, attention) for s, stage in sync.stages.items()}
         self._work = {
-            s: work(context, job, stage, sync, axes.of("cp"), split[s]) for s, stage in sync.stages.items()
+            s: StageWork(context, job, stage, self._forwards[s], sync, split[s])
+            for s, stage in sync.stages.items()
         }
         self._last = schedule.stages - 1
         self.tells = self._last in sync.stages
@@ -181,7 +186,7 @@ class Pipeline:
     def _input(self, s: int, routes: list[Route], m: int) -> Value:
         """Return the stage's input on the device: the data, or the output of the stage before, detached."""
         if not routes and self._job.where.partition is None:
-            return self._work[s].data(m)
+            return self._forwards[s].data(m)
         pairs = [
             pair for r in routes for pair in zip(self._messages.wait_input("F", r, m), r.specs, strict=True)
         ]
@@ -203,18 +208,20 @@ class Pipeline:
             wanting = sum(spec.requires_grad for spec in route.specs)
             self._messages.set_output("B", route, m, tuple(islice(left, wanting)))
 
-    def _gradients(self, routes: list[Route], m: int) -> tuple[Tensor, ...] | None:
-        """Return the gradients of a stage's outputs, summed over the stages that used them; None at the last stage."""
+    def _gradients(self, routes: list[Route], m: int) -> dict[int, Tensor] | None:
+        """Return the gradients of a stage's outputs that have one, by the output's number; None at the last stage.
+
+        The gradients of an output that several stages used are summed. Which outputs have one is known from the dry
+        run: the outputs of a recomputed block do not say.
+        """
         if not routes:
             return None
-        if len(routes) == 1:
-            return self._messages.wait_input("B", routes[0], m)
         sums: dict[int, Tensor] = {}
         for route in routes:
             wanting = [i for i, spec in zip(route.which, route.specs, strict=True) if spec.requires_grad]
             for i, gradient in zip(wanting, self._messages.wait_input("B", route, m), strict=True):
                 sums[i] = sums[i] + gradient if i in sums else gradient
-        return tuple(sums[i] for i in sorted(sums))
+        return {i: sums[i] for i in sorted(sums)}
 
 
 def sum_of(losses: list[Tensor]) -> Tensor:

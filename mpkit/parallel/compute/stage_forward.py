@@ -1,0 +1,122 @@
+"""What F computes: the outputs of a stage for one micro-batch; at the last stage, the micro-batch's share of the loss.
+
+inputs      of the model: copied to the device, in the plan's precision
+layers      of the stage, with the micro-batch's own random numbers
+loss        at the last stage
+check       at the others: what goes to other ranks has the shapes that the dry run found
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mpkit.data.microbatch import Value
+from mpkit.models.randomness import Draws, Randomness
+from mpkit.parallel.compute.loss_share import loss_share
+from mpkit.parallel.job.feed import MicroBatch
+from mpkit.parallel.job.job import TrainJob
+from mpkit.parallel.partition.boundary import Boundary
+from mpkit.parallel.stage.stage import PRECISIONS, Stage, cast
+from mpkit.parallel.stage.to_device import onto_device
+from mpkit.record.flops import Flops
+
+if TYPE_CHECKING:
+    from mpkit.launch.process.context import Context
+
+__all__ = ["StageForward"]
+
+
+class StageForward:
+    """The forward of a chain's stage, step after step.
+
+    Args:
+        context: this rank's context.
+        job: what to train, and how.
+        stage: the stage's layers.
+        attention: makes the context manager within which attention is over whole sequences.
+
+    Attributes:
+        attention: as above; recomputation needs it too.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        job: TrainJob,
+        stage: Stage,
+        attention: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._record, self._device = context.record, context.device
+        self._job, self._stage, self._s = job, stage, stage.number
+        self._last = stage.number == len(job.where.stages) - 1
+        self._dtype = PRECISIONS.get(job.plan.precision)
+        self._randomness = Randomness(job.how.seed, job.plan.mesh.replica(context.rank), context.device)
+        self.attention = attention
+        self._step = -1
+        self._microbatches: list[MicroBatch] = []
+
+    def begin_step(self, number: int, microbatches: list[MicroBatch]) -> None:
+        """Set the step and micro-batches of the next forwards."""
+        self._step, self._microbatches = number, microbatches
+
+    def flops(self, key: Hashable) -> Flops:
+        """Return FLOPs and bytes of the forward and its backward, for micro-batches of this signature."""
+        return self._job.where.flops(key, self._s)
+
+    # ---- inputs -------------------------------------------------------------------------------------------
+
+    def data(self, m: int) -> Value:
+        """Return the model's inputs, on the device and in the plan's precision."""
+        return self.onto_device(self._microbatches[m].inputs)
+
+    def onto_device(self, inputs: Value) -> Value:
+        """Return a copy of some of the model's inputs on the device, in the plan's precision."""
+        return self.narrow(onto_device(inputs, self._device, self._record))
+
+    def narrow(self, inputs: Value) -> Value:
+        """Return some of the model's inputs in the plan's precision."""
+        return inputs if self._dtype is None else cast(inputs, self._dtype)
+
+    # ---- layers -------------------------------------------------------------------------------------------
+
+    def __call__(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
+        """Return the stage's outputs for its inputs; at the last stage, the micro-batch's share of the loss."""
+        draws = self._randomness.draws(self._step, m)
+        with draws.apart(), self.attention():
+            output = self._stage(inputs, draws)
+            if self._last:
+                return self.loss(m, output, draws)
+        return self.checked(m, output)
+
+    # ---- loss ---------------------------------------------------------------------------------------------
+
+    def loss(self, m: int, output: Any, draws: Draws) -> tuple[Tensor, ...]:
+        """Return the micro-batch's share of the loss, and its count where the loss has one."""
+        microbatch = self._microbatches[m]
+        draws.begin("the loss")
+        targets = onto_device(microbatch.targets, self._device, self._record)
+        return loss_share(self._job, output, targets, microbatch.weight)
+
+    # ---- check --------------------------------------------------------------------------------------------
+
+    def checked(self, m: int, output: Any) -> tuple[Tensor, ...]:
+        """Return the tensors of the output.
+
+        Raises:
+            ValueError: they have other shapes or dtypes than those that the dry run found.
+        """
+        expected, made = self._job.where.boundary(self._microbatches[m].key, self._s), Boundary.of(output)
+        if made is None or made.shapes != expected.shapes:
+            raise ValueError(self._refusal(m, str(made or type(output).__name__), str(expected)))
+        return (output,) if isinstance(output, Tensor) else output
+
+    def _refusal(self, m: int, made: str, expected: str) -> str:
+        return (
+            f"stage {self._s} made {made} of micro-batch {m}, and {expected} of one of the same shape before: the "
+            "shapes that go from stage to stage may depend on the shapes of the data, and not on its values. "
+            "Plan.serial() has no stages to go between."
+        )
