@@ -496,7 +496,7 @@ def test_random_models_and_cuts_equal_serial_training(train: Train, data: st.Dat
     ranks = data.draw(st.integers(2, 3), label="ranks")
     calls = groups_of(program)
     assume(len(calls) >= ranks)
-    several = len(calls) >= 2 * ranks and data.draw(st.booleans(), label="two stages a rank")
+    several = len(calls) >= 2 * ranks and data.draw(st.booleans(), label="two stages per rank")
     schedules = ["looped_bfs", "interleaved_1f1b", "zbv"] if several else ["gpipe", "1f1b", "zb_h1"]
     plan = mk.Plan(
         pp=ranks,

@@ -175,7 +175,7 @@ def test_several_tensors_from_stage_to_stage(train: Train, recompute: str) -> No
     plan = mk.Plan.gpipe(4, 3, cut=[2, 3, 4], recompute=recompute)
     data = [(normal(5, 4), normal(5, 2))]
     check_equal(train, model, data, plan, loss=F.mse_loss, optimizer=adamw, steps=5)
-    twice = Schedule(["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"], name="two stages a rank")
+    twice = Schedule(["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"], name="two stages per rank")
     plan = mk.Plan(pp=2, schedule=twice, cut=[2, 3, 4], recompute=recompute)
     check_equal(train, model, data, plan, loss=F.mse_loss, optimizer=adamw, steps=5)
 

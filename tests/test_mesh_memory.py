@@ -8,10 +8,10 @@ Activations of a transformer layer in 16 bits, in bytes; N = b s (Korthikanti et
 
 The kit's block keeps, in elements of N h, with dropout 0 and attention that makes no scores in memory:
 
-    norm1     its input 1, and 2 numbers a token
+    norm1     its input 1, and 2 numbers per token
     qkv       its input 1                                       shared by t ranks: q, k, v 3
     attention its output 1/t, which is also the input of `out`; the log-sum-exp, a number in fp32 a token and head
-    norm2     its input 1, and 2 numbers a token
+    norm2     its input 1, and 2 numbers per token
     up        its input 1                                       shared: its output 4, the input of GELU
     out       its input 4/t
 

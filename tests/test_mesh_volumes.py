@@ -66,7 +66,7 @@ def phases(timeline: mk.Timeline, rank: int, kind: Kind) -> dict[Kind, int]:
 def test_a_layer_makes_two_all_reduces_forward_and_two_backward(
     train: Train, t: int, m: int, pp: int
 ) -> None:
-    """8 b s h (t-1)/t elements a layer a micro-batch on the wire: what two layers more add."""
+    """8 b s h (t-1)/t elements per layer per micro-batch on the wire: what two layers more add."""
     plan = mk.Plan(tp=t, pp=pp, microbatches=m, schedule="1f1b" if pp > 1 else "gpipe")
     few, many = trained(train, plan, 2), trained(train, plan, 4)
     more = 2 / pp  # layers that a rank has more

@@ -49,7 +49,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def plan_of(name: str, p: int, m: int, **how: Any) -> mk.Plan:
-    """A plan of a schedule; with two stages a rank where it can have several."""
+    """A plan of a schedule; with two stages per rank where it can have several."""
     v = {"virtual_stages": 2} if name in LOOPS else {}
     return mk.Plan(pp=p, schedule=name, microbatches=m, **v, **how)
 

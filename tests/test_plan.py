@@ -79,7 +79,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"cp": 2, "cp_order": "zig"}, r"Plan\(cp=2, cp_order='zigzag'\)"),
     ({"tp": 2, "tensor": {"regions": ()}}, "is an mk.TensorPlan"),
     ({"pp": 2, "virtual_stages": 2}, r"gpipe has one stage a rank.*interleaved_1f1b"),
-    ({"pp": 2, "virtual_stages": 3, "schedule": "zbv"}, "zbv has 2 stages a rank"),
+    ({"pp": 2, "virtual_stages": 3, "schedule": "zbv"}, "zbv has 2 stages per rank"),
     ({"pp": 2, "virtual_stages": 0, "schedule": "zbv"}, "1 or more"),
     ({"pp": 2, "schedule": "interleaved"}, "nearest is .*schedule='interleaved_zb'.*virtual_stages=2"),
     ({"pp": 2, "virtual_stages": 2, "schedule": "1F1B"}, r"nearest is Plan\(pp=2, schedule='1f1b'\)"),

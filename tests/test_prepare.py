@@ -327,7 +327,7 @@ def test_stages_balance_flops_and_may_be_told() -> None:
 def test_flops_are_those_of_the_layers() -> None:
     (numbers,) = prepared().where.numbers.values()
     first, relu, middle, _, last, loss = (layer.flops for layer in numbers)
-    b = 2  # samples a micro-batch
+    b = 2  # samples per micro-batch
     assert (first.forward, first.backward) == (2 * b * 4 * 8, 2 * b * 4 * 8)  # the data wants no gradient
     assert (middle.forward, middle.backward) == (2 * b * 8 * 8, 2 * 2 * b * 8 * 8)
     assert (last.forward, last.backward) == (2 * b * 8 * 2, 2 * 2 * b * 8 * 2)

@@ -17,7 +17,7 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace, Trace, lane_of
 
 # Seconds are FLOPs here, and all figures are binary fractions: sums are exact, whatever their order.
-UNIT = Device("one FLOP a second", {"float32": 1.0}, bandwidth=2.0**40, host=1.0)
+UNIT = Device("one FLOP per second", {"float32": 1.0}, bandwidth=2.0**40, host=1.0)
 LATENCY, BANDWIDTH = 0.25, 8.0
 TOY = Hardware("toy", UNIT, Link("toy", LATENCY, BANDWIDTH), per_node=64)
 
@@ -153,7 +153,7 @@ def test_a_nodes_link_and_the_network_do_not_wait_for_each_other() -> None:
 @pytest.mark.parametrize(
     ("kind", "seconds"),
     [
-        # 3 ranks, 24 bytes at 8 bytes a second: 3 s on a wire of factor 1, and 0.25 s a hop
+        # 3 ranks, 24 bytes at 8 bytes per second: 3 s on a wire of factor 1, and 0.25 s per hop
         (Kind.ALL_REDUCE, 4 / 3 * 3 + 4 * 0.25),
         (Kind.ALL_GATHER, 2 / 3 * 3 + 2 * 0.25),
         (Kind.REDUCE_SCATTER, 2 / 3 * 3 + 2 * 0.25),

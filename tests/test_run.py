@@ -166,7 +166,7 @@ def test_layers_are_recorded_if_asked() -> None:
     inner = frame[frame["depth"] > 0]
     assert set(inner["kind"]) == {"forward", "backward"}
     for name, layer in inner[inner["kind"] == "forward"].groupby("name"):
-        assert len(layer) == 2, name  # one a micro-batch
+        assert len(layer) == 2, name  # one per micro-batch
 
 
 UNFINISHED = """

@@ -56,7 +56,7 @@ def test_weak_scaling_keeps_the_samples_a_rank(clusters: Clusters) -> None:
     assert [row.batch for row in found.rows] == [24, 72]
     one, three = found.rows
     assert three.speed_up == pytest.approx(3 * one.step_time / three.step_time)
-    assert found.kind == "weak scaling: 24 samples a rank"
+    assert found.kind == "weak scaling: 24 samples per rank"
 
 
 def test_on_other_hardware_it_is_what_the_costs_say(clusters: Clusters) -> None:

@@ -226,7 +226,7 @@ def test_memory_in_units_of_ones_own() -> None:
         Plan.gpipe(3, 6).validate(max_live=3)
     assert Plan.pipeline("1f1b", 3, 6).validate(max_live=3).pp == 3
     for wrong in (0, [1, 2], ["x"] * 3, -1):
-        with pytest.raises(ValueError, match=r"max_live=.*a number above 0, or 3 of them, one a rank"):
+        with pytest.raises(ValueError, match=r"max_live=.*a number above 0, or 3 of them, one per rank"):
             schedule.validate(max_live=wrong)  # type: ignore[arg-type]
 
 

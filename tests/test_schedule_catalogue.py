@@ -75,7 +75,7 @@ def test_zb_h2s_ranks_have_no_bubble_of_their_own() -> None:
 @settings(max_examples=40)
 @given(*degrees)
 def test_it_is_valid_and_so_are_its_messages(name: str, p: int, m: int, v: int) -> None:
-    """Of any number of ranks, micro-batches (also fewer than ranks, or no multiple of them) and stages a rank."""
+    """Of any number of ranks, micro-batches (also fewer than ranks, or no multiple of them) and stages per rank."""
     schedule = named(name, p, m, v)
     held = v if name in LOOPED else 2 if name in V_SHAPED else 1
     assert (schedule.ranks, schedule.stages, schedule.microbatches) == (p, p * held, m)

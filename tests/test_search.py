@@ -109,7 +109,7 @@ def test_the_same_seed_finds_the_same() -> None:
 
 
 def test_greedy_orders_never_end_in_a_deadlock() -> None:
-    """Also of several stages a rank, with memory for one micro-batch of them and a little."""
+    """Also of several stages per rank, with memory for one micro-batch of them and a little."""
     for seed in range(150):
         random = Random(seed)
         stages = random.randint(1, 7)
@@ -165,7 +165,7 @@ def test_recomputation_and_own_schedules() -> None:
         ("gpipe", {}, r"search_schedule\('gpipe'\).*Plan.pipeline"),
         (mk.Plan.ddp(2), {}, "the order of a pipeline's actions is searched"),
         (mk.Plan.pipeline("zbv", 2, 4), {"max_live": 1}, r"rank 0 has 2 of the stages.*takes max_live=2 at least"),
-        (mk.Plan.gpipe(2, 4), {"max_live": [1, 2, 3]}, "2 of them, one a rank"),
+        (mk.Plan.gpipe(2, 4), {"max_live": [1, 2, 3]}, "2 of them, one per rank"),
         (mk.Plan.gpipe(2, 4), {"activation": 0}, "activation=0"),
         (mk.Plan.gpipe(2, 4), {"forward": [1]}, "1 times for 2 stages"),
         (mk.Plan.gpipe(2, 4), {"hop": -1}, "not negative"),

@@ -323,9 +323,9 @@ def test_the_sum_of_dx_travels_while_dw_is_computed(clusters: Clusters, sequence
 
 
 def test_what_is_kept_for_the_backward() -> None:
-    # Korthikanti et al. 2022: of the 34 s b h bytes a layer, 10 are not in a region: the inputs of two layer norms and
-    # of two regions (8), and two masks (none here, without dropout). Tensor parallelism divides the others by t, and
-    # sequence parallelism all.
+    # Korthikanti et al. 2022: of the 34 s b h bytes per layer, 10 are not in a region: the inputs of two layer norms
+    # and of two regions (8), and two masks (none here, without dropout). Tensor parallelism divides the others by t,
+    # and sequence parallelism all.
     b, s, h, t = 2, 16, 64, 2
     model = GPT(layers=1, width=h, heads=2, vocab=8, length=s).to(torch.bfloat16)
 

@@ -64,7 +64,7 @@ def main() -> None:
     losses, seconds, held = theirs(model, data, gpus)
     worst = max(abs(a - b) / abs(b) for a, b in zip(run.losses, losses, strict=True))
     print(f"losses agree to {worst:.1e} relative over {STEPS} steps")
-    print(f"seconds a step: mpkit {sum(own) / len(own):.4f}, torch.nn.DataParallel {seconds:.4f}")
+    print(f"seconds per step: mpkit {sum(own) / len(own):.4f}, torch.nn.DataParallel {seconds:.4f}")
     for gpu, (ours, bytes_held) in enumerate(zip(timeline.peak_memory, held, strict=True)):
         print(
             f"GPU {gpu}: mpkit {ours['total'] / 2**20:.0f} MiB, nn.DataParallel {bytes_held / 2**20:.0f} MiB"

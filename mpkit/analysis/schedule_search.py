@@ -68,9 +68,9 @@ class Found:
     def __str__(self) -> str:
         if self.named:
             best = f"{self.best_named}, the best that has a name, {self.named[self.best_named]:.4g} s"
-            lines = [f"{self.seconds:.4g} s a step; {best}: {self.improvement:.1%} shorter."]
+            lines = [f"{self.seconds:.4g} s per step; {best}: {self.improvement:.1%} shorter."]
         else:
-            lines = [f"{self.seconds:.4g} s a step; no schedule that has a name fits."]
+            lines = [f"{self.seconds:.4g} s per step; no schedule that has a name fits."]
         peaks = ", ".join(f"{peak:g}" for peak in self.plan.build().peak_live)
         cap = "" if inf in self.max_live else f" (max_live {max(self.max_live):g})"
         lines.append(f"Activations by rank: {peaks}{cap}. No order can take less than {self.at_least:.4g} s.")
@@ -110,7 +110,7 @@ def search_schedule(
     Source: Athlur et al., "Varuna", EuroSys 2022: schedules simulated with measured times, within the memory there is.
 
     >>> search_schedule(Plan.pipeline("1f1b", 3, 5), max_live=2, effort=50_000)
-    21 s a step; naive, the best that has a name, 45 s: 53.3% shorter.
+    21 s per step; naive, the best that has a name, 45 s: 53.3% shorter.
     Activations by rank: 2, 2, 2 (max_live 2). No order can take less than 17 s.
     Named: naive 45
     Too large: gpipe 5, 1f1b 3, zb_h1 3, zb_h2 5

@@ -86,7 +86,7 @@ def _add_classroom(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     grade.add_argument(
         "--roster",
         type=Path,
-        help="names of all students, one a line or a CSV: the table tells who is missing",
+        help="names of all students, one per line or a CSV: the table tells who is missing",
     )
     grade.add_argument("--again", action="store_true", help="grade also what is graded already and unchanged")
     grade.add_argument("--seconds", type=float, default=60.0, help="that running a notebook may take")

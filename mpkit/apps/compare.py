@@ -50,7 +50,7 @@ def compare(*timelines: Any, **named: Any) -> Comparison | BesideSerial:
                       step time     bubble       work    warm-up    message  cool-down
     gpipe, simulated     33.0 s     27.3 %     24.0 s     1.50 s     4.50 s     3.00 s
     zb_h1, simulated     27.0 s     11.1 %     24.0 s     1.50 s     1.50 s        0 s
-    Work and idle time by cause: seconds a rank, averaged over ranks; they add up to the makespan.
+    Work and idle time by cause: seconds per rank, averaged over ranks; they add up to the makespan.
     <BLANKLINE>
     zb_h1, simulated is 6.00 s (18.2%) shorter than gpipe, simulated, of it
         idle: message    -3.00 s

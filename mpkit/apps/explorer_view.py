@@ -36,7 +36,7 @@ OWN = "your own"
 SLIDERS = {
     "ranks": ("ranks p", 1, 16, 1),
     "microbatches": ("micro-batches m", 1, 64, 1),
-    "virtual_stages": ("stages a rank v", 1, 4, 1),
+    "virtual_stages": ("stages per rank v", 1, 4, 1),
     "forward": ("F", 0.0, 4.0, 0.1),
     "input_grad": ("I", 0.0, 4.0, 0.1),
     "weight_grad": ("W", 0.0, 4.0, 0.1),

@@ -156,7 +156,7 @@ class Groups:
         """Return the shape of one of n equal parts."""
         if tensor.dim() == 0 or tensor.shape[0] % group.size:
             raise ValueError(
-                f"{what} cuts the first dimension into {group.size} equal parts, one a rank, which a tensor of "
+                f"{what} cuts the first dimension into {group.size} equal parts, one per rank, which a tensor of "
                 f"shape {tuple(tensor.shape)} does not allow: pad it to a multiple of {group.size}"
             )
         return (tensor.shape[0] // group.size, *tensor.shape[1:])

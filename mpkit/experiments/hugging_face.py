@@ -140,12 +140,12 @@ class HFExperiment:
         return data_frame(found)
 
     def __str__(self) -> str:
-        lines = ["GPT-2 124M, 2x TITAN RTX, 4 samples a GPU   a step   published   ratio   published"]
+        lines = ["GPT-2 124M, 2x TITAN RTX, 4 samples per GPU     step   published   ratio   published"]
         for row in self.rows:
             mine, published = self.ratio(row)
             name = f"{row.strategy:4} {'with' if row.nvlink else 'without'} NVLink"
             times = f"{row.seconds * 1e3:5.0f} ms {row.published * 1e3:8.0f} ms {mine:7.3f} {published:9.3f}"
-            lines.append(f"{name:42} {times}   {'fitted' if row.fitted else 'predicted'}")
+            lines.append(f"{name:44} {times}   {'fitted' if row.fitted else 'predicted'}")
         return "\n".join(lines)
 
 

@@ -114,7 +114,7 @@ class MemoryByStrategy(Charted):
         return draw(self, "chart")
 
     def __str__(self) -> str:
-        lines = [f"MB a rank, {self.how}", ""]
+        lines = [f"MB per rank, {self.how}", ""]
         head = "".join(f"{category:>12}" for category in CATEGORIES)
         lines.append(f"{'':10} rank{head}   states by formula")
         for row in self.rows:

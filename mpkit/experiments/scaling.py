@@ -85,7 +85,7 @@ class Scaling:
     def kind(self) -> str:
         """What stays the same, in words."""
         if self.weak:
-            return f"weak scaling: {self.rows[0].batch // self.rows[0].ranks} samples a rank"
+            return f"weak scaling: {self.rows[0].batch // self.rows[0].ranks} samples per rank"
         return f"strong scaling: {self.rows[0].batch} samples a batch"
 
     def to_dataframe(self) -> pd.DataFrame:

@@ -92,8 +92,8 @@ def checked_virtual_stages(plan: Plan) -> int:
     if name in V_SHAPED:
         if v not in (1, 2):  # 1 is the field's default
             raise ValueError(
-                f"Plan(schedule={name!r}, virtual_stages={v}): {name} has 2 stages a rank, one on the way down and one "
-                f"on the way up: {call_of(plan, {'virtual_stages': 2})}"
+                f"Plan(schedule={name!r}, virtual_stages={v}): {name} has 2 stages per rank, one on the way down and "
+                f"one on the way up: {call_of(plan, {'virtual_stages': 2})}"
             )
         return 2
     if v > 1 and name not in LOOPED:

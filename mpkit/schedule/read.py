@@ -106,7 +106,7 @@ def _lines(source: Any) -> list[Any]:
     if isinstance(source, Iterable):
         return list(source)
     raise ValueError(
-        f"{source!r} is no schedule. Give its rows, one a rank, such as ['F0 F1 B0 B1', 'F0 B0 F1 B1'], a list of "
+        f"{source!r} is no schedule. Give its rows, one per rank, such as ['F0 F1 B0 B1', 'F0 B0 F1 B1'], a list of "
         "Actions a rank, or a function of (p, m) that returns or yields such rows."
     )
 

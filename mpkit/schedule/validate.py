@@ -212,7 +212,7 @@ def each(name: str, value: float | Sequence[float], count: int, what: str) -> li
     given: list[Any] = [*value] if isinstance(value, Iterable) else [value] * count
     if len(given) != count or not all(isinstance(number, int | float) and number > 0 for number in given):
         raise ValueError(
-            f"{name}={value!r}: a number above 0, or {count} of them, one a {what}, such as {name}={[4] * count}"
+            f"{name}={value!r}: a number above 0, or {count} of them, one per {what}, such as {name}={[4] * count}"
         )
     return [float(number) for number in given]
 

@@ -125,7 +125,7 @@ def by_stage(name: str, value: object, stages: int) -> list[float]:
     if len(given) != stages:
         raise ValueError(
             f"{name}={given} names {len(given)} times for {stages} stages. Give one number for all stages, "
-            f"{name}=1.0, or one a stage, {name}={[1.0] * stages}."
+            f"{name}=1.0, or one per stage, {name}={[1.0] * stages}."
         )
     return given
 

@@ -48,7 +48,7 @@ def adamw(params: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.1)
 
 
-# Rajbhandari et al. 2019, section 3.1, in fp32: 4 bytes a parameter, 4 a gradient, 8 for Adam's two moments.
+# Rajbhandari et al. 2019, section 3.1, in fp32: 4 bytes per parameter, 4 per gradient, 8 for Adam's two moments.
 @pytest.mark.parametrize(("optimizer", "states"), [(plain, 0), (sgd, 4), (adamw, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("make", [mlp, Tied, frozen])

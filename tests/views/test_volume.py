@@ -90,7 +90,7 @@ KNOWN = {
 @pytest.mark.parametrize(
     ("plan", "axis", "kind", "symbols", "of"),
     [
-        # 4 regions of 2 all-reduces a micro-batch, each 2 (t-1)/t = 1 times the stream.
+        # 4 regions of 2 all-reduces per micro-batch, each 2 (t-1)/t = 1 times the stream.
         ({"tp": 2}, "tp", Kind.ALL_REDUCE, "8 b s h (t-1)/t a layer, 2 an", 3 * (4 * 2 + 1) * 1200),
         ({"tp": 2, "recompute": "full"}, "tp", Kind.ALL_REDUCE, "12 b s h (t-1)/t", 3 * (4 * 3 + 2) * 1200),
         (

@@ -99,7 +99,7 @@ def read_roster(path: Path) -> list[str]:
     names = [row[column or 0].strip() for row in body if len(row) > (column or 0)]
     if not any(names):
         raise ValueError(
-            f"--roster {path} has no name in it: one a line is wanted, or a table with a column 'student'"
+            f"--roster {path} has no name in it: one per line is wanted, or a table with a column 'student'"
         )
     return list(dict.fromkeys(name for name in names if name))
 

@@ -85,7 +85,7 @@ def titan_rtx(nvlink: bool) -> Hardware:
     peak = float(one("devices", device="TITAN RTX")["float32_tflops"]) * 1e12
     rates = {"float32": 0.504 * peak, "float16": card.flops["float16"]}
     flops = (
-        f"fitted {guide} with NVLink, 510 ms a step: 0.504 of the published {peak / 1e12:g} TFLOP/s (float32); "
+        f"fitted {guide} with NVLink, 510 ms per step: 0.504 of the published {peak / 1e12:g} TFLOP/s (float32); "
         f"{card.sources['flops']} (float16)"
     )
     card = replace(card, flops=rates, sources={**card.sources, "flops": flops})
@@ -101,7 +101,7 @@ def titan_rtx(nvlink: bool) -> Hardware:
         link = Link("NVLink 2 x2", latency, 0.8 * line, {}, sources)
         return Hardware("2x-titan-rtx-nvlink", card, link, per_node=2)
     why = (
-        f"fitted {guide} without NVLink, 657 ms a step: what it takes for 498 MB of gradients, reduced behind the "
+        f"fitted {guide} without NVLink, 657 ms per step: what it takes for 498 MB of gradients, reduced behind the "
         "backward as far as they can be, to end 147 ms later"
     )
     link = Link("PCIe 3 through the host", latency, 1.36e9, {}, {"latency": latency_source, "bandwidth": why})

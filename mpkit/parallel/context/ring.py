@@ -99,7 +99,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, pieces: int) 
     if is_causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(f"Ring attention: is_causal needs as many keys as queries: {given}.")
     if q.shape[-2] % pieces or k.shape[-2] % pieces:
-        raise ValueError(f'Ring attention: order="zigzag" needs an even number of tokens a rank: {given}.')
+        raise ValueError(f'Ring attention: order="zigzag" needs an even number of tokens per rank: {given}.')
 
 
 class _Ring(torch.autograd.Function):

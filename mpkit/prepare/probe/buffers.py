@@ -56,7 +56,7 @@ def check_buffers(
     counted = [name for name in changed if name not in by_samples]
     if counted and plan.microbatches > 1 and _matters(trial, everything):
         found.append(
-            f"The buffer {counted[0]!r} changes with every forward: {plan.microbatches} times a step, once for each "
+            f"The buffer {counted[0]!r} changes with every forward: {plan.microbatches} times per step, once for each "
             "micro-batch, and what the model makes depends on it: training is that of plain PyTorch with gradients "
             f"accumulated over {plan.microbatches} micro-batches."
         )

@@ -93,7 +93,7 @@ def _beyond(chosen: Hardware, world_size: int) -> list[str]:
     if world_size <= chosen.devices:
         return []
     many = (
-        f"{chosen.name} has {chosen.devices} devices; it is replayed as if it had {world_size}, one a rank."
+        f"{chosen.name} has {chosen.devices} devices; it is replayed as if it had {world_size}, one per rank."
     )
     return [many]
 

@@ -32,7 +32,7 @@ def comparison_text(comparison: Comparison) -> str:
             + "  ".join(f"{cell:>{max(len(head), 9)}}" for cell, head in zip(cells, heads, strict=True))
         )
     lines.append(
-        "Work and idle time by cause: seconds a rank, averaged over ranks; they add up to the makespan."
+        "Work and idle time by cause: seconds per rank, averaged over ranks; they add up to the makespan."
     )
     for row in rows[1:]:
         lines += ["", *_difference(comparison, row.name)]

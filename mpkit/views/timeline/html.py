@@ -124,7 +124,7 @@ def _section(number: int, name: str, timeline: Timeline, highest: int) -> str:
 def _summary(named: Mapping[str, Timeline], facts: Mapping[str, Mapping[str, str]]) -> str:
     """Return the table by strategy. A column that only some strategies have is left empty for the others."""
     extra = list(dict.fromkeys(column for known in facts.values() for column in known))
-    head = ["bubble", "step time", "speed-up", "peak memory a GPU", "bytes sent a step", *extra]
+    head = ["bubble", "step time", "speed-up", "peak memory per GPU", "bytes sent per step", *extra]
     slowest = max(timeline.step_time for timeline in named.values())
     table = [
         [*_figures(timeline, slowest), *(facts.get(name, {}).get(column, "") for column in extra)]

@@ -36,9 +36,9 @@ def seconds(model: dict[str, int], cluster: dict[str, int], batch: int, pp: int,
     tokens, microbatches = model["sequence"], batch // dp
     flops = 6 * parameters(model) * tokens / (pp * tp)
     stream = 2 * tokens * model["width"]  # bytes of one sample's activations between layers
-    talk = 8 * stream * (tp - 1) / tp * model["layers"] / pp / cluster["bytes a second in a node"]
+    talk = 8 * stream * (tp - 1) / tp * model["layers"] / pp / cluster["bytes per second in a node"]
     steady = (flops / cluster["flops a second"] + talk) * (microbatches + pp - 1)
-    reduce = 2 * 2 * parameters(model) / (pp * tp) * (dp - 1) / dp / cluster["bytes a second between nodes"]
+    reduce = 2 * 2 * parameters(model) / (pp * tp) * (dp - 1) / dp / cluster["bytes per second between nodes"]
     return steady + reduce
 
 
@@ -82,8 +82,8 @@ def cluster_of(case: Case) -> dict[str, int]:
         "gpus a node": case["a_node"],
         "bytes a gpu": case["memory"] * 10**9,
         "flops a second": 156 * 10**12,
-        "bytes a second in a node": 211 * 10**9,
-        "bytes a second between nodes": 100 * 10**9,
+        "bytes per second in a node": 211 * 10**9,
+        "bytes per second between nodes": 100 * 10**9,
     }
 
 

@@ -1,6 +1,6 @@
 """Hang: the stages.
 
-GPipe on real ranks: a model is cut into stages, one a rank, and a batch into micro-batches of `size` samples. All
+GPipe on real ranks: a model is cut into stages, one per rank, and a batch into micro-batches of `size` samples. All
 forwards first, each sent on to the next stage; then all backwards, each gradient sent back. The last micro-batch may be
 smaller than the others.
 

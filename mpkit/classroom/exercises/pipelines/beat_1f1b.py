@@ -1,7 +1,7 @@
 """Beat 1F1B under a memory cap.
 
 Four ranks, six micro-batches. 1F1B has a bubble of 1/3 here, and holds four micro-batches on rank 0. You have memory
-for *three*, and your bubble has to be below 3/10. A schedule of your own: rows of text, one a rank.
+for *three*, and your bubble has to be below 3/10. A schedule of your own: rows of text, one per rank.
 
     F2    forward of micro-batch 2          I2    first half of its backward: the gradient of the stage's input
     B2    its whole backward                W2    second half: the gradients of the weights; frees the activations
@@ -84,7 +84,7 @@ EXERCISE = Schedules(
             "the-backward-is-whole",
             (
                 "It fits, and the bubble is too large. For what does rank 0 wait longest?",
-                "With a whole B the gradient takes two seconds a stage on its way up. Split it: I passes the "
+                "With a whole B the gradient takes two seconds per stage on its way up. Split it: I passes the "
                 "gradient on after one second, and W fills a hole.",
                 "On the last rank: `F0 I0 F1 I1 F2 I2`, and only then the W's. On the others an I, and W right after "
                 "it, where memory is short.",

@@ -1,6 +1,6 @@
 """GPipe.
 
-Write GPipe's schedule: with p stages, one a rank, and m micro-batches, every rank does all forwards, then all
+Write GPipe's schedule: with p stages, one per rank, and m micro-batches, every rank does all forwards, then all
 backwards. A row of the schedule is what a rank does, in order: `"F0 F1 B0 B1"` are the forwards of micro-batches 0 and
 1, then their backwards.
 

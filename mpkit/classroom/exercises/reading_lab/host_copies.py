@@ -3,7 +3,7 @@
 ZeRO-1 with the optimizer on the host: a GPU's memory holds none of Adam's states. The price is on the timeline, in the
 lane "host". `run()` is the timeline of one step on four A100s.
 
-How many bytes does a GPU copy to its host in a step, and how many back? How fast is that link, in bytes a second? And
+How many bytes does a GPU copy to its host in a step, and how many back? How fast is that link, in bytes per second? And
 then predict how many seconds a step takes
 
 - if the link to the host were twice as fast,
@@ -38,12 +38,12 @@ def run() -> mk.Timeline:
 copies = {
     ### BEGIN SOLUTION
     # instead: "bytes to the host": ...,
-    # instead: "bytes a second": ...,
+    # instead: "bytes per second": ...,
     # instead: "seconds, twice the link to the host": ...,
     # instead: "seconds, twice the link between GPUs": ...,
     # instead: "seconds, without copies": ...,
     "bytes to the host": 67_108_864,
-    "bytes a second": 67_108_864 / 0.002165,
+    "bytes per second": 67_108_864 / 0.002165,
     # two copies of 2.165 ms each
     "seconds, twice the link to the host": 0.01219 - 0.002165,
     # 1.26 ms of communication are exposed

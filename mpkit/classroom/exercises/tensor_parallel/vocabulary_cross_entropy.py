@@ -111,7 +111,7 @@ EXERCISE = OnRanks(
             (
                 "How many numbers a token travel in your loss, and how many does the formula need?",
                 "You put all logits together, so each rank holds b·s·V of them: with a vocabulary of 50,000 that is "
-                "the largest tensor of the whole model. Three numbers a token are enough.",
+                "the largest tensor of the whole model. Three numbers per token are enough.",
                 "All-reduce the maximum; then the sum of exp; then the logit of the target.",
             ),
             """

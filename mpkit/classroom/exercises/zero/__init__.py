@@ -1,6 +1,6 @@
 """ZeRO.
 
-Data parallelism gives every rank 16 bytes a parameter, and all ranks the same. ZeRO keeps one copy among all ranks:
+Data parallelism gives every rank 16 bytes per parameter, and all ranks the same. ZeRO keeps one copy among all ranks:
 first of the optimizer states, then of the gradients, then of the parameters. Here you write the three stages, count
 their bytes, and meet the places where a sharded training goes wrong.
 

@@ -137,14 +137,14 @@ EXERCISE = Formula(
                 "Add up what you have for one parameter in stage 0. Is it 16 bytes?",
                 "Adam's two means are 8 bytes. In mixed precision the optimizer also keeps an fp32 copy of the "
                 "parameter: an update may be too small for 16 bits.",
-                "12 bytes a parameter: 4 + 4 + 4.",
+                "12 bytes per parameter: 4 + 4 + 4.",
             ),
             [("12.0 * psi", "8.0 * psi")],
         ),
         Mistake(
             "bytes-of-fp32",
             (
-                "Your sum is 16 bytes a parameter. How many bytes does one number in bf16 take?",
+                "Your sum is 16 bytes per parameter. How many bytes does one number in bf16 take?",
                 "4 + 4 + 8 is training in fp32. In mixed precision parameter and gradient have 2 bytes each, and the "
                 "optimizer has three numbers in fp32.",
             ),

@@ -9,7 +9,7 @@ and free the rest. Then no rank ever holds the gradients of more than one parame
 `flat([tensor], n).chunk(n)[r]`; each parameter is divided by itself here.
 
 Budget: bytes of gradients (an n-th of all, and of a few parameters the whole), of optimizer states (an n-th), and what
-is sent: 2ψ(n-1)/n numbers a rank a step, as in ZeRO-1.
+is sent: 2ψ(n-1)/n numbers per rank per step, as in ZeRO-1.
 
 Source: Rajbhandari et al., SC 2020, section 5.2 (P_os+g).
 """
