@@ -13,6 +13,7 @@ import torch
 import mpkit as mk
 from benchmarks.pairing import compared, pairs
 from mpkit.comm.communicator import Communicator
+from mpkit.comm.wire import Wire
 
 RANKS, CALLS, ROUNDS, WARM_UP = 4, 100, 60, 6
 
@@ -34,7 +35,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def _sides(ctx: mk.Context, what: str, side: str) -> list[tuple[float, float]]:
-    plain = Communicator(ctx.rank, ctx.world_size, ctx.record, ctx.device, "gloo")
+    plain = Communicator(Wire(ctx.rank, ctx.world_size, ctx.record, ctx.device, "gloo"))
     data, fingerprint = torch.ones(1), torch.zeros(1, dtype=torch.int64)
 
     def all_reduce(comm: Communicator) -> None:

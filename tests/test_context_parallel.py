@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import mpkit as mk
-from mpkit.comm.axis import AxisGroup
 from mpkit.comm.process_group import FakeGroup
 from mpkit.parallel.context.ring import ring_attention
 from mpkit.parallel.context.sequence import ORDERS, pieces
@@ -47,7 +46,7 @@ def attend(attention: Any, qkv: list[Tensor], weights: Tensor, **how: Any) -> li
 
 
 def on_a_rank(ctx: Any, qkv: list[Tensor], weights: Tensor, how: dict[str, Any]) -> list[Tensor]:
-    axis, order = AxisGroup(ctx.comm), how.get("order", "contiguous")
+    axis, order = ctx.comm, how.get("order", "contiguous")
     mine = [part(tensor, axis.index, axis.size, order) for tensor in (*qkv, weights)]
     return attend(ring_attention, mine[:3], mine[3], group=axis, **how)
 

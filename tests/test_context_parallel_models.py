@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.comm.axis import AxisGroup, MeshAxes
+from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.data.microbatch import Value
 from mpkit.models.gpt import GPT, next_token_loss
 from mpkit.parallel.context.checks import check_context_parallel
@@ -112,7 +112,7 @@ Case = tuple[nn.Module, Value, Tensor, str, str]
 
 
 def on_a_rank(ctx: Any, cases: list[Case]) -> list[Any]:
-    axis, found = AxisGroup(ctx.comm), []
+    axis, found = ctx.comm, []
     for model, inputs, targets, order, recompute in cases:
         shift_positions(model, axis, order)
         mine, wanted = (sequence_part(value, axis.index, axis.size, order) for value in (inputs, targets))
@@ -165,7 +165,7 @@ def test_gradients_are_those_of_the_whole_sequence(clusters: Clusters, n: int, n
 
 
 def in_halves(ctx: Any, block: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    axis = AxisGroup(ctx.comm)
+    axis = ctx.comm
     x, dy = (sequence_part(tensor, axis.index, axis.size) for tensor in (x, dy))
     x.requires_grad_()
     with ContextParallel(axis):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpkit.comm.axis import MeshAxes
+from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.comm.process_group import FakeGroup
 from mpkit.parallel.stage.shard import Shard, evenly, put_together
 from mpkit.plan.mesh import AXES, Mesh
@@ -85,7 +85,7 @@ def test_the_shards_of_a_parameter_make_it_whole(data: st.DataObject) -> None:
 def test_a_pretended_line_gives_the_right_shapes() -> None:
     line = FakeGroup(3, 1)
     x = torch.arange(6.0).view(6, 1)
-    assert line.start_all_gather(x).wait().shape == (18, 1)
-    assert line.start_reduce_scatter(x).wait().tolist() == [[2.0], [3.0]]
-    assert line.start_all_reduce(x).wait() is x
+    assert line.all_gather(x, async_op=True).wait().shape == (18, 1)
+    assert line.reduce_scatter(x, async_op=True).wait().tolist() == [[2.0], [3.0]]
+    assert line.all_reduce(x, async_op=True).wait() is x
     assert line.isend(x, 0, "K0").wait() is x and line.irecv(x, 2, "K0").wait() is x

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.comm.axis import AxisGroup
 from mpkit.comm.process_group import FakeGroup
 from mpkit.models import GPT, MLP, ConvNet, ResNet, UNet, next_token_loss
 from mpkit.parallel.stage.shard import put_together
@@ -51,7 +50,7 @@ class Case(NamedTuple):
 
 def on_a_rank(ctx: Any, cases: list[Case]) -> Any:
     """Loss, gradients and shards of one rank."""
-    found, line = [], AxisGroup(ctx.comm)
+    found, line = [], ctx.comm
     for case in cases:
         sharded = shard_model(case.model, line, **case.how)
         value, gradients = case.gradients(case.model)

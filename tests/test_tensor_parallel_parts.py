@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.comm.axis import AxisGroup
 from mpkit.comm.process_group import FakeGroup
 from mpkit.models import GPT, next_token_loss
 from mpkit.parallel.stage.selective_recompute import AttentionAgain
@@ -47,7 +46,7 @@ def normal(*shape: int) -> Tensor:
 
 def conjugates(ctx: Any, whole: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Of each operator: what it gives for this rank's x, and the gradient of x for a dy like what it gives."""
-    line, found = AxisGroup(ctx.comm), {}
+    line, found = ctx.comm, {}
     x = whole[ctx.rank]
     part = x[:, : x.shape[1] // line.size]
     for operator, taken in [(f, x), (g, x), (f_bar, part), (g_bar, x), (scatter, x), (gather, part)]:
@@ -86,7 +85,7 @@ def test_operators_and_their_conjugates(clusters: Clusters) -> None:
 
 
 def features(ctx: Any, whole: Tensor, dims: list[int]) -> list[tuple[Tensor, Tensor]]:
-    line, found = AxisGroup(ctx.comm), []
+    line, found = ctx.comm, []
     for dim in dims:
         parts = evenly(whole.shape[dim], line.size)
         mine = parts[line.index]
@@ -118,7 +117,7 @@ def divided(line: Any, whole: Tensor) -> tuple[DividedLogits, Tensor]:
 def losses_on_a_rank(ctx: Any, whole: Tensor, losses: list[Any]) -> Any:
     found = []
     for loss in losses:
-        logits, leaf = divided(AxisGroup(ctx.comm), whole)
+        logits, leaf = divided(ctx.comm, whole)
         value = loss(logits)
         assert type(value) is Tensor
         value.backward()
@@ -185,7 +184,7 @@ def test_any_other_loss_sees_the_whole_logits(clusters: Clusters) -> None:
 
 
 def shapes_on_a_rank(ctx: Any, whole: Tensor) -> Any:
-    z, _ = divided(AxisGroup(ctx.comm), whole)
+    z, _ = divided(ctx.comm, whole)
     still = [
         z.view(-1, 7), z.reshape(2, 3, 1, 7), z.flatten(0, 1), z[:, :-1], z[:, -1], z[0], z[:, -1, :],
         z.float().double(), z.to(torch.float32), z.contiguous(), z.clone().detach(),
@@ -233,7 +232,7 @@ BATCH = 2
 
 def forward_and_backward(ctx: Any, model: nn.Module, tokens: Tensor, how: Any) -> None:
     """Recorded, with a span where each weight's gradient is made."""
-    shard_model(model, AxisGroup(ctx.comm), **how)
+    shard_model(model, ctx.comm, **how)
 
     def made(name: str) -> Callable[[Tensor], None]:
         def mark(_: Tensor) -> None:
@@ -432,7 +431,7 @@ def test_what_draws_outside_of_regions_only_draws_what_the_whole_model_does(clus
 
 def halves_on_a_rank(ctx: Any, model: nn.Module, x: Tensor, targets: Tensor, sequence: bool) -> Any:
     """The backward in two halves, attention computed again, everything recorded."""
-    sharded = shard_model(model, AxisGroup(ctx.comm), sequence=sequence, overlap=False)
+    sharded = shard_model(model, ctx.comm, sequence=sequence, overlap=False)
     watch(ctx.record, model)
     x = x.clone().requires_grad_()
     with saving(ctx.record, 0, "key") as saved, AttentionAgain():

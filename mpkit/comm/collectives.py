@@ -1,163 +1,191 @@
 """Collectives in which every rank of a group both contributes and receives.
 
-Those with a root are in `mpkit.comm.rooted`.
+Those with a root are in `mpkit.comm.rooted`. With `async_op=True` a collective returns at once, with a `Work` whose
+`wait()` returns the result.
 
 Payload is counted as in nccl-tests: the tensor for all-reduce, and the whole (gathered or not yet scattered) tensor
 for the others.
 
-Source of the names and their meaning: the MPI standard, chapter 6, and torch.distributed.
+These functions are methods of `Communicator`. Source of the names and their meaning: the MPI standard, chapter 6, and
+torch.distributed.
 """
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpkit.comm.arguments import filled, member, part_shape
 from mpkit.comm.direct import start_all_gather, start_reduce_scatter
-from mpkit.comm.groups import Groups
-from mpkit.comm.wire import Group, Work
+from mpkit.comm.work import Work
 from mpkit.trace import Kind
 
-__all__ = ["Collectives"]
+if TYPE_CHECKING:
+    from mpkit.comm.communicator import Communicator
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "barrier", "reduce_scatter"]
 
 Out = Tensor | None
 """A tensor to fill and return; None: allocate a new one."""
 
-REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-"""The reductions passed to torch. "mean" is a sum that is divided afterwards, which every backend supports."""
+REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # divided afterwards, which every backend supports
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+"""What torch is asked for."""
 
 
-class Collectives(Groups):
-    """Collectives in which all ranks of a group play the same role.
+@overload
+def all_reduce(
+    self: Communicator, tensor: Tensor, group: Communicator | None = ..., async_op: Literal[False] = ...,
+    *, op: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def all_reduce(
+    self: Communicator, tensor: Tensor, group: Communicator | None = ...,
+    *, async_op: Literal[True], op: str = ...,
+) -> Work: ...  # fmt: skip
+def all_reduce(
+    self: Communicator, tensor: Tensor, group: Communicator | None = None, async_op: bool = False,
+    *, op: str = "sum",
+) -> Tensor | Work:  # fmt: skip
+    """Replace each rank's tensor by the sum (or "mean", "max", "min") of all ranks' tensors, in place.
 
-    Every method uses all ranks where `group` is None. With `async_op=True` a method returns at once, with a `Work`
-    whose `wait()` returns the result.
+    Args:
+        tensor: any shape, the same on every rank; overwritten, and returned.
+        group: some of this communicator's ranks; None: all of them.
+        async_op: return a `Work` at once.
+        op: "sum", "mean", "max" or "min".
     """
+    # ---- check
+    group, wire = member(group or self, "all_reduce"), self.wire
+    if op not in REDUCTIONS:
+        raise ValueError(f"all_reduce(op={op!r}): there are 'sum', 'mean', 'max' and 'min'")
+    # ---- outgoing
+    sent = wire.outgoing(tensor)
+    # ---- record, publish, start
+    result = partial(wire.arrived, sent, tensor)
+    work = wire.issue(
+        group.next(Kind.ALL_REDUCE, tensor, reduction=op),
+        tensor.nbytes,
+        partial(dist.all_reduce, sent, REDUCTIONS[op], group.handle, async_op=True),
+        partial(_divided, result, group.size) if op == "mean" else result,
+        waits=not async_op,
+    )
+    # ---- wait
+    return work if async_op else work.wait()
 
-    @overload
-    def all_reduce(
-        self, tensor: Tensor, group: Group | None = ..., async_op: Literal[False] = ..., *, op: str = ...
-    ) -> Tensor: ...
-    @overload
-    def all_reduce(
-        self, tensor: Tensor, group: Group | None = ..., *, async_op: Literal[True], op: str = ...
-    ) -> Work: ...
-    def all_reduce(
-        self, tensor: Tensor, group: Group | None = None, async_op: bool = False, *, op: str = "sum"
-    ) -> Tensor | Work:
-        """Replace each rank's tensor by the sum (or "mean", "max", "min") of all ranks' tensors, in place.
 
-        Args:
-            tensor: any shape, the same on every rank; overwritten, and returned.
-            group: None: all ranks.
-            async_op: return a `Work` at once.
-            op: "sum", "mean", "max" or "min".
-        """
-        group = self._check(group, "all_reduce")
-        if op not in REDUCTIONS and op != "mean":
-            raise ValueError(f"all_reduce(op={op!r}): there are 'sum', 'mean', 'max' and 'min'")
-        reduction = REDUCTIONS.get(op, dist.ReduceOp.SUM)
-        wire = self._wire.outgoing(tensor)
+def _divided(result: Callable[[], Tensor], n: int) -> Tensor:
+    return result().div_(n)
 
-        def result() -> Tensor:
-            self._wire.arrived(wire, tensor)
-            return tensor.div_(group.size) if op == "mean" else tensor
 
-        work = self._collective(
-            Kind.ALL_REDUCE, group, tensor, tensor.nbytes,
-            lambda: dist.all_reduce(wire, reduction, group.handle, async_op=True), result,
-            reduction=op, waits=not async_op,
-        )  # fmt: skip
-        return work if async_op else work.wait()
+@overload
+def all_gather(
+    self: Communicator, tensor: Tensor, group: Communicator | None = ..., async_op: Literal[False] = ...,
+    *, out: Out = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def all_gather(
+    self: Communicator, tensor: Tensor, group: Communicator | None = ...,
+    *, async_op: Literal[True], out: Out = ...,
+) -> Work: ...  # fmt: skip
+def all_gather(
+    self: Communicator, tensor: Tensor, group: Communicator | None = None, async_op: bool = False,
+    *, out: Out = None,
+) -> Tensor | Work:  # fmt: skip
+    """Return all ranks' tensors, concatenated along the first dimension.
 
-    @overload
-    def all_gather(
-        self, tensor: Tensor, group: Group | None = ..., async_op: Literal[False] = ..., *, out: Out = ...
-    ) -> Tensor: ...
-    @overload
-    def all_gather(
-        self, tensor: Tensor, group: Group | None = ..., *, async_op: Literal[True], out: Out = ...
-    ) -> Work: ...
-    def all_gather(
-        self, tensor: Tensor, group: Group | None = None, async_op: bool = False, *, out: Out = None
-    ) -> Tensor | Work:
-        """Return all ranks' tensors, concatenated along the first dimension.
+    Args:
+        tensor: (k, ...), the same shape on every rank. Returns (n k, ...), n the size of the group.
+        group: some of this communicator's ranks; None: all of them.
+        async_op: return a `Work` at once.
+        out: (n k, ...), filled and returned; None: a new tensor. `tensor` may be this rank's part of it.
+    """
+    group, wire = member(group or self, "all_gather"), self.wire
+    sent = wire.outgoing(tensor if tensor.dim() else tensor[None])
+    whole = filled(self, out, (group.size * sent.shape[0], *sent.shape[1:]), sent, "all_gather")
+    work = wire.issue(
+        group.next(Kind.ALL_GATHER, sent),
+        group.size * tensor.nbytes,
+        partial(start_all_gather, group, whole, sent),
+        partial(wire.arrived, whole, out),
+        waits=not async_op,
+    )
+    return work if async_op else work.wait()
 
-        Args:
-            tensor: (k, ...), the same shape on every rank. Returns (n k, ...), n the size of the group.
-            group: None: all ranks.
-            async_op: return a `Work` at once.
-            out: (n k, ...), filled and returned; None: a new tensor. `tensor` may be this rank's part of it.
-        """
-        group = self._check(group, "all_gather")
-        wire = self._wire.outgoing(tensor if tensor.dim() else tensor[None])
-        whole = self._into(out, (group.size * wire.shape[0], *wire.shape[1:]), wire, "all_gather")
-        work = self._collective(
-            Kind.ALL_GATHER, group, wire, group.size * tensor.nbytes,
-            lambda: start_all_gather(whole, wire, group, self.rank, gloo=self._gloo),
-            lambda: self._wire.arrived(whole, out), waits=not async_op,
-        )  # fmt: skip
-        return work if async_op else work.wait()
 
-    @overload
-    def reduce_scatter(
-        self, tensor: Tensor, group: Group | None = ..., async_op: Literal[False] = ..., *, out: Out = ...
-    ) -> Tensor: ...
-    @overload
-    def reduce_scatter(
-        self, tensor: Tensor, group: Group | None = ..., *, async_op: Literal[True], out: Out = ...
-    ) -> Work: ...
-    def reduce_scatter(
-        self, tensor: Tensor, group: Group | None = None, async_op: bool = False, *, out: Out = None
-    ) -> Tensor | Work:
-        """Sum the tensors of all ranks and return this rank's n-th part of the first dimension.
+@overload
+def reduce_scatter(
+    self: Communicator, tensor: Tensor, group: Communicator | None = ..., async_op: Literal[False] = ...,
+    *, out: Out = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def reduce_scatter(
+    self: Communicator, tensor: Tensor, group: Communicator | None = ...,
+    *, async_op: Literal[True], out: Out = ...,
+) -> Work: ...  # fmt: skip
+def reduce_scatter(
+    self: Communicator, tensor: Tensor, group: Communicator | None = None, async_op: bool = False,
+    *, out: Out = None,
+) -> Tensor | Work:  # fmt: skip
+    """Sum the tensors of all ranks and return this rank's n-th part of the first dimension.
 
-        Args:
-            tensor: (n k, ...), n the size of the group. Returns (k, ...).
-            group: None: all ranks.
-            async_op: return a `Work` at once.
-            out: (k, ...), filled and returned; None: a new tensor. It may be this rank's part of `tensor`.
-        """
-        group = self._check(group, "reduce_scatter")
-        part = self._part_shape(group, tensor, "reduce_scatter")
-        wire = self._wire.outgoing(tensor)
-        mine = self._into(out, part, wire, "reduce_scatter")
-        work = self._collective(
-            Kind.REDUCE_SCATTER, group, tensor, tensor.nbytes,
-            lambda: start_reduce_scatter(mine, wire, group, gloo=self._gloo),
-            lambda: self._wire.arrived(mine, out), waits=not async_op,
-        )  # fmt: skip
-        return work if async_op else work.wait()
+    Args:
+        tensor: (n k, ...), n the size of the group. Returns (k, ...).
+        group: some of this communicator's ranks; None: all of them.
+        async_op: return a `Work` at once.
+        out: (k, ...), filled and returned; None: a new tensor. It may be this rank's part of `tensor`.
+    """
+    group, wire = member(group or self, "reduce_scatter"), self.wire
+    part = part_shape(group, tensor, "reduce_scatter")
+    sent = wire.outgoing(tensor)
+    mine = filled(self, out, part, sent, "reduce_scatter")
+    work = wire.issue(
+        group.next(Kind.REDUCE_SCATTER, tensor),
+        tensor.nbytes,
+        partial(start_reduce_scatter, group, mine, sent),
+        partial(wire.arrived, mine, out),
+        waits=not async_op,
+    )
+    return work if async_op else work.wait()
 
-    def all_to_all(self, tensor: Tensor, group: Group | None = None) -> Tensor:
-        """Exchange parts, so that part j of rank i's tensor becomes part i of rank j's: a transposition.
 
-        Args:
-            tensor: (n k, ...), n the size of the group. Returns (n k, ...).
-            group: None: all ranks.
-        """
-        group = self._check(group, "all_to_all")
-        self._part_shape(group, tensor, "all_to_all")
-        wire = self._wire.outgoing(tensor)
-        swapped = self._wire.incoming(wire.shape, wire)
-        return self._collective(
-            Kind.ALL_TO_ALL, group, tensor, tensor.nbytes,
-            lambda: dist.all_to_all_single(swapped, wire, group=group.handle, async_op=True),
-            lambda: self._wire.arrived(swapped),
-        ).wait()  # fmt: skip
+def all_to_all(self: Communicator, tensor: Tensor, group: Communicator | None = None) -> Tensor:
+    """Exchange parts, so that part j of rank i's tensor becomes part i of rank j's: a transposition.
 
-    def barrier(self, group: Group | None = None) -> None:
-        """Wait until every rank of the group has reached this call."""
-        group = self._check(group, "barrier")
-        nothing = torch.empty(0)
-        self._collective(
-            Kind.BARRIER,
-            group,
-            nothing,
-            0,
-            lambda: dist.barrier(group.handle, async_op=True),
-            lambda: nothing,
-        ).wait()
+    Args:
+        tensor: (n k, ...), n the size of the group. Returns (n k, ...).
+        group: some of this communicator's ranks; None: all of them.
+    """
+    group, wire = member(group or self, "all_to_all"), self.wire
+    part_shape(group, tensor, "all_to_all")
+    sent = wire.outgoing(tensor)
+    swapped = wire.incoming(sent.shape, sent)
+    return wire.issue(
+        group.next(Kind.ALL_TO_ALL, tensor),
+        tensor.nbytes,
+        partial(dist.all_to_all_single, swapped, sent, group=group.handle, async_op=True),
+        partial(wire.arrived, swapped),
+        waits=True,
+    ).wait()
+
+
+def barrier(self: Communicator, group: Communicator | None = None) -> None:
+    """Wait until every rank of the group has reached this call."""
+    group = member(group or self, "barrier")
+    nothing = torch.empty(0)
+    self.wire.issue(
+        group.next(Kind.BARRIER, nothing),
+        0,
+        partial(dist.barrier, group.handle, async_op=True),
+        lambda: nothing,
+        waits=True,
+    ).wait()

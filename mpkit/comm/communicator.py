@@ -4,118 +4,129 @@ Each call leaves a communication op in the trace (kind, group, its number in the
 and when it was seen to be complete) and, where the caller waits for it, a WAIT op. Hangs are explained from these ops:
 a rank that waits has an open WAIT, and a rank that never made the call has no op of that number.
 
-    wire           recording and staging, which all communication shares
-    groups         which ranks communicate
-    call_checks    whether their calls match
-    collectives    collectives without a root
-    rooted         collectives with a root, which sends or receives
-    comm           Communicator: all of these, and messages between two ranks
+The methods are written as functions, by concept:
+
+    collectives     every rank of the group plays the same role
+    rooted          one rank of it sends or receives
+    messages        from one rank to another
+    groups          which ranks form a communicator
+
+All of them have the same phases:
+
+    check       the caller is a member, roots exist, parts are equal; the call gets its number (`arguments`, `next`)
+    outgoing    the tensor as the backend takes it (`Wire.outgoing`)
+    record, publish, start      `Wire.issue`, which calls torch.distributed
+    wait        `Work.wait`
+
+Source: the communicators of the MPI standard, chapter 7, which torch.distributed calls process groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.comm.call_checks import Call, CallChecks
-from mpkit.comm.collectives import Collectives
-from mpkit.comm.rooted import RootedCollectives
-from mpkit.comm.tags import tag_number
-from mpkit.comm.wire import Group, Work
-from mpkit.record.recorder import Recorder
+from mpkit.comm import collectives, groups, messages, rooted
+from mpkit.comm.wire import Numbered, Wire
 from mpkit.trace import Kind
 
-__all__ = ["Communicator", "Group", "Work"]
+__all__ = ["Communicator"]
 
 
-class Communicator(Collectives, RootedCollectives):
-    """The type of `ctx.comm`: collectives and messages among the ranks of a run.
+class Communicator:
+    """A group of ranks as seen by one of them: `ctx.comm` is that of all ranks.
 
-    Tensors live on `ctx.device`. Where ranks share a GPU, their backend (gloo) handles host memory only, so tensors are
-    staged through host memory and the copies are recorded. Rank arguments are always global ranks.
+    Tensors live on `ctx.device`. Arguments that are ranks count the ranks of the communicator that is called, which
+    on `ctx.comm` are the global ranks.
+
+    >>> import mpkit as mk, torch
+    >>> def sums(ctx):
+    ...     pairs = [ctx.comm.group([0, 1]), ctx.comm.group([2, 3])]
+    ...     pair = pairs[ctx.rank // 2]
+    ...     return ctx.comm.all_reduce(torch.tensor(ctx.rank)).item(), pair.all_reduce(torch.tensor(ctx.rank)).item()
+    >>> with mk.Cluster(ranks=4, device="cpu") as cluster:
+    ...     cluster.run(sums)
+    [(6, 1), (6, 1), (6, 5), (6, 5)]
+
+    Args:
+        wire: this rank's end of all communication.
+        ranks: the members' global ranks, ascending; None: all ranks.
+        handle: torch's process group of these ranks; None: that of all ranks.
+
+    Attributes:
+        rank: this rank, as `ctx.rank`.
+        world_size: the number of all ranks, as `ctx.world_size`.
+        ranks: the members' global ranks, ascending.
+        size: the number of members, n.
+        index: this rank's place among the members, 0 to n - 1; -1: it is no member.
+        name: the members as the trace spells them: "0,1,2,3".
+        issued: the number of collectives so far, which is the number of the next one.
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        record: Recorder,
-        device: torch.device,
-        backend: str,
-        checks: CallChecks | None = None,
+        self, wire: Wire, ranks: tuple[int, ...] | None = None, handle: dist.ProcessGroup | None = None
     ) -> None:
-        super().__init__(rank, world_size, record, device, backend, checks)
-        self._messages: dict[str, int] = {}  # messages so far, by "src>dst#tag"
+        self.wire, self.handle = wire, handle
+        self.rank, self.world_size = wire.rank, wire.world_size
+        if ranks is None:
+            ranks = tuple(range(wire.world_size))
+            wire.communicators[ranks] = self
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.index = ranks.index(wire.rank) if wire.rank in ranks else -1
+        self.name = ",".join(map(str, ranks))
+        self.issued = 0
 
-    def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> Work:
-        """Start sending `tensor` to rank `dst`; it must not be changed before `wait()`.
+    def __repr__(self) -> str:
+        return f"Communicator(ranks {list(self.ranks)}, this is rank {self.rank})"
+
+    # ---- collectives
+    all_reduce = collectives.all_reduce
+    all_gather = collectives.all_gather
+    reduce_scatter = collectives.reduce_scatter
+    all_to_all = collectives.all_to_all
+    barrier = collectives.barrier
+    # ---- collectives with a root
+    broadcast = rooted.broadcast
+    reduce = rooted.reduce
+    gather = rooted.gather
+    scatter = rooted.scatter
+    # ---- messages
+    send = messages.send
+    recv = messages.recv
+    isend = messages.isend
+    irecv = messages.irecv
+    # ---- groups
+    group = groups.group
+    adopt = groups.adopt
+    device_mesh = groups.device_mesh
+
+    def next(self, kind: Kind, tensor: Tensor, root: int = -1, reduction: str = "") -> Numbered:
+        """Return this group's next collective, which takes its number.
 
         Args:
-            tensor: any shape; the receiver's buffer has the same.
-            dst: the receiving rank.
-            tag: an integer, or a letter and an integer such as "F3"; the matching `irecv` must use the same tag.
+            kind: what it does.
+            tensor: has the dtype and shape that all members must pass.
+            root: the root that all members must name, a global rank; -1: there is none.
+            reduction: the reduction that all members must name.
         """
-        self._check_peer(dst, "isend")
-        channel, number = self._channel(self.rank, dst, tag)
-        wire = self._wire.outgoing(tensor)
-        return self._wire.issue(
-            Kind.SEND, channel, number, dst, tensor.nbytes,
-            lambda: dist.isend(wire, dst, tag=tag_number(tag)), lambda: tensor,
-            call=self._message(Kind.SEND, channel, number, dst, tag, tensor),
-        )  # fmt: skip
+        number = self.issued
+        self.issued = number + 1
+        checks = self.wire.checks
+        call = None
+        if checks is not None and self.size > 1:
+            call = checks.collective(self.ranks, number, kind, tensor, root, reduction)
+        return Numbered(kind, self.name, number, root, call)
 
-    def irecv(self, buffer: Tensor, src: int, tag: int | str = 0) -> Work:
-        """Start receiving from rank `src` into `buffer`; `wait()` returns the filled buffer."""
-        self._check_peer(src, "irecv")
-        if not buffer.is_contiguous():
-            raise ValueError(
-                f"irecv needs a contiguous buffer, not one of strides {buffer.stride()}: torch.empty"
-            )
-        channel, number = self._channel(src, self.rank, tag)
-        wire = self._wire.incoming(buffer.shape, buffer) if self._wire.staged else buffer
-        return self._wire.issue(
-            Kind.RECV, channel, number, src, buffer.nbytes,
-            lambda: dist.irecv(wire, src, tag=tag_number(tag)),
-            lambda: self._wire.arrived(wire, buffer),
-            call=self._message(Kind.RECV, channel, number, src, tag, buffer),
-        )  # fmt: skip
-
-    def send(self, tensor: Tensor, dst: int, tag: int | str = 0) -> None:
-        """Send `tensor` to rank `dst` and wait until it may be changed again."""
-        self.isend(tensor, dst, tag).wait()
-
-    def recv(self, buffer: Tensor, src: int, tag: int | str = 0) -> Tensor:
-        """Receive into `buffer` from rank `src` and wait until it is filled."""
-        return self.irecv(buffer, src, tag).wait()
+    def subgroup(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Communicator:
+        """Return a new communicator of some of the ranks; `group` and `adopt` keep one for each set of ranks."""
+        return Communicator(self.wire, ranks, handle)
 
     def delays(self, pause: Callable[[], None]) -> None:
         """Call `pause` before each communication from now on.
 
         The pause belongs to no op, and so does not advance a virtual clock.
         """
-        self._wire.before = pause
-
-    def _channel(self, src: int, dst: int, tag: int | str) -> tuple[str, int]:
-        """Return the name by which both ends identify a message, and its number under that name."""
-        tag_number(tag)  # raises if the tag is malformed
-        channel = f"{src}>{dst}#{tag}"
-        number = self._messages.get(channel, 0)
-        self._messages[channel] = number + 1
-        return channel, number
-
-    def _message(
-        self, kind: Kind, channel: str, number: int, peer: int, tag: int | str, tensor: Tensor
-    ) -> Call | None:
-        """Return this end of a message, to be compared with the other end; None if calls are not compared."""
-        if self._checks is None:
-            return None
-        return self._checks.message(kind, channel, number, peer, tag, tensor)
-
-    def _check_peer(self, peer: int, what: str) -> None:
-        if peer == self.rank or not 0 <= peer < self.world_size:
-            others = f"there are ranks 0 to {self.world_size - 1}"
-            why = "that is this rank itself" if peer == self.rank else others
-            raise ValueError(f"rank {self.rank}: {what} with rank {peer}: {why}")
+        self.wire.before = pause

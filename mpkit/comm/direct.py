@@ -12,13 +12,14 @@ Both send (n-1)/n of the tensor, as on a ring, and are one op in the trace.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.comm.wire import Group
+if TYPE_CHECKING:
+    from mpkit.comm.communicator import Communicator
 
 __all__ = ["start_all_gather", "start_reduce_scatter"]
 
@@ -41,28 +42,28 @@ class _All:
             self._last()
 
 
-def start_all_gather(whole: Tensor, part: Tensor, group: Group, rank: int, *, gloo: bool) -> Any:
+def start_all_gather(group: Communicator, whole: Tensor, part: Tensor) -> Any:
     """Start filling `whole` (n k, ...) with every rank's `part` (k, ...), which may be a view of `whole`.
-
-    Args:
-        rank: this rank's global number.
 
     Returns:
         A handle to wait for.
     """
-    if not gloo:
+    if not group.wire.gloo:
         return _all_gather(whole, part, group.handle, async_op=True)
-    places = dict(zip(group.ranks, whole.chunk(group.size), strict=True))
-    if places[rank].data_ptr() != part.data_ptr():
-        places[rank].copy_(part)
+    places = whole.chunk(group.size)
+    if places[group.index].data_ptr() != part.data_ptr():
+        places[group.index].copy_(part)
     return _All(
-        [dist.broadcast(place, src, group.handle, async_op=True) for src, place in places.items()]
+        [
+            dist.broadcast(place, src, group.handle, async_op=True)
+            for src, place in zip(group.ranks, places, strict=True)
+        ]
         if group.size > 1 and part.numel()
         else []
     )
 
 
-def start_reduce_scatter(part: Tensor, whole: Tensor, group: Group, *, gloo: bool) -> Any:
+def start_reduce_scatter(group: Communicator, part: Tensor, whole: Tensor) -> Any:
     """Start filling `part` (k, ...) with this rank's part of the sum of all ranks' `whole` (n k, ...).
 
     `part` may be a view of `whole`.
@@ -70,7 +71,7 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, group: Group, *, gloo: boo
     Returns:
         A handle to wait for.
     """
-    if not gloo:
+    if not group.wire.gloo:
         return _reduce_scatter(part, whole, group=group.handle, async_op=True)
     if group.size == 1 or not part.numel():
         if part.data_ptr() != whole.data_ptr():

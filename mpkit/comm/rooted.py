@@ -3,93 +3,123 @@
     broadcast    root to all: the same tensor        reduce    all to root: the sum
     scatter      root to all: one part per rank      gather    all to root: the parts
 
-Roots are global ranks. Payload is counted as in nccl-tests: the tensor for broadcast and reduce, and the whole
-(gathered or not yet scattered) tensor for the others.
+Payload is counted as in nccl-tests: the tensor for broadcast and reduce, and the whole (gathered or not yet scattered)
+tensor for the others.
 
-Source of the names and their meaning: the MPI standard, chapter 6, and torch.distributed.
+These functions are methods of `Communicator`. Source of the names and their meaning: the MPI standard, chapter 6, and
+torch.distributed.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.comm.groups import Groups
-from mpkit.comm.wire import Group
+from mpkit.comm.arguments import member, part_shape, root
 from mpkit.trace import Kind
 
-__all__ = ["RootedCollectives"]
+if TYPE_CHECKING:
+    from mpkit.comm.communicator import Communicator
+
+__all__ = ["broadcast", "gather", "reduce", "scatter"]
 
 
-class RootedCollectives(Groups):
-    """Collectives in which one rank, the root, sends or receives. With `group=None` every method uses all ranks."""
+def broadcast(self: Communicator, tensor: Tensor, src: int = 0, group: Communicator | None = None) -> Tensor:
+    """Copy rank `src`'s tensor into every rank's tensor, in place.
 
-    def broadcast(self, tensor: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
-        """Copy rank `src`'s tensor into every rank's tensor, in place."""
-        group = self._check(group, "broadcast", src)
-        wire = self._wire.outgoing(tensor)
-        return self._collective(
-            Kind.BROADCAST, group, tensor, tensor.nbytes,
-            lambda: dist.broadcast(wire, src, group.handle, async_op=True),
-            lambda: self._wire.arrived(wire, tensor), src,
-        ).wait()  # fmt: skip
+    Args:
+        tensor: any shape, the same on every rank; overwritten, and returned.
+        src: the root.
+        group: some of this communicator's ranks; None: all of them.
+    """
+    group, wire = member(group or self, "broadcast"), self.wire
+    source = root(self, group, src, "broadcast")
+    sent = wire.outgoing(tensor)
+    return wire.issue(
+        group.next(Kind.BROADCAST, tensor, source),
+        tensor.nbytes,
+        partial(dist.broadcast, sent, source, group.handle, async_op=True),
+        partial(wire.arrived, sent, tensor),
+        waits=True,
+    ).wait()
 
-    def reduce(
-        self, tensor: Tensor, dst: int = 0, group: Group | None = None, *, in_place: bool = False
-    ) -> Tensor:
-        """Return the sum of all ranks' tensors on rank `dst`, and a rank's own tensor on the others.
 
-        Args:
-            tensor: any shape, the same on every rank.
-            dst: the root.
-            group: None: all ranks.
-            in_place: write the sum into `dst`'s tensor; the contents of the other ranks' tensors are then undefined.
-        """
-        group = self._check(group, "reduce", dst)
-        wire = self._wire.outgoing(tensor)
-        if not in_place:
-            wire = wire.clone()  # gloo leaves partial sums in every rank's tensor
-        return self._collective(
-            Kind.REDUCE, group, tensor, tensor.nbytes,
-            lambda: dist.reduce(wire, dst, group=group.handle, async_op=True),
-            lambda: self._wire.arrived(wire, tensor if in_place else None) if self.rank == dst else tensor, dst,
-        ).wait()  # fmt: skip
+def reduce(
+    self: Communicator,
+    tensor: Tensor,
+    dst: int = 0,
+    group: Communicator | None = None,
+    *,
+    in_place: bool = False,
+) -> Tensor:
+    """Return the sum of all ranks' tensors on rank `dst`, and a rank's own tensor on the others.
 
-    def gather(self, tensor: Tensor, dst: int = 0, group: Group | None = None) -> Tensor:
-        """Return all ranks' tensors on rank `dst`, concatenated along the first dimension.
+    Args:
+        tensor: any shape, the same on every rank.
+        dst: the root.
+        group: some of this communicator's ranks; None: all of them.
+        in_place: write the sum into `dst`'s tensor; the contents of the other ranks' tensors are then undefined.
+    """
+    group, wire = member(group or self, "reduce"), self.wire
+    target = root(self, group, dst, "reduce")
+    sent = wire.outgoing(tensor)
+    if not in_place:
+        sent = sent.clone()  # gloo leaves partial sums in every rank's tensor
+    at_root = partial(wire.arrived, sent, tensor if in_place else None)
+    return wire.issue(
+        group.next(Kind.REDUCE, tensor, target),
+        tensor.nbytes,
+        partial(dist.reduce, sent, target, group=group.handle, async_op=True),
+        at_root if self.rank == target else lambda: tensor,
+        waits=True,
+    ).wait()
 
-        Args:
-            tensor: (k, ...). Returns (n k, ...) on `dst`, an empty tensor on the others.
-            dst: the root.
-            group: None: all ranks.
-        """
-        group = self._check(group, "gather", dst)
-        wire = self._wire.outgoing(tensor if tensor.dim() else tensor[None])
-        rows = group.size * wire.shape[0] if self.rank == dst else 0
-        whole = self._wire.incoming((rows, *wire.shape[1:]), wire)
-        parts = list(whole.chunk(group.size)) if self.rank == dst else None
-        return self._collective(
-            Kind.GATHER, group, wire, group.size * tensor.nbytes,
-            lambda: dist.gather(wire, parts, dst, group.handle, async_op=True),
-            lambda: self._wire.arrived(whole), dst,
-        ).wait()  # fmt: skip
 
-    def scatter(self, tensor: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
-        """Scatter rank `src`'s tensor: each rank receives its own n-th part of the first dimension.
+def gather(self: Communicator, tensor: Tensor, dst: int = 0, group: Communicator | None = None) -> Tensor:
+    """Return all ranks' tensors on rank `dst`, concatenated along the first dimension.
 
-        Args:
-            tensor: (n k, ...), of the same shape on every rank. Only `src`'s values matter: the others may pass a
-                tensor without memory, `torch.empty(1).expand(n * k)`. Returns (k, ...).
-            src: the root.
-            group: None: all ranks.
-        """
-        group = self._check(group, "scatter", src)
-        part = self._part_shape(group, tensor, "scatter")
-        wire = self._wire.outgoing(tensor) if self.rank == src else tensor
-        mine = self._wire.incoming(part, wire)
-        parts = list(wire.chunk(group.size)) if self.rank == src else None
-        return self._collective(
-            Kind.SCATTER, group, tensor, tensor.nbytes,
-            lambda: dist.scatter(mine, parts, src, group.handle, async_op=True),
-            lambda: self._wire.arrived(mine), src,
-        ).wait()  # fmt: skip
+    Args:
+        tensor: (k, ...). Returns (n k, ...) on `dst`, an empty tensor on the others.
+        dst: the root.
+        group: some of this communicator's ranks; None: all of them.
+    """
+    group, wire = member(group or self, "gather"), self.wire
+    target = root(self, group, dst, "gather")
+    sent = wire.outgoing(tensor if tensor.dim() else tensor[None])
+    rows = group.size * sent.shape[0] if self.rank == target else 0
+    whole = wire.incoming((rows, *sent.shape[1:]), sent)
+    parts = list(whole.chunk(group.size)) if self.rank == target else None
+    return wire.issue(
+        group.next(Kind.GATHER, sent, target),
+        group.size * tensor.nbytes,
+        partial(dist.gather, sent, parts, target, group.handle, async_op=True),
+        partial(wire.arrived, whole),
+        waits=True,
+    ).wait()
+
+
+def scatter(self: Communicator, tensor: Tensor, src: int = 0, group: Communicator | None = None) -> Tensor:
+    """Scatter rank `src`'s tensor: each rank receives its own n-th part of the first dimension.
+
+    Args:
+        tensor: (n k, ...), of the same shape on every rank. Only `src`'s values matter: the others may pass a
+            tensor without memory, `torch.empty(1).expand(n * k)`. Returns (k, ...).
+        src: the root.
+        group: some of this communicator's ranks; None: all of them.
+    """
+    group, wire = member(group or self, "scatter"), self.wire
+    source = root(self, group, src, "scatter")
+    part = part_shape(group, tensor, "scatter")
+    sent = wire.outgoing(tensor) if self.rank == source else tensor
+    mine = wire.incoming(part, sent)
+    parts = list(sent.chunk(group.size)) if self.rank == source else None
+    return wire.issue(
+        group.next(Kind.SCATTER, tensor, source),
+        tensor.nbytes,
+        partial(dist.scatter, mine, parts, source, group.handle, async_op=True),
+        partial(wire.arrived, mine),
+        waits=True,
+    ).wait()

@@ -1,148 +1,135 @@
-"""What all communication shares: recording, the source line of the call, and staging through host memory.
+"""Wire: what all communicators of a rank share, and the one function through which each communication is started.
 
-Group   ranks that communicate, and the number of collectives they have issued
-Work    a communication in progress
-Wire    issues and records communications, and moves tensors to memory that the backend can use
+    record      begin the communication's op in the trace, with the source line of the call
+    publish     publish the call's fingerprint, and compare it with those of its peers
+    start       call torch.distributed, which returns a handle
+    wait        now or later, by `Work.wait`; the call is compared once more
+
+Where ranks share a GPU, their backend (gloo) takes host memory only: `outgoing`, `incoming` and `arrived` stage tensors
+through it, and record the copies.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.comm.call_checks import Call
+from mpkit.comm.call_checks import Call, CallChecks
+from mpkit.comm.work import Work
 from mpkit.record.recorder import Recorder
 from mpkit.trace import Kind
 
-__all__ = ["Group", "Wire", "Work"]
+if TYPE_CHECKING:
+    from mpkit.comm.communicator import Communicator
+
+__all__ = ["Numbered", "Wire"]
 
 
-@dataclass
-class Group:
-    """Ranks that communicate with each other; created by `Communicator.group`.
+class Numbered(NamedTuple):
+    """A communication as its ranks identify it: the group or the channel, and the number in it.
 
     Attributes:
-        ranks: global ranks, ascending.
-        handle: torch's process group, None for all ranks.
-        issued: the number of collectives so far, which is the number of the next one.
+        kind: what it does.
+        group: the group ("0,1,2,3"), or the channel of a message ("0>4#F3").
+        number: how many communications of that group or channel this rank issued before.
+        peer: the root of a collective or the other end of a message, a global rank; -1: there is none.
+        call: the call to compare with its peers' calls; None: not compared.
     """
 
-    ranks: tuple[int, ...]
-    handle: dist.ProcessGroup | None
-    issued: int = 0
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.ranks)
-
-    @property
-    def name(self) -> str:
-        """The name as the trace spells it: "0,1,2,3"."""
-        return ",".join(map(str, self.ranks))
-
-
-@dataclass
-class Work:
-    """A communication in progress. `wait` blocks until it is complete and returns its result.
-
-    Until then it keeps the buffers alive that are being read or filled.
-    """
-
-    _wire: Wire
-    _op: int
-    _handle: Any
-    _result: Callable[[], Tensor]
-    _where: str
-    _waiting: int = -1
-    _call: Call | None = None
-    _value: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """Block until the communication is complete; return its result (a receive's buffer, an all-reduce's tensor).
-
-        Raises:
-            CommMismatch: the data received belongs to a call that does not match this one.
-        """
-        if self._value is None:
-            record, waiting = self._wire.record, self._waiting
-            if waiting < 0:
-                waiting = record.begin(Kind.WAIT, ref=self._op, where=self._where)
-            if self._handle is not None:
-                self._handle.wait()
-            if self._call is not None:
-                self._call.compare()
-            record.end(waiting)
-            record.end(self._op)
-            self._value = self._result()
-        return self._value
+    kind: Kind
+    group: str
+    number: int
+    peer: int = -1
+    call: Call | None = None
 
 
 class Wire:
     """One rank's end of all communication.
 
+    Args:
+        rank: this rank.
+        world_size: the number of ranks.
+        record: this rank's recorder.
+        device: where this rank's tensors live.
+        backend: the backend of torch's process groups.
+        checks: compares calls with those of the peers; None: calls are not compared.
+
     Attributes:
-        staged: tensors live on a GPU and the backend takes only host memory (ranks share a GPU, over gloo).
+        communicators: this rank's communicators, by their ranks.
+        messages: the number of messages so far, by channel.
+        gloo: whether the backend is gloo.
+        by_name: whether messages are matched by tag; otherwise they are matched by order, which both ends must keep.
+        staged: whether tensors live on a GPU and the backend takes only host memory (ranks share a GPU, over gloo).
         before: a function called before each communication, or None. (The classroom uses it to delay ranks.)
     """
 
-    def __init__(self, record: Recorder, device: torch.device, backend: str) -> None:
-        self.record = record
-        self.device = device
-        self.staged = device.type == "cuda" and backend == "gloo"
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        record: Recorder,
+        device: torch.device,
+        backend: str,
+        checks: CallChecks | None = None,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.record, self.device, self.checks = record, device, checks
+        self.communicators: dict[tuple[int, ...], Communicator] = {}
+        self.messages: dict[str, int] = {}
+        self.gloo, self.by_name = backend == "gloo", backend != "nccl"
+        self.staged = device.type == "cuda" and self.gloo
         self.before: Callable[[], None] | None = None
         self._places: dict[tuple[CodeType, int], str] = {}
 
     def issue(
         self,
-        kind: Kind,
-        group: str,
-        number: int,
-        peer: int,
+        numbered: Numbered,
         nbytes: int,
         start: Callable[[], Any],
         result: Callable[[], Tensor],
         *,
         waits: bool = False,
-        call: Call | None = None,
     ) -> Work:
         """Record a communication and start it.
 
         Args:
-            kind, group, number, peer, nbytes: as in `mpkit.trace.OP`.
+            numbered: the communication.
+            nbytes: the payload.
             start: starts the communication and returns torch's handle.
             result: called once the communication is complete; returns the result of `Work.wait`.
             waits: the caller waits at once. Starting then counts as waiting, not as work that could overlap with the
                 communication. (A backend's thread may take the core during the start.)
-            call: the call to compare with its peers' calls, before it starts and once it is complete; None: not
-                compared.
 
         Raises:
             CommMismatch: a peer's call does not match.
         """
         if self.before is not None:
             self.before()
-        where = self.where()
+        # ---- record
+        kind, group, number, peer, call = numbered
+        record, where = self.record, self.where()
         text = "" if call is None else call.text
-        op = self.record.begin(kind, text, group=group, number=number, peer=peer, nbytes=nbytes, where=where)
+        op = record.begin(kind, text, group=group, number=number, peer=peer, nbytes=nbytes, where=where)
+        # ---- publish
         if call is not None:
             call.publish()
+        # ---- start
         if not waits:
-            return Work(self, op, start(), result, where, -1, call)
-        waiting = self.record.begin(Kind.WAIT, ref=op, where=where)
+            return Work(record, op, start(), result, where, -1, call)
+        waiting = record.begin(Kind.WAIT, ref=op, where=where)
         try:
             handle = start()
         except BaseException:
-            self.record.end(waiting)
+            record.end(waiting)
             raise
-        return Work(self, op, handle, result, where, waiting, call)
+        return Work(record, op, handle, result, where, waiting, call)
+
+    # ---- tensors as the backend takes them ----------------------------------------------------------------
 
     def outgoing(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in a form that the backend can send: contiguous, detached, in host memory if staged."""
@@ -157,18 +144,20 @@ class Wire:
         """Return an empty tensor that the backend can fill."""
         return torch.empty(shape, dtype=like.dtype, device="cpu" if self.staged else like.device)
 
-    def arrived(self, wire: Tensor, into: Tensor | None = None) -> Tensor:
+    def arrived(self, filled: Tensor, into: Tensor | None = None) -> Tensor:
         """Return what the backend filled, on this rank's device, copied `into` a tensor if one is given."""
         if into is None:
             if not self.staged:
-                return wire
-            into = torch.empty(wire.shape, dtype=wire.dtype, device=self.device)
-        if into.untyped_storage()._cdata != wire.untyped_storage()._cdata:
-            op = self.record.begin(Kind.COPY_TO_DEVICE, nbytes=wire.nbytes) if self.staged else -1
-            into.detach().copy_(wire)
+                return filled
+            into = torch.empty(filled.shape, dtype=filled.dtype, device=self.device)
+        if into.untyped_storage()._cdata != filled.untyped_storage()._cdata:
+            op = self.record.begin(Kind.COPY_TO_DEVICE, nbytes=filled.nbytes) if self.staged else -1
+            into.detach().copy_(filled)
             if self.staged:
                 self.record.end(op)
         return into
+
+    # ---- the line of the call -----------------------------------------------------------------------------
 
     def where(self) -> str:
         """Return the source line of the call: the innermost one outside this package."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpkit.comm.axis import AxisGroup
+from mpkit.comm.communicator import Communicator
 
 __all__ = ["Box", "Operator", "Pieces", "cut", "mine", "normalized", "pieces", "shifted", "whole"]
 
@@ -77,7 +77,7 @@ def whole(tensor: Tensor) -> Box:
     return tuple((0, size) for size in tensor.shape)
 
 
-def mine(tensor: Tensor, dim: int, axis: AxisGroup) -> Box:
+def mine(tensor: Tensor, dim: int, axis: Communicator) -> Box:
     """Return the box of this rank's part, with `dim` divided."""
     n, size = axis.size, tensor.shape[dim]
     box = list(whole(tensor))

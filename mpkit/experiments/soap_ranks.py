@@ -6,7 +6,7 @@ gradient, ∂Y (or ∂Z), and has two phases:
     forward     the rank's part of Y
     backward    its part of ∂X, and of the gradients of the parameters that it has
 
-Everything is sent through an `AxisGroup`, within a span that names the phase and the tensor.
+Everything is sent through a `Communicator`, within a span that names the phase and the tensor.
 
 Source: Jia, Zaharia, Aiken, "Beyond Data and Model Parallelism for Deep Neural Networks", MLSys 2019, section 4; the
 two ways to split a matrix are those of Shoeybi et al., "Megatron-LM", 2019, section 3.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpkit.comm.axis import AxisGroup
+from mpkit.comm.communicator import Communicator
 from mpkit.experiments.soap_operator import Operator, Pieces, cut, mine, normalized, pieces, shifted, whole
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ PHASES = ("forward", "backward")
 Phase = Callable[[str, str], AbstractContextManager[Any]]
 """A function that opens the span of a phase, in which a tensor is sent."""
 
-Way = Callable[[AxisGroup, Operator, dict[str, Tensor], Phase], Pieces]
+Way = Callable[[Communicator, Operator, dict[str, Tensor], Phase], Pieces]
 """Maps the group, the operator, and the whole X, ∂Y, C and ∂Z to the pieces that this rank ends up with."""
 
 
 # ---- O: operators --------------------------------------------------------------------------------------------
 
 
-def by_operators(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+def by_operators(axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
     """Run this operator on rank 0 and the next one on rank 1, pipelined over two micro-batches."""
     x, c = given["X"], given["C"]
     if axis.index == 0:
@@ -80,17 +80,17 @@ def by_operators(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], 
 # ---- S and A: rows of X --------------------------------------------------------------------------------------
 
 
-def by_samples(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+def by_samples(axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
     """Split the samples: each rank has all parameters, whose gradients are summed over the ranks."""
     return _rows(axis, operator, given, phase, dim=0)
 
 
-def by_attribute(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+def by_attribute(axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
     """Split the positions of every sample: each rank has all parameters, and neither layer mixes positions."""
     return _rows(axis, operator, given, phase, dim=1)
 
 
-def _rows(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase, dim: int) -> Pieces:
+def _rows(axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase, dim: int) -> Pieces:
     x, dy = given["X"], given["∂Y"]
     boxes = {name: whole(tensor) for name, tensor in operator.parameters.items()}
     held = {name: cut(tensor, boxes[name]) for name, tensor in operator.parameters.items()}
@@ -109,20 +109,20 @@ def _rows(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: 
 # ---- P: parameters -------------------------------------------------------------------------------------------
 
 
-def by_columns(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+def by_columns(axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
     """Split A = [A0 A1] by columns: each rank keeps its columns of A and of Y."""
     return _columns(axis, operator, given, phase, gather=False)
 
 
 def by_columns_gathered(
-    axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase
+    axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase
 ) -> Pieces:
     """Split A = [A0 A1] by columns, and gather all columns of Y on every rank."""
     return _columns(axis, operator, given, phase, gather=True)
 
 
 def _columns(
-    axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase, gather: bool
+    axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase, gather: bool
 ) -> Pieces:
     x, dy = given["X"], given["∂Y"]
     boxes = {name: mine(tensor, -1, axis) for name, tensor in operator.parameters.items()}
@@ -141,7 +141,7 @@ def _columns(
     return pieces({**boxes, "X": whole(x), "Y": box}, {**held, "X": x_r, "Y": y})
 
 
-def by_rows(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+def by_rows(axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
     """Split X = [X0 X1] by columns and A = [A0; A1] by rows: Y = X0 A0 + X1 A1 is summed over the ranks."""
     x, dy = given["X"], given["∂Y"]
     parameters = operator.parameters
@@ -159,7 +159,7 @@ def by_rows(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase
     return pieces({**boxes, "X": mine(x, -1, axis), "Y": whole(dy)}, {**held, "X": x_r, "Y": y})
 
 
-def by_statistics(axis: AxisGroup, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+def by_statistics(axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
     """Split X, γ and β by columns: μ and σ² are over all columns, so the ranks exchange sums.
 
     With x̂ = (x - μ) / √(σ² + ε) and g = γ ∂y, the backward needs two sums as well:
@@ -201,7 +201,7 @@ WAYS: dict[str, dict[str, Way]] = {
 
 def on_a_rank(context: Context, operator: Operator, given: dict[str, Tensor]) -> dict[str, Pieces]:
     """Split the operator in every possible way, one after the other; return this rank's pieces by way."""
-    axis = AxisGroup(context.comm)
+    axis = context.comm
     here = {name: tensor.to(context.device) for name, tensor in given.items()}
     parameters = {name: tensor.to(context.device) for name, tensor in operator.parameters.items()}
     local = Operator(operator.kind, parameters, operator.eps)

@@ -26,7 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private;
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
-from mpkit.comm.communicator import Communicator, Group
+from mpkit.comm.communicator import Communicator
+from mpkit.comm.wire import Wire
 from mpkit.data.microbatch import Value
 from mpkit.devices.hardware import Device
 from mpkit.fake.kinds import kinds, order
@@ -114,31 +115,35 @@ class FakeCommunicator(Communicator):
     """Communication with absent ranks; a broadcast delivers its root's values if the root was played before.
 
     Args:
-        rank: the rank that is played.
-        world_size: the size of the fake process group.
-        recorder: the recorder on the counting clock.
-        counting: that clock.
+        wire: the end of the rank that is played.
+        counting: the clock of its recorder.
         said: what roots have broadcast; filled by the roots.
+        ranks: the members of the group; None: all ranks.
     """
 
     def __init__(
-        self, rank: int, world_size: int, recorder: CountedRecorder, counting: Counting, said: Said
+        self, wire: Wire, counting: Counting, said: Said, ranks: tuple[int, ...] | None = None
     ) -> None:
-        super().__init__(rank, world_size, recorder, torch.device("cpu"), "fake")
+        super().__init__(wire, ranks)
         self._counting, self._said = counting, said
+
+    def subgroup(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> FakeCommunicator:
+        """Return a communicator of some of the ranks, without a torch group: no peer is there."""
+        return FakeCommunicator(self.wire, self._counting, self._said, ranks)
 
     def device_mesh(self, device: torch.device, shape: Mapping[str, int]) -> None:
         """Return None: groups need no real peers."""
 
-    def broadcast(self, tensor: Tensor, src: int = 0, group: Group | None = None) -> Tensor:
+    def broadcast(self, tensor: Tensor, src: int = 0, group: Communicator | None = None) -> Tensor:
         """Broadcast like `Communicator.broadcast`, with the values that the root sent if it was played before."""
-        asked = group or self.world
+        asked = group or self
         call = asked.name, asked.issued
         whole = super().broadcast(tensor, src, group)
         numbers = self._counting.numbers(whole)
-        if self.rank == src and numbers is not None:
+        is_root = src == self.index
+        if is_root and numbers is not None:
             self._said[call] = numbers
-        elif self.rank != src and call in self._said:
+        elif not is_root and call in self._said:
             self._counting.tell(whole, self._said[call])
         return whole
 
@@ -152,7 +157,7 @@ def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeTensorMode, sa
             # Each rank gets a model of its own: strategies change it, and checks have left references to the first one,
             # which prevent torch from moving it.
             job = job.with_model(script.model_fn())
-            comm = FakeCommunicator(rank, plan.ranks, recorder, counting, said)
+            comm = FakeCommunicator(Wire(rank, plan.ranks, recorder, device, "fake"), counting, said)
             # ---- count, train
             with counting:
                 train(Context(rank, plan.ranks, device, comm, recorder), job)

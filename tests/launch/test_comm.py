@@ -12,7 +12,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.comm.wire import Wire
+from mpkit.comm.wire import Numbered, Wire
 from mpkit.record.recorder import Recorder
 from mpkit.trace import Kind, Trace
 
@@ -170,14 +170,14 @@ def test_mistakes_teach(cluster: mk.Cluster, call: Callable[[object], object], s
 def test_starting_what_is_waited_for_at_once_is_no_work(tmp_path: Path, waits: bool) -> None:
     clock = iter(range(0, 10**9, 10**6))
     recorder = Recorder(tmp_path, 0, now=lambda: next(clock), thread_time=lambda: 0)
-    wire = Wire(recorder, torch.device("cpu"), "gloo")
+    wire = Wire(0, 2, recorder, torch.device("cpu"), "gloo")
 
     def start() -> None:
         for _ in range(5):
             next(clock)  # another process has the core
 
     with recorder.span("mine"):
-        wire.issue(Kind.BARRIER, "0,1", 0, -1, 0, start, lambda: torch.ones(1), waits=waits).wait()
+        wire.issue(Numbered(Kind.BARRIER, "0,1", 0), 0, start, lambda: torch.ones(1), waits=waits).wait()
     recorder.close()
     ops = Trace.load(tmp_path).ranks[0].ops
     barrier, wait = (ops[ops["kind"] == kind][0] for kind in (Kind.BARRIER, Kind.WAIT))
@@ -191,8 +191,8 @@ def test_what_cannot_be_started_is_not_waited_for(tmp_path: Path) -> None:
         raise ValueError("no such tensor")
 
     with pytest.raises(ValueError, match="no such tensor"):
-        Wire(recorder, torch.device("cpu"), "gloo").issue(
-            Kind.BARRIER, "0,1", 0, -1, 0, start, lambda: torch.ones(1), waits=True
+        Wire(0, 2, recorder, torch.device("cpu"), "gloo").issue(
+            Numbered(Kind.BARRIER, "0,1", 0), 0, start, lambda: torch.ones(1), waits=True
         )
     assert not recorder.busy
     recorder.close()

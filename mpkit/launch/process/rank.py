@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from mpkit.comm.call_checks import CallChecks
 from mpkit.comm.communicator import Communicator
+from mpkit.comm.wire import Wire
 from mpkit.errors import CommMismatch
 from mpkit.launch.process.context import Context
 from mpkit.launch.process.folder import UNREPORTED, Settings, part, write_error, write_note
@@ -52,7 +53,7 @@ def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -
         recorder = Recorder(place, rank, device, layers=settings.layers)
         store = meet(rank, settings, place)
         checks = CallChecks(place, rank) if settings.compares else None
-        comm = Communicator(rank, settings.ranks, recorder, device, settings.backend, checks)
+        comm = Communicator(Wire(rank, settings.ranks, recorder, device, settings.backend, checks))
         context = Context(rank, settings.ranks, device, comm, recorder)
         work(context, place)
         recorder.close("finished")

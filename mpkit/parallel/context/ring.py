@@ -47,12 +47,11 @@ def ring_attention(
     """Return `scaled_dot_product_attention` over the whole sequence for this rank's queries.
 
     >>> import mpkit as mk
-    >>> from mpkit.comm.axis import AxisGroup
     >>> from torch.nn.functional import scaled_dot_product_attention
     >>> q, k, v = (torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(3))
     >>> def part(ctx):
     ...     mine = (x.chunk(3, dim=2)[ctx.rank] for x in (q, k, v))
-    ...     return ring_attention(*mine, AxisGroup(ctx.comm), is_causal=True)
+    ...     return ring_attention(*mine, ctx.comm, is_causal=True)
     >>> with mk.Cluster(ranks=3, device="cpu") as cluster:
     ...     whole = torch.cat(cluster.run(part), 2)
     >>> torch.allclose(whole, scaled_dot_product_attention(q, k, v, is_causal=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mpkit.comm.axis import AxisGroup
+from mpkit.comm.communicator import Communicator
 from mpkit.plan.plan import Plan
 
 __all__ = ["StatefulBuffers", "unequal_buffers"]
@@ -36,7 +36,7 @@ class StatefulBuffers:
         module: this rank's copy.
     """
 
-    def __init__(self, replicas: AxisGroup, plan: Plan, module: nn.Module) -> None:
+    def __init__(self, replicas: Communicator, plan: Plan, module: nn.Module) -> None:
         self._replicas = replicas
         self._buffers = unequal_buffers(plan, module)
         self._versions = [buffer._version for buffer in self._buffers]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mpkit.comm.axis import AxisGroup
+from mpkit.comm.communicator import Communicator
 from mpkit.errors import MpkitError
 from mpkit.parallel.data_parallel.bucket import Bucket, fill_buckets
 from mpkit.parallel.data_parallel.buffers import StatefulBuffers
@@ -58,7 +58,7 @@ class DDP(GradientSync):
         context: Context,
         plan: Plan,
         stages: dict[int, Stage],
-        replicas: AxisGroup,
+        replicas: Communicator,
         tied: Collection[nn.Parameter] = (),
     ) -> None:
         super().__init__(stages)
@@ -140,7 +140,7 @@ class DDP(GradientSync):
 
     def _reduce(self) -> None:
         bucket = self._buckets[self._next]
-        bucket.work = self._replicas.start_all_reduce(bucket.flat)
+        bucket.work = self._replicas.all_reduce(bucket.flat, async_op=True)
         self._next += 1
 
     def finish(self) -> None:
@@ -196,7 +196,7 @@ class DDP(GradientSync):
         return super().state_dict() if self._replicas.index == 0 else {}
 
 
-def broadcast_all(replicas: AxisGroup, module: nn.Module) -> None:
+def broadcast_all(replicas: Communicator, module: nn.Module) -> None:
     """Broadcast the first replica's parameters and buffers, in few broadcasts, none of which needs much memory."""
     groups: list[list[Tensor]] = []
     open_groups: dict[torch.dtype, list[Tensor]] = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mpkit.comm.axis import AxisGroup
+from mpkit.comm.communicator import Communicator
 from mpkit.parallel.data_parallel.sync_batchnorm import batch_norms
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class SyncCost:
         seconds: time that this rank has waited for statistics.
     """
 
-    def __init__(self, context: Context, replicas: AxisGroup, model: nn.Module) -> None:
+    def __init__(self, context: Context, replicas: Communicator, model: nn.Module) -> None:
         self._replicas = replicas
         played = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         self._says = context.rank == 0 and not played and bool(batch_norms(model))
@@ -45,14 +45,14 @@ class SyncCost:
             )
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gather as `AxisGroup.all_gather` does, and measure the time."""
+        """Gather as `Communicator.all_gather` does, and measure the time."""
         began = perf_counter()
         found = self._replicas.all_gather(tensor)
         self.seconds += perf_counter() - began
         return found
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum as `AxisGroup.all_reduce` does, and measure the time."""
+        """Sum as `Communicator.all_reduce` does, and measure the time."""
         began = perf_counter()
         found = self._replicas.all_reduce(tensor)
         self.seconds += perf_counter() - began

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from mpkit.comm.axis import MeshAxes
+from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.data.microbatch import Value
 from mpkit.parallel.compute.part_forward import PartForward
 from mpkit.parallel.compute.stage_forward import StageForward
@@ -98,7 +98,7 @@ class Pipeline:
         self._messages = StageMessages(context, rank_of, schedule.microbatches)
         self._microbatches: list[MicroBatch] = []
         self._loss: list[Tensor] = []  # the micro-batches' shares: [1], or [2] with the count
-        self._tells_early = context.comm.by_name
+        self._tells_early = context.comm.wire.by_name
         self._known_routes: dict[tuple[Hashable, int], Routes] = {}  # by signature and stage
 
     @property

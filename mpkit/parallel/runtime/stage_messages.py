@@ -20,7 +20,7 @@ from torch import Tensor
 from mpkit.parallel.partition.boundary import Route, Spec
 
 if TYPE_CHECKING:
-    from mpkit.comm.wire import Work
+    from mpkit.comm.work import Work
     from mpkit.launch.process.context import Context
 
 __all__ = ["StageMessages"]

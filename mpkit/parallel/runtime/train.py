@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mpkit.comm.axis import MeshAxes
+from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.loss.guard import Guarded
 from mpkit.loss.mean import MeanLoss
 from mpkit.loss.whole_batch import WholeBatchLoss

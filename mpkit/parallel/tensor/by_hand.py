@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
 
-from mpkit.comm.axis import AxisGroup
+from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.comm.process_group import ProcessGroup
 from mpkit.parallel.tensor.sharding import shard_model
+from mpkit.plan.mesh import Mesh
 from mpkit.plan.tensor_plan import TensorPlan
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def tensor_parallel(
     Raises:
         ValueError: the model cannot be divided in this way.
     """
-    group = AxisGroup(ctx.comm) if group is None else group
+    if group is None:
+        group = MeshAxes(ctx.comm, ctx.device, Mesh(tp=ctx.world_size)).of("tp")
     sharded = shard_model(model, group, plan, sequence=sequence, overlap=overlap)
     model.to(ctx.device)
     for name, parameter in model.named_parameters():

@@ -83,9 +83,9 @@ class _Flight:
 
     def start(self, dx: Tensor) -> None:
         if self.sequence:
-            self._sum = self.group.start_reduce_scatter(by_parts(dx, self.group.size))
+            self._sum = self.group.reduce_scatter(by_parts(dx, self.group.size), async_op=True)
         else:
-            self._sum = self.group.start_all_reduce(dx.contiguous())
+            self._sum = self.group.all_reduce(dx.contiguous(), async_op=True)
 
     def wait(self) -> Tensor:
         assert self._sum is not None, "the backward starts the sum before it waits for it"
@@ -97,7 +97,8 @@ class _Flight:
     def gather_again(self, part: Tensor) -> None:
         """Start gathering x again, when the first column layer of the backward needs it."""
         if self.sequence and self._again is None and self._x is None:
-            self._again, self._left = self.group.start_all_gather(part.contiguous()), self.weights
+            self._again = self.group.all_gather(part.contiguous(), async_op=True)
+            self._left = self.weights
 
     def x(self, part: Tensor) -> Tensor:
         """Return x for a weight's gradient; the last weight frees it."""

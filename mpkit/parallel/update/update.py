@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mpkit.comm.axis import MeshAxes
+from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.parallel.data_parallel.tied import TiedWeights
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.stage.gradient_sync import GradientSync, Piece

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr  # private; tests/test_zero_units.py guards it
 
-from mpkit.comm.axis import AxisGroup
+from mpkit.comm.communicator import Communicator
 from mpkit.comm.process_group import Pending
 from mpkit.errors import MpkitError
 from mpkit.parallel.partition.walk import around_forward
@@ -53,7 +53,7 @@ class Gathering:
 
     def __init__(
         self,
-        replicas: AxisGroup,
+        replicas: Communicator,
         record: Recorder,
         sites: list[Site],
         flats: list[Flat],
@@ -240,7 +240,7 @@ class Gathering:
             op = self._record.begin(Kind.COPY_TO_DEVICE, nbytes=shard.nbytes)
             shard = flat.mine.copy_(shard, non_blocking=True)
             self._record.end(op)
-        self._whole[flat] = self._replicas.start_all_gather(shard, out=flat.whole)
+        self._whole[flat] = self._replicas.all_gather(shard, async_op=True, out=flat.whole)
 
     def _wait(self, flat: Flat) -> None:
         work = self._whole[flat]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from mpkit.comm.axis import AxisGroup
+from mpkit.comm.communicator import Communicator
 from mpkit.comm.process_group import Pending
 from mpkit.parallel.data_parallel.ddp import unused_error
 from mpkit.parallel.zero.flat import Flat
@@ -65,7 +65,7 @@ class Gradients:
 
     def __init__(
         self,
-        replicas: AxisGroup,
+        replicas: Communicator,
         flats: list[tuple[Flat, int | None]],
         names: Mapping[nn.Parameter, str],
         *,
@@ -140,7 +140,7 @@ class Gradients:
             unit.flat.allocate_shard()
         unit.more = torch.empty_like(unit.flat.shard) if unit.has_sum else None
         out = unit.flat.shard if unit.more is None else unit.more
-        unit.work = self._replicas.start_reduce_scatter(unit.flat.whole, out=out)
+        unit.work = self._replicas.reduce_scatter(unit.flat.whole, async_op=True, out=out)
         self._next += 1
         # ---- free the one before
         if self._next > 1:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from mpkit.comm.axis import AxisGroup
+from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.models.chain import layers_of
 from mpkit.parallel.stage.stage import Stage
 from mpkit.parallel.zero.zero import Zero
@@ -47,4 +47,5 @@ def shard(context: Context, model: nn.Module, stage: int = 3, **options: Any) ->
     ([(20,), (0,), (9,), (0,)], torch.Size([8, 4]))
     """
     plan = Plan(dp=context.world_size, zero=stage, **options)
-    return Zero(context, plan, {0: Stage(0, layers_of(model), context.device)}, AxisGroup(context.comm))
+    replicas = MeshAxes(context.comm, context.device, plan.mesh).of("dp")
+    return Zero(context, plan, {0: Stage(0, layers_of(model), context.device)}, replicas)

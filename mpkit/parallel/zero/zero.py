@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mpkit.comm.axis import AxisGroup
+from mpkit.comm.communicator import Communicator
 from mpkit.parallel.data_parallel.buffers import StatefulBuffers
 from mpkit.parallel.stage.gradient_sync import GradientSync, Half, Piece, named_parameters
 from mpkit.parallel.stage.stage import Stage
@@ -69,7 +69,7 @@ class Zero(GradientSync):
         context: Context,
         plan: Plan,
         stages: dict[int, Stage],
-        replicas: AxisGroup,
+        replicas: Communicator,
         tied: Collection[nn.Parameter] = (),
     ) -> None:
         super().__init__(stages)
@@ -194,7 +194,9 @@ class Zero(GradientSync):
         if self._gathering is not None:
             self._gathering.after_backward()  # what is still whole is out of date
         else:
-            works = [self._replicas.start_all_gather(flat.shard, out=flat.whole) for flat in self._params]
+            works = [
+                self._replicas.all_gather(flat.shard, async_op=True, out=flat.whole) for flat in self._params
+            ]
             for work in works:
                 work.wait()
 

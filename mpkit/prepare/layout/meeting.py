@@ -7,7 +7,7 @@ import threading
 import torch
 from torch import Tensor
 
-from mpkit.comm.process_group import Completed
+from mpkit.comm.process_group import AtOnce, Completed
 
 __all__ = ["PATIENCE", "Meeting", "Seat"]
 
@@ -33,7 +33,7 @@ class Meeting:
         return found
 
 
-class Seat:
+class Seat(AtOnce):
     """A `ProcessGroup` of threads as seen by one of them."""
 
     def __init__(self, meeting: Meeting, index: int) -> None:
@@ -42,38 +42,23 @@ class Seat:
     def __deepcopy__(self, _: object) -> Seat:
         return self
 
-    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
-        """Reduce the tensors of all threads, in place."""
+    def _all_reduce(self, tensor: Tensor, op: str) -> Tensor:
         brought = torch.stack(self._meeting.exchange(self.index, tensor))
         if op in ("max", "min"):
             return tensor.copy_(brought.amax(0) if op == "max" else brought.amin(0))
         return tensor.copy_(brought.sum(0) / (self.size if op == "mean" else 1))
 
-    def start_all_reduce(self, tensor: Tensor) -> Completed:
-        """Return the completed all-reduce."""
-        return Completed(self.all_reduce(tensor))
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the concatenated tensors of all threads."""
+    def _all_gather(self, tensor: Tensor) -> Tensor:
         return torch.cat(self._meeting.exchange(self.index, tensor))
 
-    def start_all_gather(self, tensor: Tensor) -> Completed:
-        """Return the completed all-gather."""
-        return Completed(self.all_gather(tensor))
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Return this thread's part of the sum."""
+    def _reduce_scatter(self, tensor: Tensor) -> Tensor:
         total = torch.stack(self._meeting.exchange(self.index, tensor)).sum(0)
         return total.chunk(self.size)[self.index].clone()
 
-    def start_reduce_scatter(self, tensor: Tensor) -> Completed:
-        """Return the completed reduce-scatter."""
-        return Completed(self.reduce_scatter(tensor))
-
-    def isend(self, tensor: Tensor, to: int, tag: int | str = 0) -> Completed:
+    def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> Completed:
         """Refuse: tensor parallelism sends nothing point to point."""
         raise NotImplementedError("tensor parallelism sends nothing to one rank")
 
-    def irecv(self, buffer: Tensor, source: int, tag: int | str = 0) -> Completed:
+    def irecv(self, buffer: Tensor, src: int, tag: int | str = 0) -> Completed:
         """Refuse: tensor parallelism receives nothing point to point."""
         raise NotImplementedError("tensor parallelism sends nothing to one rank")
