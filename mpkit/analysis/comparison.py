@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpkit.plan.plan import Plan
-from mpkit.support.display import Drawn, data_frame, draw
+from mpkit.support.display import Drawn, HasChart, data_frame, draw
 from mpkit.support.visible import visible
 from mpkit.timeline import metrics
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
@@ -55,8 +55,10 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Comparison(Drawn):
+class Comparison(Drawn, HasChart):
     """Several timelines compared: prints as a table, and shows itself as pictures on one axis in a notebook.
+
+    The chart (`figure`) shows where the time goes: one stacked bar per timeline, of work and of idle time by cause.
 
     Attributes:
         rows: one per timeline.
@@ -111,14 +113,6 @@ class Comparison(Drawn):
                 for row in self.rows
             ]
         )
-
-    def figure(self) -> Any:
-        """Draw where the time goes as a plotly Figure: one stacked bar per timeline, of work and of idle time by cause.
-
-        Raises:
-            ImportError: plotly is not installed.
-        """
-        return draw(self, "chart")
 
     def show(self) -> Any:
         """Show the interactive timelines in a notebook, one below the other on one time axis."""

@@ -30,7 +30,7 @@ from mpkit.api.cluster import Cluster
 from mpkit.experiments.scaling import strategy
 from mpkit.fake import trace_fake
 from mpkit.plan.plan import Plan
-from mpkit.support.display import Charted, data_frame, draw
+from mpkit.support.display import Charted, data_frame
 from mpkit.support.tracebacks import public
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
@@ -71,6 +71,8 @@ class MemoryRow:
 class MemoryByStrategy(Charted):
     """What each rank holds by strategy: prints as a table, shows itself as a chart in a notebook.
 
+    The chart (`figure`) has a stacked bar per rank, and the formula as a line across it.
+
     Attributes:
         rows: one per rank, strategy by strategy.
         how: where the figures come from, in words.
@@ -104,14 +106,6 @@ class MemoryByStrategy(Charted):
                 for row in self.rows
             ]
         )
-
-    def figure(self) -> Any:
-        """Draw a plotly Figure: a stacked bar per rank, and the formula as a line across it.
-
-        Raises:
-            ImportError: plotly is not installed.
-        """
-        return draw(self, "chart")
 
     def __str__(self) -> str:
         lines = [f"MB per rank, {self.how}", ""]

@@ -19,7 +19,7 @@ from mpkit.api.borrowed_cluster import lent_of_any_size
 from mpkit.api.cluster import Cluster
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.plan import Plan
-from mpkit.support.display import data_frame, draw
+from mpkit.support.display import HasChart, data_frame
 from mpkit.support.tracebacks import public
 
 if TYPE_CHECKING:
@@ -68,8 +68,10 @@ class ScalingRow:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(HasChart):
     """The result of `scaling`: prints as a table, and shows itself as a chart in a notebook.
+
+    The chart (`figure`) shows throughput by ranks: one line per strategy, and the ideal line.
 
     Attributes:
         rows: one per run, in the order of the plans.
@@ -99,14 +101,6 @@ class Scaling:
             ]
         )
 
-    def figure(self) -> Any:
-        """Draw a plotly Figure: throughput by ranks, one line per strategy, and the ideal line.
-
-        Raises:
-            ImportError: plotly is not installed.
-        """
-        return draw(self, "chart")
-
     def __str__(self) -> str:
         where = f"on {self.hardware}" if self.hardware else "each rank on a device of its own"
         lines = [f"{self.kind}; virtual clock, {where}", ""]
@@ -120,13 +114,6 @@ class Scaling:
             )
             lines.append(line + (f" {row.wall_throughput:10.1f}" if row.wall_throughput is not None else ""))
         return "\n".join(lines)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        try:
-            bundle: dict[str, Any] = self.figure()._repr_mimebundle_(include, exclude)
-        except ImportError:
-            bundle = {}
-        return {**bundle, "text/plain": str(self)}
 
 
 def strategy(plan: Plan) -> str:

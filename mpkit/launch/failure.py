@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from mpkit.errors import CommMismatch, RankFailed
 from mpkit.launch.hang.unmatched import first_mismatch
@@ -20,6 +20,14 @@ from mpkit.support.tracebacks import fold_stack, internals_shown
 from mpkit.trace import Kind, RankTrace, Trace
 
 __all__ = ["failure"]
+
+
+class Place(TypedDict):
+    """Where a rank was; None where that is not known."""
+
+    step: int | None
+    stage: int | None
+    microbatch: int | None
 
 
 def failure(folder: Path, statuses: dict[int, int], trace: Trace) -> RankFailed | None:
@@ -64,7 +72,7 @@ def _all_finished(trace: Trace) -> bool:
 
 def _raised(rank: int, errors: dict[int, dict[str, Any]], trace: Trace) -> RankFailed:
     found = errors[rank]
-    place = {key: found.get(key) for key in ("step", "stage", "microbatch")}
+    place = Place(step=found.get("step"), stage=found.get("stage"), microbatch=found.get("microbatch"))
     if found.get("other") is not None:
         return CommMismatch(
             in_cells(found["message"]), rank=rank, other=found["other"], traceback=found["traceback"], **place
@@ -73,9 +81,7 @@ def _raised(rank: int, errors: dict[int, dict[str, Any]], trace: Trace) -> RankF
         f"rank {rank} of {trace.world_size} failed{_place(place)}: {found['type']}: {found['message']}\n\n"
         f"rank {rank}'s own traceback:\n{found['traceback' if internals_shown() else 'folded'].rstrip()}",
         rank=rank,
-        step=place["step"],
-        stage=place["stage"],
-        microbatch=place["microbatch"],
+        **place,
         traceback=found["traceback"],
     )
 
@@ -104,9 +110,7 @@ def _killed(rank: int, name: str, trace: Trace, stack: str) -> RankFailed:
     return RankFailed(
         f"rank {rank} of {trace.world_size} was killed by {name}{_place(place)}. {last}. {why}".rstrip(),
         rank=rank,
-        step=place["step"],
-        stage=place["stage"],
-        microbatch=place["microbatch"],
+        **place,
         traceback=stack,
         signal=name,
     )
@@ -118,27 +122,25 @@ def _left(rank: int, status: int, trace: Trace) -> RankFailed:
         f"rank {rank} of {trace.world_size} left with exit code {status} before it had finished{_place(place)}. "
         f"{last}. Something called os._exit; a function on a rank ends by returning.",
         rank=rank,
-        step=place["step"],
-        stage=place["stage"],
-        microbatch=place["microbatch"],
+        **place,
     )
 
 
-def _last_seen(rank: RankTrace) -> tuple[dict[str, int | None], str]:
+def _last_seen(rank: RankTrace) -> tuple[Place, str]:
     """Return the step, stage and micro-batch of the newest op, and that op in words."""
-    place: dict[str, int | None] = {"step": None, "stage": None, "microbatch": None}
     if not len(rank.ops):
-        return place, "It had recorded nothing yet"
+        return Place(step=None, stage=None, microbatch=None), "It had recorded nothing yet"
     last = rank.ops[-1]
-    for key in place:
-        if last[key] >= 0:
-            place[key] = int(last[key])
+    step, stage, m = (int(last[key]) if last[key] >= 0 else None for key in ("step", "stage", "microbatch"))
     where = rank.name(int(last["where"]))
     words = Kind(int(last["kind"])).word.replace("_", " ")
-    return place, f"Its last recorded op: {words}" + (f" at {where}" if where else "")
+    return (
+        Place(step=step, stage=stage, microbatch=m),
+        f"Its last recorded op: {words}" + (f" at {where}" if where else ""),
+    )
 
 
-def _place(place: dict[str, int | None]) -> str:
-    words = {"step": "step", "stage": "stage", "microbatch": "micro-batch"}
-    known = [f"{words[key]} {value}" for key, value in place.items() if value is not None]
+def _place(place: Place) -> str:
+    words = {"step": place["step"], "stage": place["stage"], "micro-batch": place["microbatch"]}
+    known = [f"{word} {value}" for word, value in words.items() if value is not None]
     return " in " + ", ".join(known) if known else ""

@@ -21,7 +21,7 @@ from mpkit.support.visible import escape
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Charted", "Drawn", "data_frame", "draw", "image", "look_in", "written"]
+__all__ = ["Charted", "Drawn", "HasChart", "data_frame", "draw", "image", "look_in", "written"]
 
 _tables: list[str] = []
 
@@ -82,11 +82,11 @@ class Drawn:
         return {"text/html": image(self.to_svg(), self._words()), "text/plain": str(self)}
 
 
-class Charted(Drawn):
-    """A result that has a chart as well, which is shown instead of the picture if plotly and a page are available."""
+class HasChart:
+    """A result that prints, and shows itself as a chart if plotly and a page are available."""
 
     def figure(self) -> Any:
-        """Return the chart, a plotly Figure.
+        """Draw the chart, a plotly Figure; the class says what it shows.
 
         Raises:
             ImportError: plotly is not installed.
@@ -94,10 +94,18 @@ class Charted(Drawn):
         return draw(self, "chart")
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        found = super()._repr_mimebundle_(include, exclude)
-        with suppress(ImportError):  # without plotly, the SVG picture is shown
-            found |= self.figure()._repr_mimebundle_(include, exclude)
+        found: dict[str, Any] = {}
+        with suppress(ImportError):  # without plotly, what else the result has is shown
+            found = self.figure()._repr_mimebundle_(include, exclude)
         return {**found, "text/plain": str(self)}
+
+
+class Charted(HasChart, Drawn):
+    """A result that has a picture as well, which is shown instead of the chart where there is no plotly."""
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        picture = Drawn._repr_mimebundle_(self, include, exclude)
+        return picture | HasChart._repr_mimebundle_(self, include, exclude)
 
 
 def image(svg_text: str, words: str) -> str:

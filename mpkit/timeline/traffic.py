@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mpkit.devices.hardware import wire_factor
 from mpkit.plan.mesh import AXES, Mesh
 from mpkit.plan.mesh_of_trace import axis_of, place_text
-from mpkit.support.display import Charted, data_frame, draw
+from mpkit.support.display import Charted, data_frame
 from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ def _order(axis: str) -> tuple[int, list[int]]:
 class CommMatrix(Charted):
     """Bytes from rank to rank: prints as tables, shows itself as heatmaps in a notebook.
 
+    The chart (`figure`) has one heatmap per axis.
+
     Attributes:
         by_axis: (n, n) by the name of the axis ("tp"; "dp x cp" for groups that span both): bytes on the wire from the
             row's rank to the column's rank.
@@ -160,14 +162,6 @@ class CommMatrix(Charted):
             for sender, receiver in np.argwhere(matrix > 0).tolist()
         ]
         return data_frame(rows, columns=["axis", "sender", "receiver", "bytes"])
-
-    def figure(self) -> Any:
-        """Draw one heatmap per axis, as a plotly Figure.
-
-        Raises:
-            ImportError: plotly is not installed.
-        """
-        return draw(self, "chart")
 
     def __repr__(self) -> str:
         return f"<CommMatrix of {len(self.places)} ranks along {', '.join(self.axes) or 'no axis'}>"

@@ -27,6 +27,7 @@ from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.stage.block_recompute import Around
 from mpkit.parallel.stage.gradient_sync import GradientSync
 from mpkit.parallel.stage.selective_recompute import AttentionAgain
+from mpkit.parallel.stage.spare_buffers import spare_buffers
 from mpkit.parallel.stage.split_backward import input_grads
 from mpkit.parallel.stage.stage import Stage
 from mpkit.trace import Kind
@@ -115,7 +116,10 @@ class StageWork:
             return
         key, kept = self._key(m), self._kept[m]
         op = self._record.begin(Kind.RECOMPUTE, m, key)
-        with self._stage.spare_buffers(), self._record.saving(key, split=m in self._split) as kept.saved:
+        with (
+            spare_buffers(self._stage.layers),
+            self._record.saving(key, split=m in self._split) as kept.saved,
+        ):
             kept.outputs = self._compute(m, kept.inputs)
         self._record.track(kept.outputs)
         self._record.end(op)

@@ -13,8 +13,7 @@ Recomputation in Large Transformer Models", MLSys 2023, section 5: 2 s b h bytes
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
@@ -26,6 +25,7 @@ from mpkit.errors import MpkitError
 from mpkit.models.blocks import repeated_blocks
 from mpkit.parallel.partition.graph import PartitionedModel
 from mpkit.parallel.stage.recomputed_call import MADE, Around, Call, Given, Recomputed, Setting
+from mpkit.parallel.stage.spare_buffers import spare_buffers
 from mpkit.plan.checks import every
 
 __all__ = ["Around", "RecomputedBlock", "chosen_blocks", "recompute_blocks"]
@@ -128,26 +128,9 @@ class RecomputedBlock:
             return False
         copies = [tensor.detach().clone() for tensor in tensors]
         versions = [copy._version for copy in copies]
-        with torch.no_grad(), Setting.now(tensors).again(), self.spare_buffers():
+        with torch.no_grad(), Setting.now(tensors).again(), spare_buffers(self.block):
             compute(copies)
         return [copy._version for copy in copies] != versions
-
-    @contextmanager
-    def spare_buffers(self) -> Iterator[None]:
-        """Let the block work on copies of its buffers, so that running means are not updated a second time."""
-        kept = [
-            (module, name, buffer)
-            for module in self.block.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        for module, name, buffer in kept:
-            module._buffers[name] = buffer.clone()
-        try:
-            yield
-        finally:
-            for module, name, buffer in kept:
-                module._buffers[name] = buffer
 
     def check(self, key: Any, before: list[tuple[Tensor, int]], after: list[Tensor]) -> None:
         """Check, once per shape, that the second forward gives what the first did.

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpkit.errors import MpkitError
+from mpkit.parallel.stage.spare_buffers import spare_buffers
 from mpkit.parallel.stage.split_backward import WeightGrads, input_grads
 from mpkit.record.recorder import Recorder
 from mpkit.record.saved import saving
@@ -148,7 +149,7 @@ class Call:
             torch.enable_grad(),
             self.setting.again(),
             around.modes(),
-            self.block.spare_buffers(),
+            spare_buffers(self.block.block),
             saving(record, stage, ("block", self.block.name), every=True) as saved,
         ):
             made = self._made(self.compute(inputs)[0])

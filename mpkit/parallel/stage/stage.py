@@ -86,20 +86,6 @@ class Stage:
             for block in self.recomputed:
                 block.around = None
 
-    @contextmanager
-    def spare_buffers(self) -> Iterator[None]:
-        """Let the layers work on copies of their buffers, so that running means are not updated a second time."""
-        kept = [
-            (module, name, buffer) for module in self.layers.modules() for name, buffer in _buffers(module)
-        ]
-        for module, name, buffer in kept:
-            module._buffers[name] = buffer.clone()
-        try:
-            yield
-        finally:
-            for module, name, buffer in kept:
-                module._buffers[name] = buffer
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the stage's parameters by the model's own names."""
         for prefix, layer in zip(self.names, self.layers, strict=True):
@@ -129,7 +115,3 @@ def call(layer: nn.Module, value: Any, *, first: bool) -> Any:
     if first and isinstance(value, tuple):
         return layer(*value)
     return layer(value)
-
-
-def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]

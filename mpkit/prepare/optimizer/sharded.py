@@ -124,7 +124,7 @@ class _Checks:
                 ) from None
             divided = self.plan.pp > 1 or self.plan.zero or self.plan.tp > 1
             if divided and not self.function.elementwise:
-                raise self._cannot_tell(error, _who(self.plan)) from None
+                raise self._cannot_tell(error) from None
             return None
 
     def repeats(self, expected: Steps) -> None:
@@ -178,7 +178,7 @@ class _Checks:
         except Exception as error:
             if self.function.elementwise:
                 return
-            raise self._cannot_tell(error, _who(self.plan)) from None
+            raise self._cannot_tell(error) from None
         off, name = self.trial.off_by(expected, found, division)
         if off > self.tolerance:
             raise wrong(name, off)
@@ -187,27 +187,45 @@ class _Checks:
 
     def _coupled(self, name: str, off: float) -> ValueError:
         return ValueError(
-            f"optimizer: {self.kind} with {self.plan}: {_who(self.plan)}, and with {self.kind} what becomes of one "
-            f"parameter depends on others (a norm over all gradients, a shared state, its place among them): without "
-            f"them, {name} is off by {_share(off)} of its update. Either an optimizer that treats each parameter by "
-            f"itself, {ADAM}, with cluster.train(..., max_grad_norm=1.0) to clip by the norm over all ranks; or one "
-            f"optimizer of the whole model on every rank: Plan.ddp({self.plan.ranks})"
+            self._refusal(
+                f"with {self.kind} what becomes of one parameter depends on others (a norm over all gradients, a "
+                f"shared state, its place among them): without them, {name} is off by {_share(off)} of its update",
+                f"treats each parameter by itself, {ADAM}, with cluster.train(..., max_grad_norm=1.0) to clip by the "
+                "norm over all ranks",
+                "one optimizer of the whole model",
+            )
         )
 
     def _mixes(self, name: str, off: float) -> ValueError:
         return ValueError(
-            f"optimizer: {self.kind} with {self.plan}: {_who(self.plan)}, and {self.kind} changes an element by what "
-            f"the others are (a matrix's rows, or its norm): of parts, {name} is off by {_share(off)} of its update. "
-            f"Either an optimizer that treats each element by itself, {ADAM}; or whole parameters on every rank: "
-            f"Plan.ddp({self.plan.ranks})"
+            self._refusal(
+                f"{self.kind} changes an element by what the others are (a matrix's rows, or its norm): of parts, "
+                f"{name} is off by {_share(off)} of its update",
+                f"treats each element by itself, {ADAM}",
+                "whole parameters",
+            )
         )
 
-    def _cannot_tell(self, error: Exception, who: str) -> ValueError:
-        return ValueError(
-            f"optimizer: {self.kind} with {self.plan}: {who}, and whether {self.kind} treats each element by itself "
-            f"cannot be found out, since it fails on parts: {one_line(error)}. Either an optimizer that does, {ADAM}; "
-            f"or whole parameters on every rank: Plan.ddp({self.plan.ranks}). If it does, say so: "
-            "optimizer=mk.elementwise(the function)"
+    def _cannot_tell(self, error: Exception) -> ValueError:
+        refusal = self._refusal(
+            f"whether {self.kind} treats each element by itself cannot be found out, since it fails on parts: "
+            f"{one_line(error)}",
+            f"does, {ADAM}",
+            "whole parameters",
+        )
+        return ValueError(f"{refusal}. If it does, say so: optimizer=mk.elementwise(the function)")
+
+    def _refusal(self, why: str, fitting: str, held: str) -> str:
+        """Return the words of an error: what was asked, why it cannot be, and the two things that would work.
+
+        Args:
+            why: what the optimizer does.
+            fitting: what an optimizer has to do that works.
+            held: what every rank has to hold for this optimizer.
+        """
+        return (
+            f"optimizer: {self.kind} with {self.plan}: {_who(self.plan)}, and {why}. Either an optimizer that "
+            f"{fitting}; or {held} on every rank: Plan.ddp({self.plan.ranks})"
         )
 
 
