@@ -119,6 +119,7 @@ class DP(GradientSync):
         # ---- gather
         specs = self._specs(dealt)
         whole = self._gather(dealt, specs, outputs)
+        del outputs  # held until the backward, unless it recomputes them
         # ---- loss
         loss: list[float] = []
         gradients = None
