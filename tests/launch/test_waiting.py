@@ -17,16 +17,15 @@ import torch
 import torch.distributed as dist
 
 import mpkit as mk
-from mpkit.launch import launch as launch_module
-from mpkit.launch.hang import hang
+from mpkit.launch.hang import hang, hang_watch
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One second for ten, and the limit soon after that."""
-    monkeypatch.setattr(launch_module, "NOTICE_AFTER", 1.0)
-    monkeypatch.setattr(launch_module, "SAID_RANKS", 8)
-    for module in (hang, launch_module):
+    monkeypatch.setattr(hang_watch, "NOTICE_AFTER", 1.0)
+    monkeypatch.setattr(hang_watch, "SAID_RANKS", 8)
+    for module in (hang, hang_watch):
         monkeypatch.setattr(module, "LIMIT", 3.0)
     yield
 

@@ -1,0 +1,51 @@
+"""Ask ranks for their Python stacks: first their own thread, then by a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mpkit.launch.process.folder import part
+from mpkit.launch.process.rank_processes import RankProcesses
+from mpkit.launch.process.stacks import read_stack, request_stack
+
+__all__ = ["ask_stacks"]
+
+STACKS_TAKE = 0.6
+"""Seconds that ranks are given to write their stacks, from their own thread and then on a signal."""
+
+
+def ask_stacks(
+    folder: Path, processes: RankProcesses, ranks: Sequence[int], handle_events: Callable[[float], bool]
+) -> dict[int, str] | None:
+    """Return the Python stacks of these ranks, "" for a rank that does not answer; None if the launch ends meanwhile.
+
+    Args:
+        folder: the launch's folder.
+        processes: the ranks' processes.
+        ranks: the ranks to ask.
+        handle_events: handles events, such as exits of ranks, for some seconds; returns whether the launch goes on.
+    """
+    paths = {rank: part(folder, rank, "stack") for rank in ranks}
+    ends = {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
+    found = dict.fromkeys(ranks, "")
+    stopped = processes.stopped()
+    for by_signal in (False, True):
+        missing = [rank for rank in ranks if not found[rank] and rank not in stopped]
+        for rank in missing:
+            if by_signal and processes.runs(rank):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(processes.pids[rank], signal.SIGUSR1)
+            else:
+                request_stack(folder, rank)
+        deadline = time.monotonic() + STACKS_TAKE
+        while missing and time.monotonic() < deadline:
+            if not handle_events(0.02):
+                return None
+            found |= {rank: read_stack(folder, rank, ends[rank]) for rank in missing}
+            missing = [rank for rank in missing if not found[rank]]
+    return found

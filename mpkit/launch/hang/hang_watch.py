@@ -1,0 +1,116 @@
+"""HangWatch: looks at the ranks of a launch again and again, says for whom they wait, and finds when they hang.
+
+look      whether the ranks hang (`Patience`); if not, whether some wait long for others (`Waiting`)
+notice    says for which ranks others wait and where those are, once for each place
+verdict   the error of ranks that hang, with a report of which rank waits where
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+from mpkit.errors import CommMismatch, Deadlock
+from mpkit.launch.hang.ask_stacks import ask_stacks
+from mpkit.launch.hang.hang import LIMIT, Patience, explain
+from mpkit.launch.hang.progress import Watch
+from mpkit.launch.hang.unmatched import first_mismatch
+from mpkit.launch.hang.waiting import IDLE, NOTICE_AFTER, Waiting, ranks_spelt, stopped_words
+from mpkit.launch.process.rank_processes import RankProcesses
+from mpkit.launch.process.stacks import place_of
+from mpkit.trace import Trace
+
+__all__ = ["HangWatch", "Watched"]
+
+SAID_RANKS = 4
+"""The number of awaited ranks whose location is reported."""
+
+
+class Watched(Protocol):
+    """What a HangWatch asks of a launch."""
+
+    @property
+    def trace(self) -> Trace:
+        """The trace that the ranks have recorded so far."""
+
+    def goes_on(self, wait: float) -> bool:
+        """Handle events, such as exits of ranks, for some seconds, and return whether the launch goes on."""
+
+    def say(self, line: str) -> None:
+        """Show a line."""
+
+
+class HangWatch:
+    """Watches the ranks of one launch.
+
+    Args:
+        folder: the launch's folder.
+        ranks: the number of ranks.
+        processes: the ranks' processes.
+        patience: decides when to give up.
+
+    Attributes:
+        waiting_for: the notice of a long wait, in words; None while there is none.
+    """
+
+    def __init__(self, folder: Path, ranks: int, processes: RankProcesses, patience: Patience) -> None:
+        self._folder, self._ranks, self._processes = folder, ranks, processes
+        self._patience, self._watch = patience, Watch(folder, ranks)
+        self._waiting = Waiting(NOTICE_AFTER)
+        self._said: set[str] = set()
+        self.waiting_for: str | None = None
+
+    def look(self, launch: Watched) -> bool:
+        """Look at the ranks again, show a notice of a long wait, and return whether the ranks hang."""
+        sights = self._watch.look_at_all()
+        trace = launch.trace if self._patience.wants_trace(sights) else None
+        stopped = self._processes.stopped() if self._patience.still > 0.3 or self._patience.holds else {}
+        if self._patience.is_over(sights, trace, stopped):
+            return True
+        waiting, others = self._waiting.look(sights, self._processes.pids)
+        if not others:
+            self.waiting_for = None
+        elif self.waiting_for is None:
+            self._notice(launch, waiting, others)
+        return False
+
+    def _notice(self, launch: Watched, waiting: list[int], others: list[int]) -> None:
+        stacks = ask_stacks(self._folder, self._processes, others, launch.goes_on)
+        if stacks is None:
+            return
+        stopped = self._processes.stopped()
+        places = []
+        for rank in others[:SAID_RANKS]:
+            share = self._waiting.cpu_share(rank, self._processes.pids)
+            busy = "" if share is None else ", using CPU time" if share >= IDLE else ", using no CPU time"
+            place = place_of(stacks[rank])
+            places.append(
+                stopped_words(rank, stopped[rank])
+                if rank in stopped
+                else f"rank {rank} {f'is at {place}' if place else 'is in C code'}{busy}"
+            )
+        more = [f"{len(others) - SAID_RANKS} more"] * (len(others) > SAID_RANKS)
+        for_whom = f"for {ranks_spelt(others)}" if waiting != others else "and none uses CPU time"
+        have = "has" if len(waiting) == 1 else "have"
+        self.waiting_for = (
+            f"{ranks_spelt(waiting)} {have} waited for {self._waiting.after:g} s {for_whom}: "
+            + "; ".join(places + more)
+        )
+        if self.waiting_for not in self._said:
+            self._said.add(self.waiting_for)
+            limit = self._patience.timeout or LIMIT
+            launch.say(f"mpkit: {self.waiting_for}. (An error after {limit:g} s: timeout=...)")
+
+    def verdict(self, launch: Watched) -> CommMismatch | Deadlock | None:
+        """Return the error of ranks that hang; None if the launch ends while they are asked where they are."""
+        trace, now, stopped = launch.trace, time.monotonic_ns(), self._processes.stopped()
+        still = self._patience.still
+        stacks = ask_stacks(self._folder, self._processes, range(self._ranks), launch.goes_on)
+        if stacks is None:
+            return None
+        return first_mismatch(trace) or Deadlock(explain(trace, stacks, still, now, stopped))
+
+    def close(self) -> None:
+        """Close the files that are watched."""
+        self._watch.close()
