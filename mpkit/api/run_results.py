@@ -1,0 +1,167 @@
+"""What is known of a run: how it stands, and its results, while it proceeds and afterwards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpkit.api.losses import Losses
+from mpkit.data.digest import read_taken
+from mpkit.errors import MpkitError
+from mpkit.parallel.stage.shard import put_together_by_name
+from mpkit.support.tracebacks import public
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mpkit.analysis.placed_ranks import Placement
+    from mpkit.devices.hardware import Hardware
+    from mpkit.launch.launch import Launch
+    from mpkit.prepare.prepare import TrainJob
+    from mpkit.timeline.live_timeline import LiveFeed
+    from mpkit.timeline.timeline import Timeline
+    from mpkit.trace import Trace
+
+__all__ = ["RunResults"]
+
+
+@public
+class RunResults:
+    """The results of a training on the ranks of a cluster, as far as they are known.
+
+    Args:
+        job: the training.
+        launch: its ranks.
+    """
+
+    def __init__(self, job: TrainJob, launch: Launch) -> None:
+        self.plan = job.plan
+        self.steps = job.how.steps
+        self.first_step = job.how.first_step
+        self._job = job
+        self._launch = launch
+        self._ended = False
+
+    # ---- how it stands ------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is over: finished, stopped or failed."""
+        return self._ended
+
+    @property
+    def status(self) -> str:
+        """One of "running", "finished", "stopped" or "failed"."""
+        if not self.done:
+            return "running"
+        if self._launch.error is not None:
+            return "failed"
+        return "stopped" if self._launch.stopped else "finished"
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that the run failed with, or None."""
+        return self._launch.error
+
+    # ---- what its ranks recorded --------------------------------------------------------------------------
+
+    @property
+    def losses(self) -> Losses:
+        """The loss of every step finished so far, equal to serial training's; the first is that of `first_step`.
+
+        The list says that it is incomplete when it is shown while the run goes on.
+        """
+        going = not self.done  # before the losses are read, which may be complete by then
+        found = self.trace.losses
+        return Losses(found, self._so_far(len(found), going))
+
+    def _so_far(self, done: int, going: bool) -> str:
+        """Say why there are no losses after `done` steps; "" if all requested steps are done."""
+        at = self.first_step + done
+        if going:
+            return f"{at} of {self.steps} steps are done and the run goes on; run.wait() waits for its end"
+        return "" if at >= self.steps else f"the run {self._ended_how()} after step {at} of {self.steps}"
+
+    def _ended_how(self) -> str:
+        return {"failed": "failed", "stopped": "was stopped"}.get(self.status, "ended")
+
+    @property
+    def data_digest(self) -> list[list[str]]:
+        """By step, by rank: the SHA-256 of the rank's part of the step's batch, as `mk.digest.data_digest` computes it.
+
+        A rank without samples, such as one in the middle of a pipeline, has the digest of no data. The steps are
+        those that every rank has begun, from `first_step` on.
+        """
+        return read_taken(self._launch.folder, self._launch.ranks)[0]
+
+    @property
+    def samples_seen(self) -> list[list[list[str]]]:
+        """By step, by rank: a digest of each sample that the rank took, as `mk.digest.sample_digests` computes them.
+
+        No sample was lost and none seen twice if the digests of all ranks together are those of the whole batch,
+        and over an epoch those that `mk.digest.sample_digests` returns for the whole dataset.
+        """
+        return read_taken(self._launch.folder, self._launch.ranks)[1]
+
+    @property
+    def trace(self) -> Trace:
+        """The records of every rank so far."""
+        return self._launch.trace
+
+    def feed(self) -> LiveFeed:
+        """Return a new reader of this run's records, which replays them as they arrive."""
+        from mpkit.timeline.live_timeline import LiveFeed
+
+        return LiveFeed(self._launch.folder, self._launch.ranks, self._launch.meta)
+
+    # ---- what follows from that ---------------------------------------------------------------------------
+
+    def timeline(self, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
+        """Put the run on a clock.
+
+        Args:
+            hardware: the machine to replay the run on, as a `Hardware` or the name of a catalogued machine
+                (`mk.hardware()` lists them); None: the one it ran on.
+            clock: "measured" (the wall clock) or "virtual" (every rank on a device of its own); None: measured on GPUs,
+                virtual on CPU processes, which share their cores.
+        """
+        from mpkit.timeline.timeline import Timeline
+
+        going = not self.done
+        read = self._launch.meta.get("read_before")
+        found = Timeline.of(self.trace, hardware, clock)
+        if read is not None:
+            found.notes.append(
+                f"What the DataLoader gave was read before the start, in {read['seconds']:.3g} s, which "
+                "is in none of these times; mk.Batches(dataset, batch_size) loads on the ranks, where it counts."
+            )
+        if going:
+            found.so_far = self._so_far(len(self.trace.losses), going)
+            found.notes.append(f"So far: {found.so_far}.")
+        return found
+
+    def placement(self, hardware: Hardware | str | None = None) -> Placement:
+        """Show which rank holds which layers, rows and columns, and which ranks communicate over which link.
+
+        Args:
+            hardware: the machine with its nodes and links; None: that of the run, if it was a catalogued machine.
+        """
+        from mpkit.analysis.placement import placement_of
+
+        return placement_of(self._launch.meta, self.plan.ranks, model=self._job.what.model, hardware=hardware)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the trained weights: whole, on the CPU, under the model's own names.
+
+        Raises:
+            RankFailed: the run failed.
+            MpkitError: the run was stopped before its end, or is still running.
+        """
+        self._launch.raise_error()
+        if self.status != "finished":
+            raise MpkitError(
+                f"this run is {self.status}: its weights are known when it has finished; run.wait() first"
+                if not self.done
+                else "this run was stopped before its end, and its weights went with its ranks; "
+                f"{self.first_step + len(self.losses)} of {self.steps} steps were done: train for as many to have them"
+            )
+        return put_together_by_name(self._job.what.names, self._launch.results())
