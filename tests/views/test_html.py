@@ -13,7 +13,7 @@ import pytest
 
 import mpkit as mk
 from mpkit.views.timeline.html import html
-from mpkit.views.timeline.wire import unpack
+from tests.wire import unpack
 
 
 class Page(HTMLParser):

@@ -10,7 +10,7 @@ import numpy as np
 import mpkit as mk
 from mpkit.timeline.replay.spans import SPAN
 from mpkit.views.timeline.widget import TimelineView
-from mpkit.views.timeline.wire import unpack
+from tests.wire import unpack
 
 
 class Overheard(TimelineView):

@@ -10,7 +10,8 @@ from mpkit.timeline.replay.spans import SPAN
 from mpkit.views.browser import esm
 from mpkit.views.drawing.colours import Key
 from mpkit.views.timeline.counting import BubbleCounter
-from mpkit.views.timeline.wire import COLUMNS, Batches, look, unpack
+from mpkit.views.timeline.wire import COLUMNS, Batches, look
+from tests.wire import unpack
 
 
 def test_columns_come_back_as_they_went(gpipe: mk.Timeline) -> None:

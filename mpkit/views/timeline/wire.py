@@ -19,7 +19,7 @@ from mpkit.timeline.replay.spans import SPAN
 from mpkit.trace import Kind
 from mpkit.views.drawing.colours import INKS, THEMES, Key, key_of
 
-__all__ = ["BATCH", "COLUMNS", "Batches", "look", "pack", "unpack"]
+__all__ = ["BATCH", "COLUMNS", "Batches", "look", "pack"]
 
 BATCH = 50_000
 """The most spans per message: some 2.5 MB."""
@@ -56,15 +56,6 @@ def pack(spans: npt.NDArray[Any]) -> bytes:
         column = made[name] if name in made else spans[name]
         parts.append(np.ascontiguousarray(column, dtype=code).tobytes())
     return b"".join(parts)
-
-
-def unpack(buffer: bytes, count: int) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns of a buffer, as the browser reads them."""
-    columns, at = {}, 0
-    for name, code in COLUMNS:
-        columns[name] = np.frombuffer(buffer, code, count, at)
-        at += columns[name].nbytes
-    return columns
 
 
 class Batches:
