@@ -85,8 +85,8 @@ class Comparison(Drawn, HasChart):
         ):  # if only one splits its backward in two, only whole backwards can be compared
             work = [_whole_backwards(of) for of in work]
         ops = list(dict.fromkeys([*work[0], *work[1]]))
-        found = {op: work[1].get(op, 0.0) - work[0].get(op, 0.0) for op in ops}
-        return found | {f"idle: {cause}": second.idle[cause] - first.idle[cause] for cause in CAUSES}
+        differences = {op: work[1].get(op, 0.0) - work[0].get(op, 0.0) for op in ops}
+        return differences | {f"idle: {cause}": second.idle[cause] - first.idle[cause] for cause in CAUSES}
 
     def _named(self, name: str | None, default: Compared) -> Compared:
         if name is None:
@@ -128,11 +128,11 @@ class Comparison(Drawn, HasChart):
 
 def compare_timelines(given: Sequence[tuple[str, Timeline | HasTimeline]]) -> Comparison:
     """Return the Comparison that `mk.compare` makes of Timelines and Runs, each with its name or ""."""
-    found: dict[str, Timeline] = {}
+    timelines: dict[str, Timeline] = {}
     if len(given) == 1 and isinstance(given[0][1], HasTimeline):
         measured = given[0][1].timeline()
         if Plan.from_json(measured.meta["plan"]).pp > 1:
-            found["predicted"] = predicted(measured)
+            timelines["predicted"] = predicted(measured)
             given = [("measured", measured)]
     for name, each in given:
         timeline = each.timeline() if isinstance(each, HasTimeline) else each
@@ -142,14 +142,14 @@ def compare_timelines(given: Sequence[tuple[str, Timeline | HasTimeline]]) -> Co
                 "compare(mk.simulate(plan), run) or compare(before=run.timeline(), after=run.timeline(hardware='cpu'))"
             )
         name = visible(name or _title(timeline))
-        found[name if name not in found else f"{name} ({1 + sum(n.startswith(name) for n in found)})"] = (
-            timeline
-        )
-    if not found:
+        timelines[
+            name if name not in timelines else f"{name} ({1 + sum(n.startswith(name) for n in timelines)})"
+        ] = timeline
+    if not timelines:
         raise ValueError(
             "compare(): nothing to compare; give Timelines or finished Runs, such as compare(run)"
         )
-    return Comparison(tuple(Compared.of(name, timeline) for name, timeline in found.items()))
+    return Comparison(tuple(Compared.of(name, timeline) for name, timeline in timelines.items()))
 
 
 def predicted(timeline: Timeline) -> Timeline:
@@ -166,15 +166,19 @@ def _work(one: Timeline) -> dict[str, float]:
     """Return seconds per rank by kind and stage, averaged over ranks, without the waits within actions."""
     work = metrics.work(one.spans)
     kinds = np.unique(work[["kind", "stage"]])
-    found = {}
+    seconds_by_work = {}
     for kind, stage in kinds.tolist():
         of = work[(work["kind"] == kind) & (work["stage"] == stage)]
         word = Kind(kind).word.replace("_", " ")
-        found[f"{word} of stage {stage}" if stage >= 0 else word] = float((of["end"] - of["start"]).sum())
+        seconds_by_work[f"{word} of stage {stage}" if stage >= 0 else word] = float(
+            (of["end"] - of["start"]).sum()
+        )
     within = metrics.waits_within(one.spans)
     waited = float((within["end"] - within["start"]).sum())
-    whole = sum(found.values())
-    return {what: seconds * (1 - waited / whole) / one.world_size for what, seconds in found.items()}
+    whole = sum(seconds_by_work.values())
+    return {
+        what: seconds * (1 - waited / whole) / one.world_size for what, seconds in seconds_by_work.items()
+    }
 
 
 def _splits(row: Compared) -> bool:
@@ -183,11 +187,11 @@ def _splits(row: Compared) -> bool:
 
 def _whole_backwards(work: Mapping[str, float]) -> dict[str, float]:
     """Merge the two halves of each stage's backward into one op."""
-    found: dict[str, float] = {}
+    merged: dict[str, float] = {}
     for op, seconds in work.items():
         whole = op.replace("input grad", "backward").replace("weight grad", "backward")
-        found[whole] = found.get(whole, 0.0) + seconds
-    return found
+        merged[whole] = merged.get(whole, 0.0) + seconds
+    return merged
 
 
 def _title(timeline: Timeline) -> str:

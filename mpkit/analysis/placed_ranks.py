@@ -103,7 +103,7 @@ class Placement(Drawn):
     @property
     def talks(self) -> list[Talk]:
         """The groups that communicate, with their links, by axis, innermost axis first."""
-        found = []
+        talks = []
         for axis in reversed(long_axes(self.mesh)):
             groups = self.mesh.groups(axis)
             if axis == "pp":  # a stage communicates with its neighbours only
@@ -112,8 +112,8 @@ class Placement(Drawn):
                 some = tuple(g for g in groups if (len({self.node_of(rank) for rank in g}) > 1) == crosses)
                 if some:
                     link = self.hardware.link_of(some[0]) if self.hardware else None
-                    found.append(Talk(axis, some, link, crosses))
-        return found
+                    talks.append(Talk(axis, some, link, crosses))
+        return talks
 
     def __repr__(self) -> str:
         return f"<Placement of {self.mesh.size} ranks on {len(self.nodes)} node{'s' * (len(self.nodes) > 1)}>"

@@ -77,7 +77,7 @@ def shards_by(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
 
     tensor = check(model, plan.tp, plan.tensor or find_tensor_plan(model))
     of = [shards_of(model, FakeGroup(plan.tp, index), tensor).found for index in range(plan.tp)]
-    return shard_words({name: [found[name] for found in of] for name in of[0]})
+    return shard_words({name: [words_of[name] for words_of in of] for name in of[0]})
 
 
 def _stages(plan: Plan, model: nn.Module) -> tuple[list[list[str]], list[str]]:

@@ -125,23 +125,23 @@ def search_schedule(
     known, too_large = _known(plan, costs)
     placements = _placements(plan, known, costs)
     at_least = min(_at_least(placement, plan, costs) for placement in placements)
-    found = sorted((score(name, schedule) for name, schedule in known.items()), key=_order)
-    named_times = {one.name: one.seconds for one in found}
+    candidates = sorted((score(name, schedule) for name, schedule in known.items()), key=_order)
+    named_times = {one.name: one.seconds for one in candidates}
     tries = max(1, effort // (6 * plan.stages * plan.microbatches))
     # ---- greedy: half of the effort
     for placement, policy in islice(_policies(placements, costs, Random(seed)), tries):
-        if found and min(found, key=_order).seconds <= at_least:
+        if candidates and min(candidates, key=_order).seconds <= at_least:
             break
         made = Schedule(greedy(placement, plan.microbatches, costs, policy), "searched", placement)
-        found.append(score("searched", made))
+        candidates.append(score("searched", made))
     # ---- improve: the other half, shared among the best three
-    for one in sorted(found, key=_order)[:3]:
+    for one in sorted(candidates, key=_order)[:3]:
         limits = costs.max_live, costs.activation
         better = improve(one.schedule, length, *limits, Random(seed), tries // 3, at_least)
         if better is not one.schedule:
             better = Schedule(better.rows, "searched", better.stage_to_rank, better.together)
-            found.append(score("searched", better))
-    shortest = min(found, key=_order)
+            candidates.append(score("searched", better))
+    shortest = min(candidates, key=_order)
     best = _plan_of(shortest, plan)
     timeline = simulate(best, forward, input_grad, weight_grad, hop, backward=backward)
     return Found(best, timeline, shortest.seconds, named_times, too_large, list(costs.max_live), at_least)
@@ -174,11 +174,11 @@ def _order(one: _Scored) -> tuple[float, float, bool]:
     return one.seconds, one.peak, one.name == "searched"
 
 
-def _plan_of(found: _Scored, plan: Plan) -> Plan:
+def _plan_of(best: _Scored, plan: Plan) -> Plan:
     """Return the plan with the schedule found."""
-    if found.name in NAMES:
-        return replace(plan, schedule=found.name, virtual_stages=plan.stages // plan.pp)
-    return Plan.from_schedule(found.schedule, recompute=plan.recompute, cut=plan.cut)
+    if best.name in NAMES:
+        return replace(plan, schedule=best.name, virtual_stages=plan.stages // plan.pp)
+    return Plan.from_schedule(best.schedule, recompute=plan.recompute, cut=plan.cut)
 
 
 def _costs(
@@ -235,22 +235,22 @@ def _placements(plan: Plan, known: dict[str, Schedule], costs: Costs) -> list[tu
     They are those of the plan and of the fitting schedules whose ranks can hold one micro-batch of each
     of their stages.
     """
-    found: dict[tuple[int, ...], str] = {}
+    reasons: dict[tuple[int, ...], str] = {}
     for schedule in (plan.build(), *known.values()):
         holders = schedule.stage_to_rank
         for rank, cap in enumerate(costs.max_live):
             least = sum(costs.activation[stage] for stage in schedule.stages_of(rank))
             if least > cap:
-                found.setdefault(holders, f"rank {rank} has {len(schedule.stages_of(rank))} of the stages, and a "
+                reasons.setdefault(holders, f"rank {rank} has {len(schedule.stages_of(rank))} of the stages, and a "
                                  f"micro-batch's activations of these are {least:g}")  # fmt: skip
-        found.setdefault(holders, "")
-    if all(found.values()):
-        why = next(iter(found.values()))
+        reasons.setdefault(holders, "")
+    if all(reasons.values()):
+        why = next(iter(reasons.values()))
         least = max(
             sum(costs.activation[stage] for stage in plan.build().stages_of(rank)) for rank in range(plan.pp)
         )
         raise ValueError(f"max_live={max(costs.max_live):g}: {why}. It takes max_live={least:g} at least")
-    return [holders for holders, why in found.items() if not why]
+    return [holders for holders, why in reasons.items() if not why]
 
 
 def _at_least(holders: tuple[int, ...], plan: Plan, costs: Costs) -> float:

@@ -71,8 +71,8 @@ class RunResults:
         The list says that it is incomplete when it is shown while the run goes on.
         """
         going = not self.done  # before the losses are read, which may be complete by then
-        found = self.trace.losses
-        return Losses(found, self._so_far(len(found), going))
+        losses = self.trace.losses
+        return Losses(losses, self._so_far(len(losses), going))
 
     def _so_far(self, done: int, going: bool) -> str:
         """Say why there are no losses after `done` steps; "" if all requested steps are done."""
@@ -128,16 +128,16 @@ class RunResults:
 
         going = not self.done
         read = self._launch.meta.get("read_before")
-        found = Timeline.of(self.trace, hardware, clock)
+        timeline = Timeline.of(self.trace, hardware, clock)
         if read is not None:
-            found.notes.append(
+            timeline.notes.append(
                 f"What the DataLoader gave was read before the start, in {read['seconds']:.3g} s, which "
                 "is in none of these times; mk.Batches(dataset, batch_size) loads on the ranks, where it counts."
             )
         if going:
-            found.so_far = self._so_far(len(self.trace.losses), going)
-            found.notes.append(f"So far: {found.so_far}.")
-        return found
+            timeline.so_far = self._so_far(len(self.trace.losses), going)
+            timeline.notes.append(f"So far: {timeline.so_far}.")
+        return timeline
 
     def placement(self, hardware: Hardware | str | None = None) -> Placement:
         """Show which rank holds which layers, rows and columns, and which ranks communicate over which link.

@@ -106,15 +106,15 @@ class Demo:
         Raises:
             ValueError: there is no such strategy, or it cannot use this many ranks.
         """
-        found = {}
+        plans = {}
         for name in self.strategies:
             if name not in STRATEGIES:
                 raise ValueError(
                     f"--strategies {name}: there are {', '.join(STRATEGIES)}; for example --strategies naive,gpipe"
                 )
             title, plan = STRATEGIES[name](self.ranks, self.microbatches)
-            found[title] = plan
-        return found
+            plans[title] = plan
+        return plans
 
     def run(self) -> list[Outcome]:
         """Run the whole demonstration; returns the entries of the table."""

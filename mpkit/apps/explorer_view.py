@@ -164,8 +164,8 @@ class Explorer(ipywidgets.VBox):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """Return the widget, together with what is shown where no kernel runs."""
-        found = super()._repr_mimebundle_(**kwargs)
-        data, metadata = found if isinstance(found, tuple) else (found, {})
+        bundle = super()._repr_mimebundle_(**kwargs)
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
         shown = {side.schedule.value: side.explored.timeline for side in self.sides if side.explored}
         still = compare_timelines([*shown.items()])
         fallback = {"text/plain": str(still), "text/html": image(still.to_svg(), str(still))}
@@ -197,8 +197,8 @@ class Explorer(ipywidgets.VBox):
                 steps=3,
                 show=False,
             ).wait()
-        found = compare_timelines([("", run)])
-        return image(found.to_svg(), str(found)) + f"<pre>{escape(str(found))}</pre>"
+        comparison = compare_timelines([("", run)])
+        return image(comparison.to_svg(), str(comparison)) + f"<pre>{escape(str(comparison))}</pre>"
 
 
 def _sgd(params: Any) -> torch.optim.Optimizer:

@@ -113,14 +113,14 @@ class _Row:
 
     def _apart(self) -> dict[str, tuple[float, float]]:
         """Return, by name, the largest error of each wrong weight, and how far it moved relative to serial training."""
-        found: dict[str, tuple[float, float]] = {}
+        errors: dict[str, tuple[float, float]] = {}
         for begin, right, mine in zip(self.begin, self.expected, self.got, strict=True):
             for name, tensor in right["weights"].items():
                 start, now = begin["weights"][name], mine["weights"][name]
                 off = float((tensor - now).abs().max())
-                if not off < 1e-6 and off > found.get(name, (0.0, 0.0))[0]:
-                    found[name] = off, float((now - start).norm() / (tensor - start).norm())
-        return found
+                if not off < 1e-6 and off > errors.get(name, (0.0, 0.0))[0]:
+                    errors[name] = off, float((now - start).norm() / (tensor - start).norm())
+        return errors
 
 
 def _number(value: Any) -> str:

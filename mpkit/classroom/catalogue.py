@@ -40,9 +40,9 @@ class Entry:
     @cached_property
     def exercise(self) -> Exercise:
         """The exercise that its author wrote."""
-        found = import_module(self.module).EXERCISE
-        assert isinstance(found, Exercise)
-        return found
+        exercise = import_module(self.module).EXERCISE
+        assert isinstance(exercise, Exercise)
+        return exercise
 
     @property
     def given(self) -> str:
@@ -58,14 +58,14 @@ class Entry:
 
 def families() -> list[ModuleType]:
     """Return the families' packages, in the order of the course."""
-    found = [import_module(f"{home.__name__}.{each.name}") for each in pkgutil.iter_modules(home.__path__)]
-    return sorted(found, key=lambda package: package.PLACE)
+    packages = [import_module(f"{home.__name__}.{each.name}") for each in pkgutil.iter_modules(home.__path__)]
+    return sorted(packages, key=lambda package: package.PLACE)
 
 
 def of_family(family: str) -> list[Entry]:
     """Return the exercises of a family, in their order."""
-    found = [entry for entry in _entries() if entry.family == family]
-    return sorted(found, key=lambda entry: (entry.exercise.place, entry.name))
+    entries = [entry for entry in _entries() if entry.family == family]
+    return sorted(entries, key=lambda entry: (entry.exercise.place, entry.name))
 
 
 def find(name: str) -> Entry:

@@ -143,8 +143,8 @@ def _timelines(exercise: Exercise, row: Row, room: Room) -> dict[str, Timeline] 
     if seen is None or seen.trace is None:
         return None
     target = exercise.again(Answer.of(exercise.solution), seen, room)
-    found = {"yours": seen, "target": target}
-    shown = {name: one.timeline for name, one in found.items() if one is not None and _drawable(one)}
+    traces = {"yours": seen, "target": target}
+    shown = {name: one.timeline for name, one in traces.items() if one is not None and _drawable(one)}
     return shown or None
 
 

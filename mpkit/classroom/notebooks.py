@@ -149,7 +149,7 @@ def _exercise(number: int, entry: Entry, kind: Kind) -> Iterator[tuple[str, str,
 
 def _graded(name: str, *, solution: bool = False, points: int = 0) -> dict[str, Any]:
     """Return a cell's metadata in nbgrader's schema 3."""
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "grade": bool(points),
         "grade_id": name,
         "locked": bool(points),
@@ -157,7 +157,7 @@ def _graded(name: str, *, solution: bool = False, points: int = 0) -> dict[str, 
         "solution": solution,
         "task": False,
     }
-    return found | ({"points": points} if points else {})
+    return metadata | ({"points": points} if points else {})
 
 
 def _family(package: ModuleType) -> str:

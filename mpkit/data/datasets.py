@@ -68,13 +68,13 @@ def spirals(batch: int, steps: int, *, classes: int = 3, noise: float = 0.1, see
     """
     _check(batch=batch, steps=steps, classes=classes)
     generator = _generator(seed)
-    found = []
+    batches = []
     for _ in range(steps):
         arms = torch.randint(classes, (batch,), generator=generator)
         radius = torch.rand(batch, generator=generator)
         angle = 2 * pi * (arms / classes + radius) + noise * torch.randn(batch, generator=generator)
-        found.append((torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), arms))
-    return found
+        batches.append((torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), arms))
+    return batches
 
 
 def images(batch: int, steps: int, *, size: int = 16, noise: float = 0.1, seed: int = 0) -> list[Batch]:
@@ -90,7 +90,7 @@ def images(batch: int, steps: int, *, size: int = 16, noise: float = 0.1, seed: 
     _check(batch=batch, steps=steps, size=size)
     generator = _generator(seed)
     rows = torch.arange(size)[:, None]
-    found = []
+    batches = []
     for _ in range(steps):
         shapes = torch.randint(4, (batch,), generator=generator)
         place = (0.35 + 0.3 * torch.rand(batch, 2, 1, 1, generator=generator)) * size
@@ -103,8 +103,8 @@ def images(batch: int, steps: int, *, size: int = 16, noise: float = 0.1, seed: 
         )
         clean = drawn[shapes, torch.arange(batch)].float()
         pictures = clean + noise * torch.randn(batch, size, size, generator=generator)
-        found.append((pictures[:, None], shapes))
-    return found
+        batches.append((pictures[:, None], shapes))
+    return batches
 
 
 def _generator(seed: int) -> torch.Generator:

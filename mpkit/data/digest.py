@@ -75,7 +75,7 @@ def _tensors(value: Any) -> Value:
 
 def _raw_digests(parts: list[tuple[Value, Value]]) -> list[bytes]:
     """Return the digest of each sample in some parts of a batch, in order."""
-    found = []
+    digests = []
     for inputs, targets in parts:
         tensors = [*leaves(inputs), *leaves(targets)]
         head = repr([_form(inputs), _form(targets)]).encode()
@@ -83,8 +83,8 @@ def _raw_digests(parts: list[tuple[Value, Value]]) -> list[bytes]:
             digest = hashlib.sha256(head)
             for row in rows:
                 digest.update(row)
-            found.append(digest.digest())
-    return found
+            digests.append(digest.digest())
+    return digests
 
 
 def _form(value: Value) -> list[tuple[str, list[int], str]]:

@@ -56,8 +56,8 @@ class FedBatches:
     def part(self, step: int, which: slice) -> tuple[Value, Value]:
         """Return some samples of the batch of a step."""
         self._ask_for(step)
-        found: tuple[Value, Value] = self._call(step, (which.start, which.stop, which.step))
-        return found
+        samples: tuple[Value, Value] = self._call(step, (which.start, which.stop, which.step))
+        return samples
 
     def _ask_for(self, step: int) -> tuple[int, Any]:
         if self._head[0] != step:

@@ -88,12 +88,12 @@ def signature(inputs: Value, targets: Value) -> Hashable:
     >>> signature(torch.zeros(2, 3), torch.zeros(2))
     ((None, (2, 3), torch.float32), (None, (2,), torch.float32))
     """
-    found = []
+    described = []
     for value in (inputs, targets):
         names = list(value) if isinstance(value, dict) else [None] * len(leaves(value))
         for name, tensor in zip(names, leaves(value), strict=True):
-            found.append((name, tuple(tensor.shape), tensor.dtype))
-    return tuple(found)
+            described.append((name, tuple(tensor.shape), tensor.dtype))
+    return tuple(described)
 
 
 def one_of_each_shape(
@@ -106,9 +106,9 @@ def one_of_each_shape(
         m: micro-batches per batch.
         n: replicas per micro-batch.
     """
-    found: dict[Hashable, tuple[Value, Value]] = {}
+    by_signature: dict[Hashable, tuple[Value, Value]] = {}
     for inputs, targets in batches:
         for which in (each for replicas in shares(batch_size(inputs), m, n) for each in replicas):
             x, y = part(inputs, which), part(targets, which)
-            found.setdefault(signature(x, y), (x, y))
-    return found
+            by_signature.setdefault(signature(x, y), (x, y))
+    return by_signature

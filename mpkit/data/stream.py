@@ -111,11 +111,11 @@ class Stream:
             batch = checked_batch(item, number)
         except ValueError as error:
             raise UnfitBatch(str(error)) from None
-        found = signature(*batch)
-        if found not in self._known:
+        shapes = signature(*batch)
+        if shapes not in self._known:
             known = " or ".join(_shapes(each) for each in self._known)
             raise UnfitBatch(
-                f"batch {number} of the data has the shapes {_shapes(found)}. Of data that come one after the other "
+                f"batch {number} of the data has the shapes {_shapes(shapes)}. Of data that come one after the other "
                 f"the first {len(self.first)} are looked at before the start, and these had {known}; what the layers "
                 "make of others nobody knows. Pad or cut the batches; drop_last=True leaves out a smaller last one; or "
                 "give them as a list, all of which is looked at."

@@ -122,10 +122,10 @@ class HFExperiment:
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a row per run: strategy, nvlink, seconds and ratio, both also as published, off, and fitted."""
-        found = []
+        records = []
         for row in self.rows:
             mine, published = self.ratio(row)
-            found.append(
+            records.append(
                 {
                     "strategy": row.strategy,
                     "nvlink": row.nvlink,
@@ -137,7 +137,7 @@ class HFExperiment:
                     "fitted": row.fitted,
                 }
             )
-        return data_frame(found)
+        return data_frame(records)
 
     def __str__(self) -> str:
         lines = ["GPT-2 124M, 2x TITAN RTX, 4 samples per GPU     step   published   ratio   published"]

@@ -192,13 +192,13 @@ def _named(plans: Any) -> dict[str, Plan]:
 def _rows(name: str, timeline: Timeline, states: float) -> list[MemoryRow]:
     plan = Plan.from_json(timeline.meta["plan"])
     psi, dtype = int(timeline.meta["parameters"]), getattr(torch, timeline.meta["dtype"])
-    found = []
+    rows = []
     for rank, peak in enumerate(timeline.peak_memory):
         held = {category: peak[category] for category in CATEGORIES}
-        found.append(
+        rows.append(
             MemoryRow(name, rank, held, peak["total"], formula(plan, psi, states, rank, dtype.itemsize))
         )
-    return found
+    return rows
 
 
 def formula(plan: Plan, psi: int, states: float = 2, rank: int = 0, itemsize: int = 4) -> dict[str, float]:

@@ -176,7 +176,7 @@ def scaling(
     if steps < 2:
         raise ValueError(f"scaling(steps={steps}): the first step is not counted, so 2 or more; steps=4, say")
     least = min(plan.ranks for plan in asked)
-    found = []
+    figures = []
     with lent_of_any_size(clusters, device) as sized:
         for plan in asked:
             grown = _grown(data, plan.ranks, least, steps) if weak else data
@@ -184,18 +184,18 @@ def scaling(
             run = cluster.train(
                 model, grown, plan, loss=loss, optimizer=optimizer, steps=steps, show=False
             ).wait()
-            found.append(_figures(run, cluster, hardware))
+            figures.append(_figures(run, cluster, hardware))
     name = hardware.name if isinstance(hardware, Hardware) else hardware or ""
-    return Scaling(tuple(_rows(asked, found, least)), weak, name)
+    return Scaling(tuple(_rows(asked, figures, least)), weak, name)
 
 
 def _rows(
-    plans: list[Plan], found: list[tuple[int, float, float, float | None]], least: int
+    plans: list[Plan], figures: list[tuple[int, float, float, float | None]], least: int
 ) -> Iterator[ScalingRow]:
     """Yield a row per plan, with its speed-up over the plan with the fewest ranks."""
-    samples = [batch / step_time for batch, step_time, *_ in found]
+    samples = [batch / step_time for batch, step_time, *_ in figures]
     first = next(i for i, plan in enumerate(plans) if plan.ranks == least)
-    for plan, (batch, step_time, exposed, wall), throughput in zip(plans, found, samples, strict=True):
+    for plan, (batch, step_time, exposed, wall), throughput in zip(plans, figures, samples, strict=True):
         speed_up = throughput / samples[first]
         efficiency = speed_up / (plan.ranks / least)
         yield ScalingRow(plan, plan.ranks, batch, step_time, speed_up, efficiency, exposed, wall)

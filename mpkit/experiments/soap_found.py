@@ -103,13 +103,13 @@ class Soap(Drawn):
 
 def exchanged(trace: Trace) -> dict[str, list[Sent]]:
     """Return what ranks exchanged, by way: collectives as recorded on rank 0, messages as recorded by their senders."""
-    found: dict[tuple[str, str, str, str], list[int]] = {}
+    payloads_by_call: dict[tuple[str, str, str, str], list[int]] = {}
     for rank in range(RANKS):
         for place, kind, payload in _payloads(trace, rank):
             if kind == Kind.SEND or (kind != Kind.RECV and rank == 0):
-                found.setdefault((*place, kind.word), []).append(payload)
+                payloads_by_call.setdefault((*place, kind.word), []).append(payload)
     ways: dict[str, list[Sent]] = {}
-    for (way, phase, what, kind_word), payloads in found.items():
+    for (way, phase, what, kind_word), payloads in payloads_by_call.items():
         ways.setdefault(way, []).append(Sent(phase, kind_word, what, sum(payloads), len(payloads)))
     return ways
 

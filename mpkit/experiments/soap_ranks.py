@@ -205,16 +205,16 @@ def on_a_rank(context: Context, operator: Operator, given: dict[str, Tensor]) ->
     here = {name: tensor.to(context.device) for name, tensor in given.items()}
     parameters = {name: tensor.to(context.device) for name, tensor in operator.parameters.items()}
     local = Operator(operator.kind, parameters, operator.eps)
-    found = {}
+    outcome = {}
     for name, way in WAYS[operator.kind].items():
 
         def phase(of: str, what: str, name: str = name) -> AbstractContextManager[Any]:
             return context.record.span("|".join((name, of, what)))
 
         done = way(axis, local, here, phase)
-        found[name] = Pieces(
+        outcome[name] = Pieces(
             done.boxes,
             {tensor: value.cpu() for tensor, value in done.values.items()},
             {tensor: value.cpu() for tensor, value in done.gradients.items()},
         )
-    return found
+    return outcome

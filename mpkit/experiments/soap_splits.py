@@ -93,11 +93,11 @@ def soap(
     alone = _alone(operator, given)
     # ---- its parts
     with lent(cluster, RANKS) as used:
-        found: list[dict[str, Pieces]] = used.run(on_a_rank, operator, given)
+        by_rank: list[dict[str, Pieces]] = used.run(on_a_rank, operator, given)
         trace = used.trace
     sent = exchanged(trace)
     ways = [
-        _way(one, [parts[one] for parts in found], sent.get(one, []), alone["O" if one == "O" else ""])
+        _way(one, [parts[one] for parts in by_rank], sent.get(one, []), alone["O" if one == "O" else ""])
         for one in WAYS[operator.kind]
     ]
     sizes = {"X": given["X"], **operator.parameters, "Y": given["∂Y"], "C": given["C"], "Z": given["∂Z"]}
@@ -150,7 +150,7 @@ def _check(samples: Any, length: Any, features: int, out: int, cluster: Any) -> 
 
 def _alone(operator: Operator, given: dict[str, Tensor]) -> dict[str, Pieces]:
     """Compute outputs and gradients without splitting: "" for the layer, "O" for it and the next operator."""
-    found = {}
+    pieces = {}
     for name in ("", "O"):
         x, c = given["X"].clone().requires_grad_(), given["C"].clone().requires_grad_()
         held = {key: value.clone().requires_grad_() for key, value in operator.parameters.items()}
@@ -163,8 +163,8 @@ def _alone(operator: Operator, given: dict[str, Tensor]) -> dict[str, Pieces]:
         values = {"Y": y.detach(), "Z": z.detach()}
         leaves = {"X": x, "C": c, **held}
         gradients = {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
-        found[name] = Pieces({key: whole(value) for key, value in values.items()}, values, gradients)
-    return found
+        pieces[name] = Pieces({key: whole(value) for key, value in values.items()}, values, gradients)
+    return pieces
 
 
 def _way(name: str, by_rank: list[Pieces], sent: list[Sent], alone: Pieces) -> Way:

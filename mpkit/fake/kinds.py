@@ -38,14 +38,14 @@ def kinds(plan: Plan, size: int, rank: int | None, *, even: bool = True) -> list
         mine = mesh.place(rank)
         return [mesh.rank(place.pp, mine.dp, place.cp, mine.tp) for place in places]
     first: dict[Hashable, int] = {}
-    found = []
+    stands_for = []
     for each, place in enumerate(places):
         parts = split(size, plan.microbatches)
         gets = tuple(len(range(end)[share(start, end, place.dp, plan.dp)]) for start, end in parts)
         leads = plan.data_parallel == "dp" and each == 0
         shard = 0 if even else place.tp
-        found.append(first.setdefault((place.pp, place.cp, shard, gets, leads), each))
-    return found
+        stands_for.append(first.setdefault((place.pp, place.cp, shard, gets, leads), each))
+    return stands_for
 
 
 def order(stands_for: list[int], plan: Plan) -> list[int]:

@@ -40,8 +40,8 @@ def failure(folder: Path, statuses: dict[int, int], trace: Trace) -> RankFailed 
     """
     if statuses and all(status == 0 for status in statuses.values()) and _all_finished(trace):
         return None
-    errors = {rank: found for rank in statuses if (found := read_error(folder, rank)) is not None}
-    causes = {rank: found for rank, found in errors.items() if not found["secondary"]}
+    errors = {rank: error for rank in statuses if (error := read_error(folder, rank)) is not None}
+    causes = {rank: error for rank, error in errors.items() if not error["secondary"]}
     if causes:
         return _raised(min(causes, key=lambda rank: causes[rank]["time"]), causes, trace)
     unfit = first_mismatch(trace)
@@ -71,18 +71,18 @@ def _all_finished(trace: Trace) -> bool:
 
 
 def _raised(rank: int, errors: dict[int, dict[str, Any]], trace: Trace) -> RankFailed:
-    found = errors[rank]
-    place = Place(step=found.get("step"), stage=found.get("stage"), microbatch=found.get("microbatch"))
-    if found.get("other") is not None:
+    error = errors[rank]
+    place = Place(step=error.get("step"), stage=error.get("stage"), microbatch=error.get("microbatch"))
+    if error.get("other") is not None:
         return CommMismatch(
-            in_cells(found["message"]), rank=rank, other=found["other"], traceback=found["traceback"], **place
+            in_cells(error["message"]), rank=rank, other=error["other"], traceback=error["traceback"], **place
         )
     return RankFailed(
-        f"rank {rank} of {trace.world_size} failed{_place(place)}: {found['type']}: {found['message']}\n\n"
-        f"rank {rank}'s own traceback:\n{found['traceback' if internals_shown() else 'folded'].rstrip()}",
+        f"rank {rank} of {trace.world_size} failed{_place(place)}: {error['type']}: {error['message']}\n\n"
+        f"rank {rank}'s own traceback:\n{error['traceback' if internals_shown() else 'folded'].rstrip()}",
         rank=rank,
         **place,
-        traceback=found["traceback"],
+        traceback=error["traceback"],
     )
 
 

@@ -108,23 +108,23 @@ def _records(data: bytes, whole: bool) -> tuple[list[tuple[int, int, str]], byte
     A rank that is killed or runs out of space while writing leaves a torn record. Its text counts once another record
     follows it, or if nothing will follow (`whole`).
     """
-    found: list[tuple[int, int, str]] = []
+    records: list[tuple[int, int, str]] = []
     place = 0
     while True:
         begin = data.find(MAGIC, place)
         if begin < 0:  # but the first bytes of a mark may be there
-            return found, data[max(place, len(data) - len(MAGIC) + 1) :]
+            return records, data[max(place, len(data) - len(MAGIC) + 1) :]
         place = begin
         if place + OUTPUT.size > len(data):
-            return found, data[place:]
+            return records, data[place:]
         _, rank, stream, length = OUTPUT.unpack_from(data, place)
         start = place + OUTPUT.size
         end = data.find(MAGIC, start, start + length)
         if end < 0:
             end = start + length
             if end > len(data) and not whole:
-                return found, data[place:]
-        found.append((rank, stream, data[start:end].decode("utf-8", "replace")))
+                return records, data[place:]
+        records.append((rank, stream, data[start:end].decode("utf-8", "replace")))
         place = end
 
 

@@ -107,8 +107,8 @@ class MeanLoss:
     def mean(self, outputs: Any, targets: Any) -> Tensor:
         """Return the mean itself, as torch computes it, for a batch that is computed in one part."""
         if self.ignore_index is None and self.weight is None:
-            found: Tensor = self.fn(outputs, targets)
-            return found
+            value: Tensor = self.fn(outputs, targets)
+            return value
         total, count = self(outputs, targets)
         # The mean of nothing is NaN with gradients of 0, as in torch.
         empty = count == 0

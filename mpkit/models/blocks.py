@@ -71,6 +71,6 @@ def _alike(modules: list[nn.Module]) -> set[type]:
         by_class.setdefault(type(module), []).append(has)
     return {
         kind
-        for kind, found in by_class.items()
-        if any(2 * len(one & other) >= max(len(one), len(other)) for one, other in combinations(found, 2))
+        for kind, kinds_of in by_class.items()
+        if any(2 * len(one & other) >= max(len(one), len(other)) for one, other in combinations(kinds_of, 2))
     }

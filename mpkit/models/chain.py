@@ -78,11 +78,11 @@ def is_chain(module: nn.Module) -> bool:
 
 
 def _flatten(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
-    found = []
+    layers = []
     for name, module in model._modules.items():  # named_children lists a shared module only once
         assert module is not None
         if is_chain(module):
-            found += _flatten(module, f"{prefix}{name}.")
+            layers += _flatten(module, f"{prefix}{name}.")
         else:
-            found.append((prefix + name, module))
-    return found
+            layers.append((prefix + name, module))
+    return layers

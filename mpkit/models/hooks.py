@@ -97,10 +97,10 @@ def backward_hooks(model: nn.Module) -> list[Hook]:
 
 def with_backward_hooks(model: nn.Module) -> dict[str, Hook]:
     """Return the first backward hook of each module that has one, by the module's name."""
-    found: dict[str, Hook] = {}
+    by_module: dict[str, Hook] = {}
     for hook in backward_hooks(model):
-        found.setdefault(hook.where, hook)
-    return found
+        by_module.setdefault(hook.where, hook)
+    return by_module
 
 
 def parameter_hooks(model: nn.Module) -> list[Hook]:

@@ -48,24 +48,24 @@ def flatten(value: Any) -> tuple[list[Any], Shape]:
     return leaves, _take_apart(value, leaves.append)
 
 
-def _take_apart(value: Any, found: Callable[[Any], None]) -> Shape:
+def _take_apart(value: Any, visit: Callable[[Any], None]) -> Shape:
     kind = type(value)
     if isinstance(value, Tensor) or value is None:
-        found(value)
+        visit(value)
         return LEAF
     if kind is tuple or kind is list:
-        return Shape(kind, tuple([_take_apart(part, found) for part in value]))
+        return Shape(kind, tuple([_take_apart(part, visit) for part in value]))
     if kind is dict or kind is OrderedDict:
-        return Shape(kind, tuple([_take_apart(part, found) for part in value.values()]), tuple(value))
+        return Shape(kind, tuple([_take_apart(part, visit) for part in value.values()]), tuple(value))
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return Shape(kind, tuple([_take_apart(part, found) for part in value]), kind._fields)
+        return Shape(kind, tuple([_take_apart(part, visit) for part in value]), kind._fields)
     if kind in SUPPORTED_NODES:
         inner, context = SUPPORTED_NODES[kind].flatten_fn(value)
-        return Shape(kind, tuple([_take_apart(part, found) for part in inner]), context=context)
+        return Shape(kind, tuple([_take_apart(part, visit) for part in inner]), context=context)
     if is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in fields(value))
-        return Shape(kind, tuple([_take_apart(getattr(value, name), found) for name in names]), names)
-    found(value)
+        return Shape(kind, tuple([_take_apart(getattr(value, name), visit) for name in names]), names)
+    visit(value)
     return LEAF
 
 

@@ -57,10 +57,10 @@ class Mesh:
     def place(self, rank: int) -> Place:
         """Return the coordinates of a rank."""
         assert 0 <= rank < self.size, f"rank {rank} is not in {self}"
-        found = {}
+        coordinates = {}
         for axis in reversed(AXES):
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return Place(**found)
+            rank, coordinates[axis] = divmod(rank, getattr(self, axis))
+        return Place(**coordinates)
 
     def rank(self, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Return the rank at these coordinates."""
@@ -84,8 +84,8 @@ class Mesh:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return every group along these axes, sorted by first rank. Each rank is in exactly one of them."""
-        found = dict.fromkeys(self.group(rank, *axes) for rank in range(self.size))
-        return list(found)
+        groups = dict.fromkeys(self.group(rank, *axes) for rank in range(self.size))
+        return list(groups)
 
     def order(self, *outermost: str) -> tuple[int, ...]:
         """Return the ranks sorted by their coordinates along these axes first.

@@ -70,12 +70,14 @@ class CudaClock:
     def resolve(self) -> list[tuple[int, int, int]]:
         """Wait for the device; return (index, start, end) of the ops that have ended since the last call."""
         torch.cuda.synchronize(self._device)
-        found = [(index, self._host_time(begin), self._host_time(end)) for index, begin, end in self._ended]
+        resolved = [
+            (index, self._host_time(begin), self._host_time(end)) for index, begin, end in self._ended
+        ]
         self._ended.clear()
         for index, begin in self._begun.items():  # still open: convert its start now, before the anchor moves
             self._begun[index] = self._host_time(begin)
         self._lay_anchor()
-        return found
+        return resolved
 
     def _lay_anchor(self) -> None:
         torch.cuda.synchronize(self._device)

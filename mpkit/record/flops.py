@@ -158,16 +158,16 @@ def _wants_gradient(value: Any) -> bool:
 def _leaves_of(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters in the outputs' graph, which is the only way to find those that a function uses."""
     seen: set[Any] = set()
-    found: list[torch.Tensor] = []
+    leaves: list[torch.Tensor] = []
     todo: list[Any] = [out.grad_fn for out in outputs]
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:
             seen.add(node)
             if hasattr(node, "variable"):  # AccumulateGrad
-                found.append(node.variable)
+                leaves.append(node.variable)
             todo += [following for following, _ in node.next_functions]
-    return found
+    return leaves
 
 
 class _Costs(TorchDispatchMode):

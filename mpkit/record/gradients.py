@@ -60,21 +60,21 @@ class Gradients:
         if last is not None and last is self._parameters[-1].grad:
             return 0
         grads = [parameter.grad for parameter in self._parameters]
-        found = [grad for grad in grads if grad is not None]
+        present = [grad for grad in grads if grad is not None]
         there = [grad is not None for grad in grads]
-        known = [weakref.ref(grad) for grad in found]
+        known = [weakref.ref(grad) for grad in present]
         all_new = there == self._there and not any(
-            old() is grad for old, grad in zip(self._known, found, strict=True)
+            old() is grad for old, grad in zip(self._known, present, strict=True)
         )
         self._known, self._there = known, there
         self._last = known[-1] if all(there) and known else _nothing
-        if not found:
+        if not present:
             return 0
-        if all_new and self._others >= 0 and _owns(found[0]) and _owns(found[-1]):
-            return self._ledger.enter_block(known[:-1], self._others, found[-1], "grads")
-        new = self._ledger.enter(found, "grads")
-        each_its_own = new == sum(grad.nbytes for grad in found) and all(map(_owns, found))
-        self._others = new - found[-1].nbytes if each_its_own else -1
+        if all_new and self._others >= 0 and _owns(present[0]) and _owns(present[-1]):
+            return self._ledger.enter_block(known[:-1], self._others, present[-1], "grads")
+        new = self._ledger.enter(present, "grads")
+        each_its_own = new == sum(grad.nbytes for grad in present) and all(map(_owns, present))
+        self._others = new - present[-1].nbytes if each_its_own else -1
         return new
 
     def _see(self, parameter: torch.Tensor) -> None:

@@ -107,11 +107,11 @@ def watch_optimizer(
 
     def after(*_: Any) -> None:
         nonlocal states, touched
-        found = sum(map(len, optimizer.state.values()))
+        count = sum(map(len, optimizer.state.values()))
         if (
-            found != states or not touched
+            count != states or not touched
         ):  # made in the first step, or for a parameter that is used for the first time
-            states, touched = found, _track_states(recorder, optimizer, elsewhere)
+            states, touched = count, _track_states(recorder, optimizer, elsewhere)
         recorder.end(index, nbytes=touched)
 
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]

@@ -119,8 +119,8 @@ class Ledger:
     def enter(self, tensors: Iterable[torch.Tensor], category: str) -> int:
         """Track the tensors, and return the bytes of new storages. The caller writes the `change`."""
         self._resolve()
-        found = [self._find(tensor, _number(category)) for tensor in tensors]
-        return sum(entry.nbytes for entry, is_new in found if entry is not None and is_new)
+        entries = [self._find(tensor, _number(category)) for tensor in tensors]
+        return sum(entry.nbytes for entry, is_new in entries if entry is not None and is_new)
 
     def enter_block(
         self, others: list[weakref.ref[torch.Tensor]], nbytes: int, last: torch.Tensor, category: str

@@ -70,8 +70,8 @@ class Savings:
 
     def gradient_made(self, place: tuple[int, int]) -> None:
         """Sample the memory when the backward of this stage and micro-batch makes a gradient, or has made it."""
-        found = self.under_way.get(place)
-        saved = found() if found is not None else None
+        reference = self.under_way.get(place)
+        saved = reference() if reference is not None else None
         if saved is not None:
             saved.sample()
 

@@ -68,15 +68,15 @@ class Schedule:
     ) -> None:
         source, called_as = called(rows, p, m)
         if isinstance(source, Schedule):
-            found = Read(
+            parsed = Read(
                 source.rows, tuple(stage_to_rank or source.stage_to_rank), source.together, source.name
             )
         else:
-            found = read(source, tuple(stage_to_rank), called_as)
-        object.__setattr__(self, "rows", found.rows)
-        object.__setattr__(self, "name", name or found.name)
-        object.__setattr__(self, "stage_to_rank", found.stage_to_rank)
-        object.__setattr__(self, "together", found.together.union(together))
+            parsed = read(source, tuple(stage_to_rank), called_as)
+        object.__setattr__(self, "rows", parsed.rows)
+        object.__setattr__(self, "name", name or parsed.name)
+        object.__setattr__(self, "stage_to_rank", parsed.stage_to_rank)
+        object.__setattr__(self, "together", parsed.together.union(together))
 
     @property
     def ranks(self) -> int:

@@ -90,13 +90,13 @@ def timed(
     lengths = {kind: _by_stage(slots.get(kind, 0), schedule.stages) for kind in COMPUTE}
     rows = [[action for action in row if action.kind in COMPUTE] for row in schedule.rows]
     left: dict[Action, float] = {}
-    found: list[list[Timed]] = [[] for _ in rows]
+    times: list[list[Timed]] = [[] for _ in rows]
     waiting: defaultdict[Action, list[int]] = defaultdict(list)
     stuck: dict[int, tuple[Action, Action]] = {}
 
     def run(rank: int) -> Iterator[Action]:
         """Run what can be run of a rank's row, and yield the actions whose results have left it."""
-        row, done = rows[rank], found[rank]
+        row, done = rows[rank], times[rank]
         now = done[-1].end if done else 0
         for action in row[len(done) :]:
             kind, stage, _ = action
@@ -131,7 +131,7 @@ def timed(
         for action in run(rank):
             if action in waiting:
                 ready.extend(waiting.pop(action))
-    return found, stuck
+    return times, stuck
 
 
 def _by_stage(slot: float | Sequence[float], stages: int) -> Sequence[float]:

@@ -94,10 +94,10 @@ class HasChart:
         return draw(self, "chart")
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        bundle: dict[str, Any] = {}
         with suppress(ImportError):  # without plotly, what else the result has is shown
-            found = self.figure()._repr_mimebundle_(include, exclude)
-        return {**found, "text/plain": str(self)}
+            bundle = self.figure()._repr_mimebundle_(include, exclude)
+        return {**bundle, "text/plain": str(self)}
 
 
 class Charted(HasChart, Drawn):

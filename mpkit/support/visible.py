@@ -37,6 +37,6 @@ def escape(text: str, quote: bool = True) -> str:
     return html.escape(visible(text), quote)
 
 
-def _written_out(found: re.Match[str]) -> str:
-    code = ord(found.group())
+def _written_out(match: re.Match[str]) -> str:
+    code = ord(match.group())
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

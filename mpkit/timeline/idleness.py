@@ -53,19 +53,19 @@ def idle_by_cause(timeline: Timeline) -> Array:
     """
     one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
     graph = _Graph(one.spans, timeline.world_size)
-    found = graph.causes(graph.play(1.0))
+    causes = graph.causes(graph.play(1.0))
     if graph.loads:
         at_once = graph.causes(graph.play(1.0, data=False), data=False)
-        at_once[:, DATA] = np.maximum(found.sum(axis=1) - at_once.sum(axis=1), 0.0)
-        found = at_once
+        at_once[:, DATA] = np.maximum(causes.sum(axis=1) - at_once.sum(axis=1), 0.0)
+        causes = at_once
     equal = graph.causes(graph.play(0.0, data=False), data=False)
-    equal[:, DATA] = found[:, DATA]
+    equal[:, DATA] = causes[:, DATA]
     # The slowest rank would wait longer if all were equal: its idle time stays as it is.
-    excess = found.sum(axis=1) - equal.sum(axis=1)
-    less = excess > 1e-12 * max(float(found.sum()), 1e-30)
-    found[less] = equal[less]
-    found[less, IMBALANCE] = excess[less]
-    return found
+    excess = causes.sum(axis=1) - equal.sum(axis=1)
+    less = excess > 1e-12 * max(float(causes.sum()), 1e-30)
+    causes[less] = equal[less]
+    causes[less, IMBALANCE] = excess[less]
+    return causes
 
 
 @dataclass
@@ -224,25 +224,25 @@ class _Graph:
 
     def causes(self, played: list[tuple[_Piece, float, float, float, float]], *, data: bool = True) -> Array:
         """Return seconds, (ranks, causes), of what was played with loading of data or without."""
-        found = np.zeros((self._world_size, len(CAUSES)))
+        causes = np.zeros((self._world_size, len(CAUSES)))
         if not played:
-            return found
+            return causes
         begin = self._begin if data else min(p[3] for p in played)
         end = max(p[4] for p in played)
         last = np.full(self._world_size, np.nan)
         for piece, free, began, start, stop in played:
             rank = piece.rank
-            found[rank, DATA] += piece.data * data
+            causes[rank, DATA] += piece.data * data
             if np.isnan(last[rank]):
-                found[rank, WARM_UP] += start - begin - piece.data * data
+                causes[rank, WARM_UP] += start - begin - piece.data * data
             else:
-                found[rank, MESSAGE] += began - free
-                found[rank, COMMUNICATION] += start - piece.pause - began
-                found[rank, OTHER] += piece.pause
+                causes[rank, MESSAGE] += began - free
+                causes[rank, COMMUNICATION] += start - piece.pause - began
+                causes[rank, OTHER] += piece.pause
             last[rank] = stop
-        found[:, COOL_DOWN] = np.where(np.isnan(last), 0.0, end - last)
-        found[np.isnan(last), OTHER] = end - begin
-        return found
+        causes[:, COOL_DOWN] = np.where(np.isnan(last), 0.0, end - last)
+        causes[np.isnan(last), OTHER] = end - begin
+        return causes
 
 
 def _uninterrupted(action: Array, waits: Array) -> Iterator[tuple[float, float]]:
@@ -264,10 +264,10 @@ def _clipped(spans: Array, start: float, end: float) -> Array:
 
 def _waited_within(work: Array, waits: Array) -> Array:
     """Return the seconds that each action waits in its middle."""
-    found = np.zeros(len(work))
+    waited = np.zeros(len(work))
     for number, action in enumerate(work) if len(waits) else ():
         own = waits[waits["rank"] == action["rank"]]
-        found[number] = metrics.length(
+        waited[number] = metrics.length(
             metrics.covered(_clipped(own, float(action["start"]), float(action["end"])))
         )
-    return found
+    return waited

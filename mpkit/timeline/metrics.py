@@ -151,7 +151,7 @@ def peak(held: Array, when: Sequence[tuple[float, float]]) -> list[dict[str, int
     Categories peak at different moments (activations when the forwards end, gradients when the backwards do), so
     their peaks may sum to more than the total's.
     """
-    found = []
+    peaks = []
     for rank, (start, end) in enumerate(when):
         mine = held[(held["rank"] == rank) & (held["time"] <= end)]
         levels = np.zeros((len(mine) + 1, len(CATEGORIES)), np.int64)
@@ -167,15 +167,15 @@ def peak(held: Array, when: Sequence[tuple[float, float]]) -> list[dict[str, int
         levels = levels[first:]
         most = levels.max(axis=0)
         total = int(levels.sum(axis=1).max())
-        found.append({**dict(zip(CATEGORIES, most.tolist(), strict=True)), "total": total})
-    return found
+        peaks.append({**dict(zip(CATEGORIES, most.tolist(), strict=True)), "total": total})
+    return peaks
 
 
 def bytes_by_kind(spans: Array, world_size: int) -> list[dict[str, int]]:
     """Return each rank's payload bytes by kind of communication."""
-    found: list[dict[str, int]] = [{} for _ in range(world_size)]
+    by_rank: list[dict[str, int]] = [{} for _ in range(world_size)]
     comm = spans[spans["lane"] == Lane.COMM]
     for rank, kind in {*zip(comm["rank"].tolist(), comm["kind"].tolist(), strict=True)}:
         mine = (comm["rank"] == rank) & (comm["kind"] == kind)
-        found[rank][Kind(kind).word] = int(comm["bytes"][mine].sum())
-    return [dict(sorted(kinds.items())) for kinds in found]
+        by_rank[rank][Kind(kind).word] = int(comm["bytes"][mine].sum())
+    return [dict(sorted(kinds.items())) for kinds in by_rank]

@@ -114,12 +114,12 @@ def held(done: Done) -> Array:
     """
     adds, frees = done.kind == Kind.FORWARD, (done.kind == Kind.BACKWARD) | (done.kind == Kind.WEIGHT_GRAD)
     changes = np.flatnonzero(adds | frees)
-    found = np.zeros(len(changes), HELD)
-    found["rank"] = done.rank[changes]
-    found["time"] = np.where(adds[changes], done.start[changes], done.end[changes])
-    found["category"] = CATEGORIES.index("activations")
-    found["total"] = np.cumsum(np.where(adds[changes], 1, -1))  # a rank ends with 0
-    return found
+    changed = np.zeros(len(changes), HELD)
+    changed["rank"] = done.rank[changes]
+    changed["time"] = np.where(adds[changes], done.start[changes], done.end[changes])
+    changed["category"] = CATEGORIES.index("activations")
+    changed["total"] = np.cumsum(np.where(adds[changes], 1, -1))  # a rank ends with 0
+    return changed
 
 
 def _part(

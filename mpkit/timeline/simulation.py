@@ -81,9 +81,9 @@ def simulate(
     rows, stuck = timed(schedule, slots, time_of("hop", hop), again)
     assert not stuck, "a plan's schedule is valid"
     done = Done.of(rows)
-    found, names = spans(done, schedule, hop, np.array(again), steps)
+    table, names = spans(done, schedule, hop, np.array(again), steps)
     meta = {"plan": plan.to_json(), "schedule": schedule.name}
-    return Timeline(found, names, held(done), schedule.ranks, "simulated", meta)
+    return Timeline(table, names, held(done), schedule.ranks, "simulated", meta)
 
 
 def _after_each_other(schedule: Schedule, steps: int) -> Schedule:

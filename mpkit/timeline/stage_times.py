@@ -59,7 +59,7 @@ def stage_times(run: HasTimeline | Timeline) -> dict[str, Any]:
             f"stage_times({run!r}): not every stage's forward was seen. Give a finished Run of a pipeline, such as "
             'cluster.train(..., mk.Plan.pipeline("1f1b", 4, 8), ...).wait()'
         )
-    found = {
+    times = {
         "forward": forward.tolist(),
         "input_grad": np.where(np.isnan(i), b / 2, i).tolist(),
         "weight_grad": np.where(np.isnan(w), b / 2, w).tolist(),
@@ -68,8 +68,8 @@ def stage_times(run: HasTimeline | Timeline) -> dict[str, Any]:
     if not np.isnan(
         i + b
     ).all():  # some backwards of a stage were split and some not: the latter take less than I + W
-        found["backward"] = np.where(np.isnan(b), i + w, b).tolist()
-    return found
+        times["backward"] = np.where(np.isnan(b), i + w, b).tolist()
+    return times
 
 
 def _means(spans: Array, stages: int) -> Array:

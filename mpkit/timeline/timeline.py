@@ -209,11 +209,11 @@ class Timeline(Replayed, Figures):
         """Show the interactive timeline as a cell's last line, with a picture where there is no kernel or no widget."""
         if not len(self.spans):
             return {"text/plain": repr(self)}
-        found: dict[str, Any] = {}
+        bundle: dict[str, Any] = {}
         with suppress(ImportError):  # then the picture has to do
             shown = self.show()._repr_mimebundle_()
-            found = dict(shown[0] if isinstance(shown, tuple) else shown)
-        return found or dict(draw(self, "bundle"))
+            bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
+        return bundle or dict(draw(self, "bundle"))
 
 
 @runtime_checkable

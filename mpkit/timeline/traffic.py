@@ -58,7 +58,7 @@ def flows(timeline: Timeline) -> list[Flow]:
     """Return what the ranks sent in the last complete step, by axis, then rank. A receive counts as a send."""
     from mpkit.timeline import metrics
 
-    mesh, found = timeline.mesh, []
+    mesh, listed = timeline.mesh, []
     steps = timeline.steps
     spans = timeline.spans[timeline.spans["step"] == steps[-1]] if steps else timeline.spans
     comm = metrics.active(spans)
@@ -72,8 +72,8 @@ def flows(timeline: Timeline) -> list[Flow]:
             members = _members(timeline.names[group], timeline.world_size, mesh, rank)
         payload = int(these["bytes"].sum())
         to = {other: share * payload for other, share in sent_to(kind, members, rank, peer)}
-        found.append(Flow(rank, axis_of(mesh, members), Kind(kind), len(these), payload, to))
-    return sorted(found, key=lambda flow: (_order(flow.axis), flow.rank, flow.kind))
+        listed.append(Flow(rank, axis_of(mesh, members), Kind(kind), len(these), payload, to))
+    return sorted(listed, key=lambda flow: (_order(flow.axis), flow.rank, flow.kind))
 
 
 def sent_to(kind: int, members: tuple[int, ...], rank: int, peer: int = -1) -> Iterator[tuple[int, float]]:
@@ -170,19 +170,19 @@ class CommMatrix(Charted):
 def comm_matrix(timeline: Timeline, axis: str | None = None) -> CommMatrix:
     """Return the matrix of a timeline's last complete step; see `Timeline.comm_matrix`."""
     n, mesh = timeline.world_size, timeline.mesh
-    found: dict[str, npt.NDArray[np.float64]] = {}
+    matrices: dict[str, npt.NDArray[np.float64]] = {}
     for flow in flows(timeline):
-        matrix = found.setdefault(flow.axis, np.zeros((n, n)))
+        matrix = matrices.setdefault(flow.axis, np.zeros((n, n)))
         for receiver, amount in flow.to.items():
             if 0 <= receiver < n:
                 matrix[flow.rank, receiver] += amount
-    found = {name: matrix for name, matrix in found.items() if matrix.any()}
-    if axis is not None and axis not in found:
-        there = ", ".join(map(repr, found)) or "none: nobody sends any bytes"
+    matrices = {name: matrix for name, matrix in matrices.items() if matrix.any()}
+    if axis is not None and axis not in matrices:
+        there = ", ".join(map(repr, matrices)) or "none: nobody sends any bytes"
         raise ValueError(f"comm_matrix(axis={axis!r}): the axes with communication are {there}; None for all")
     steps = timeline.steps
     return CommMatrix(
-        found if axis is None else {axis: found[axis]},
+        matrices if axis is None else {axis: matrices[axis]},
         [place_text(mesh, rank) if mesh else "" for rank in range(n)],
         f"step {steps[-1]}" if steps else "",
     )

@@ -93,13 +93,17 @@ def comm_volume(timeline: Timeline, rank: int | None = None) -> CommVolume:
             groups.setdefault((flow.axis, flow.kind), []).append(flow)
     rows = []
     for (axis, kind), mine in groups.items():
-        found = formula_of(known, axis, kind)
+        formula = formula_of(known, axis, kind)
         amounts = (
             sum(flow.calls for flow in mine) / len(ranks),
             sum(flow.payload for flow in mine) / len(ranks),
             sum(sum(flow.to.values()) for flow in mine) / len(ranks),
         )
-        told = () if found is None else (found.symbols, found.words, sum(map(found.of, ranks)) / len(ranks))
+        told = (
+            ()
+            if formula is None
+            else (formula.symbols, formula.words, sum(map(formula.of, ranks)) / len(ranks))
+        )
         rows.append(VolumeRow(axis, kind.word, *amounts, *told))
     whose = f"a rank sends, on average over {n}" if rank is None else f"rank {rank} sends"
     return CommVolume(tuple(rows), f"What {whose}" + (f", in step {steps[-1]}" if steps else ""))

@@ -62,7 +62,7 @@ class Trace:
                     losses.setdefault(replica, float(step["value"]))
                 ended[int(step["step"]), replica] += step["end"] > 0
         check_steps(max(known, default=-1), first, ended.total() + len(known))
-        found = [
+        complete = [
             sum(losses[i] for i in sorted(losses)) if len(losses) == len(replicas) else np.nan
             for losses in (known.get(step, {}) for step in range(first, 1 + max(known, default=-1)))
         ]
@@ -71,9 +71,9 @@ class Trace:
             return replica in known.get(step, {}) or ended[step, replica] == len(replicas[replica])
 
         if len(replicas) > 1:  # some replicas are ahead of others
-            while found and not all(over(first + len(found) - 1, i) for i in range(len(replicas))):
-                found.pop()
-        return found
+            while complete and not all(over(first + len(complete) - 1, i) for i in range(len(replicas))):
+                complete.pop()
+        return complete
 
     def check(self) -> Trace:
         """Check that the trace's records can be put on a clock, and return the trace. Everything that reads a trace

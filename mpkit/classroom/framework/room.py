@@ -135,17 +135,17 @@ class Room:
             launch.kill()
             launch.finish()
             raise
-        found: dict[str, Any] = {"case": case, "trace": launch.trace, "printed": printed}
+        evidence: dict[str, Any] = {"case": case, "trace": launch.trace, "printed": printed}
         try:
-            return Seen(got=launch.results(unsealed), **found)
+            return Seen(got=launch.results(unsealed), **evidence)
         except Deadlock as error:
-            return Seen(hang=re.sub(r"\n\(A step that is only slow.*", "", str(error)), **found)
+            return Seen(hang=re.sub(r"\n\(A step that is only slow.*", "", str(error)), **evidence)
         except CommMismatch as error:
-            return Seen(error=str(error), mismatch=str(error), **found)
+            return Seen(error=str(error), mismatch=str(error), **evidence)
         except RankFailed as error:
-            return Seen(**{**found, **_said(error)})
+            return Seen(**{**evidence, **_said(error)})
         except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError, TypeError) as error:
-            return Seen(error=f"its result cannot be read: {type(error).__name__}: {error}", **found)
+            return Seen(error=f"its result cannot be read: {type(error).__name__}: {error}", **evidence)
 
 
 def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:

@@ -41,10 +41,10 @@ def unsealed(file: IO[bytes]) -> Any:
     Raises:
         pickle.UnpicklingError: The file was not made by `sealed`.
     """
-    found = _NamesNothing(file).load()
-    if not isinstance(found, bytes):
+    content = _NamesNothing(file).load()
+    if not isinstance(content, bytes):
         raise pickle.UnpicklingError("a rank left something else than a sealed result")
-    return torch.load(io.BytesIO(found), weights_only=True)
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 class _NamesNothing(pickle.Unpickler):

@@ -82,11 +82,11 @@ def batches(case: Case, samples: int, steps: int) -> list[Batch]:
     """Return one whole batch per step, (samples, 6) and (samples, 3), of a function that the model can learn."""
     generator = case.generator()
     truth = torch.randn(6, 3, generator=generator, dtype=torch.float64)
-    found = []
+    made = []
     for _ in range(steps):
         x = torch.randn(samples, 6, generator=generator, dtype=torch.float64) + 0.3
-        found.append((x, torch.tanh(x @ truth)))
-    return found
+        made.append((x, torch.tanh(x @ truth)))
+    return made
 
 
 def share(batch: Batch, rank: int, ranks: int) -> Batch:

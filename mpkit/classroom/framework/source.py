@@ -78,8 +78,8 @@ class Source:
     def stub(self) -> str:
         """The student's cell: each part between the markers is replaced by its `# instead:` lines, or by an error."""
 
-        def left(found: re.Match[str]) -> str:
-            indent, inside = found.group(1), found.group(2)
+        def left(match: re.Match[str]) -> str:
+            indent, inside = match.group(1), match.group(2)
             instead = re.findall(rf"^{indent}# instead: ?(.*)\n", inside, re.M)
             lines = instead or ['raise NotImplementedError("your turn")']
             return "".join(f"{indent}{line}\n" if line else "\n" for line in lines)
@@ -99,8 +99,8 @@ class Source:
 
 def given_in(module: ModuleType) -> str:
     """Return the code that a module gives to students: from `# %% given` to the next mark, or the end; "" if none."""
-    found = re.search(r"^# %% given\n(.*?)(?=^# %%|\Z)", inspect.getsource(module), re.S | re.M)
-    return found.group(1).strip() if found else ""
+    match = re.search(r"^# %% given\n(.*?)(?=^# %%|\Z)", inspect.getsource(module), re.S | re.M)
+    return match.group(1).strip() if match else ""
 
 
 def run_cell(code: str, name: str, label: str = "answer", given: str = "") -> Any:

@@ -43,11 +43,11 @@ def main(how: str, folder: str, command: list[str]) -> int:
 def _call(name: str, *arguments: object) -> int:
     """Call a function of libc; raise OSError if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
-    found = int(getattr(libc, name)(*arguments))
-    if found < 0:
+    result = int(getattr(libc, name)(*arguments))
+    if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
-    return found
+    return result
 
 
 def _code(status: int) -> int:

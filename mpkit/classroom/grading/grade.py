@@ -79,16 +79,18 @@ def grade(
     Raises:
         ValueError: There is nothing to grade in the folder.
     """
-    found = handed_in(folder, exercises)
+    submissions = handed_in(folder, exercises)
     guard = guard if guard is not None else Guard()
-    report = Report(found, output, pages, roster)
-    keys = {each.name: key_of(each, guard) for each in found}
+    report = Report(submissions, output, pages, roster)
+    keys = {each.name: key_of(each, guard) for each in submissions}
     kept = Kept(output.with_suffix(".graded.jsonl") if output is not None else None, anew=again)
-    known = {each.name: old for each in found if (old := kept.get(keys[each.name], each)) is not None}
+    known = {each.name: old for each in submissions if (old := kept.get(keys[each.name], each)) is not None}
     kept.begin({keys[name]: old for name, old in known.items()})
-    new = [each for each in found if each.name not in known]
+    new = [each for each in submissions if each.name not in known]
     if known:
-        say(f"{len(known)} of {len(found)} are graded already and have not changed (--again grades them too)")
+        say(
+            f"{len(known)} of {len(submissions)} are graded already and have not changed (--again grades them too)"
+        )
     report.add(*known.values())
     adopt_orphans()
     say(ENCLOSED[way_to_enclose()])
@@ -104,9 +106,9 @@ def grade(
     return grades
 
 
-def _grades(found: Sequence[HandedIn], guard: Guard) -> Iterator[Grade]:
+def _grades(submissions: Sequence[HandedIn], guard: Guard) -> Iterator[Grade]:
     """Grade the notebooks one after the other; while one is judged, the next one runs."""
-    if not found:
+    if not submissions:
         return
     with (
         tempfile.TemporaryDirectory(prefix="mpkit-grade-", ignore_cleanup_errors=True) as name,
@@ -117,11 +119,11 @@ def _grades(found: Sequence[HandedIn], guard: Guard) -> Iterator[Grade]:
             place, _environment(place), Guard(memory=guard.memory + 8 * 2**30, processes=guard.processes + 60)
         )
         try:
-            coming = ahead.submit(_collect, found[0], guard, judges)
-            for number, each in enumerate(found):
+            coming = ahead.submit(_collect, submissions[0], guard, judges)
+            for number, each in enumerate(submissions):
                 collected = coming.result()
-                if number + 1 < len(found):
-                    coming = ahead.submit(_collect, found[number + 1], guard, judges)
+                if number + 1 < len(submissions):
+                    coming = ahead.submit(_collect, submissions[number + 1], guard, judges)
                 yield _judge(each, collected, judges)
         finally:
             coming.cancel()
@@ -156,15 +158,17 @@ def _collect(each: HandedIn, guard: Guard, judges: Judges) -> _Collected:
         why = guard.run(command, place, work, _environment(place), judges.pids, out / STARTED)
         if not why and not (out / ENDED).exists():
             why = "it left before its last cell"
-        found = _Collected(notes=[f"the notebook did not run to its end: {why}"] if why else [])
-        found.notes += _errors(_left(out / "cells.jsonl"))
+        collected = _Collected(notes=[f"the notebook did not run to its end: {why}"] if why else [])
+        collected.notes += _errors(_left(out / "cells.jsonl"))
         for entry in each.exercises:
             answer = _left(out / f"{entry.name}.answer")
             if answer is not None:
-                found.answers[entry.name] = answer
+                collected.answers[entry.name] = answer
             elif (reason := _left(out / f"{entry.name}.why")) is not None:
-                found.remarks[entry.name] = f"no answer was found ({reason.decode('utf-8', 'replace')[:300]})"
-        return found
+                collected.remarks[entry.name] = (
+                    f"no answer was found ({reason.decode('utf-8', 'replace')[:300]})"
+                )
+        return collected
 
 
 def _left(path: Path) -> bytes | None:

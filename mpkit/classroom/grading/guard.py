@@ -154,25 +154,25 @@ def below(pid: int) -> list[psutil.Process]:
 
 
 def _below(level: list[psutil.Process]) -> list[psutil.Process]:
-    found: list[psutil.Process] = []
+    descendants: list[psutil.Process] = []
     while level:
-        found += level
+        descendants += level
         children = []
         for process in level:
             with contextlib.suppress(psutil.Error):
                 children += process.children()
         level = children
-    return found
+    return descendants
 
 
 def _written(place: Path) -> int:
     """Return the bytes of the files in a folder; of a huge number of files, only some thousands are counted."""
-    found = 0
+    nbytes = 0
     for name, _, files in islice(os.walk(place), 100):
         for file in files[:100]:
             with contextlib.suppress(OSError):
-                found += os.lstat(os.path.join(name, file)).st_size
-    return found
+                nbytes += os.lstat(os.path.join(name, file)).st_size
+    return nbytes
 
 
 def _resident(process: psutil.Process) -> int:

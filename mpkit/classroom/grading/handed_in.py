@@ -71,10 +71,10 @@ def handed_in(folder: Path, exercises: tuple[str, ...] = ()) -> list[HandedIn]:
         )
     asked = tuple(find(name) for name in exercises)
     students = _students([path.relative_to(folder).parts[0] for path in paths])
-    found = [_read(folder, path, students[path.relative_to(folder).parts[0]], asked) for path in paths]
-    known = next((each.exercises for each in found if each.exercises), ())
+    submissions = [_read(folder, path, students[path.relative_to(folder).parts[0]], asked) for path in paths]
+    known = next((each.exercises for each in submissions if each.exercises), ())
     # A notebook that cannot be read, or has no check left, should have answered the same exercises as the others.
-    return [each if each.exercises else replace(each, exercises=known) for each in found]
+    return [each if each.exercises else replace(each, exercises=known) for each in submissions]
 
 
 def _notebooks(folder: Path) -> Iterator[Path]:
@@ -115,11 +115,11 @@ def _read(folder: Path, path: Path, student: str, asked: tuple[Entry, ...]) -> H
 
 def _of(names: list[str]) -> tuple[Entry, ...]:
     """Return all exercises of the families to which the named ones belong."""
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for name in names:
         try:
             family = find(name).family
         except ValueError:  # no exercise of ours
             continue
-        found |= {entry.name: entry for entry in of_family(family)}
-    return tuple(found.values())
+        entries |= {entry.name: entry for entry in of_family(family)}
+    return tuple(entries.values())

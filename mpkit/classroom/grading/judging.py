@@ -137,8 +137,8 @@ class Judges:
 def _said(line: bytes, token: str) -> dict[str, Any] | None:
     """Return the verdict in a line, if it is one on this answer."""
     try:
-        found = json.loads(line)
-        return found["verdict"] if secrets.compare_digest(found["token"], token) else None
+        message = json.loads(line)
+        return message["verdict"] if secrets.compare_digest(message["token"], token) else None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 

@@ -101,8 +101,8 @@ class Kept:
             return
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
             try:  # if a line was cut short or changed, its notebook is graded again
-                found = json.loads(line)
-                self._lines[str(found["key"])] = dict(found["grade"])
+                entry = json.loads(line)
+                self._lines[str(entry["key"])] = dict(entry["grade"])
             except (ValueError, TypeError, KeyError, RecursionError):
                 continue
 

@@ -38,11 +38,11 @@ def read_file(path: Path) -> bytes:
     except OSError as error:
         what = "a link: hand in the file itself" if path.is_symlink() else error.strerror or str(error)
         raise NoNotebook(what) from None
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST:
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
         os.close(handle)
-        large = f"it has {found.st_size:,} bytes, of which {LARGEST:,} are read at most"
-        raise NoNotebook(large if stat.S_ISREG(found.st_mode) else "it is no file")
+        large = f"it has {status.st_size:,} bytes, of which {LARGEST:,} are read at most"
+        raise NoNotebook(large if stat.S_ISREG(status.st_mode) else "it is no file")
     with os.fdopen(handle, "rb") as file:
         try:
             return file.read(LARGEST)
@@ -63,15 +63,15 @@ def code_cells(data: bytes) -> list[str]:
     cells = _cells(book)
     if cells is None:
         raise NoNotebook("it has no list of cells")
-    found = []
+    sources = []
     for cell in cells:
         if isinstance(cell, dict) and cell.get("cell_type") == "code":
             source = cell.get("source", cell.get("input", ""))
             lines: list[Any] = source if isinstance(source, list) else [source]
             if not all(isinstance(line, str) for line in lines):
                 raise NoNotebook("it has a cell whose source is no text")
-            found.append("".join(lines))
-    return found
+            sources.append("".join(lines))
+    return sources
 
 
 def _cells(book: Any) -> list[Any] | None:

@@ -34,16 +34,22 @@ class Report:
     """
 
     def __init__(
-        self, found: Sequence[HandedIn], table: Path | None, pages: Path | None, roster: Sequence[str] = ()
+        self,
+        submissions: Sequence[HandedIn],
+        table: Path | None,
+        pages: Path | None,
+        roster: Sequence[str] = (),
     ) -> None:
-        self._found, self._table, self._pages = found, table, pages
-        self._entries = {entry.name: entry for each in found for entry in each.exercises}
+        self._found, self._table, self._pages = submissions, table, pages
+        self._entries = {entry.name: entry for each in submissions for entry in each.exercises}
         self._grades: dict[str, Grade] = {}  # by notebook
-        self._files = page_names([each.student for each in found])
-        known = Counter(_plainly(each.student) for each in found)
+        self._files = page_names([each.student for each in submissions])
+        known = Counter(_plainly(each.student) for each in submissions)
         self._missing = [name for name in roster if _plainly(name) not in known]
         expected = {_plainly(name) for name in roster}
-        self._odd = {each.student for each in found if roster and _plainly(each.student) not in expected}
+        self._odd = {
+            each.student for each in submissions if roster and _plainly(each.student) not in expected
+        }
 
     def add(self, *grades: Grade) -> None:
         """Add grades to the table and the pages."""

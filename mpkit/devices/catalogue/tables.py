@@ -38,17 +38,17 @@ def one(table: str, **where: str) -> dict[str, str]:
     >>> one("devices", device="A100 SXM 80GB")["memory_GBps"]
     '2039'
     """
-    found = [row for row in rows(table) if all(row[column] == value for column, value in where.items())]
-    assert len(found) == 1, f"{table}.csv has {len(found)} rows with {where}"
-    return found[0]
+    matching = [row for row in rows(table) if all(row[column] == value for column, value in where.items())]
+    assert len(matching) == 1, f"{table}.csv has {len(matching)} rows with {where}"
+    return matching[0]
 
 
 def sweep(system: str, least: float = 0.0) -> tuple[int, np.ndarray, np.ndarray]:
     """Return a system's all-reduce sweep: the number of ranks, payloads in bytes from `least` on, and seconds."""
-    found = [row for row in rows("collectives") if row["system"] == system and row["time_us"]]
-    table = np.array([(float(row["bytes"]), float(row["time_us"]) * 1e-6) for row in found])
+    measured = [row for row in rows("collectives") if row["system"] == system and row["time_us"]]
+    table = np.array([(float(row["bytes"]), float(row["time_us"]) * 1e-6) for row in measured])
     table = table[table[:, 0] >= least]
-    return int(found[0]["ranks"]), table[:, 0], table[:, 1]
+    return int(measured[0]["ranks"]), table[:, 0], table[:, 1]
 
 
 class Fit(NamedTuple):
@@ -88,10 +88,10 @@ def fit_loopback() -> tuple[float, dict[Kind, float]]:
     >>> 10e-6 < latency < 500e-6 and rates[Kind.ALL_REDUCE] < 10e9
     True
     """
-    found = rows("loopback")
-    kinds = list(dict.fromkeys(row["kind"] for row in found))
-    terms = np.zeros((len(found), 1 + len(kinds)))
-    for term, row in zip(terms, found, strict=True):
+    measured = rows("loopback")
+    kinds = list(dict.fromkeys(row["kind"] for row in measured))
+    terms = np.zeros((len(measured), 1 + len(kinds)))
+    for term, row in zip(terms, measured, strict=True):
         kind, n, seconds = Kind[row["kind"].upper()], int(row["ranks"]), float(row["time_us"]) * 1e-6
         term[0] = hops(kind, n) / seconds
         term[1 + kinds.index(row["kind"])] = wire_factor(kind, n) * float(row["bytes"]) / seconds

@@ -32,10 +32,10 @@ def ask_stacks(
     """
     paths = {rank: part(folder, rank, "stack") for rank in ranks}
     ends = {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
-    found = dict.fromkeys(ranks, "")
+    stacks = dict.fromkeys(ranks, "")
     stopped = processes.stopped()
     for by_signal in (False, True):
-        missing = [rank for rank in ranks if not found[rank] and rank not in stopped]
+        missing = [rank for rank in ranks if not stacks[rank] and rank not in stopped]
         for rank in missing:
             if by_signal and processes.runs(rank):
                 with contextlib.suppress(ProcessLookupError):
@@ -46,6 +46,6 @@ def ask_stacks(
         while missing and time.monotonic() < deadline:
             if not handle_events(0.02):
                 return None
-            found |= {rank: read_stack(folder, rank, ends[rank]) for rank in missing}
-            missing = [rank for rank in missing if not found[rank]]
-    return found
+            stacks |= {rank: read_stack(folder, rank, ends[rank]) for rank in missing}
+            missing = [rank for rank in missing if not stacks[rank]]
+    return stacks

@@ -25,19 +25,19 @@ TO_ROOT = (Kind.REDUCE, Kind.GATHER)
 
 def first_mismatch(trace: Trace) -> CommMismatch | None:
     """Return the error of the earliest pending communication that does not match a peer's; None if all match."""
-    found = None
+    earliest = None
     for rank, recorded in enumerate(trace.ranks):
         for start, mine in _open(rank, recorded):
-            if found is not None and start >= found[0]:
+            if earliest is not None and start >= earliest[0]:
                 continue
             for other in members(mine):
                 theirs = find_issued(other, trace.ranks[other], mine.group, mine.number)
                 if other != rank and theirs is not None and not fits(mine, theirs):
-                    found = start, mine, theirs, recorded
+                    earliest = start, mine, theirs, recorded
                     break
-    if found is None:
+    if earliest is None:
         return None
-    _, mine, theirs, recorded = found
+    _, mine, theirs, recorded = earliest
     last = recorded.ops[-1]
     place = {key: int(last[key]) if last[key] >= 0 else None for key in ("step", "stage", "microbatch")}
     return CommMismatch(in_cells(why_not(mine, theirs)), rank=mine.rank, other=theirs.rank, **place)

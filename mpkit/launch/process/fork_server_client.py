@@ -146,8 +146,8 @@ class ForkServerClient:
                     self._read(timeout)
             finally:
                 self._reading.release()
-        found = [inbox.popleft() for _ in range(len(inbox))]
-        return found if found or self._closer.alive else [{"event": "gone"}]
+        events = [inbox.popleft() for _ in range(len(inbox))]
+        return events if events or self._closer.alive else [{"event": "gone"}]
 
     def forget(self, launch: int) -> None:
         """Discard the events of a launch that is over."""

@@ -62,8 +62,8 @@ def here(ranks: int, device: str, backend: str, devices: int, layers: bool, comp
 
 def _sources_without_file() -> dict[str, str]:
     """Return the source of notebook cells and REPL input, whose lines a rank's traceback should show."""
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for name, entry in list(linecache.cache.items()):
-        if len(entry) == 4 and not os.path.exists(name) and len(found) < 2000:
-            found[name] = "".join(entry[2])
-    return found
+        if len(entry) == 4 and not os.path.exists(name) and len(sources) < 2000:
+            sources[name] = "".join(entry[2])
+    return sources

@@ -164,7 +164,7 @@ def report(error: BaseException, rank: int, folder: Path, recorder: Recorder | N
         message = str(error)
     except Exception as worse:  # its own __str__ fails
         message = f"(its __str__ raises {type(worse).__name__})"
-    found: dict[str, Any] = {
+    details: dict[str, Any] = {
         "time": now,
         "type": type(error).__name__,
         "message": message,
@@ -176,14 +176,14 @@ def report(error: BaseException, rank: int, folder: Path, recorder: Recorder | N
         "other": error.other if isinstance(error, CommMismatch) else None,
     }
     fold_chain(error)
-    found["folded"] = "".join(traceback.format_exception(error))
+    details["folded"] = "".join(traceback.format_exception(error))
     if recorder is not None:
         current = recorder.current
-        found |= {"step": current.step, "stage": current.stage, "microbatch": current.microbatch}
+        details |= {"step": current.step, "stage": current.stage, "microbatch": current.microbatch}
     with contextlib.suppress(Exception):  # they may be the user's own, and reporting the error has priority
         sys.stdout.flush()
         sys.stderr.flush()
-    write_error(folder, rank, found)
+    write_error(folder, rank, details)
     if recorder is not None:
         recorder.close("failed")
 

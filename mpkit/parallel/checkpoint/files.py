@@ -86,12 +86,12 @@ def digest(path: Path) -> tuple[int, str]:
 
 def candidates(folder: Path, *, doubtful_first: bool = False) -> list[Path]:
     """Return possible checkpoints, newest first; those with an unreadable head come last, or first if asked."""
-    found = []
+    checkpoints = []
     for path in folder.iterdir():
         name = path.name.removesuffix(REPLACED)
         if _NAME.fullmatch(name) and path.is_dir() and (name == path.name or not (folder / name).exists()):
-            found.append((_number(path), int(name.removeprefix("step-")), path))
-    newest = sorted(found, reverse=True)
+            checkpoints.append((_number(path), int(name.removeprefix("step-")), path))
+    newest = sorted(checkpoints, reverse=True)
     if doubtful_first:
         newest.sort(key=lambda one: one[0] >= 0)
     return [path for *_, path in newest]

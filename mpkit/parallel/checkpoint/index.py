@@ -90,8 +90,8 @@ class _Unpickler(pickle.Unpickler):
             return torch.Size
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
         raise Damaged(
             f"its .metadata asks for {module}.{name}, which an index has no use for: reading it could run code that "
             "somebody put there. Nothing of it was run; throw the checkpoint away, unless you know who wrote it"

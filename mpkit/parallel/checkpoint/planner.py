@@ -44,8 +44,8 @@ class Slice:
         assert start + len(held) <= torch.Size(local).numel()
         self.held, self.whole = held, torch.Size(rows_and_columns(whole))
         _, self._width = rows_and_columns(local)
-        found = boxes_of(whole, shard, start, start + len(held))
-        self._at = {box: first - start for box, first in found}  # by box, its first element in `held`
+        boxes = boxes_of(whole, shard, start, start + len(held))
+        self._at = {box: first - start for box, first in boxes}  # by box, its first element in `held`
 
     def size(self) -> torch.Size:
         """Return the size of the whole parameter as a matrix, which DCP compares with the saved one."""
@@ -79,8 +79,8 @@ class SavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: dcp.MetadataIndex) -> Tensor:
         """Return the tensor that DCP is about to write."""
-        found: Slice = self.state_dict[index.fqn]
-        return found.__get_tensor_shard__(index)
+        held: Slice = self.state_dict[index.fqn]
+        return held.__get_tensor_shard__(index)
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -97,8 +97,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: dcp.MetadataIndex) -> Tensor:
         """Return the tensor that DCP is about to read into."""
-        found: Slice = self.state_dict[index.fqn]
-        return found.__get_tensor_shard__(index)
+        held: Slice = self.state_dict[index.fqn]
+        return held.__get_tensor_shard__(index)
 
 
 class Writer(FileSystemWriter):
@@ -113,6 +113,6 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Read the index."""
-        found = read_index(Path(self.path))
-        found.storage_meta = dcp.StorageMeta(load_id=self.load_id)
-        return found
+        index = read_index(Path(self.path))
+        index.storage_meta = dcp.StorageMeta(load_id=self.load_id)
+        return index

@@ -156,8 +156,8 @@ class StageWork:
         op = self._record.begin(Kind.INPUT_GRAD, m, self._key(m))
         outputs, starts = kept.roots(gradients, self._loss_scale)
         with self._sync.backward(self._stage.number, last=False, half="I"):
-            found, kept.weight_grads = input_grads(outputs, starts, kept.differentiable)
-            of_inputs = self._of_inputs(kept, found)
+            grads, kept.weight_grads = input_grads(outputs, starts, kept.differentiable)
+            of_inputs = self._of_inputs(kept, grads)
             # What W needs is in `weight_grads`.
             kept.inputs = kept.outputs = ()
             del outputs, starts
@@ -178,9 +178,9 @@ class StageWork:
             kept.saved.release()
         self._record.end(op)
 
-    def _of_inputs(self, kept: Kept, found: list[Tensor | None]) -> tuple[Tensor, ...]:
+    def _of_inputs(self, kept: Kept, grads: list[Tensor | None]) -> tuple[Tensor, ...]:
         """Return the gradients of the inputs, with zeros for inputs that the outputs do not depend on."""
-        pairs = zip(kept.differentiable, found, strict=True)
+        pairs = zip(kept.differentiable, grads, strict=True)
         gradients = tuple(torch.zeros_like(tensor) if grad is None else grad for tensor, grad in pairs)
         self._record.track(gradients)
         return gradients

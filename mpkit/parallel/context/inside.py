@@ -162,17 +162,17 @@ def _refuse(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
         if isinstance(weight, Tensor) and all(size == 1 for size in weight.shape[2:]):
             return
-        found = "a convolution or pooling, whose windows reach over the ends of a rank's part"
+        what = "a convolution or pooling, whose windows reach over the ends of a rank's part"
     elif name in RECURRENT:
-        found = "a recurrent layer, which needs the state at the end of the part before"
+        what = "a recurrent layer, which needs the state at the end of the part before"
     elif name in ATTENTIONS:
-        found = (
+        what = (
             "nn.MultiheadAttention or nn.TransformerEncoderLayer, whose attention is out of sight; project q, k "
             "and v with nn.Linear and call F.scaled_dot_product_attention"
         )
     else:
         return
-    raise ValueError(f"Sequences cannot be shared out (cp > 1) in a model that calls {name}: {found}.")
+    raise ValueError(f"Sequences cannot be shared out (cp > 1) in a model that calls {name}: {what}.")
 
 
 def _check_frames() -> None:

@@ -117,7 +117,7 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         tiles = _Tiles(group, is_causal, order)
         queries = tiles.cut(wide(_grouped(q, k)) * scale)
-        found: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
+        merged: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
         block = _pack(k, v)
         for r in range(group.size):
             # ---- send k, v of j, receive those of j - 1
@@ -126,10 +126,10 @@ class _Ring(torch.autograd.Function):
             keys, values = (tiles.cut(wide(tensor)) for tensor in _unpack(block, k, v))
             for a, b, diagonal in tiles.of(r):
                 new = attend(queries[a], keys[b], values[b], diagonal)
-                before = found[a]
-                found[a] = new if before is None else merge(before, new)
+                before = merged[a]
+                merged[a] = new if before is None else merge(before, new)
             block = moving.arrived() if moving else block
-        outputs, lses = zip(*(each for each in found if each is not None), strict=True)
+        outputs, lses = zip(*(each for each in merged if each is not None), strict=True)
         out, lse = torch.cat(outputs, 3).flatten(1, 2).to(q.dtype), torch.cat(lses, 3)
         ctx.group, ctx.tiles, ctx.scale = group, tiles, scale
         ctx.save_for_backward(q, k, v, out, lse)
@@ -155,8 +155,8 @@ class _Ring(torch.autograd.Function):
             keys, values = (tiles.cut(wide(tensor)) for tensor in _unpack(block, k, v))
             for a, b, diagonal in tiles.of(r):
                 of_rows = lses[a], dos[a], deltas[a]
-                found = gradients(queries[a], keys[b], values[b], diagonal, *of_rows)
-                for total, new in zip((dqs[a], dks[b], dvs[b]), found, strict=True):
+                grads = gradients(queries[a], keys[b], values[b], diagonal, *of_rows)
+                for total, new in zip((dqs[a], dks[b], dvs[b]), grads, strict=True):
                     total += new
             # ---- dk, dv of j follow
             if r == 0:

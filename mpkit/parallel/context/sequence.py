@@ -55,8 +55,8 @@ def sequence_part(value: Value, index: int, n: int, order: str = "contiguous") -
             return tensor
         assert tensor.shape[1] % (n * len(wanted)) == 0, "check_sequences says so before"
         length = tensor.shape[1] // (n * len(wanted))
-        found = [tensor.narrow(1, piece * length, length) for piece in wanted]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+        slices = [tensor.narrow(1, piece * length, length) for piece in wanted]
+        return slices[0] if len(slices) == 1 else torch.cat(slices, 1)
 
     return map_tensors(part, value)
 

@@ -47,16 +47,16 @@ class SyncCost:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather as `Communicator.all_gather` does, and measure the time."""
         began = perf_counter()
-        found = self._replicas.all_gather(tensor)
+        gathered = self._replicas.all_gather(tensor)
         self.seconds += perf_counter() - began
-        return found
+        return gathered
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum as `Communicator.all_reduce` does, and measure the time."""
         began = perf_counter()
-        found = self._replicas.all_reduce(tensor)
+        reduced = self._replicas.all_reduce(tensor)
         self.seconds += perf_counter() - began
-        return found
+        return reduced
 
     def begin(self) -> None:
         """Start the clock when the first step begins."""

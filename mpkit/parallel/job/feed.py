@@ -135,18 +135,18 @@ class Feed:
         self._parts_of_step = self._loader.load(step) if self._needed else {}
         # ---- split
         size = self._source.size(step)
-        found = []
+        microbatches = []
         for start, end in split(size, self._m):
             which = share(start, end, self._place, self._n)
             k = len(range(size)[which]) if start + self._place < end else 0
             key = self._source.key(step, which)
             inputs, targets = self._load(step, which, key) if self._needed else ((), ())
-            found.append(MicroBatch(inputs, targets, key, k / size / self._parts))
+            microbatches.append(MicroBatch(inputs, targets, key, k / size / self._parts))
         # ---- account
-        taken = [(mb.inputs, mb.targets) for mb in found if mb.weight and self._needed]
+        taken = [(mb.inputs, mb.targets) for mb in microbatches if mb.weight and self._needed]
         if not any(isinstance(t, FakeTensor) for x, y in taken[:1] for t in (*leaves(x), *leaves(y))):
             self._taken.write(step, taken)
-        return found
+        return microbatches
 
     def close(self) -> None:
         """End the loader after the last step."""
@@ -159,10 +159,10 @@ class Feed:
 
     def _load(self, step: int, which: slice, key: Hashable) -> tuple[Value, Value]:
         inputs, targets = self._parts_of_step[which.start, which.stop, which.step or 1]
-        found = signature(inputs, targets)
-        if found != key or found not in self._known:
+        shapes = signature(inputs, targets)
+        if shapes != key or shapes not in self._known:
             raise MpkitError(
-                f"The samples of step {step} have other shapes than the dataset's first one: {_shapes(found)} and not "
+                f"The samples of step {step} have other shapes than the dataset's first one: {_shapes(shapes)} and not "
                 f"{_shapes(key)}, so nobody knows what the layers make of them. All samples of a dataset need the same "
                 "shapes: pad or cut them in its __getitem__. Batches of several shapes can be data itself, as a list."
             )

@@ -150,8 +150,8 @@ class ResolvedPlan:
         """
         if self.partition is not None:
             nodes = self.partition.divisions[key].graph.nodes
-            found = [node.flops for node in nodes if node.block and f"{node.name}.".startswith(f"{block}.")]
-            return sum(flops.forward for flops in found), sum(flops.forward_bytes for flops in found)
+            costs = [node.flops for node in nodes if node.block and f"{node.name}.".startswith(f"{block}.")]
+            return sum(flops.forward for flops in costs), sum(flops.forward_bytes for flops in costs)
         for name, i in zip(names, self.stages[stage], strict=True):
             flops = self.numbers[key][i].flops
             if name == block:

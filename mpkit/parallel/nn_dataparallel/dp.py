@@ -185,8 +185,10 @@ class DP(GradientSync):
         """Return this rank's share of the gradients of the outputs that have one, by the output's number."""
         wanted = [i for i, spec in enumerate(self._boundary(dealt).specs) if spec.requires_grad]
         if len(wanted) > 1:  # the loss need not use all outputs; nothing is sent back for the others
-            found = [gradients is not None and gradients[i] is not None for i in wanted]
-            flags = self._comm.broadcast(torch.tensor(found, dtype=torch.uint8, device=self._device)).tolist()
+            has_gradient = [gradients is not None and gradients[i] is not None for i in wanted]
+            flags = self._comm.broadcast(
+                torch.tensor(has_gradient, dtype=torch.uint8, device=self._device)
+            ).tolist()
             wanted = [i for i, flag in zip(wanted, flags, strict=True) if flag]
         if not wanted:
             return {}

@@ -54,14 +54,14 @@ def unpack_rows(packed: Tensor, specs: Sequence[RowSpec]) -> tuple[Tensor, ...]:
     >>> unpack_rows(pack_rows([torch.ones(1, 2), torch.tensor([True])]), [((2,), torch.float32), ((), torch.bool)])
     (tensor([[1., 1.]]), tensor([True]))
     """
-    found, at = [], 0
+    tensors, at = [], 0
     for spec in map(RowSpec._make, specs):
         part = packed[:, at : at + spec.nbytes].reshape(-1)
         if part.storage_offset() % spec.dtype.itemsize:
             part = part.clone()  # a value must begin at a multiple of its size
-        found.append(part.view(spec.dtype).view(packed.shape[0], *spec.shape))
+        tensors.append(part.view(spec.dtype).view(packed.shape[0], *spec.shape))
         at += spec.nbytes
-    return tuple(found)
+    return tuple(tensors)
 
 
 def pad_rows(packed: Tensor, rows: int) -> Tensor:

@@ -62,7 +62,7 @@ class ScatterFeed(Feed):
     def take(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step, each a `ScatteredMicroBatch`."""
         size = self._source.size(step)
-        found: list[MicroBatch] = []
+        microbatches: list[MicroBatch] = []
         for own, (start, end) in zip(super().take(step), split(size, self._m), strict=True):
             which = [share(start, end, rank, self._n) for rank in range(self._n)]
             rows = [len(range(size)[part]) if start + r < end else 0 for r, part in enumerate(which)]
@@ -72,7 +72,7 @@ class ScatterFeed(Feed):
                 others = [(part, key) for part, key, k in zip(which, keys, rows, strict=True) if k][1:]
                 dealt = [(own.inputs, own.targets), *(self._load(step, part, key) for part, key in others)]
             whole = (end - start) / size
-            found.append(
+            microbatches.append(
                 ScatteredMicroBatch(own.inputs, own.targets, own.key, own.weight, rows, keys, dealt, whole)
             )
-        return found
+        return microbatches

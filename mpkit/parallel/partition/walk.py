@@ -139,7 +139,7 @@ def _with_hooks(module: nn.Module) -> Callable[..., Any]:
     hooks = {name: module.__dict__[name] for name in HOOKS}
     if not any(hooks.values()):
         return inner
-    none = {name: type(found)() for name, found in hooks.items()}
+    none = {name: type(registered)() for name, registered in hooks.items()}
     module.__dict__.update(none)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

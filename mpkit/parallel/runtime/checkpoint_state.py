@@ -46,23 +46,23 @@ def held(training: Training, *, first: bool, first_of_tp: bool) -> State:
         first_of_tp: whether this rank is tp rank 0, whose copies of replicated parameters are saved: ZeRO may divide
             those of the other tp ranks at other places.
     """
-    found: State = {}
+    state: State = {}
     update = training.update
     for piece in training.sync.pieces:
         if piece.start == piece.end or (piece.shard is None and not first_of_tp):
             continue
         master = update.masters.of(piece)
-        found[f"weight/{piece.name}"] = _slice(piece, master)
+        state[f"weight/{piece.name}"] = _slice(piece, master)
         states = update.optimizer.state.get(master, {}) if update.optimizer is not None else {}
         for key, value in states.items():
-            found |= _state(piece, master, key, value)
+            state |= _state(piece, master, key, value)
     for piece in training.sync.frozen:
         if piece.start < piece.end and (piece.shard is not None or first_of_tp):
-            found[f"model/{piece.name}"] = _slice(piece, piece.held)
+            state[f"model/{piece.name}"] = _slice(piece, piece.held)
     if first:
         for name, tensor in buffers(training):
-            found[f"model/{name}"] = Slice(_flat(tensor), tensor.shape)
-    return found
+            state[f"model/{name}"] = Slice(_flat(tensor), tensor.shape)
+    return state
 
 
 def _state(piece: Piece, master: nn.Parameter, key: str, value: Any) -> State:
@@ -110,7 +110,7 @@ def buffers(training: Training) -> Iterator[tuple[str, Tensor]]:
 
 def room_for(training: Training, index: Metadata) -> State:
     """Allocate tensors for all that this rank needs of a checkpoint."""
-    found: State = {}
+    state: State = {}
     tensors = index.state_dict_metadata
     keys: dict[str, list[str]] = {}  # names of the states of each parameter
     for name in tensors:
@@ -120,17 +120,17 @@ def room_for(training: Training, index: Metadata) -> State:
         if piece.start == piece.end:
             continue
         master = training.update.masters.of(piece)
-        found[f"weight/{piece.name}"] = _room(piece, master.dtype)
+        state[f"weight/{piece.name}"] = _room(piece, master.dtype)
         for name in keys.get(piece.name, []):
             dtype = tensor_in(index, name).properties.dtype
             divided = name.startswith("state/")
-            found[name] = _room(piece, dtype) if divided else Slice(torch.empty(1, dtype=dtype), (1,))
+            state[name] = _room(piece, dtype) if divided else Slice(torch.empty(1, dtype=dtype), (1,))
     for piece in training.sync.frozen:
         if piece.start < piece.end:
-            found[f"model/{piece.name}"] = _room(piece, piece.held.dtype)
+            state[f"model/{piece.name}"] = _room(piece, piece.held.dtype)
     for name, tensor in buffers(training):
-        found[f"model/{name}"] = Slice(torch.empty(tensor.numel(), dtype=tensor.dtype), tensor.shape)
-    return found
+        state[f"model/{name}"] = Slice(torch.empty(tensor.numel(), dtype=tensor.dtype), tensor.shape)
+    return state
 
 
 def _room(piece: Piece, dtype: torch.dtype) -> Slice:
@@ -139,9 +139,9 @@ def _room(piece: Piece, dtype: torch.dtype) -> Slice:
 
 def tensor_in(index: Metadata, name: str) -> TensorStorageMetadata:
     """Return what the index says about a tensor."""
-    found = index.state_dict_metadata[name]
-    assert isinstance(found, TensorStorageMetadata)
-    return found
+    metadata = index.state_dict_metadata[name]
+    assert isinstance(metadata, TensorStorageMetadata)
+    return metadata
 
 
 @torch.no_grad()

@@ -162,12 +162,12 @@ class Pipeline:
     def _routes(self, action: Action) -> Routes:
         """Return the routes to and from the action's stage, for micro-batches of this one's shapes."""
         place = self._microbatches[action.microbatch].key, action.stage
-        found = self._known_routes.get(place)
-        if found is None:
-            found = self._known_routes[place] = Routes(
+        routes = self._known_routes.get(place)
+        if routes is None:
+            routes = self._known_routes[place] = Routes(
                 self._job.where.arriving(*place), self._job.where.leaving(*place)
             )
-        return found
+        return routes
 
     def _forward(self, action: Action, routes: Routes) -> None:
         """Run F: compute the stage's output from its input; at the last stage, the loss."""

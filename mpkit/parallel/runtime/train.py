@@ -134,15 +134,15 @@ class Training:
 
         Parameters that are replicated over tp are returned from tp rank 0 only.
         """
-        found: dict[str, Tensor | PartOfWhole] = {}
+        state: dict[str, Tensor | PartOfWhole] = {}
         shards = next(iter(self.sync.stages.values())).sharded.shards
         for name, value in (self.rest | self.sync.state_dict()).items():
             shard = shards.get(name)
             if shard is not None:
-                found[name] = PartOfWhole(shard, value)
+                state[name] = PartOfWhole(shard, value)
             elif self._axes.place.tp == 0:
-                found[name] = value
-        return found
+                state[name] = value
+        return state
 
 
 def _as_seen_here(job: TrainJob, axes: MeshAxes) -> TrainJob:

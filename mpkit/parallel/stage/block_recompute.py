@@ -114,8 +114,8 @@ class RecomputedBlock:
         # A tensor that requires a gradient, so that the block has a backward even if its inputs need none.
         anchor = torch.zeros((), requires_grad=not any(tensor.requires_grad for tensor in tensors))
         call = Call(self, compute, Setting.now(tensors))
-        found = Recomputed.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
-        made = iter(found if isinstance(found, tuple) else (found,))
+        results = Recomputed.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
+        made = iter(results if isinstance(results, tuple) else (results,))
         outputs = [
             tensors[leaf.place] if isinstance(leaf, Given) else next(made) if leaf is MADE else leaf
             for leaf in call.outputs

@@ -144,11 +144,11 @@ class GradientSync:
 
 def named_parameters(stages: dict[int, Stage]) -> dict[str, nn.Parameter]:
     """Return the parameters of the stages by their names in the model; a tied one once, by its first name."""
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for stage in stages.values():
         for name, parameter in stage.named_parameters():
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                found[name] = parameter
-    return found
+                parameters[name] = parameter
+    return parameters

@@ -104,11 +104,11 @@ def _lead(
 
 def _over(below: dict[Node, list[tuple[Node, int]]], wanted: set[Node]) -> set[Node]:
     """Return the nodes that lead to a wanted node."""
-    found: set[Node] = set()
+    nodes: set[Node] = set()
     for node, edges in below.items():
-        if any(inner in wanted or inner in found for inner, _ in edges):
-            found.add(node)
-    return found
+        if any(inner in wanted or inner in nodes for inner, _ in edges):
+            nodes.add(node)
+    return nodes
 
 
 def _weight(leaf: Node) -> Tensor:
@@ -137,7 +137,7 @@ def _bits(weights: int) -> Iterator[int]:
 def _below(roots: Iterable[Node]) -> dict[Node, list[tuple[Node, int]]]:
     """Return every node that the roots lead to, with its edges, after all nodes that it leads to."""
     edges: dict[Node, list[tuple[Node, int]]] = {}
-    found: dict[Node, list[tuple[Node, int]]] = {}
+    edges_below: dict[Node, list[tuple[Node, int]]] = {}
     todo = list(roots)
     while todo:
         node = todo[-1]
@@ -145,8 +145,8 @@ def _below(roots: Iterable[Node]) -> dict[Node, list[tuple[Node, int]]]:
             edges[node] = [(inner, k) for inner, k in node.next_functions if inner is not None]
             todo += [inner for inner, _ in edges[node] if inner not in edges]
         else:
-            found.setdefault(todo.pop(), edges[node])
-    return found
+            edges_below.setdefault(todo.pop(), edges[node])
+    return edges_below
 
 
 def _meeting(

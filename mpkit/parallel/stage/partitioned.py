@@ -170,10 +170,10 @@ class Part(Stage):
             received: what other stages made, in the order of the routes that end here.
             draws: the random numbers.
         """
-        found: tuple[Any, tuple[Tensor, ...]] = self._loose(
+        result: tuple[Any, tuple[Tensor, ...]] = self._loose(
             lambda: self._run(division, data, received, draws)
         )
-        return found
+        return result
 
     def _run(
         self, division: Division, data: Data, received: tuple[Tensor, ...], draws: Draws

@@ -162,16 +162,16 @@ class Call:
         if around.weight_grads is None:
             if outputs:
                 torch.autograd.backward(outputs, [g for _, g in pairs])
-            found = iter([x.grad for x in wanted])
+            grads = iter([x.grad for x in wanted])
             saved.release()
         else:
             of_inputs, later = input_grads(outputs, [g for _, g in pairs], wanted)
-            found = iter(of_inputs)
+            grads = iter(of_inputs)
             del made, outputs, pairs
             for tensor in later.held():
                 record.ledger.track(tensor, "activations")
             around.weight_grads.append(later)
-        return [next(found) if x.requires_grad else None for x in inputs]
+        return [next(grads) if x.requires_grad else None for x in inputs]
 
 
 class Recomputed(torch.autograd.Function):
@@ -192,8 +192,8 @@ class Recomputed(torch.autograd.Function):
         """Recompute the block with a graph, and run its backward."""
         call: Call = ctx.call
         if call.gradients is None:
-            found = tuple(call.backward(list(ctx.saved_tensors), gradients))
+            grads = tuple(call.backward(list(ctx.saved_tensors), gradients))
             if call.around.weight_grads is None:
-                return None, None, *found
-            call.gradients = found
+                return None, None, *grads
+            call.gradients = grads
         return None, None, *call.gradients

@@ -92,8 +92,8 @@ class _Attention(torch.autograd.Function):
         if before is not None:
             _set_random_state(gradient.device, before)
         of = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-        found = iter(torch.autograd.grad(output, of, gradient))
-        return None, *(next(found) if wants else None for wants in wanted)
+        grads = iter(torch.autograd.grad(output, of, gradient))
+        return None, *(next(grads) if wants else None for wants in wanted)
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -116,13 +116,13 @@ def put_together_by_name(
         names: the names of its entries, in order.
         ranks: each rank's whole tensors, every one of which some rank has, and parts that together cover a tensor.
     """
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for mine in ranks:
         for name, value in mine.items():
             if not isinstance(value, PartOfWhole):
-                found[name] = value
+                state[name] = value
                 continue
-            if name not in found:
-                found[name] = value.tensor.new_empty(value.shard.whole)
-            value.shard.put(value.tensor, found[name])
-    return {name: found[name] for name in names}
+            if name not in state:
+                state[name] = value.tensor.new_empty(value.shard.whole)
+            value.shard.put(value.tensor, state[name])
+    return {name: state[name] for name in names}

@@ -69,8 +69,8 @@ class _Part:
         if self.own:
             torch.autograd.backward(outputs, gradients, inputs=self.own)
         else:  # the path from here may lead to the same weights: stop at its end
-            found = torch.autograd.grad(outputs, self.edges, gradients, allow_unused=True)
-            _add_to_weights(self.edges, found)
+            grads = torch.autograd.grad(outputs, self.edges, gradients, allow_unused=True)
+            _add_to_weights(self.edges, grads)
         if handle is not None:
             handle.remove()
 
@@ -134,20 +134,20 @@ def input_grads(
     met = [GradientEdge(leaf, 0) for leaf in cut.met]
     # ---- I
     wanted: list[Any] = [*inputs, *edges, *met]
-    found: Iterator[Tensor | None] = iter(
+    grads: Iterator[Tensor | None] = iter(
         torch.autograd.grad(
             outputs, wanted, gradients, retain_graph=bool(cut.frontier or cut.beside), allow_unused=True
         )
         if wanted
         else ()
     )
-    of_inputs: list[Tensor | None] = [next(found) for _ in inputs]
+    of_inputs: list[Tensor | None] = [next(grads) for _ in inputs]
     kept: defaultdict[Node, dict[int, Tensor]] = defaultdict(dict)
     for edge in edges:
-        gradient = next(found)
+        gradient = next(grads)
         if gradient is not None:
             kept[edge.node][edge.output_nr] = gradient
-    sums = [(edge, gradient) for edge, gradient in zip(met, found, strict=True) if gradient is not None]
+    sums = [(edge, gradient) for edge, gradient in zip(met, grads, strict=True) if gradient is not None]
     sums += [(edge, gradients[i]) for i, edge in cut.beside]
     # ---- let go
     for node in cut.path if cut.frontier or cut.beside else ():
@@ -177,8 +177,8 @@ def _add_to_weights(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | 
 def _let_go(node: Node) -> None:
     """Drop what the node saved, since it is not called again."""
     for name in _saved_by(type(node)):
-        found = getattr(node, name)
-        for saved in found if isinstance(found, tuple) else (found,):
+        saved_values = getattr(node, name)
+        for saved in saved_values if isinstance(saved_values, tuple) else (saved_values,):
             held = saved.data
             if isinstance(held, Packed):
                 held.drop()

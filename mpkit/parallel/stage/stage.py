@@ -93,11 +93,11 @@ class Stage:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers by the model's own names, on the CPU."""
-        found: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
         for name, layer in zip(self.names, self.layers, strict=True):
             for key, value in layer.state_dict(prefix=prefix_of(name)).items():
-                found[key] = value.detach().cpu() if isinstance(value, Tensor) else value
-        return found
+                state[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+        return state
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

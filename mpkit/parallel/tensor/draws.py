@@ -64,10 +64,10 @@ class OwnDraws:
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
-    found = [torch.default_generator]
+    generators = [torch.default_generator]
     if device.type == "cuda":  # in a dry run the device may not exist
-        found += torch.cuda.default_generators[device.index or 0 :][:1]
-    return found
+        generators += torch.cuda.default_generators[device.index or 0 :][:1]
+    return generators
 
 
 def _bytes(state: Tensor) -> bytes:

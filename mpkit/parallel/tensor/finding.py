@@ -114,12 +114,12 @@ def _with_stars(regions: list[Region], names: list[str]) -> list[Region]:
     alike: dict[Region, list[Region]] = {}
     for region in regions:
         alike.setdefault(_starred(region), []).append(region)
-    found: list[Region] = []
+    merged: list[Region] = []
     for starred, ones in alike.items():
         shape = re.compile(re.escape(starred.entry).replace(r"\*", "[^.]*"))
         described = {name for name in names if shape.fullmatch(name)}
-        found += [starred] if len(ones) > 1 and described == {one.entry for one in ones} else ones
-    return found
+        merged += [starred] if len(ones) > 1 and described == {one.entry for one in ones} else ones
+    return merged
 
 
 def _starred(region: Region) -> Region:

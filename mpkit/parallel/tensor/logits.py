@@ -110,8 +110,8 @@ class DividedLogits(Tensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if name in OF_THE_PART:
-                found = func(own.part, *args[1:], **kwargs)
-                return own if found is own.part else found
+                result = func(own.part, *args[1:], **kwargs)
+                return own if result is own.part else result
             if name in ELEMENTWISE and not any(isinstance(arg, cls) for arg in args[1:]):
                 return own._like(func(own.part, *args[1:], **kwargs))
             if name in SHAPING:
@@ -122,9 +122,9 @@ class DividedLogits(Tensor):
                 raise ValueError(_cannot_write(name))
         logits = kwargs.get("input", own)
         if func is F.cross_entropy and isinstance(logits, cls):
-            found = _cross_entropy(logits, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
-            if found is not None:
-                return found
+            result = _cross_entropy(logits, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
+            if result is not None:
+                return result
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_whole(args), **{key: _whole(value) for key, value in kwargs.items()})
 

@@ -131,18 +131,18 @@ class RegionAtWork:
         first = "" if args else "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), "")
         known = {*region.apart, first}
         given = [*zip(names[1:], args[1:], strict=False), *kwargs.items()]
-        found: dict[str, Any] = {}
+        entered: dict[str, Any] = {}
         for name, value in given:
             if name in region.inputs and isinstance(value, Tensor):
-                found[name] = f_bar(self._group, value) if self._sequence else f(self._group, value)
+                entered[name] = f_bar(self._group, value) if self._sequence else f(self._group, value)
             elif name not in known and _has_gradient(value):
                 raise ValueError(
                     f"Region(entry={region.entry!r}): its argument {name} has a gradient too, of which each rank would "
                     f"compute a part: inputs=({name!r},) where it is an input of column layers, apart=({name!r},) "
                     "where it is used after the row layer only, or has this rank's heads already"
                 )
-        further = tuple(found.pop(name, value) for name, value in zip(names[1:], args[1:], strict=False))
-        return (*args[:1], *further, *args[1 + len(further) :]), kwargs | found
+        further = tuple(entered.pop(name, value) for name, value in zip(names[1:], args[1:], strict=False))
+        return (*args[:1], *further, *args[1 + len(further) :]), kwargs | entered
 
     def _leave(self, entry: nn.Module, args: Any, y: Tensor) -> Tensor:
         """Sum the entry's output, which is a partial sum, over the ranks."""

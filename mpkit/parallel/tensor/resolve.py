@@ -83,14 +83,14 @@ def divide(
     (range(2, 4), range(6, 8), range(10, 12))
     """
     ratio = width // sum(sections)
-    found: list[list[range]] = [[] for _ in range(t)]
+    ranges: list[list[range]] = [[] for _ in range(t)]
     start = 0
     for size in (ratio * share for share in sections):
         unit = size // heads if heads else 1
         for rank, part in enumerate(evenly(size // unit, t)):
-            found[rank].append(range(start + part.start * unit, start + part.stop * unit))
+            ranges[rank].append(range(start + part.start * unit, start + part.stop * unit))
         start += size
-    return [tuple(parts) for parts in found]
+    return [tuple(parts) for parts in ranges]
 
 
 def widths(layer: nn.Module | nn.Parameter) -> tuple[int, int]:
@@ -111,14 +111,14 @@ def _matching(pattern: str, names: Names) -> list[tuple[str, tuple[str, ...]]]:
         _get(names, pattern)
         return [(pattern, ())]
     shape = re.compile(re.escape(pattern).replace(r"\*", "([^.]*)"))
-    found = [
+    matching = [
         (name, match.groups())
         for name, one in names.items()
         if isinstance(one, nn.Module) and (match := shape.fullmatch(name))
     ]
-    if not found:
+    if not matching:
         _get(names, pattern)
-    return found
+    return matching
 
 
 def _expand(region: Region, names: Names) -> Iterator[Region]:

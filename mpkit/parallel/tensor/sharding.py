@@ -90,12 +90,12 @@ def _finishes(region: Region, group: ProcessGroup, shards: Shards) -> dict[str, 
     """Return what is done with each column layer's outputs: they stay divided, or are gathered without a row layer."""
     if region.row is not None:
         return dict.fromkeys(region.column, _stay)
-    found: dict[str, Finish] = {}
+    finishes: dict[str, Finish] = {}
     for name in region.column:
         sizes = [len(part) for part in evenly(shards.widths(name)[1], group.size)]
         convolution = len(shards.of_weight(name).whole) > 2
-        found[name] = partial(gather_features, group, sizes=sizes, dim=1 if convolution else -1)
-    return found
+        finishes[name] = partial(gather_features, group, sizes=sizes, dim=1 if convolution else -1)
+    return finishes
 
 
 def _stay(y: Tensor) -> Tensor:

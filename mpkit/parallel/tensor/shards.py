@@ -104,8 +104,8 @@ class Shards:
 
     def _parameter(self, name: str) -> nn.Parameter:
         module, key = self._at(name)
-        found: nn.Parameter = getattr(self._modules[module], key)
-        return found
+        parameter: nn.Parameter = getattr(self._modules[module], key)
+        return parameter
 
     def of_weight(self, layer: str) -> Shard:
         """Return the shard of a divided layer's weight."""
@@ -169,10 +169,10 @@ def partial_sums(model: nn.Module, plan: TensorPlan, shards: Shards, *, sequence
     on_parts: set[str] = set()
     if sequence and plan.sequence is not None:
         on_parts = modules_between(model, *plan.sequence)
-    found = set()
+    names = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
         module = name.rpartition(".")[0]
         inside = any(module == entry or module.startswith(f"{entry}.") for entry in entries)
         if name not in shards.found and (module in on_parts or (inside and name not in after_g)):
-            found.add(name)
-    return frozenset(found)
+            names.add(name)
+    return frozenset(names)

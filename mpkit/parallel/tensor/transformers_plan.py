@@ -71,7 +71,7 @@ def _styles(model: nn.Module, prefix: str, plan: dict[str, str]) -> dict[str, st
     """Return the style of each module or parameter that the plan names."""
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for key, style in plan.items():
         if style not in KNOWN:
             raise ValueError(
@@ -80,8 +80,8 @@ def _styles(model: nn.Module, prefix: str, plan: dict[str, str]) -> dict[str, st
                 "entry, column=(...), row=...),))), or train without tp"
             )
         shape = re.compile(re.escape(f"{prefix}.{key}" if prefix else key).replace(r"\*", r"\d+"))
-        found |= {name: style for name in names if shape.fullmatch(name)}
-    return found
+        styles |= {name: style for name in names if shape.fullmatch(name)}
+    return styles
 
 
 def _is_own(model: nn.Module, layer: str, head: str | None) -> bool:

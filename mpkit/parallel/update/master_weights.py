@@ -66,8 +66,8 @@ class Masters:
         """Give each master its gradient, and return the gradients that exist."""
         if self.copies:
             self._bring_gradients()
-        found = ((piece, self.of(piece).grad) for piece in self._pieces)
-        return {piece: gradient for piece, gradient in found if gradient is not None}
+        gradients = ((piece, self.of(piece).grad) for piece in self._pieces)
+        return {piece: gradient for piece, gradient in gradients if gradient is not None}
 
     def _bring_gradients(self) -> None:
         nbytes = sum(piece.held.grad.nbytes for piece in self._pieces if piece.held.grad is not None)

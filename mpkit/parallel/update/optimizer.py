@@ -180,14 +180,14 @@ def stand_in(whole: Whole, device: torch.device | None = None) -> nn.Parameter:
 
 def _divide(group: dict[str, Any], parts: Mapping[int, Held | None]) -> None:
     """Keep in a group only what is held, in place, since an optimizer may have kept its lists."""
-    found = []
+    kept = []
     for i, parameter in enumerate(group["params"]):
         part = parts.get(id(parameter)) if id(parameter) in parts else Held(parameter)
         if part is not None and part.parameter.numel():
-            found.append((i, part.parameter))
+            kept.append((i, part.parameter))
     if "param_names" in group:
-        group["param_names"][:] = [group["param_names"][i] for i, _ in found]
-    group["params"][:] = [parameter for _, parameter in found]
+        group["param_names"][:] = [group["param_names"][i] for i, _ in kept]
+    group["params"][:] = [parameter for _, parameter in kept]
 
 
 def _part(value: Any, part: Held, shape: torch.Size) -> Any:

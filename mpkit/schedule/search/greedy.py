@@ -155,7 +155,7 @@ class _Rank:
     # ---- what could run: the best of its kind, and when it is ready --------------------------------------
 
     def _forward(self, now: float) -> tuple[Action | None, float]:
-        best, found, when = (inf, 0.0, 0.0), None, inf
+        best, chosen, when = (inf, 0.0, 0.0), None, inf
         for stage in self.stages:
             i = self._next["F"][stage]
             at = self.comes.get(("F", stage, i), inf)
@@ -165,19 +165,19 @@ class _Rank:
             turn = i // self._p if how == "turns" else 0
             key = (max(at, now), float(turn), float(-stage if how == "deep" else stage))
             if key < best:
-                best, found, when = key, Action("F", stage, i), at
-        return found, when
+                best, chosen, when = key, Action("F", stage, i), at
+        return chosen, when
 
     def _input_grad(self, now: float) -> tuple[Action | None, float]:
-        best, found, when = (inf, 0, 0), None, inf
+        best, chosen, when = (inf, 0, 0), None, inf
         for stage in self.stages:
             i = self._next["I"][stage]
             at = self.comes.get(("I", stage, i), inf)
             if i < self._next["F"][stage] and at < inf:
                 key = (max(at, now), i, -stage)
                 if key < best:
-                    best, found, when = key, Action("I", stage, i), at
-        return found, when
+                    best, chosen, when = key, Action("I", stage, i), at
+        return chosen, when
 
     def _weight_grad(self) -> Action | None:
         due = [(self._next["W"][s], -s) for s in self.stages if self._next["W"][s] < self._next["I"][s]]

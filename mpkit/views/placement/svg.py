@@ -100,15 +100,15 @@ def _boxes(placement: Placement, width: int) -> list[Box]:
     gaps = (across - across // inner) * APART + (across // inner - 1) * BETWEEN
     wide = min(max((width - 2 * MARGIN - 20 - gaps) / across, NARROW), WIDE)
     top = TOP if placement.stages or mesh.pp > 1 else TOP - 34
-    found = []
+    boxes = []
     for rank in range(mesh.size):
         at = mesh.place(rank)
         column, row = (
             divmod(rank, across)[::-1] if alone else (at.pp * inner + at.cp * mesh.tp + at.tp, at.dp)
         )
         x = MARGIN + 10 + column * (wide + APART) + column // inner * (BETWEEN - APART)
-        found.append(Box(x, top + row * (TALL + BELOW), wide, column, row))
-    return found
+        boxes.append(Box(x, top + row * (TALL + BELOW), wide, column, row))
+    return boxes
 
 
 def _stages(placement: Placement, boxes: list[Box]) -> Iterator[str]:
@@ -154,14 +154,14 @@ def _nodes(placement: Placement, boxes: list[Box]) -> tuple[list[str], list[str]
 
 def _neighbours(boxes: list[Box]) -> list[list[Box]]:
     """Group the boxes that are next to each other in a row."""
-    found: list[list[Box]] = []
+    rows: list[list[Box]] = []
     for box in sorted(boxes, key=lambda box: (box.row, box.column)):
-        last = found[-1][-1] if found else None
+        last = rows[-1][-1] if rows else None
         if last is not None and (last.row, last.column + 1) == (box.row, box.column):
-            found[-1].append(box)
+            rows[-1].append(box)
         else:
-            found.append([box])
-    return found
+            rows.append([box])
+    return rows
 
 
 def _lines(talk: Talk, boxes: list[Box], placement: Placement) -> Iterator[str]:

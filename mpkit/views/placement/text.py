@@ -83,11 +83,11 @@ def divided(placement: Placement) -> list[tuple[str, list[str]]]:
     Layers that differ only in numbers and are divided in the same way are put together, with a * for the number. Biases
     are included in their weights.
     """
-    found: dict[tuple[str, ...], None] = {}
+    lines: dict[tuple[str, ...], None] = {}
     for name in placement.shards:
         layer = name.removesuffix(".weight")
         if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in placement.shards:
             continue
         parts = [placement.part(name, rank) for rank in range(placement.mesh.tp)]
-        found[(re.sub(r"\d+", "*", layer), *parts)] = None
-    return [(name, parts if len(set(parts)) > 1 else parts[:1]) for name, *parts in found]
+        lines[(re.sub(r"\d+", "*", layer), *parts)] = None
+    return [(name, parts if len(set(parts)) > 1 else parts[:1]) for name, *parts in lines]

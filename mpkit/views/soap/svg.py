@@ -42,28 +42,28 @@ WHERE = {
 VERBS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "send": "send"}
 
 
-def soap_svg(found: Soap) -> str:
+def soap_svg(soap: Soap) -> str:
     """Draw the picture as a standalone SVG document.
 
     Args:
         found: what to draw.
     """
-    title = f"One layer on two ranks: {found.layer}"
-    samples, length, features = found.shapes["X"]
+    title = f"One layer on two ranks: {soap.layer}"
+    samples, length, features = soap.shapes["X"]
     told = f"X: {samples} samples of {length} positions of {features} numbers, a row a position. Numbers of 8 bytes."
     body = [heading(title), f'<text class="faint" x="{MARGIN:g}" y="48">{told}</text>', both_ranks()]
     legend, x = keys((('class="r0"', "rank 0"), ('class="r1"', "rank 1"), (BOTH, "both ranks")), 60)
     body += legend
     body.append(f'<text class="comm" x="{x:g}" y="71" font-size="15" font-weight="700">⇄</text>')
     body.append(f'<text class="words" x="{x + 20:g}" y="70.5">here something is sent</text>')
-    for number, way in enumerate(found.ways):
-        body.append(_band(found, way, TOP + number * BAND))
+    for number, way in enumerate(soap.ways):
+        body.append(_band(soap, way, TOP + number * BAND))
     inks = rank_classes()
     classes = {name: {**inks[name], "band": f"fill:{ground.idle}"} for name, ground in THEMES.items()}
-    return sheet("soap", title, str(found), body, WIDTH, TOP + len(found.ways) * BAND + 4, classes=classes)
+    return sheet("soap", title, str(soap), body, WIDTH, TOP + len(soap.ways) * BAND + 4, classes=classes)
 
 
-def _band(found: Soap, way: Way, y: float) -> str:
+def _band(soap: Soap, way: Way, y: float) -> str:
     parts = [
         f'<rect class="band" x="{MARGIN / 2:g}" y="{y:g}" width="{WIDTH - MARGIN:g}" height="{BAND - 8:g}" rx="6"/>',
         f'<text class="words" x="{MARGIN + 2:g}" y="{y + 38:g}" font-size="30" font-weight="700">{way.name[0]}</text>',
@@ -78,7 +78,7 @@ def _band(found: Soap, way: Way, y: float) -> str:
             )
             at += 14
         at += 5
-    parts += _matrices(found, way, y + 32)
+    parts += _matrices(soap, way, y + 32)
     parts += _exchange(way, y + 28)
     return f'<g aria-label="{escape(way.name)}: {escape(way.title)}">{"".join(parts)}</g>'
 
@@ -86,17 +86,17 @@ def _band(found: Soap, way: Way, y: float) -> str:
 # ---- matrices ------------------------------------------------------------------------------------------------
 
 
-def _matrices(found: Soap, way: Way, y: float) -> list[str]:
+def _matrices(soap: Soap, way: Way, y: float) -> list[str]:
     """Draw the matrices side by side, biases below their weights."""
     below = {"A": "b", "γ": "β"}
-    order = [name for name in found.shapes if name in way.held and name not in below.values()]
+    order = [name for name in soap.shapes if name in way.held and name not in below.values()]
     parts, x = [], MATRICES
     for name, following in pairwise([*order, ""]):
-        shape = found.shapes[name]
+        shape = soap.shapes[name]
         drawn, width, bottom = matrix(name, shape, way.held[name], x, y)
         parts.append(drawn)
         if (bias := below.get(name, "")) in way.held:
-            parts.append(matrix(bias, found.shapes[bias], way.held[bias], x, bottom + 17)[0])
+            parts.append(matrix(bias, soap.shapes[bias], way.held[bias], x, bottom + 17)[0])
         if sign := SIGNS.get((name, following)):
             middle = f'x="{x + width + GAP / 2:.1f}" text-anchor="middle"'
             parts.append(f'<text class="words" {middle} y="{y + 41:g}" font-size="15">{sign}</text>')

@@ -17,19 +17,19 @@ MOST_ROWS, MOST_COLUMNS = 8, 16
 """The most rows and columns of characters with which a matrix is drawn."""
 
 
-def soap_text(found: Soap) -> str:
+def soap_text(soap: Soap) -> str:
     """Draw the picture in characters: 0 and 1 are the ranks that have a number, # is both.
 
     Args:
         found: what to draw.
     """
-    lines = [f"{found.layer} on two ranks; 0: on rank 0, 1: on rank 1, #: on both"]
-    for way in found.ways:
+    lines = [f"{soap.layer} on two ranks; 0: on rank 0, 1: on rank 1, #: on both"]
+    for way in soap.ways:
         lines += [
             "",
             f"{way.name[0]}  {way.title} ({way.known_as})",
             f"   {way.told}",
-            *_matrices(found, way),
+            *_matrices(soap, way),
         ]
         for phase in ("forward", "backward"):
             sent = [
@@ -45,11 +45,11 @@ def soap_text(found: Soap) -> str:
     return "\n".join(lines)
 
 
-def _matrices(found: Soap, way: Way) -> list[str]:
+def _matrices(soap: Soap, way: Way) -> list[str]:
     blocks = []
-    for name in found.shapes:
+    for name in soap.shapes:
         if name in way.held:
-            rows = _rows(found.shapes[name], way.held[name])
+            rows = _rows(soap.shapes[name], way.held[name])
             width = max(len(rows[0]), len(name))
             blocks.append([row.ljust(width) for row in (name, *rows)])
     widths = [len(block[0]) for block in blocks]

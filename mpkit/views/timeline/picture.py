@@ -137,16 +137,16 @@ def picture(timeline: Timeline, step: int | None = None, *, fold: bool = False) 
 
 def figures(timeline: Timeline, step: int | None = None) -> dict[str, str]:
     """Return the row under a picture: its clock in words, and the figures of the last step (or of `step`)."""
-    found = {"clock": CLOCKS.get(timeline.clock, timeline.clock)}
+    shown = {"clock": CLOCKS.get(timeline.clock, timeline.clock)}
     hardware = timeline.meta.get("hardware")
     if hardware and timeline.clock != "simulated":
-        found["hardware"] = str(hardware)
+        shown["hardware"] = str(hardware)
     complete = step is None or step in timeline.steps
     if complete and len(metrics.work(timeline.spans)):
         of = timeline if step is None else timeline.step(step)
-        found["bubble"] = percent(of.bubble)
-        found["step time"] = seconds(of.step_time)
-    return found
+        shown["bubble"] = percent(of.bubble)
+        shown["step time"] = seconds(of.step_time)
+    return shown
 
 
 def describe(timeline: Timeline, index: int) -> list[str]:
@@ -248,16 +248,16 @@ def _pieces(
     """Cut each box at its `count` idle times, numbered from `first` on: a piece before each, one after the last."""
     owner = np.repeat(np.arange(len(boxes)), count + 1)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(count + 1) - count - 1, count + 1)
-    found = boxes[owner]
+    pieces = boxes[owner]
     last, gap = nth == count[owner], first[owner] + nth
-    found["start"] = np.where(nth == 0, found["start"], idle[gap - 1, 1])
-    found["end"] = np.where(last, found["end"], idle[np.minimum(gap, len(idle) - 1), 0])
-    there = found["end"] > found["start"]
-    found, owner = found[there], owner[there]
+    pieces["start"] = np.where(nth == 0, pieces["start"], idle[gap - 1, 1])
+    pieces["end"] = np.where(last, pieces["end"], idle[np.minimum(gap, len(idle) - 1), 0])
+    there = pieces["end"] > pieces["start"]
+    pieces, owner = pieces[there], owner[there]
     # The longest piece of each box carries its number.
-    order = np.lexsort((found["start"] - found["end"], owner))
-    found["named"][order] = np.diff(owner[order], prepend=-1) > 0
-    return found
+    order = np.lexsort((pieces["start"] - pieces["end"], owner))
+    pieces["named"][order] = np.diff(owner[order], prepend=-1) > 0
+    return pieces
 
 
 def _idle_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Row]) -> npt.NDArray[Any]:

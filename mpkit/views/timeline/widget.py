@@ -225,8 +225,8 @@ class TimelineView(anywidget.AnyWidget):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """Return the widget, together with what is shown where no kernel runs."""
-        found = super()._repr_mimebundle_(**kwargs)
-        data, metadata = found if isinstance(found, tuple) else (found, {})
+        bundle = super()._repr_mimebundle_(**kwargs)
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
         with self._lock:
             fallback = static_bundle(self._timeline, self.title) if self._timeline is not None else {}
         return {**(data or {}), **fallback}, metadata

@@ -111,8 +111,8 @@ def fits(case: Case, pp: int, dp: int, tp: int) -> bool:
 def expected(case: Case) -> list[object]:
     """Return the best mesh, found by brute force."""
     model, cluster = MODELS[case["model"]], cluster_of(case)
-    found = [each for each in degrees(case) if fits(case, *each)]
-    best = min(found, key=lambda each: seconds(model, cluster, case["batch"], *each), default=None)
+    fitting = [each for each in degrees(case) if fits(case, *each)]
+    best = min(fitting, key=lambda each: seconds(model, cluster, case["batch"], *each), default=None)
     return [best and dict(zip(("pp", "dp", "tp"), best, strict=True))]
 
 

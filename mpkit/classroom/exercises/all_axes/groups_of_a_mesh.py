@@ -68,11 +68,11 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     groups = answer(ctx, case["pp"], case["dp"], case["tp"])
     mark = torch.tensor([zlib.crc32(" ".join(made).encode())])
     alike = bool((ctx.comm.all_gather(mark) == mark).all())
-    found: dict[str, Any] = {"all ranks make the same groups": alike, "pp": None, "dp": None, "tp": None}
+    answers: dict[str, Any] = {"all ranks make the same groups": alike, "pp": None, "dp": None, "tp": None}
     for axis in ("pp", "dp", "tp") if alike else ():
         total = ctx.comm.all_reduce(torch.tensor([2**ctx.rank]), groups[axis])
-        found[axis] = [rank for rank in range(case.ranks) if int(total) >> rank & 1]
-    return found
+        answers[axis] = [rank for rank in range(case.ranks) if int(total) >> rank & 1]
+    return answers
 
 
 def expected(case: Case) -> list[object]:

@@ -134,8 +134,8 @@ def expected(case: Case) -> list[object]:
         optimizer.zero_grad()
         F.mse_loss(whole(x), y).backward()
         optimizer.step()
-    found = [{name: p.detach() for name, p in part.named_parameters()} for part in parts]
-    return [found[rank // case["dp"]] for rank in range(case.ranks)]
+    weights = [{name: p.detach() for name, p in part.named_parameters()} for part in parts]
+    return [weights[rank // case["dp"]] for rank in range(case.ranks)]
 
 
 def largest(case: Case) -> int:

@@ -74,12 +74,12 @@ def expected(case: Case) -> list[object]:
 
 def sizes(case: Case) -> list[int]:
     """Return the bytes of the buckets, in their order."""
-    found: list[int] = []
+    totals: list[int] = []
     for parameter in reversed(list(serial.model(0, WIDTHS).parameters())):
-        if not found or found[-1] >= case["bucket_bytes"]:
-            found.append(0)
-        found[-1] += parameter.nbytes
-    return found
+        if not totals or totals[-1] >= case["bucket_bytes"]:
+            totals.append(0)
+        totals[-1] += parameter.nbytes
+    return totals
 
 
 def sent(seen: Seen) -> list[int]:

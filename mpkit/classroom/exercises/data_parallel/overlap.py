@@ -76,7 +76,7 @@ WITHOUT_OVERLAP = {2: 500e-6, 3: 645e-6, 4: 790e-6}
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
     """Return the weights after each of some steps, whose backwards and optimizer steps are spans of the trace."""
     assert callable(answer)
-    found = []
+    weights = []
     model = serial.model(case.seed)
     optimizer = serial.sgd(model)
     overlapped = answer(ctx, model)
@@ -89,8 +89,8 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
         overlapped.finish()
         with ctx.record.span("step"):
             optimizer.step()
-        found.append(serial.weights(model))
-    return found
+        weights.append(serial.weights(model))
+    return weights
 
 
 def expected(case: Case) -> list[object]:

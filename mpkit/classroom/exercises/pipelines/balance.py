@@ -33,7 +33,7 @@ def balance(seconds: list[float], p: int) -> list[int]:
     # best[n]: of the first n layers, in as many stages as there were rounds: (slowest stage, layers by stage)
     best = {0: (0.0, list[int]())}
     for _ in range(p):
-        found = {}
+        by_first_layers = {}
         for n in range(1, len(seconds) + 1):
             cuts = [
                 (max(slowest, sum(seconds[start:n])), [*counts, n - start])
@@ -41,8 +41,8 @@ def balance(seconds: list[float], p: int) -> list[int]:
                 if start < n
             ]
             if cuts:
-                found[n] = min(cuts)
-        best = found
+                by_first_layers[n] = min(cuts)
+        best = by_first_layers
     return best[len(seconds)][1]
     ### END SOLUTION
 
@@ -86,8 +86,8 @@ def expected(case: Case) -> list[object]:
 
 def lost(seen: Seen) -> bool:
     """Return whether the cut has fewer layers than there are."""
-    found = re.search(r"of (\d+) layers", str(seen.got))
-    return found is not None and int(found[1]) < seen.case["layers"]
+    match = re.search(r"of (\d+) layers", str(seen.got))
+    return match is not None and int(match[1]) < seen.case["layers"]
 
 
 EXERCISE = OnRanks(

@@ -50,18 +50,18 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     assert callable(answer)
     model, x = mlp(case["layers"], case.seed), batch(case)
     stages = list(answer(model, ctx.world_size))
-    found: dict[str, object] = {"stages": len(stages), "layers": None, "output": None}
+    result: dict[str, object] = {"stages": len(stages), "layers": None, "output": None}
     if len(stages) != ctx.world_size:
-        return found
+        return result
     stage = stages[ctx.rank]
-    found["layers"] = [i for i, layer in enumerate(model) if any(layer is each for each in stage)]
+    result["layers"] = [i for i, layer in enumerate(model) if any(layer is each for each in stage)]
     if ctx.rank > 0:
         ctx.comm.recv(x, ctx.rank - 1)
     with torch.no_grad():
         x = staged(ctx, stage)(x)
     if ctx.rank + 1 < ctx.world_size:
         ctx.comm.send(x, ctx.rank + 1)
-    return {**found, "output": x}
+    return {**result, "output": x}
 
 
 def expected(case: Case) -> list[object]:
@@ -69,15 +69,15 @@ def expected(case: Case) -> list[object]:
     model, x = mlp(case["layers"], case.seed), batch(case)
     bounds = [-(-case["layers"] * stage // case.ranks) for stage in range(case.ranks + 1)]
     counts = sorted((last - first for first, last in pairwise(bounds)), reverse=True)
-    found: list[object] = []
+    results: list[object] = []
     first = 0
     for count in counts:
         layers = list(range(first, first + count))
         with torch.no_grad():
             x = nn.Sequential(*(model[i] for i in layers))(x)
-        found.append({"stages": case.ranks, "layers": layers, "output": x})
+        results.append({"stages": case.ranks, "layers": layers, "output": x})
         first += count
-    return found
+    return results
 
 
 EXERCISE = OnRanks(

@@ -45,8 +45,8 @@ def in_rounds(case: Case) -> float:
 
 def scheduled(seen: Seen) -> int:
     """Return how many micro-batches the schedule has if it is for another number; 0 if that is not what is wrong."""
-    found = re.search(r"and (\d+) micro-batches, and asked for were", seen.error)
-    return int(found[1]) if found else 0
+    match = re.search(r"and (\d+) micro-batches, and asked for were", seen.error)
+    return int(match[1]) if match else 0
 
 
 EXERCISE = Schedules(

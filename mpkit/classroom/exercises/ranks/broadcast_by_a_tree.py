@@ -65,9 +65,9 @@ def given(case: Case, rank: int) -> Tensor:
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
     """Run the answer with this rank's tensor."""
     assert callable(answer)
-    found = answer(ctx, given(case, ctx.rank), case["src"])
+    received = answer(ctx, given(case, ctx.rank), case["src"])
     return (
-        found[:: LENGTH // 64].clone() if isinstance(found, Tensor) else found
+        received[:: LENGTH // 64].clone() if isinstance(received, Tensor) else received
     )  # a sample of it: comparing every element takes longer
 
 

@@ -101,8 +101,8 @@ Table = tuple[list[list[float]], list[list[float]]]
 
 def tables(text: str) -> dict[str, Table]:
     """Return the questions, as the text above shows them."""
-    found = re.findall(r"^    (\w)  before +(.*)\n +after +(.*)$", text, re.M)
-    return {name: (_numbers(before), _numbers(after)) for name, before, after in found}
+    drawn = re.findall(r"^    (\w)  before +(.*)\n +after +(.*)$", text, re.M)
+    return {name: (_numbers(before), _numbers(after)) for name, before, after in drawn}
 
 
 def _numbers(row: str) -> list[list[float]]:
@@ -115,13 +115,13 @@ def every_collective(ctx: mk.Context, befores: list[list[list[float]]]) -> list[
 
 
 def _after(ctx: mk.Context, mine: Tensor) -> dict[str, list[float]]:
-    found = {}
+    results = {}
     for name in ALIKE if len(mine) % RANKS == 0 else ALIKE[:2]:
-        found[name] = getattr(ctx.comm, name)(mine.clone())
+        results[name] = getattr(ctx.comm, name)(mine.clone())
     for name in ROOTED if len(mine) % RANKS == 0 else ("broadcast", "gather", "reduce"):
         for root in range(RANKS):
-            found[f"{name} {root}"] = getattr(ctx.comm, name)(mine.clone(), root)
-    return {name: tensor.tolist() for name, tensor in found.items()}
+            results[f"{name} {root}"] = getattr(ctx.comm, name)(mine.clone(), root)
+    return {name: tensor.tolist() for name, tensor in results.items()}
 
 
 def truth(room: Room) -> Mapping[str, str]:

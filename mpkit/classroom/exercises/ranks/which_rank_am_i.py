@@ -66,8 +66,8 @@ def play(ctx: mk.Context, answer: type[Mesh], case: Case) -> dict[str, object]:
     """Return this rank's place, its rank computed from that place, and its groups, by the answer's mesh."""
     mesh = answer(*(case[axis] for axis in AXES))
     place = mesh.place(ctx.rank)
-    found = {"place": place, "rank": mesh.rank(*place)}
-    return {**found, **{f"group along {axis}": mesh.group(ctx.rank, axis) for axis in AXES}}
+    result = {"place": place, "rank": mesh.rank(*place)}
+    return {**result, **{f"group along {axis}": mesh.group(ctx.rank, axis) for axis in AXES}}
 
 
 def expected(case: Case) -> list[dict[str, object]]:

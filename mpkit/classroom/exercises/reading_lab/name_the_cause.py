@@ -59,13 +59,13 @@ def cause(t: mk.Timeline) -> str:
         return "nothing"
     copies = t.spans[t.spans["lane"] == Lane.HOST]
     seconds = dict(zip(CAUSES, idle_by_cause(t).sum(axis=0).tolist(), strict=True))
-    found = {
+    seconds_by_cause = {
         "imbalance": seconds["imbalance"],
         "exposed communication": sum(t.exposed_comm),
         "bubble": seconds["warm-up"] + seconds["cool-down"] + seconds["message"] - sum(t.exposed_comm),
         "host copy": float((copies["end"] - copies["start"]).sum()),
     }
-    return max(found, key=found.__getitem__)
+    return max(seconds_by_cause, key=seconds_by_cause.__getitem__)
 
 
 def truth(room: Room) -> Mapping[str, str]:

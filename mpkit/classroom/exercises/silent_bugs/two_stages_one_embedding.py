@@ -99,13 +99,13 @@ def batches(case: Case) -> list[serial.Batch]:
     """Return batches in which the next token follows from the previous one most of the time."""
     generator = case.generator()
     follows = torch.randperm(TOKENS, generator=generator)
-    found = []
+    made = []
     for _ in range(case["steps"]):
         tokens = torch.randint(TOKENS, (SAMPLES,), generator=generator)
         noise = torch.randint(TOKENS, (SAMPLES,), generator=generator)
         rarely = torch.rand(SAMPLES, generator=generator) < 0.1
-        found.append((tokens, torch.where(rarely, noise, follows[tokens])))
-    return found
+        made.append((tokens, torch.where(rarely, noise, follows[tokens])))
+    return made
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
@@ -123,12 +123,12 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 def expected(case: Case) -> list[serial.Outcome]:
     """Return what serial training gives: each rank has its stage's weights, and both have the embedding."""
     trained = serial.train(stages(case), batches(case), F.cross_entropy, sgd)
-    found = []
+    outcomes = []
     for rank in range(2):
         own = {name[2:]: w for name, w in trained["weights"].items() if name.startswith(f"{rank}.")}
         own["embedding.weight"] = trained["weights"]["0.embedding.weight"]
-        found.append({**trained, "weights": own})
-    return found
+        outcomes.append({**trained, "weights": own})
+    return outcomes
 
 
 EXERCISE = OnRanks(

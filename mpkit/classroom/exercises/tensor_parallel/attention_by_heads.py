@@ -113,7 +113,7 @@ def expected(case: Case) -> list[dict[str, Tensor | None]]:
     x, dz, layers = whole(case)
     z = serial(x, *layers, case["heads"])
     z.backward(dz)
-    found = []
+    outcomes = []
     for rank in range(case.ranks):
         mine = torch.zeros(H, dtype=torch.float64)
         mine.chunk(case.ranks)[rank].fill_(1)
@@ -126,8 +126,8 @@ def expected(case: Case) -> list[dict[str, Tensor | None]]:
             grad = held[f"gradient of {name}"]
             assert grad is not None
             held[f"gradient of {name}"] = grad * mask
-        found.append({"result": z.detach(), **held})
-    return found
+        outcomes.append({"result": z.detach(), **held})
+    return outcomes
 
 
 EXERCISE = OnRanks(

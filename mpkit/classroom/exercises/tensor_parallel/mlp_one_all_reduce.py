@@ -98,7 +98,7 @@ def expected(case: Case) -> list[dict[str, Tensor | None]]:
     x, dz, (up, down) = whole(case)
     z = down(torch.nn.functional.gelu(up(x)))
     z.backward(dz)
-    found = []
+    outcomes = []
     for rank in range(case.ranks):
         mine = torch.zeros(K, dtype=torch.float64)
         mine.chunk(case.ranks)[rank].fill_(1)
@@ -107,8 +107,8 @@ def expected(case: Case) -> list[dict[str, Tensor | None]]:
             grad = held[f"gradient of {name}"]
             assert grad is not None
             held[f"gradient of {name}"] = grad * mask
-        found.append({"z": z.detach(), **held})
-    return found
+        outcomes.append({"z": z.detach(), **held})
+    return outcomes
 
 
 EXERCISE = OnRanks(

@@ -87,10 +87,10 @@ def inputs(case: Case) -> tuple[dict[str, Tensor], Tensor]:
         "a": (H, case.ranks),
         "b": (case.ranks, H),
     }
-    found = {
+    weights = {
         name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()
     }
-    return found, torch.randn(LENGTH, BATCH, H, generator=generator, dtype=torch.float64)
+    return weights, torch.randn(LENGTH, BATCH, H, generator=generator, dtype=torch.float64)
 
 
 def part(name: str, tensor: Tensor, case: Case, rank: int) -> Tensor:

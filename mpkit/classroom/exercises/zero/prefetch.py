@@ -74,10 +74,10 @@ def alone(seen: Seen) -> float:
 def early(seen: Seen) -> bool:
     """Return whether a layer computes before its own gather is waited for."""
     assert seen.trace is not None
-    found = [_in_order(rank.ops) for rank in seen.trace.ranks]
+    orders = [_in_order(rank.ops) for rank in seen.trace.ranks]
     return any(
         layer < waited
-        for gathers, layers in found
+        for gathers, layers in orders
         for (_, waited), layer in zip(gathers, layers, strict=False)
     )
 
@@ -120,13 +120,13 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 def expected(case: Case) -> list[Tensor]:
     """Return each rank's outputs."""
-    found = []
+    results = []
     for rank in range(case.ranks):
         x = samples(case, rank)
         for weights in whole(case):
             x = torch.tanh(x @ weights.view(WIDTH, WIDTH))
-        found.append(x)
-    return found
+        results.append(x)
+    return results
 
 
 EXERCISE = OnRanks(

@@ -52,13 +52,13 @@ SENT = "bytes of collectives beside the harness's own"
 def batches(case: Case) -> list[Batch]:
     """Return the batches of all ranks; some features are large in some steps, so that their gradients overflow."""
     generator = case.generator()
-    found = []
+    made = []
     for step in range(STEPS):
         x = torch.randn(SAMPLES, FEATURES, generator=generator)
         if step in (1, 2, 4):
             x[:, int(torch.randint(FEATURES, (1,), generator=generator))] *= 40
-        found.append((x, torch.randn(SAMPLES, generator=generator)))
-    return found
+        made.append((x, torch.randn(SAMPLES, generator=generator)))
+    return made
 
 
 def gradient(weights: Tensor, batch: Batch, scale: float) -> Tensor:
@@ -78,13 +78,13 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     """Run some steps; return this rank's weights and the scale after each."""
     assert callable(answer)
     shard = start(case).chunk(case.ranks)[ctx.rank].clone()
-    optimizer, scale, found = adam([shard]), SCALE, []
+    optimizer, scale, states = adam([shard]), SCALE, []
     for batch in batches(case):
         weights = ctx.comm.all_gather(shard)
         shard.grad = gradient(weights, batch, scale).chunk(case.ranks)[ctx.rank].clone()
         scale = answer(ctx, optimizer, shard, scale)
-        found.append({"scale": scale, "weights": shard.clone()})
-    return found
+        states.append({"scale": scale, "weights": shard.clone()})
+    return states
 
 
 def expected(case: Case) -> list[list[dict[str, object]]]:
