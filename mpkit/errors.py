@@ -30,9 +30,9 @@ class ArgumentError(TypeError, ValueError):
 class UnwisePlan(UserWarning):
     """A plan works but costs more than another that does the same; the message says how much more, and which.
 
-    It also warns of a plan under which the model's buffers differ slightly from those of serial training.
-
-    Or one by which the model's buffers are not quite those of serial training.
+    It also warns of a plan under which the model's buffers differ slightly from those of serial training; and of what
+    could not be checked before the ranks start, since the model, the loss or the optimizer raises something there: the
+    message quotes it and says what follows.
     """
 
 

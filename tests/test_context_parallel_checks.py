@@ -176,7 +176,7 @@ def heads(x: Tensor) -> Tensor:
         (lambda: Unplaced(plain), "no way to be told"),
         (lambda: llama(attn_implementation="eager"), "attn_implementation='sdpa'"),
         (gpt2, "dropout_p=0.1: .*attn_pdrop=0"),
-        (lambda: Attending(of_24_tokens), r"shape \[1, 12\] at the end of sequences of 24 tokens: The size of"),
+        (lambda: Attending(of_24_tokens), r"shape \[1, 12\] at the end of sequences of 24 tokens: RuntimeError: The "),
         (roberta, r"torch.arange\(s\).expand\(batch, s\) \+ padding_idx \+ 1"),
         (lambda: GPT(vocab=19, length=23, width=8, heads=1), "sequences of 24 tokens, and this GPT has length=23"),
     ],

@@ -307,9 +307,14 @@ REFUSED: dict[str, tuple[Any, list[str], str]] = {
 }  # fmt: skip
 
 
-def prepared(optimizer: Any, plan: mk.Plan, model: nn.Module | None = None, **how: Any) -> None:
+SINGLES = [(x.float(), y.float()) for x, y in DATA]
+
+
+def prepared(
+    optimizer: Any, plan: mk.Plan, model: nn.Module | None = None, data: Any = DATA, **how: Any
+) -> None:
     how = {"loss": F.mse_loss, "steps": 2, "ranks": plan.ranks} | how
-    prepare(net() if model is None else model, DATA, plan, optimizer=optimizer, **how)
+    prepare(net() if model is None else model, data, plan, optimizer=optimizer, **how)
 
 
 @pytest.mark.thorough
@@ -342,6 +347,131 @@ def test_frozen_parameters_that_matter_to_groups() -> None:
     prepared(sgd, PLANS["gpipe"], model)
     with pytest.raises(ValueError, match=r"2\.weight has other options.*the frozen 0\.weight.*mk\.by_name\("):
         prepared(of_some, PLANS["gpipe"], model)
+
+
+# ---------------------------------------------------------------- what the probe cannot examine
+
+
+class OnGPU(SGD):
+    """Steps parameters on a GPU only."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(p.is_cuda for _, p, _ in update(self)), "a GPU is wanted"
+
+
+class Single(SGD):
+    """Steps parameters in float32 only."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(p.dtype == torch.float32 for _, p, _ in update(self)), "float32 is wanted"
+        super().step(closure)
+
+
+class SingleClips(Clips):
+    """As `Single`, with a norm over all gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(p.dtype == torch.float32 for _, p, _ in update(self)), "float32 is wanted"
+        super().step(closure)
+
+
+class Named(SGD):
+    """Reads the names of its parameters."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(
+            "weight" in name or "bias" in name for group in self.param_groups for name in group["param_names"]
+        )
+        super().step(closure)
+
+
+class Bare(Optimizer):
+    """An object with a step and nothing else, as an extension in C could make."""
+
+    def __init__(self, params: Any) -> None:
+        self.params = list(params)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+def once() -> Callable[[Any], Optimizer]:
+    """A function whose optimizers can step only before a third one is made."""
+    made: list[Optimizer] = []
+
+    def make(params: Any) -> Optimizer:
+        made.append(SGD(params, lr=0.1))
+        number, inner = len(made), made[-1].step
+
+        def step(closure: Any = None) -> Any:
+            assert number < 3, "too many"
+            return inner()
+
+        made[-1].step = step  # type: ignore[method-assign]
+        return made[-1]
+
+    return make
+
+
+UNKNOWN: dict[str, tuple[Any, str]] = {
+    "on a GPU only": (OnGPU, r"a step of OnGPU fails .*a GPU is wanted.*optimizer=mk\.elementwise\("),
+    "a closure": (Wants, r"a step of Wants fails .*'closure'.*optimizer=mk\.elementwise\("),
+    "names of parameters": (Named, r"a step of Named fails .*KeyError: 'param_names'"),
+    "no state": (Bare, r"gave Bare without param_groups and state.*super\(\).__init__\(params, defaults\)"),
+    "no optimizer": (lambda params: object(), r"gave object .*it gives a torch\.optim\.Optimizer"),
+    "not twice": (once(), r"made and stepped a second time it fails, AssertionError: too many"),
+    "whole parameters only": (picky, r"cannot be found out.*AssertionError: whole.*optimizer=mk\.elementwise\("),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_one_that_cannot_be_examined_is_refused(what: str) -> None:
+    optimizer, words = UNKNOWN[what]
+    with pytest.raises(ValueError, match=words):
+        prepared(optimizer, PLANS["zero1"])
+
+
+def test_one_that_is_declared_is_taken_at_its_word() -> None:
+    """With what could not be looked into."""
+    with pytest.warns(
+        mk.UnwisePlan, match="OnGPU cannot be tried .*a GPU is wanted.*Whether it repeats itself"
+    ):
+        prepared(mk.elementwise(OnGPU), PLANS["zero1"])
+
+
+def test_one_that_reads_names_is_given_them() -> None:
+    prepared(mk.by_name(Named), PLANS["zero1"])
+
+
+def test_one_that_steps_in_float32_only_is_tried_in_it() -> None:
+    with pytest.warns(mk.UnwisePlan, match=r"Single was tried in the model's own precision.*above 0\.1%"):
+        prepared(Single, PLANS["zero1"], net().float(), SINGLES)
+    prepared(mk.elementwise(Single), PLANS["zero1"], net().float(), SINGLES)
+    prepared(Single, PLANS["ddp"], net().float(), SINGLES)
+    with pytest.raises(ValueError, match="depends on others"):
+        prepared(SingleClips, PLANS["zero1"], net().float(), SINGLES)
+
+
+def test_one_that_refuses_the_smaller_parameters_of_a_trial() -> None:
+    large = nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 400), nn.Linear(400, 4)).double()
+    with pytest.warns(mk.UnwisePlan, match="SGD cannot be tried .*AssertionError: whole"):
+        prepared(picky, PLANS["ddp"], large)
+    with pytest.raises(ValueError, match=r"AssertionError: whole.*optimizer=mk\.elementwise\("):
+        prepared(picky, PLANS["zero1"], large)
+
+
+def test_a_function_that_refuses_frozen_parameters() -> None:
+    def strict(params: Any) -> Optimizer:
+        params = list(params)
+        assert all(p.requires_grad for p in params), "frozen"
+        return SGD(params, lr=0.1)
+
+    model = net()
+    model[0].weight.requires_grad_(False)
+    with pytest.warns(
+        mk.UnwisePlan, match=r"given the frozen 0\.weight too, .* raises AssertionError: frozen"
+    ):
+        prepared(strict, PLANS["ddp"], model)
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:

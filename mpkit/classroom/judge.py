@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Checked", "NotSolved", "judge"]
 
+UNFORESEEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What looking for a mistake raises where the ranks' results have another form than the exercise asks for, such as None
+or a tensor of another shape: then it is not this mistake. Anything else is an error of the exercise, or of a class that
+the student wrote, and is raised."""
+
 
 class NotSolved(MpkitError):
     """An answer that was required to be right is wrong."""
@@ -133,7 +138,7 @@ def _shows(entry: Entry, mistake: Mistake, seen: Seen, room: Room) -> bool:
         return other is not None and entry.exercise.alike(seen, other)
     try:
         return bool(mistake.when(seen))
-    except Exception:  # the results have an unforeseen shape, so it is not this mistake
+    except UNFORESEEN:
         return False
 
 

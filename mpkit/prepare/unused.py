@@ -18,6 +18,7 @@ from mpkit.parallel.data_parallel.ddp import unused_message
 from mpkit.parallel.stage.stage import call
 from mpkit.plan.plan import Plan
 from mpkit.prepare.dry_run.copying import copied
+from mpkit.support.caught import needs_content, one_line, report
 
 __all__ = ["check_unused"]
 
@@ -46,7 +47,13 @@ def check_unused(
             value = value[0] if isinstance(value, tuple) else value  # (total, count)
             if not _reached(value) >= _trained(fake):
                 value.backward()  # parameters that checkpointing hides from the graph get gradients now
-    except Exception:  # control flow that depends on values: nothing is known here
+    except Exception as error:
+        if not needs_content(error):
+            report(
+                f"{plan}: whether every parameter gets a gradient is not known before the ranks start: on two samples "
+                f"without content, {type(model).__name__} or its loss raises {one_line(error)}. If a parameter gets "
+                "none, the ranks stop in the first step and name it."
+            )
         return
     reached = _reached(value)
     names = [

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,9 @@ from typing import Any, TypeVar, cast
 
 from mpkit.errors import MpkitError
 
-__all__ = ["fold_chain", "fold_stack", "folds", "internals_shown", "public", "show_internals"]
+__all__ = [
+    "fold_chain", "fold_stack", "folds", "internals_shown", "level_of_user", "public", "show_internals",
+]  # fmt: skip
 
 Thing = TypeVar("Thing")
 
@@ -145,6 +148,15 @@ def fold_stack(text: str) -> str:
     lines = text.strip().splitlines()
     kept = [line for line in lines if not any(f'"{place}' in line for place in _places())]
     return "\n".join(kept if any("File " in line for line in kept) and not _Switch.shown else lines)
+
+
+def level_of_user() -> int:
+    """Return the `stacklevel` with which a warning by the caller of this function is shown at the user's line."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and _is_folded(frame):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _places() -> Iterator[str]:

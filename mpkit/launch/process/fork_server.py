@@ -256,12 +256,18 @@ def warm_up() -> None:
 def import_installed(modules: list[str]) -> None:
     """Import what the next ranks will need, since every rank would spend seconds importing a large library.
 
-    An import that fails here fails in the ranks too, where the error is reported.
+    An import that fails here is left to the ranks: they fail as well, and report it, or each takes its time.
     """
     for name in modules:
         if name not in sys.modules:
-            with contextlib.suppress(Exception):
+            try:
                 importlib.import_module(name)
+            except Exception as error:
+                print(
+                    f"mpkit: {name} is imported by each rank, since importing it once for all of them raised "
+                    f"{type(error).__name__}: {error}",
+                    file=sys.stderr,
+                )
     gc.collect()
     gc.freeze()
 

@@ -63,7 +63,10 @@ def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -
     except BaseException as error:  # SystemExit too: a rank that exits early leaves its peers waiting
         try:
             report(error, rank, place, recorder)
-        except BaseException:
+        except BaseException as worse:  # the disk is full, perhaps; the rank's output may be writable
+            with contextlib.suppress(OSError):
+                text = f"rank {rank} raised {type(error).__name__}, and could not report it: {type(worse).__name__}\n"
+                os.write(2, text.encode())
             os._exit(UNREPORTED)
         os._exit(1)
 
@@ -180,9 +183,11 @@ def report(error: BaseException, rank: int, folder: Path, recorder: Recorder | N
     if recorder is not None:
         current = recorder.current
         details |= {"step": current.step, "stage": current.stage, "microbatch": current.microbatch}
-    with contextlib.suppress(Exception):  # they may be the user's own, and reporting the error has priority
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
+    except Exception as unwritten:  # they may be the user's own; the error that ended the rank has priority
+        details["message"] += f"\n(Its last output is lost: {type(unwritten).__name__}: {unwritten})"
     write_error(folder, rank, details)
     if recorder is not None:
         recorder.close("failed")

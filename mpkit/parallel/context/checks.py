@@ -23,6 +23,7 @@ from mpkit.parallel.context.inside import ContextParallel
 from mpkit.parallel.context.positions import shift_positions
 from mpkit.parallel.context.sequence import check_sequences, sequence_part
 from mpkit.parallel.stage.stage import call
+from mpkit.support.caught import fakes_or_real, one_line
 
 __all__ = ["check_context_parallel", "without_content"]
 
@@ -50,19 +51,18 @@ def check_context_parallel(
     # ---- data
     check_sequences(inputs, targets, n, order)
     sample = part(inputs, slice(0, 1))
-    if not _passes_without_content(model, sample, n, order):
-        # Either the model is refused again, in words for the user, or only the tensors without content were to blame.
-        _check_forward(copy.deepcopy(model), sample, n, order)
 
-
-def _passes_without_content(model: nn.Module, sample: Value, n: int, order: str) -> bool:
-    try:
+    def on_fakes() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = map_tensors(mode.from_tensor, sample)
             _check_forward(without_content(model, mode), fakes, n, order)
-    except Exception:  # whatever it is, the run on real tensors reports it
-        return False
-    return True
+
+    # A model that is refused is refused again on real tensors, with numbers in the message.
+    fakes_or_real(
+        on_fakes,
+        lambda: _check_forward(copy.deepcopy(model), sample, n, order),
+        f"A part of a sequence in {type(model).__name__}",
+    )
 
 
 @torch.no_grad()
@@ -89,12 +89,11 @@ def _check_forward(model: nn.Module, sample: Value, n: int, order: str) -> None:
         except ValueError:
             raise
         except Exception as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             shapes = [list(tensor.shape) for tensor in leaves(mine)]
             raise ValueError(
                 f"cp={n}: the model refuses a rank's part of the sequences, tensors of shape "
-                f"{', '.join(map(str, shapes))} at the end of sequences of {length * n} tokens: {said}. Does it take "
-                "shorter sequences than its longest?"
+                f"{', '.join(map(str, shapes))} at the end of sequences of {length * n} tokens: "
+                f"{one_line(error)}. Does it take shorter sequences than its longest?"
             ) from None
     attention.check_used()
     # ---- outputs

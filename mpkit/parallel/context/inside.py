@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -104,13 +104,8 @@ class ContextParallel(TorchFunctionMode):
                 "each score is made on one rank, and again in the backward. Set it to 0 in the model (of "
                 "transformers: attention_dropout=0, attn_pdrop=0 or attention_probs_dropout_prob=0 in the config)."
             )
-        if attn_mask is not None and not _hides_nothing(attn_mask):
-            raise ValueError(
-                f"Attention over cp={n} ranks takes no mask but is_causal, and was given one of shape "
-                f"{list(attn_mask.shape)}: it is about the tokens of one rank, and keys come from all. Sequences "
-                "without padding need none; sliding windows, relative positions and prefixes need cp=1."
-                f"{self._jumps()}"
-            )
+        if attn_mask is not None:
+            self._check_mask(attn_mask)
         if not is_causal and query.shape[-2] == 1:
             raise ValueError(
                 f"Attention over cp={n} ranks: with one token a rank, transformers' models leave out the causal mask. "
@@ -124,6 +119,19 @@ class ContextParallel(TorchFunctionMode):
         return ring_attention(
             query, key, value, self.group, is_causal=is_causal, scale=scale, order=self.order
         )
+
+    def _check_mask(self, mask: Tensor) -> None:
+        unknown = None
+        try:
+            if bool(mask.all() if mask.dtype == torch.bool else (mask == 0).all()):
+                return  # it hides nothing
+        except DataDependentOutputException as error:  # a mask without content
+            unknown = error
+        raise ValueError(
+            f"Attention over cp={self.group.size} ranks takes no mask but is_causal, and was given one of shape "
+            f"{list(mask.shape)}: it is about the tokens of one rank, and keys come from all. Sequences without "
+            f"padding need none; sliding windows, relative positions and prefixes need cp=1.{self._jumps()}"
+        ) from unknown
 
     def _jumps(self) -> str:
         if self.order == "contiguous":
@@ -147,13 +155,6 @@ class ContextParallel(TorchFunctionMode):
                 "AutoModel.from_config(config, attn_implementation='sdpa'); a model of your own: "
                 "F.scaled_dot_product_attention(q, k, v, is_causal=True)."
             )
-
-
-def _hides_nothing(mask: Tensor) -> bool:
-    """Return whether a mask hides nothing; if that cannot be known without values, return False."""
-    if isinstance(mask, FakeTensor):
-        return False
-    return bool(mask.all() if mask.dtype == torch.bool else (mask == 0).all())
 
 
 def _refuse(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -109,8 +109,8 @@ def elementwise(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFu
     """Declare that an optimizer changes each element by that element's own gradient and state alone.
 
     ZeRO, tensor parallelism and pipelines give a rank parts of what an optimizer works on, so mpkit first tries every
-    optimizer on parts. One that cannot be tried, because it refuses parameters other than the model's, is refused
-    unless it is declared. One that was tried and is not elementwise stays refused.
+    optimizer on parts. One that cannot be tried, because it refuses parameters other than the model's or steps on a GPU
+    only, is refused unless it is declared. One that was tried and is not elementwise stays refused.
 
     Args:
         function: optimizer(params) -> torch.optim.Optimizer.

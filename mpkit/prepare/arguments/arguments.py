@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from mpkit.plan.checks import real, whole
 from mpkit.plan.plan import Plan
 from mpkit.schedule import NAMES, Action, Schedule
+from mpkit.support.caught import one_line
 
 __all__ = [
     "a_kind_of",
@@ -22,7 +23,6 @@ __all__ = [
     "check_model",
     "check_plan",
     "check_update",
-    "one_line",
 ]
 
 MOST_STEPS = 2**31 - 1
@@ -220,13 +220,6 @@ def check_loss(loss: Any) -> None:
             f"loss={type(loss).__name__}(reduction={reduction!r}): the loss is the mean over the batch, from which "
             f"that over micro-batches is put together: loss=torch.nn.{type(loss).__name__}(), or (total, count)"
         )
-
-
-def one_line(error: BaseException) -> str:
-    """Return an exception's type and message in one line, without the traceback."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[0] if lines else "no reason given"
-    return f"{type(error).__name__}: {said[:300]}"
 
 
 def a_kind_of(value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from mpkit.parallel.partition.walk import HOOKS
-from mpkit.prepare.arguments.arguments import one_line
+from mpkit.support.caught import one_line
 
 __all__ = ["copied"]
 
@@ -39,12 +39,15 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     try:
         made = copy.deepcopy(model, memo)
     except Exception as error:
-        where = next((name for name, child in model.named_children() if not _can_be_copied(child)), None)
-        which = f"The model's {where}" if where is not None else "The model"
+        which, reason = "The model", error
+        for name, child in model.named_children():
+            if (refused := _refusal(child)) is not None:
+                which, reason = f"The model's {name}", refused
+                break
         raise ValueError(
-            f"{which} cannot be copied, and so not sent to the ranks: {one_line(error)}. Locks, open files, generators "
-            "and the like belong to this process: make them when they are first used, on the rank, or leave them out "
-            "(__getstate__)."
+            f"{which} cannot be copied, and so not sent to the ranks: {one_line(reason)}. Locks, open files, "
+            "generators and the like belong to this process: make them when they are first used, on the rank, or leave "
+            "them out (__getstate__)."
         ) from None
     for module in made.modules():
         _rebind(vars(module), [name for name in ("forward",) if name in vars(module)], memo)
@@ -54,12 +57,13 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     return made
 
 
-def _can_be_copied(module: nn.Module) -> bool:
+def _refusal(module: nn.Module) -> Exception | None:
+    """Return what a module raises when it is copied; None if it can be copied."""
     try:
         copy.deepcopy(module)
-    except Exception:
-        return False
-    return True
+    except Exception as error:
+        return error
+    return None
 
 
 def _rebind(functions: dict[Any, Any], names: Iterable[Any], memo: dict[int, Any]) -> None:

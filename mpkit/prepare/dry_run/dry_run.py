@@ -22,11 +22,12 @@ from mpkit.models.chain import layers_of
 from mpkit.parallel.data_parallel.sync_batchnorm import Alone, batch_norms, over_whole_batch
 from mpkit.parallel.partition.boundary import Boundary, LayerNumbers
 from mpkit.parallel.stage.stage import PRECISIONS, call, cast
-from mpkit.prepare.arguments.arguments import CROSS_ENTROPY, one_line
+from mpkit.prepare.arguments.arguments import CROSS_ENTROPY
 from mpkit.prepare.dry_run.copying import copied
 from mpkit.prepare.dry_run.count import Passed, count_layers
 from mpkit.prepare.dry_run.quiet import quiet
 from mpkit.record.flops import Flops
+from mpkit.support.caught import fakes_or_real, one_line
 
 __all__ = ["dry_run", "narrow_copy", "of_wide_outputs", "quiet", "whole"]
 
@@ -83,11 +84,12 @@ def dry_run(
 
 
 def _passed(fakes: _Fakes, model: nn.Module, x: Value, y: Value, loss: Loss) -> list[Passed]:
-    with contextlib.suppress(Exception):
-        return fakes.walk(x, y, loss)
-    # Either the model refuses its inputs, and will do so again with the error that the user knows; or it only cannot
-    # run on fake tensors.
-    return _walk_for_real(model, x, y, loss)
+    # If the model refuses its inputs, it does so again on real tensors, with the error that the user knows.
+    return fakes_or_real(
+        lambda: fakes.walk(x, y, loss),
+        lambda: _walk_for_real(model, x, y, loss),
+        f"A micro-batch of {type(model).__name__}",
+    )
 
 
 def narrow_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:

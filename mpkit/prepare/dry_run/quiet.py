@@ -12,24 +12,33 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from mpkit.errors import UnwisePlan
+from mpkit.support.caught import report
+
 __all__ = ["quiet"]
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress printing, logging and warnings inside the context, and restore all random states afterwards."""
+    """Suppress printing, logging and warnings inside the context, and restore all random states afterwards.
+
+    What mpkit itself reports there (`UnwisePlan`) is shown afterwards, unless the context ends with an exception.
+    """
     states = random.getstate(), np.random.get_state()
     logged = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # fake tensors log every refusal, with a traceback from inside torch
     with (
         torch.random.fork_rng(devices=[]),
-        warnings.catch_warnings(),
+        warnings.catch_warnings(record=True) as caught,
         contextlib.redirect_stdout(io.StringIO()),
     ):
         warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UnwisePlan)
         try:
             yield
         finally:
             logging.disable(logged)
             random.setstate(states[0])
             np.random.set_state(states[1])
+    for message in dict.fromkeys(str(each.message) for each in caught if each.category is UnwisePlan):
+        report(message)

@@ -20,6 +20,8 @@ from mpkit.data.microbatch import Value, map_tensors, part
 from mpkit.models.chain import layers_of
 from mpkit.parallel.context.checks import without_content
 from mpkit.parallel.stage.stage import call
+from mpkit.prepare.dry_run.quiet import quiet
+from mpkit.support.caught import fakes_or_real
 
 __all__ = ["keys_and_values"]
 
@@ -39,13 +41,17 @@ def keys_and_values(model: nn.Module, inputs: Value, held: Sequence[Sequence[str
         held: the names of each stage's parameters.
     """
     sample = part(inputs, slice(0, 1))
-    try:
+
+    def on_fakes() -> list[tuple[str, int]]:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            found = _walk(without_content(model, mode), map_tensors(mode.from_tensor, sample))
-    except Exception:
-        found = _walk(copy.deepcopy(model), sample)
+            return _walk(without_content(model, mode), map_tensors(mode.from_tensor, sample))
+
     sums = [0] * len(held)
-    for module, size in found:
+    with quiet():  # on real tensors, dropout would advance the caller's random state
+        attentions = fakes_or_real(
+            on_fakes, lambda: _walk(copy.deepcopy(model), sample), f"A sample of {type(model).__name__}"
+        )
+    for module, size in attentions:
         sums[_stage_of(module, held)] += size
     return sums
 

@@ -5,7 +5,8 @@ projection, a residual added inside a region, or heads counted by another attrib
 an error. So the first samples go through the whole model, and then through its shards, each in a thread of its own that
 stands for a rank; loss and gradients must be the same.
 
-    copies    in float64, with some noise on each weight, so that zeros hide nothing; without dropout
+    copies    in float64 if the model computes in it, otherwise in its own precision; with some noise on each weight, so
+              that zeros hide nothing; without dropout
     threads   t of them, whose collectives meet at a barrier
     compare   the loss; gradients of shards concatenated, partial sums summed, all others equal on each rank
 """
@@ -18,25 +19,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from mpkit.data.microbatch import Value, map_tensors, part
+from mpkit.data.microbatch import Value
 from mpkit.parallel.stage.shard import Sharded, put_together
-from mpkit.parallel.stage.stage import call
 from mpkit.parallel.tensor import shard_model
 from mpkit.plan.plan import Plan
-from mpkit.prepare.arguments.arguments import one_line
 from mpkit.prepare.layout.meeting import Meeting, Seat
+from mpkit.prepare.layout.whole import Gradients, Whole, compute_whole, train, unknown
+from mpkit.support.caught import one_line, report
 
 __all__ = ["check_divided"]
 
 Loss = Callable[[Any, Any], Any]
-Gradients = dict[str, Tensor | None]
 
 LARGEST = 50_000_000
 """Elements of the largest model that is checked: its float64 copies fit into memory and compute in a moment."""
-CLOSE = 1e-3
-"""The relative error of a gradient that may be due to rounding: some models compute parts in float32."""
 
 
 def check_divided(model: nn.Module, batch: tuple[Value, Value], plan: Plan, loss: Loss) -> None:
@@ -49,29 +47,28 @@ def check_divided(model: nn.Module, batch: tuple[Value, Value], plan: Plan, loss
         batch: a batch, of which the first two samples are used.
 
     Raises:
-        ValueError: the results differ; the message names the parameter whose gradient differs most.
+        ValueError: the results differ; the message names the parameter whose gradient differs most. Or they cannot be
+            compared, since the whole model fails in evaluation mode.
     """
     sizes = [parameter.numel() for parameter in model.parameters()]
     own = type(model).__module__.startswith("mpkit.models.") and plan.tensor is None
     if plan.tp == 1 or own or sum(sizes) > LARGEST or not _has_content(model):
         return
-    x, y = (map_tensors(_wide, part(value, slice(0, 2))) for value in batch)
-    whole = _copy(model)
-    try:
-        expected = _train(whole, x, y, loss)
-    except Exception:  # it computes in one dtype only; the dry run has reported other errors
+    whole = compute_whole(model, batch, plan, loss)
+    if not all(bool(grad.isfinite().all()) for grad in whole.gradients.values() if grad is not None):
+        report(unknown(model, plan, "the loss or a gradient of the whole model is not finite"))
         return
-    if not all(bool(grad.isfinite().all()) for grad in expected.values() if grad is not None):
-        return
-    examined = _Examined(whole, plan, x, y, loss)
+    examined = _Examined(whole, plan, loss)
     found = examined.gradients()
-    errors = {name: _error(expected[name], grad, expected) for name, grad in found.items()}
-    worst = max(errors.values())
-    if worst <= CLOSE or _error_of(_train(whole, x, y, loss), expected) > CLOSE:  # it draws random numbers
+    errors = {name: whole.error(name, grad) for name, grad in found.items()}
+    if max(errors.values()) <= whole.close:
+        return
+    if not whole.repeats(loss):
+        report(unknown(model, plan, "the whole model computes another loss or gradient each time"))
         return
     # A mistake within a region also shows in the layers before it: the message names the region.
     inside = {n: r.entry for r in examined.plan_regions for n in errors if n.startswith(f"{r.entry}.")}
-    wrong = [name for name in inside if errors[name] > CLOSE] or list(errors)
+    wrong = [name for name in inside if errors[name] > whole.close] or list(errors)
     name = max(wrong, key=errors.__getitem__)
     region, worst = inside.get(name), errors[name]
     raise ValueError(
@@ -88,9 +85,9 @@ def check_divided(model: nn.Module, batch: tuple[Value, Value], plan: Plan, loss
 class _Examined:
     """Computes the gradients of the shards and combines them."""
 
-    def __init__(self, whole: nn.Module, plan: Plan, x: Value, y: Value, loss: Loss) -> None:
-        self._plan, self._whole = plan, whole
-        self._batch = x, y, loss
+    def __init__(self, whole: Whole, plan: Plan, loss: Loss) -> None:
+        self._plan, self._whole = plan, whole.model
+        self._batch = whole.x, whole.y, loss
         self._meeting = Meeting(plan.tp)
         self._found: dict[int, tuple[Sharded, Gradients]] = {}
         self._errors: list[Exception] = []
@@ -138,7 +135,7 @@ class _Examined:
                 model, Seat(self._meeting, index), plan.tensor, sequence=plan.sequence_parallel
             )
             x, y, loss = self._batch
-            self._found[index] = sharded, _train(model, x, y, loss)
+            self._found[index] = sharded, train(model, x, y, loss)
         except threading.BrokenBarrierError:
             pass  # another rank has failed
         except Exception as error:
@@ -146,50 +143,5 @@ class _Examined:
             self._meeting.barrier.abort()
 
 
-# ---- copies and their gradients ------------------------------------------------------------------------------
-
-
 def _has_content(model: nn.Module) -> bool:
     return all(type(p) is nn.Parameter and not p.is_meta for p in model.parameters())
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    made = copy.deepcopy(model).to(torch.float64).eval()
-    noise = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=noise, dtype=torch.float64), alpha=0.05)
-    return made
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _train(model: nn.Module, x: Value, y: Value, loss: Loss) -> Gradients:
-    """Return the gradients, with the loss under the name ""."""
-    model.zero_grad()
-    with torch.enable_grad():
-        value = loss(call(model, map_tensors(torch.clone, x), first=True), map_tensors(torch.clone, y))
-        value = value[0] if isinstance(value, tuple) else value  # (total, count)
-        value.backward()
-    found: Gradients = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
-    found[""] = value.detach()
-    return found
-
-
-def _error(expected: Tensor | None, found: Tensor | None, scale: Gradients) -> float:
-    """Return a gradient's error relative to its largest element, or to a millionth of the largest of all gradients."""
-    if expected is None or found is None:
-        other = found if expected is None else expected
-        return 0.0 if other is None or not bool(other.any()) else 1.0
-    largest = max(float(grad.abs().max()) for grad in scale.values() if grad is not None and grad.numel())
-    size = max(float(expected.abs().max()) if expected.numel() else 0.0, 1e-6 * largest)
-    error = float((found - expected).abs().max()) if expected.numel() else 0.0
-    if error != error:
-        return float("inf")
-    return error / size if size > 0 else 0.0
-
-
-def _error_of(found: Gradients, expected: Gradients) -> float:
-    return max(_error(expected[name], grad, expected) for name, grad in found.items())

@@ -18,8 +18,8 @@ from mpkit.parallel.context.sequence import sequence_part
 from mpkit.parallel.runtime.local_model import attention_over, localize
 from mpkit.parallel.stage.shard import Sharded
 from mpkit.plan.plan import Plan
-from mpkit.prepare.arguments.arguments import one_line
 from mpkit.prepare.dry_run.copying import copied
+from mpkit.support.caught import one_line
 
 __all__ = ["Localized", "local_copy"]
 

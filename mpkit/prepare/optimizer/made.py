@@ -10,7 +10,8 @@ from torch.optim import optimizer as torch_optimizers
 
 from mpkit.models.hooks import hook_name, hooks_on
 from mpkit.parallel.update.optimizer import described, stand_in, trained_parameters
-from mpkit.prepare.arguments.arguments import ADAM, a_kind_of, one_line
+from mpkit.prepare.arguments.arguments import ADAM, a_kind_of
+from mpkit.support.caught import one_line, report
 
 __all__ = ["check_optimizer", "is_elementwise", "plain"]
 
@@ -39,8 +40,9 @@ def is_elementwise(made: torch.optim.Optimizer) -> bool:
     >>> is_elementwise(torch.optim.Adam([nn.Parameter(torch.ones(2))]))
     True
     """
-    hooked = made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks
-    return type(made) in ELEMENTWISE and not hooked and "step" not in vars(made)
+    if type(made) not in ELEMENTWISE or "step" in vars(made):
+        return False
+    return not made._optimizer_step_pre_hooks and not made._optimizer_step_post_hooks
 
 
 def check_optimizer(
@@ -92,6 +94,12 @@ def _make(optimizer: Any, params: dict[str, nn.Parameter]) -> torch.optim.Optimi
         raise ValueError(
             f"optimizer({given}) gave {a_kind_of(made)}; it gives a torch.optim.Optimizer of the parameters: {ADAM}"
         )
+    lacking = [name for name in ("param_groups", "state") if not hasattr(made, name)]
+    if lacking:
+        raise ValueError(
+            f"optimizer({given}) gave {type(made).__name__} without {' and '.join(lacking)}, of which ranks make its "
+            f"part and checkpoints: its __init__ calls super().__init__(params, defaults), as {ADAM[10:]} does."
+        )
     return made
 
 
@@ -138,7 +146,12 @@ def _check_frozen(
     }
     try:
         other = described(optimizer).of(every)
-    except Exception:  # it accepts trained parameters only, and receives only those
+    except Exception as error:
+        report(
+            f"optimizer: given the frozen {frozen[0]} too, as in model.parameters(), the function raises "
+            f"{one_line(error)}. The ranks give it the trained parameters only; whether its groups are those of a loop "
+            "that gives it all of them is not known."
+        )
         return
     ours, theirs = _options(made, params), _options(other, every)
     differs = next((name for name in params if ours.get(name) != theirs.get(name)), None)

@@ -26,14 +26,18 @@ from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.parallel.stage.shard import Shard
 from mpkit.parallel.update.optimizer import OptimizerFunction, described, stand_in, trained_parameters
 from mpkit.plan.plan import Plan
-from mpkit.prepare.arguments.arguments import ADAM, one_line
+from mpkit.prepare.arguments.arguments import ADAM
 from mpkit.prepare.dry_run.dry_run import quiet
 from mpkit.prepare.optimizer.made import check_optimizer, is_elementwise
 from mpkit.prepare.optimizer.trial import SCALES, Division, Examined, Trial
+from mpkit.support.caught import one_line, report
 
 __all__ = ["examine_optimizer"]
 
 Steps = list[dict[str, Tensor]]
+
+DECLARED = "optimizer=mk.elementwise(the function)"
+"""How an optimizer is declared to treat each element by itself."""
 
 
 def examine_optimizer(
@@ -104,28 +108,56 @@ class _Checks:
     def tried(self) -> Steps | None:
         """Return the parameters after each step in plain PyTorch; None if they cannot be determined.
 
+        What is then unknown is reported.
+
         Raises:
             ValueError: a step fails, or the optimizer would be divided and cannot be tried.
         """
-        given, wide = self.trial, self.trial.in_float64()
+        given, self.trial = self.trial, self.trial.in_float64()
         try:
-            self.trial = wide
-            return wide.run()
-        except Exception:  # it may need the model's own precision
-            self.trial, self.tolerance = given, 1e-3
-        try:
-            return given.run()
+            return self.trial.run()
         except Exception as error:
-            if not given.smaller:
-                raise ValueError(
-                    f"optimizer: a step of {self.kind} fails on parameters and gradients like the model's: "
-                    f"{one_line(error)}. Ranks call step() without arguments, when the gradients of the whole "
-                    f"batch are there. One that takes a step from them works: {ADAM}"
-                ) from None
-            divided = self.plan.pp > 1 or self.plan.zero or self.plan.tp > 1
-            if divided and not self.function.elementwise:
-                raise self._cannot_tell(error) from None
+            in_float64 = error
+        self.trial, self.tolerance = given, 1e-3
+        try:
+            expected = given.run()
+        except Exception as error:
+            self._refuse_untried(error)
+            report(
+                f"optimizer: {self.kind} cannot be tried before the ranks start: {one_line(error)}. Whether it repeats "
+                "itself on ranks that hold the same parameters, and whether a checkpoint would have all that it "
+                "changes, is not known."
+            )
             return None
+        if self._divides() and not self.function.elementwise:
+            report(
+                f"optimizer: {self.kind} was tried in the model's own precision, since in float64 it raises "
+                f"{one_line(in_float64)}. Since {_who(self.plan)}, each element has to change by itself; what one "
+                f"takes from others is noticed above {self.tolerance:.1%} of its update only. If it takes nothing, say "
+                f"so: {DECLARED}"
+            )
+        return expected
+
+    def _refuse_untried(self, error: Exception) -> None:
+        """Refuse an optimizer that cannot be tried, unless it is declared elementwise, or large and on one rank whole.
+
+        A large model's optimizer is tried on smaller parameters, which it may refuse where it accepts the model's.
+        """
+        if self.function.elementwise:
+            return
+        if not self.trial.smaller:
+            raise ValueError(
+                f"optimizer: a step of {self.kind} fails on parameters and gradients like the model's: "
+                f"{one_line(error)}. Ranks call step() without arguments, when the gradients of the whole batch are "
+                f"there. One that takes a step from them works: {ADAM}. If it does on the ranks' GPUs only, and treats "
+                f"each element by itself, say so: {DECLARED}"
+            ) from None
+        if self._divides():
+            raise self._cannot_tell(error) from None
+
+    def _divides(self) -> bool:
+        """Return whether ranks have parts of what the optimizer of the whole model updates."""
+        return self.plan.pp > 1 or self.plan.zero > 0 or self.plan.tp > 1
 
     def repeats(self, expected: Steps) -> None:
         """Check that ranks which hold the same parameters end with the same values.
@@ -134,7 +166,14 @@ class _Checks:
             ValueError: the optimizer is not deterministic.
         """
         everything: Division = {w.name: None for w in self.trial.whole}
-        off, _ = self.trial.off_by(expected, self.trial.run(seed=1), everything)
+        try:
+            again = self.trial.run(seed=1)
+        except Exception as error:
+            raise ValueError(
+                f"optimizer: {self.kind} with {self.plan}: made and stepped a second time it fails, {one_line(error)}, "
+                f"and each rank makes its own. One that can be made again works: {ADAM}"
+            ) from None
+        off, _ = self.trial.off_by(expected, again, everything)
         if off:
             raise ValueError(
                 f"optimizer: {self.kind} with {self.plan}: made and stepped twice on the same gradients it ends with "
@@ -213,7 +252,7 @@ class _Checks:
             f"does, {ADAM}",
             "whole parameters",
         )
-        return ValueError(f"{refusal}. If it does, say so: optimizer=mk.elementwise(the function)")
+        return ValueError(f"{refusal}. If it does, say so: {DECLARED}")
 
     def _refusal(self, why: str, fitting: str, held: str) -> str:
         """Return the words of an error: what was asked, why it cannot be, and the two things that would work.

@@ -22,7 +22,6 @@ from mpkit.parallel.partition.graph import Graph, PartitionedModel
 from mpkit.parallel.partition.walk import prepare_modules
 from mpkit.parallel.stage.stage import PRECISIONS, cast
 from mpkit.plan.plan import Plan
-from mpkit.prepare.arguments.arguments import one_line
 from mpkit.prepare.dry_run.copying import copied
 from mpkit.prepare.dry_run.dry_run import narrow_copy, of_wide_outputs, whole
 from mpkit.prepare.partition.calls import stages_of_blocks, starts
@@ -31,6 +30,7 @@ from mpkit.prepare.partition.divide import divide
 from mpkit.prepare.partition.hold import hold
 from mpkit.prepare.partition.record import record
 from mpkit.prepare.partition.refusals import CannotCut, Entered, tell_if_entered
+from mpkit.support.caught import fakes_or_real, one_line, report
 
 __all__ = ["open_for_draws", "open_model"]
 
@@ -106,13 +106,18 @@ def open_for_draws(
 
     Returns None if no block draws random numbers.
 
-    A model that cannot be opened draws as one layer; no pipeline could be compared with it.
+    A model that cannot be opened draws as one layer, which is reported; no pipeline could be compared with it.
     """
     if not model.training or not any(map(may_draw, model.modules())):
         return None
     try:
         opened = open_model(model, shapes, plan, loss)
-    except Exception:
+    except Exception as error:
+        report(
+            f"{type(model).__name__} draws its random numbers (dropout) as one layer, and not block by block as a "
+            f"pipeline does, since it cannot be opened ({one_line(error)}). Runs on one rank draw the same as each "
+            "other; a pipeline of this model is refused for the same reason."
+        )
         return None
     draws = any(node.random for division in opened.divisions.values() for node in division.graph.nodes)
     return opened if draws else None
@@ -153,20 +158,24 @@ class _DryRuns:
         self._true: nn.Module | None = None
 
     def record(self, inputs: Value, targets: Value, loss: Loss) -> Graph:
+        """Record the graph of a micro-batch; on real tensors where control flow depends on values."""
         cpu = torch.device("cpu")
-        try:
+
+        def on_fakes() -> Graph:
             with self._mode:
                 if self._fake is None:
                     self._fake = self._copy(self._mode.from_tensor)
                 x, y = (map_tensors(self._mode.from_tensor, value) for value in (inputs, targets))
                 return record(self._fake, x, y, loss, cpu)
-        except (CannotCut, Entered):
-            raise
-        except Exception:  # control flow that depends on values, within a block or of the inputs
+
+        def on_real() -> Graph:
             if self._true is None:
                 self._true = self._copy(torch.clone)
             x, y = (map_tensors(torch.clone, value) for value in (inputs, targets))
             return record(self._true, x, y, loss, cpu)
+
+        what = f"The graph of {type(self._model).__name__}'s blocks"
+        return fakes_or_real(on_fakes, on_real, what, final=(CannotCut, Entered))
 
     def _copy(self, of: Callable[[Tensor], Tensor]) -> nn.Module:
         memo: dict[int, Any] = {}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mpkit.prepare.probe.trial import Found, Trial
+from mpkit.support.caught import one_line, report
 
 __all__ = ["ROUNDING", "SINGLE", "are_apart", "differ", "far", "same_rows"]
 
@@ -24,6 +25,8 @@ def differ(
 ) -> tuple[Found, Found, bool]:
     """Try both ways; if they differ by what may be rounding, repeat in float64 to decide.
 
+    If the model cannot run in float64, less precision has to do, which is reported where it decides.
+
     Args:
         trial: the trial of model, loss and data.
         compared: runs a trial in both ways.
@@ -37,8 +40,15 @@ def differ(
         return whole, parts, False
     try:
         wide = compared(trial.wide())
-    except Exception:  # layers of fixed precision: compare in their precision
-        return whole, parts, are_apart(whole, parts, SINGLE)
+    except Exception as error:
+        apart = are_apart(whole, parts, SINGLE)
+        if not apart:
+            report(
+                "Loss or gradients of a few samples differ from those of the same samples in parts, by at most "
+                f"{SINGLE:.0e} of their size. That may be rounding, or a loss or layer that looks at other samples of "
+                f"its batch; in float64, which would tell, it raises {one_line(error)}."
+            )
+        return whole, parts, apart
     return whole, parts, are_apart(*wide, ROUNDING)
 
 

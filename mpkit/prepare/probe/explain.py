@@ -14,6 +14,7 @@ from mpkit.prepare.probe.compare import ROUNDING, SINGLE, far, same_rows
 from mpkit.prepare.probe.layers import first_that_differs
 from mpkit.prepare.probe.trial import Found, Trial
 from mpkit.prepare.probe.words import for_layer, for_loss, for_model_loss
+from mpkit.support.caught import one_line
 
 __all__ = ["explain", "kind_of"]
 
@@ -28,7 +29,20 @@ def explain(plan: Plan, trial: Trial, whole: Found, split: Found, parts: Parts, 
         whole, split: the results for the samples at once, and in these parts.
         size: the number of samples in the batch.
     """
-    tolerance, tried = _precisely(trial)
+    tolerance, tried, imprecise = _precisely(trial)
+    return _explain(plan, trial, tried, tolerance, whole, split, parts, size) + imprecise
+
+
+def _explain(
+    plan: Plan,
+    trial: Trial,
+    tried: Trial,
+    tolerance: float,
+    whole: Found,
+    split: Found,
+    parts: Parts,
+    size: int,
+) -> str:
     everybody = [[i for part in parts for i in part]]
     all_outputs = tried.run([sorted(everybody[0])]).outputs[0]
     by_part = tried.run(parts).outputs
@@ -51,40 +65,49 @@ def explain(plan: Plan, trial: Trial, whole: Found, split: Found, parts: Parts, 
         return for_layer(plan, trial.model, None, far(whole.gradients, split.gradients))
     if any(abs(float(one[i]) - whole.loss) <= SINGLE * abs(whole.loss) for i in scalars):
         return for_model_loss(plan, None, "its parts do not add up to it")
-    return for_loss(plan, kind_of(tried, whole, split), whole.loss, split.loss, size)
+    kind, note = kind_of(tried, whole, split)
+    return for_loss(plan, kind, whole.loss, split.loss, size) + note
 
 
-def kind_of(trial: Trial, whole: Found, split: Found) -> str:
-    """Return the kind of loss: "sum", "mean" (over something other than samples) or "whole"."""
+def kind_of(trial: Trial, whole: Found, split: Found) -> tuple[str, str]:
+    """Return the kind of loss, and a note where fewer samples have none.
+
+    The kinds are "sum", "mean" (over something other than samples) and "whole".
+    """
     if isclose(sum(split.losses), whole.loss, rel_tol=1e-4):
-        return "sum"
+        return "sum", ""
     if batch_size(trial.data[0]) < 3:
-        return "mean" if all(map(isfinite, split.losses)) else "whole"
-
-    def of(*which: int) -> float:
-        return trial.run([list(which)]).loss
-
+        return ("mean" if all(map(isfinite, split.losses)) else "whole"), ""
+    few = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)]
     try:
-        a, b, c, ab, bc, abc = of(0), of(1), of(2), of(0, 1), of(1, 2), of(0, 1, 2)
-    except Exception:  # the loss is undefined for so few samples
-        return "whole"
+        losses = [trial.run([which]).loss for which in few]
+    except Exception as error:  # the loss may be undefined for so few samples
+        return "whole", f" Of one, two or three samples it raises {one_line(error)}."
+    return ("mean" if _is_weighted_mean(*losses) else "whole"), ""
+
+
+def _is_weighted_mean(a: float, b: float, c: float, ab: float, bc: float, abc: float) -> bool:
+    """Return whether the losses of samples a, b, c and of some together are those of a weighted mean."""
     if not all(map(isfinite, (a, b, c))):  # undefined for one sample: all masked, or a spread
-        return "mean" if any(map(isfinite, (a, b, c))) else "whole"
+        return any(map(isfinite, (a, b, c)))
     if abs(b - ab) < 1e-9 or abs(bc - b) < 1e-9 * abs(b):
-        return "mean"
-    # In a weighted mean, pairs determine the weights, and the weights determine the loss of three.
+        return True
+    # Pairs determine the weights, and the weights determine the loss of three.
     weight_b = (ab - a) / (b - ab)
     weight_c = weight_b * (bc - b) / (c - bc) if c != bc else 0.0
     expected = (a + weight_b * b + weight_c * c) / (1 + weight_b + weight_c)
-    positive = weight_b > 0 and weight_c > 0
-    return "mean" if positive and isclose(expected, abc, rel_tol=1e-6) else "whole"
+    return weight_b > 0 and weight_c > 0 and isclose(expected, abc, rel_tol=1e-6)
 
 
-def _precisely(trial: Trial) -> tuple[float, Trial]:
-    """Return the tolerance and the trial in float64, if the model can run in float64."""
+def _precisely(trial: Trial) -> tuple[float, Trial, str]:
+    """Return the tolerance and the trial in float64; where that fails, the given trial, and a note that says so."""
     try:
         wide = trial.wide()
         wide.run([[0, 1]])
-    except Exception:  # layers of fixed precision
-        return SINGLE, trial
-    return ROUNDING, wide
+    except Exception as error:
+        return (
+            SINGLE,
+            trial,
+            f" (Compared in the model's own precision: in float64 it raises {one_line(error)}.)",
+        )
+    return ROUNDING, wide, ""

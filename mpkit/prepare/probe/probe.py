@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 
 from mpkit.data.microbatch import Value, batch_size, part
-from mpkit.loss.guard import Guarded, Masked
+from mpkit.launch.process.packing import dumps
 from mpkit.loss.mean import MeanLoss
 from mpkit.loss.quotient import nominal_count
 from mpkit.loss.whole_batch import WholeBatchLoss
 from mpkit.models.nested import flatten
 from mpkit.plan.plan import Plan
-from mpkit.prepare.arguments.arguments import one_line
 from mpkit.prepare.probe.buffers import check_buffers
-from mpkit.prepare.probe.compare import ROUNDING, are_apart, differ
+from mpkit.prepare.probe.compare import differ
 from mpkit.prepare.probe.explain import explain
 from mpkit.prepare.probe.heard import Heard
-from mpkit.prepare.probe.masks import variants
+from mpkit.prepare.probe.masked_data import try_masked
 from mpkit.prepare.probe.parts import Parts, dealt, division
 from mpkit.prepare.probe.sequences import check_sequence_loss
 from mpkit.prepare.probe.trial import Found, Trial
-from mpkit.prepare.probe.words import for_masked, for_model_loss
+from mpkit.support.caught import one_line
 
 __all__ = [
     "MOST",
@@ -149,7 +148,9 @@ class Probe:
         if first is None or split is None:  # unknown
             return found
         if found.nominal is None and heard.pair is None and judged[0] is not None and judged[1] is not None:
-            found = self._masks(found, [judged[0].outputs, judged[1].outputs])
+            at_once, apart = (self.all, judged[0].outputs), (self.of_loss, judged[1].outputs)
+            guarded = try_masked(self.plan, self.trial, self.loss, self.batches, at_once, apart)
+            found = found._replace(loss=guarded) if guarded is not None else found
         warned = check_buffers(self.trial, self.all, self.parts, self.plan, (first.buffers, split.buffers))
         return found._replace(warnings=tuple(warned))
 
@@ -218,46 +219,6 @@ class Probe:
             raise ValueError(explain(self.plan, trial, whole, split, parts, self.size))
         return before, after
 
-    def _masks(self, found: Objective, outputs: list[list[Any]]) -> Objective:
-        """Try data in which some targets do not count; where that matters, look for such targets in the data.
-
-        Args:
-            found: the objective so far.
-            outputs: the outputs of the model, for all samples and for each part.
-
-        Raises:
-            ValueError: the data has such targets.
-        """
-        minding: list[Masked] = []
-        for variant in variants(self.loss, self.data):
-            if variant.masked in minding:
-                continue
-            tried = self.trial.of(variant.data)
-            try:
-                if variant.masked.side == 1:  # targets, which the model does not see
-                    at_once, apart = (
-                        tried.of_outputs(made, parts)
-                        for made, parts in zip(outputs, (self.all, self.of_loss), strict=True)
-                    )
-                    differs = are_apart(at_once, apart, 8 * ROUNDING)
-                else:
-                    differs = differ(tried, lambda t: (t.run(self.all), t.run(self.of_loss)))[2]
-            except Exception:  # the loss or the model refuses such data, and will on the ranks too
-                continue
-            if differs:
-                minding.append(variant.masked)
-        if not minding:
-            return found
-        say = for_model_loss if any(masked.side == 0 for masked in minding) else for_masked
-        if not isinstance(self.batches, list):
-            message = say(self.plan, minding[0].number, "such came in this micro-batch")
-            return found._replace(loss=Guarded(self.loss, minding, message))
-        for i, (inputs, targets) in enumerate(self.batches):
-            for masked in minding:
-                if masked.uneven(inputs, targets):
-                    raise ValueError(say(self.plan, masked.number, f"data[{i}] has such"))
-        return found
-
 
 def untried(error: BaseException) -> str:
     """Return the warning for a model or a loss that failed in its trial."""
@@ -265,11 +226,18 @@ def untried(error: BaseException) -> str:
 
 
 def copied(loss: Loss) -> Loss:
-    """Return a copy of the loss as a rank receives it, so that the state of the original does not change."""
+    """Return a copy of the loss as a rank receives it, so that the state of the original does not change.
+
+    Raises:
+        ValueError: it cannot be sent to a rank.
+    """
     try:
-        found: Loss = cloudpickle.loads(cloudpickle.dumps(loss))
-    except Exception:  # it cannot be sent to the ranks either; that error says why
-        return loss
+        found: Loss = pickle.loads(dumps(loss))
+    except Exception as error:
+        raise ValueError(
+            f"The loss cannot be sent to the ranks: {one_line(error)}. Locks, open files, generators and the like "
+            "belong to this process: make them when the loss is first called, or leave them out (__getstate__)."
+        ) from None
     return found
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mpkit.plan.plan import Plan
+from mpkit.support.caught import one_line
 
-__all__ = ["for_layer", "for_loss", "for_masked", "for_model_loss"]
+__all__ = ["for_layer", "for_loss", "for_masked", "for_model_loss", "for_untried"]
 
 PAIR = "loss=lambda out, y: ((F.cross_entropy(out, y, reduction='none') * mask).sum(), mask.sum())"
 MEAN = "loss=mk.mean_loss(lambda out, y: F.cross_entropy(out.flatten(0, -2), y.flatten()))"
@@ -87,6 +88,16 @@ def for_model_loss(plan: Plan, number: int | None, why: str) -> str:
         "the loss from the logits: data=[(inputs, labels)], loss=mk.mean_loss(lambda out, y: "
         "F.cross_entropy(out.logits[:, :-1].flatten(0, 1), y[:, 1:].flatten())) for a causal language model; without "
         "the shift for others."
+    )
+
+
+def for_untried(plan: Plan, number: int | None, batch: int, error: Exception) -> str:
+    """Return the warning for data whose masked targets the loss refused when it was tried."""
+    such = "a mask or weights" if number is None else f"targets of {number}"
+    return (
+        f"data[{batch}] has {such}, different ones for each sample, and the loss of such data could not be compared "
+        f"with that of its parts: tried on a few samples it raises {one_line(error)}. {plan} computes a batch in parts "
+        f"({_parts(plan)}). If the loss is a mean over what is not masked, let it return (total, count): {PAIR}"
     )
 
 

@@ -1,0 +1,399 @@
+"""What mpkit catches and does not raise is reported: by no broad `except` is anything decided in silence."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import mpkit as mk
+from mpkit.classroom.judge import _shows
+from mpkit.launch.process.folder import read_error, reserve
+from mpkit.launch.process.fork_server import import_installed
+from mpkit.launch.process.rank import report as report_of_rank
+from mpkit.prepare.layout.attentions import keys_and_values
+from mpkit.prepare.prepare import prepare
+from mpkit.prepare.recompute import recomputes_nothing
+from mpkit.support.caught import fakes_or_real, one_line
+
+PACKAGE = Path(mk.__file__).parent
+
+
+# ---------------------------------------------------------------- the source
+
+BROAD = {"Exception", "BaseException"}
+
+
+def silent(source: str) -> Iterator[int]:
+    """The lines at which a source catches everything, without raising and without looking at what it caught."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.ExceptHandler(type=kind, name=name, body=body) if kind is None or catches_all(kind):
+                inside = [inner for statement in body for inner in ast.walk(statement)]
+                raises = any(isinstance(inner, ast.Raise) for inner in inside)
+                uses = any(isinstance(inner, ast.Name) and inner.id == name for inner in inside)
+                if not raises and not uses:
+                    yield node.lineno
+            case ast.Call(func=func, args=args) if last_name(func) == "suppress" and any(
+                map(catches_all, args)
+            ):
+                yield node.lineno
+
+
+def catches_all(kind: ast.expr) -> bool:
+    kinds = kind.elts if isinstance(kind, ast.Tuple) else [kind]
+    return any(last_name(each) in BROAD for each in kinds)
+
+
+def last_name(node: ast.expr) -> str:
+    return ast.unparse(node).rpartition(".")[2]
+
+
+@pytest.mark.parametrize(
+    ("handler", "found"),
+    [
+        ("except Exception:\n    pass", True),
+        ("except:\n    x = 1", True),
+        ("except (ValueError, Exception) as error:\n    x = 1", True),
+        ("except BaseException as error:\n    error = None if x else 1", False),
+        ("except Exception:\n    raise", False),
+        ("except Exception as error:\n    print(error)", False),
+        ("except ValueError:\n    pass", False),
+    ],
+)
+def test_what_counts_as_silent(handler: str, found: bool) -> None:
+    assert bool(list(silent(f"try:\n    f()\n{handler}"))) == found
+
+
+def test_suppressing_everything_is_silent_too() -> None:
+    assert list(silent("with contextlib.suppress(OSError), suppress(Exception):\n    f()")) == [1]
+    assert list(silent("with contextlib.suppress(OSError):\n    f()")) == []
+
+
+def test_nothing_is_caught_in_silence() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE.parent)}:{line}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line in silent(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, (
+        "name the exceptions, raise, or report what was caught (mpkit.support.caught): " + ", ".join(found)
+    )
+
+
+# ---------------------------------------------------------------- on fake tensors, else on real ones
+
+
+class Odd(Exception):
+    """An error that is none of torch's."""
+
+
+def fails(error: Exception) -> Callable[[], Any]:
+    def run() -> Any:
+        raise error
+
+    return run
+
+
+def test_real_tensors_decide() -> None:
+    assert fakes_or_real(lambda: 1, fails(Odd()), "it") == 1
+    assert fakes_or_real(fails(RuntimeError("no content")), lambda: 2, "it") == 2
+    with pytest.warns(mk.UnwisePlan, match=r"^it was computed for real .* raises Odd: why\."):
+        assert fakes_or_real(fails(Odd("why")), lambda: 3, "it") == 3
+    with pytest.raises(KeyError, match="of the user's own"):
+        fakes_or_real(fails(Odd()), fails(KeyError("of the user's own")), "it")
+    with pytest.raises(Odd):
+        fakes_or_real(fails(Odd()), lambda: 4, "it", final=(Odd,))
+
+
+def test_an_error_that_cannot_be_printed_is_quoted_all_the_same() -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise Odd
+
+    assert one_line(Unprintable()) == "Unprintable: (its __str__ raises Odd)"
+
+
+# ---------------------------------------------------------------- models that fail where they are tried
+
+X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(8, 4)
+
+
+class OnReal(nn.Module):
+    """A layer that refuses tensors without content, with an error of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor):
+            raise Odd("no numbers")
+        return x
+
+
+class Looks(nn.Module):
+    """A layer whose control flow depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if bool(x.sum() > 0) else x * 1.0
+
+
+class NoChain(nn.Module):
+    """A model with dropout that is no chain.
+
+    Args:
+        between: what happens to tensors between its blocks.
+    """
+
+    def __init__(self, between: Callable[[Tensor], Any] = lambda x: x) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(2))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            self.between(x)
+        return x
+
+
+class FloatOnly(nn.Module):
+    """A layer that computes in float32 whatever the model's precision."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise Odd(f"float32 is wanted, not {x.dtype}")
+        made: Tensor = self.inner(x)
+        return made
+
+
+def net(*layers: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), *layers, nn.Linear(4, 4))
+
+
+def prepared(model: nn.Module, plan: mk.Plan, data: Any = ((X, Y),), loss: Any = F.mse_loss) -> Any:
+    how: dict[str, Any] = {"ranks": plan.ranks, "steps": len(data), "optimizer": sgd}
+    return prepare(model, list(data), plan, loss=loss, **how)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def reports(call: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    assert all(each.category is mk.UnwisePlan for each in caught)
+    return [str(each.message) for each in caught]
+
+
+def test_a_layer_that_only_fake_tensors_fail_in() -> None:
+    (said,) = reports(lambda: prepared(net(OnReal()), mk.Plan.serial()))
+    assert said.startswith("A micro-batch of Sequential was computed for real") and "Odd: no numbers" in said
+    assert reports(lambda: prepared(net(Looks()), mk.Plan.serial())) == []
+
+
+def test_the_report_is_shown_at_the_users_line() -> None:
+    with pytest.warns(mk.UnwisePlan) as caught:
+        prepared(net(OnReal()), mk.Plan.serial())
+    assert {each.filename for each in caught} == {__file__}
+
+
+def test_unused_parameters_that_cannot_be_looked_for() -> None:
+    said = reports(lambda: prepared(net(OnReal()), mk.Plan.ddp(2)))
+    assert any("whether every parameter gets a gradient is not known" in each for each in said)
+    assert reports(lambda: prepared(net(Looks()), mk.Plan.ddp(2))) == []
+
+
+@pytest.mark.parametrize("between", [lambda x: x.tolist(), lambda x: x.register_hook(print)])
+def test_draws_as_one_layer(between: Callable[[Tensor], Any]) -> None:
+    """A model that cannot be opened draws other random numbers than one that can: that is no secret."""
+    (said,) = reports(lambda: prepared(NoChain(between), mk.Plan.serial()))
+    assert "NoChain draws its random numbers (dropout) as one layer" in said
+    with pytest.raises((ValueError, RuntimeError), match=r"cannot be cut|tolist\(\) is not supported"):
+        prepared(NoChain(between), mk.Plan.gpipe(2, 2))  # as the report says
+    assert reports(lambda: prepared(NoChain(between).eval(), mk.Plan.serial())) == []  # draws nothing
+
+
+def test_a_model_that_can_be_opened_draws_by_blocks() -> None:
+    assert reports(lambda: prepared(NoChain(), mk.Plan.serial())) == []
+    opened = prepared(NoChain(), mk.Plan.serial()).local[0].opened
+    assert opened is not None and len(opened.blocks) == 2
+
+
+def test_looking_for_attention_draws_nothing_of_the_callers() -> None:
+    model = net(Looks(), nn.Dropout(0.5))
+    state = torch.get_rng_state()
+    assert keys_and_values(model, X, [["0.weight"]]) == [0]
+    assert torch.equal(torch.get_rng_state(), state)
+    plan = mk.Plan(recompute="selective")
+    (said, *_) = reports(lambda: recomputes_nothing(net(OnReal()), X, plan))
+    assert said.startswith("A sample of Sequential was computed for real")
+
+
+# ---------------------------------------------------------------- models divided by tensor parallelism
+
+
+class Residual(nn.Module):
+    """What it adds to its input is inside of it, which a region cannot divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Fn(nn.Module):
+    """A layer that is one function of its input and of whether it trains."""
+
+    def __init__(self, fn: Callable[[Tensor, bool], Tensor]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(x, self.training)
+
+
+def trains_only(x: Tensor, training: bool) -> Tensor:
+    if not training:
+        raise Odd("no evaluation")
+    return x
+
+
+def between(middle: nn.Module) -> tuple[nn.Module, mk.Plan]:
+    """A region of two linear layers, with this one between them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), middle, nn.Linear(8, 4))
+    return model, mk.Plan(tp=2, tensor=mk.TensorPlan((mk.Region("0", ("0",), "2"),)))
+
+
+def test_a_model_of_one_precision_is_compared_in_it() -> None:
+    assert reports(lambda: prepared(*between(FloatOnly(nn.ReLU())))) == []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), FloatOnly(Residual()))
+    plan = mk.TensorPlan((mk.Region("1", ("1.inner.up",), "1.inner.down"),))
+    with pytest.raises(ValueError, match="does not compute what it computes whole"):
+        prepared(model, mk.Plan(tp=2, tensor=plan))
+
+
+def test_a_model_that_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"could not be checked .*fails in evaluation mode .*Odd: no evaluation.*tp=1"
+    ):
+        prepared(*between(Fn(trains_only)))
+
+
+@pytest.mark.parametrize(
+    ("fn", "why"),
+    [
+        (lambda x, _: x + torch.rand_like(x), "computes another loss or gradient each time"),
+        (lambda x, _: x.sqrt(), "is not finite"),
+    ],
+)
+def test_a_model_whose_numbers_cannot_be_compared_is_reported(fn: Any, why: str) -> None:
+    (said,) = reports(lambda: prepared(*between(Fn(fn))))
+    assert "could not be checked on two samples" in said and why in said
+
+
+# ---------------------------------------------------------------- the probe
+
+
+def test_a_small_difference_that_float64_cannot_explain_is_reported() -> None:
+    """A layer that takes a little from the other samples, in float32 only."""
+
+    def mixes(share: float) -> nn.Module:
+        return FloatOnly(Fn(lambda x, _: x + share * x.mean(0)))
+
+    (said,) = set(reports(lambda: prepared(net(mixes(5e-5)), mk.Plan.ddp(2))))
+    assert "That may be rounding, or a loss or layer that looks at other samples" in said
+    assert "Odd: float32 is wanted" in said
+    with pytest.raises(
+        ValueError, match=r"\(Compared in the model's own precision: in float64 it raises Odd: float32"
+    ):
+        prepared(net(mixes(0.5)), mk.Plan.ddp(2))
+
+
+def test_a_loss_that_has_no_value_for_few_samples() -> None:
+    def spread(out: Tensor, y: Tensor) -> Tensor:
+        if len(out) < 4:
+            raise Odd("too few")
+        return (out - y).square().mean(1).std()
+
+    with pytest.raises(
+        ValueError, match=r"needs the whole batch.*Of one, two or three samples it raises Odd: too few"
+    ):
+        prepared(net(), mk.Plan.ddp(2), loss=spread)
+
+
+def test_a_loss_that_cannot_be_sent_is_refused_at_once() -> None:
+    lock = threading.Lock()
+
+    def guarded(out: Tensor, y: Tensor) -> Tensor:
+        with lock:
+            return F.mse_loss(out, y)
+
+    with pytest.raises(ValueError, match=r"The loss cannot be sent to the ranks: TypeError: .*lock"):
+        prepared(net(), mk.Plan.ddp(2), loss=guarded)
+
+
+def test_masks_that_cannot_be_tried_are_reported_where_the_data_has_them() -> None:
+    def by_tens(out: Tensor, y: Tensor) -> Tensor:
+        """Targets are tens of ones and zeros, and others no targets."""
+        if not bool(((y == 0) | (y == 10)).all()):
+            raise Odd("no target")
+        return (out.sum(1) - y).square().mean()
+
+    targets = torch.tensor([0, 10, 0, 10, 0, 10, 10, 0])
+    known = [(X, targets)]
+    assert reports(lambda: prepared(net(), mk.Plan.ddp(2), known, by_tens)) == []
+    (said,) = reports(lambda: prepared(net(), mk.Plan.ddp(2), [(X, targets), (X, targets - 1)], by_tens))[:1]
+    assert said.startswith("data[1] has targets of -1") and "Odd: no target" in said
+
+
+# ---------------------------------------------------------------- ranks, and a class
+
+
+def test_a_rank_reports_its_error_though_its_output_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(flush=fails(Odd("closed")), write=len))
+    reserve(tmp_path, 1)
+    report_of_rank(KeyError("the cause"), 0, tmp_path, None)
+    found = read_error(tmp_path, 0)
+    assert found is not None
+    assert found["type"] == "KeyError" and found["message"].endswith("(Its last output is lost: Odd: closed)")
+
+
+def test_an_import_that_fails_ahead_of_the_ranks_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        import_installed(["no_such_module"])
+    finally:
+        gc.unfreeze()
+    assert "no_such_module is imported by each rank" in capfd.readouterr().err
+
+
+def test_a_mistake_is_not_looked_for_in_results_of_another_form() -> None:
+    def shows(error: Exception) -> bool:
+        seen: Any = None
+        mistake: Any = SimpleNamespace(when=lambda _: fails(error)())
+        return _shows(seen, mistake, seen, seen)
+
+    assert not shows(IndexError()) and not shows(TypeError())
+    with pytest.raises(Odd):
+        shows(Odd())
