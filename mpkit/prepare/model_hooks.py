@@ -149,9 +149,9 @@ def _adds_up(model: nn.Module, hooks: list[Hook], inputs: Value) -> bool:
     everything = slice(0, count)
     gradients = [_gradients(model, hooks, inputs, [everything], size) for size in SIZES]
     parts = _gradients(model, hooks, inputs, [slice(i, i + 1) for i in range(count)], 1.0)
-    if any(found is None for found in (*gradients, parts)):
+    if any(gradient is None for gradient in (*gradients, parts)):
         return False  # no output has a batch dimension: unknown
-    return all(_alike(gradients[0], found) for found in (*gradients[1:], parts))
+    return all(_alike(gradients[0], gradient) for gradient in (*gradients[1:], parts))
 
 
 def _alike(ones: Any, others: Any) -> bool:
@@ -199,12 +199,12 @@ def check_state_hooks(model: nn.Module) -> None:
     Raises:
         ValueError: one of them adds, renames, drops or replaces an entry.
     """
-    found = [
+    hooks = [
         (name, function)
         for name, module in model.named_modules()
         for function in (*module._state_dict_pre_hooks.values(), *module._state_dict_hooks.values())
     ]
-    if not found:
+    if not hooks:
         return
     state, plain = model.state_dict(keep_vars=True), dict[str, Tensor]()
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -216,7 +216,7 @@ def check_state_hooks(model: nn.Module) -> None:
     changed = [key for key in state.keys() | plain.keys() if state.get(key) is not plain.get(key)]
     changed = [key for key in changed if not key.endswith("_extra_state")]
     if changed:
-        where, function = found[0]
+        where, function = hooks[0]
         raise ValueError(
             f"The state-dict hook {hook_name(function)} of {where or 'the model'} changes entries of the state dict "
             f"({', '.join(sorted(changed)[:3])}), which ranks give by the names and in the shapes of parameters and "

@@ -158,10 +158,13 @@ def _check_checkpoints(
 ) -> tuple[Saving | None, Resume | None]:
     """Return where checkpoints are saved, and the checkpoint to resume from."""
     every, folder = options.get("checkpoint_every"), options.get("checkpoint_dir")
-    saving, found = check_saving(every, folder, options.get("checkpoint_keep", 2)), options.get("resume_from")
-    if saving is not None or found is not None:
+    saving, resume_from = (
+        check_saving(every, folder, options.get("checkpoint_keep", 2)),
+        options.get("resume_from"),
+    )
+    if saving is not None or resume_from is not None:
         check_saved(examined)
-    return saving, None if found is None else take_up(find_checkpoint(found), facts, steps)
+    return saving, None if resume_from is None else take_up(find_checkpoint(resume_from), facts, steps)
 
 
 def _facts_of_run(batches: Any, how: Procedure, blocks: tuple[int, int]) -> dict[str, Any]:

@@ -92,13 +92,13 @@ def find_checkpoint(resume_from: Any, say: Callable[[str], None] = print) -> Res
     damages = []
     for candidate in candidates(path, doubtful_first=True):
         try:
-            found = _whole(candidate)
+            checkpoint = _whole(candidate)
         except Damaged as damage:
             damages.append(f"{candidate.name}: {damage}")
             continue
         for line in damages:
             say(f"mpkit: passed over a damaged checkpoint, {line}. Going on from {candidate.name}.")
-        return found
+        return checkpoint
     if damages:
         raise ValueError(f"resume_from={str(path)!r}: no checkpoint there is whole. " + "; ".join(damages))
     raise ValueError(f"resume_from={str(path)!r}: no checkpoint is there (step-00000010, say); {saves}")

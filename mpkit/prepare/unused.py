@@ -70,7 +70,7 @@ def _trained(model: nn.Module) -> set[int]:
 
 def _reached(value: Tensor) -> set[int]:
     """Return the ids of the parameters in a value's graph."""
-    found: set[int] = set()
+    reached: set[int] = set()
     seen: set[Any] = set()
     ahead: list[Any] = [value.grad_fn]
     while ahead:
@@ -79,9 +79,9 @@ def _reached(value: Tensor) -> set[int]:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
+            reached.add(id(node.variable))
         ahead += [following for following, _ in node.next_functions]
-    return found
+    return reached
 
 
 def _without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

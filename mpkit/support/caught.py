@@ -64,13 +64,13 @@ def fakes_or_real(
         raise
     except Exception as error:
         failed = error
-    found = on_real()
+    result = on_real()
     if not needs_content(failed):
         report(
             f"{what} was computed for real before the ranks started, which takes time and memory: on tensors that "
             f"have shapes and no content it raises {one_line(failed)}."
         )
-    return found
+    return result
 
 
 def needs_content(error: BaseException) -> bool:

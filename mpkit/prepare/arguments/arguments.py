@@ -135,9 +135,9 @@ def _for_ranks(plan: Plan, ranks: int) -> Plan:
             if 1 in (mesh["pp"], plan.pp):
                 changes |= {"schedule": "gpipe", "virtual_stages": 1}
         with suppress(ValueError):  # a schedule may need another number of micro-batches
-            found = replace(plan, **changes, sequence_parallel=plan.sequence_parallel and mesh["tp"] > 1)
-            _with_few(found).build()
-            return found
+            fitting = replace(plan, **changes, sequence_parallel=plan.sequence_parallel and mesh["tp"] > 1)
+            _with_few(fitting).build()
+            return fitting
     return Plan.ddp(ranks)
 
 
@@ -156,7 +156,7 @@ def check_integers(steps: Any, seed: Any) -> tuple[int, int]:
     Raises:
         ValueError: they are not integers, or are out of range.
     """
-    found = []
+    checked = []
     for name, value, least, most, good in (
         ("steps", steps, 1, MOST_STEPS, 3),
         ("seed", seed, 0, MOST_SEED, 0),
@@ -170,8 +170,8 @@ def check_integers(steps: Any, seed: Any) -> tuple[int, int]:
             raise ValueError(
                 f"{name}={value!r}: {name} is at most {most:,}{SEED_WHY * (name == 'seed')}, such as {name}={good}"
             )
-        found.append(number)
-    return found[0], found[1]
+        checked.append(number)
+    return checked[0], checked[1]
 
 
 def check_update(max_grad_norm: Any, lr_schedule: Any, steps: int) -> None:

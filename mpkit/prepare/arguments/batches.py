@@ -57,10 +57,10 @@ def take_batches(data: Any, steps: int) -> WholeBatches | Batches | Stream:
         raise ValueError(
             f"data is a pair of tensors, one batch; {WANTED}. For one batch again and again: data=[data]"
         )
-    found = WholeBatches(checked_batch(item, i) for i, item in enumerate(items))
+    batches = WholeBatches(checked_batch(item, i) for i, item in enumerate(items))
     if isinstance(data, DataLoader):
-        found.read_in = time.perf_counter() - began
-    return found
+        batches.read_in = time.perf_counter() - began
+    return batches
 
 
 def of_every_size(batches: WholeBatches | Batches | Stream, steps: int) -> list[tuple[Value, Value]]:

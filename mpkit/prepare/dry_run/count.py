@@ -31,7 +31,7 @@ def count_layers(
     Identical layers, such as the blocks of a transformer, are counted once.
     """
     counted: dict[Hashable, Flops] = {}
-    found = []
+    numbers = []
     given: Boundary | None = None
     for i, ((_, layer), (output, in_place)) in enumerate(zip(layers_of(model), passed, strict=True)):
         if i == 0:
@@ -41,10 +41,10 @@ def count_layers(
             if key not in counted:
                 counted[key] = count(layer, *_empty(given)) if given is not None else Flops()
             flops = counted[key]
-        found.append(LayerNumbers(flops, output, in_place))
+        numbers.append(LayerNumbers(flops, output, in_place))
         given = output
     last = count(loss, *_empty(given), targets) if given is not None else Flops()
-    return [*found, LayerNumbers(last, None)]
+    return [*numbers, LayerNumbers(last, None)]
 
 
 def _count_first(layer: nn.Module, inputs: Value) -> Flops:

@@ -63,7 +63,7 @@ def dry_run(
     Raises:
         ValueError: a layer refuses its inputs, or the loss is not a scalar.
     """
-    found: dict[Hashable, list[LayerNumbers]] = {}
+    numbers: dict[Hashable, list[LayerNumbers]] = {}
     dtype = PRECISIONS.get(precision)
     if dtype is not None:
         model, loss = narrow_copy(model, dtype), of_wide_outputs(loss)
@@ -75,12 +75,12 @@ def dry_run(
         x, y = cut(inputs if dtype is None else cast(inputs, dtype)), cut(targets)
         with attention():
             passed = _passed(fakes, model, x, y, loss)
-            found[key] = (
+            numbers[key] = (
                 count_layers(model, x, y, loss, passed)
                 if counts
                 else [LayerNumbers(Flops(), *each) for each in (*passed, Passed(None, False))]
             )
-    return found
+    return numbers
 
 
 def _passed(fakes: _Fakes, model: nn.Module, x: Value, y: Value, loss: Loss) -> list[Passed]:
@@ -161,7 +161,7 @@ def _walk_for_real(model: nn.Module, inputs: Value, targets: Value, loss: Loss) 
 
 def _walk(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[Passed]:
     """Run layer after layer and then the loss; return each output and whether the layer writes into its inputs."""
-    found = []
+    passed = []
     value: Any = inputs
     for i, (name, layer) in enumerate(layers_of(model)):
         given, before = value, _versions(value)
@@ -173,9 +173,9 @@ def _walk(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[P
                 f"The model refuses {whole}: layer {i} ({name or 'the model'}, {type(layer).__name__}) was given "
                 f"{_describe(given)} and said: {one_line(error)}"
             ) from None
-        found.append(Passed(Boundary.of(value), _versions(given) != before))
+        passed.append(Passed(Boundary.of(value), _versions(given) != before))
     _check_loss(loss, value, targets)
-    return found
+    return passed
 
 
 def _versions(value: Any) -> list[int]:

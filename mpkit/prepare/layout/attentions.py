@@ -104,8 +104,8 @@ class _Attentions(TorchFunctionMode):
 def _stage_of(module: str, held: Sequence[Sequence[str]]) -> int:
     """Return the last stage that has a parameter of the module, or of the nearest enclosing one."""
     while module:
-        found = [i for i, names in enumerate(held) if any(name.startswith(f"{module}.") for name in names)]
-        if found:
-            return found[-1]
+        stages = [i for i, names in enumerate(held) if any(name.startswith(f"{module}.") for name in names)]
+        if stages:
+            return stages[-1]
         module = module.rpartition(".")[0]
     return len(held) - 1

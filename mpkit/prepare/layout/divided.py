@@ -59,8 +59,8 @@ def check_divided(model: nn.Module, batch: tuple[Value, Value], plan: Plan, loss
         report(unknown(model, plan, "the loss or a gradient of the whole model is not finite"))
         return
     examined = _Examined(whole, plan, loss)
-    found = examined.gradients()
-    errors = {name: whole.error(name, grad) for name, grad in found.items()}
+    gradients = examined.gradients()
+    errors = {name: whole.error(name, grad) for name, grad in gradients.items()}
     if max(errors.values()) <= whole.close:
         return
     if not whole.repeats(loss):
@@ -113,19 +113,19 @@ class _Examined:
         shards = [self._found[i] for i in range(self._plan.tp)]
         sharded = shards[0][0]
         self.plan_regions = sharded.plan.regions
-        found: Gradients = {}
+        summed: Gradients = {}
         for name in shards[0][1]:
             parts = [gradients[name] for _, gradients in shards]
             known = [grad for grad in parts if grad is not None]
             if len(known) < len(parts):
-                found[name] = sum(known) if known else None  # type: ignore[assignment]
+                summed[name] = sum(known) if known else None  # type: ignore[assignment]
             elif name in sharded.shards:
-                found[name] = put_together([one.shards[name] for one, _ in shards], known)
+                summed[name] = put_together([one.shards[name] for one, _ in shards], known)
             elif name in sharded.partial:
-                found[name] = torch.stack(known).sum(0)
+                summed[name] = torch.stack(known).sum(0)
             else:  # equal on each rank: take the one farthest from the first
-                found[name] = max(known, key=lambda grad: float((grad - known[0]).abs().max()))
-        return found
+                summed[name] = max(known, key=lambda grad: float((grad - known[0]).abs().max()))
+        return summed
 
     def _rank(self, index: int) -> None:
         try:

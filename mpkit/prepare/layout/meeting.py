@@ -28,9 +28,9 @@ class Meeting:
         """Return the tensors of all threads, by place."""
         self.brought[index] = tensor.detach().clone()
         self.barrier.wait()
-        found = list(self.brought)
+        tensors = list(self.brought)
         self.barrier.wait()
-        return found
+        return tensors
 
 
 class Seat(AtOnce):

@@ -145,7 +145,7 @@ def _tied(model: nn.Module, resolved: ResolvedPlan, size: int) -> list[float]:
     """
     whole = dict(model.named_parameters(remove_duplicate=False))
     plan, schedule = resolved.plan, resolved.schedule
-    found = [0.0] * plan.pp
+    sent = [0.0] * plan.pp
     holders = {stage: place for place in range(plan.pp) for stage in schedule.stages_of(place)}
     for shared in resolved.shared:
         name = next(iter(shared.names.values()))
@@ -153,10 +153,10 @@ def _tied(model: nn.Module, resolved: ResolvedPlan, size: int) -> list[float]:
             continue
         each = whole[name].numel() * size / (plan.tp if name in resolved.sharded[0].shards else 1)
         owner, *borrowers = dict.fromkeys(holders[stage] for stage in shared.names)
-        found[owner] += each * len(borrowers)
+        sent[owner] += each * len(borrowers)
         for place in borrowers:
-            found[place] += each
-    return found
+            sent[place] += each
+    return sent
 
 
 def _split(resolved: ResolvedPlan) -> list[float]:

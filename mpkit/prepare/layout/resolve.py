@@ -149,9 +149,9 @@ def _partitions(
         return [None] * len(copies)
     if plan.stages == 1:
         return [open_for_draws(model, shapes, plan, loss)]
-    found: list[PartitionedModel | None] = []
+    partitions: list[PartitionedModel | None] = []
     for local in copies:
-        found.append(
+        partitions.append(
             open_model(
                 local.model,
                 shapes,
@@ -160,10 +160,10 @@ def _partitions(
                 relays=relays,
                 cut=local.cut,
                 attention=local.attention,
-                like=found[0] if found else None,
+                like=partitions[0] if partitions else None,
             )
         )
-    return found
+    return partitions
 
 
 def _of_partition(partition: PartitionedModel) -> tuple[Names, Names, tuple[Shared, ...]]:
@@ -197,11 +197,11 @@ def _trained_by_rank(
 ) -> tuple[int, ...]:
     """Return, by rank, the elements of the trained parameters that it would hold if ZeRO sharded nothing."""
     whole = dict(model.named_parameters(remove_duplicate=False))
-    found = []
+    counts = []
     for rank in range(plan.ranks):
         place = plan.mesh.place(rank)
         shards = sharded[place.tp % len(sharded)].shards
         mine = {name: whole[name] for stage in schedule.stages_of(place.pp) for name in held[stage]}
         once = {id(p): (name, p) for name, p in mine.items() if p.requires_grad}
-        found.append(sum(prod(shards[n].shape) if n in shards else p.numel() for n, p in once.values()))
-    return tuple(found)
+        counts.append(sum(prod(shards[n].shape) if n in shards else p.numel() for n, p in once.values()))
+    return tuple(counts)

@@ -44,15 +44,15 @@ class Whole(NamedTuple):
     close: float
     least: float
 
-    def error(self, name: str, found: Tensor | None) -> float:
+    def error(self, name: str, gradient: Tensor | None) -> float:
         """Return a gradient's error relative to its largest element, or to the least that counts."""
         expected, scale = self.gradients[name], self.gradients.values()
-        if expected is None or found is None:
-            other = found if expected is None else expected
+        if expected is None or gradient is None:
+            other = gradient if expected is None else expected
             return 0.0 if other is None or not bool(other.any()) else 1.0
         largest = max(float(grad.abs().max()) for grad in scale if grad is not None and grad.numel())
         size = max(float(expected.abs().max()) if expected.numel() else 0.0, self.least * largest)
-        error = float((found - expected).abs().max()) if expected.numel() else 0.0
+        error = float((gradient - expected).abs().max()) if expected.numel() else 0.0
         if error != error:
             return float("inf")
         return error / size if size > 0 else 0.0
@@ -119,6 +119,6 @@ def train(model: nn.Module, x: Value, y: Value, loss: Loss) -> Gradients:
         value = loss(call(model, map_tensors(torch.clone, x), first=True), map_tensors(torch.clone, y))
         value = value[0] if isinstance(value, tuple) else value  # (total, count)
         value.backward()
-    found: Gradients = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
-    found[""] = value.detach()
-    return found
+    gradients: Gradients = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+    gradients[""] = value.detach()
+    return gradients

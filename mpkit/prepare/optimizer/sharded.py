@@ -213,12 +213,12 @@ class _Checks:
 
     def _check(self, expected: Steps, division: Division, wrong: Callable[[str, float], ValueError]) -> None:
         try:
-            found = self.trial.run(division)
+            steps = self.trial.run(division)
         except Exception as error:
             if self.function.elementwise:
                 return
             raise self._cannot_tell(error) from None
-        off, name = self.trial.off_by(expected, found, division)
+        off, name = self.trial.off_by(expected, steps, division)
         if off > self.tolerance:
             raise wrong(name, off)
 
@@ -299,10 +299,10 @@ def _updated_by(resolved: ResolvedPlan, first_names: Mapping[str, str]) -> list[
         first_names: the first name of each parameter, by any of its names.
     """
     seen: set[str] = set()
-    found: list[list[str]] = [[] for _ in range(resolved.mesh.pp)]
+    by_place: list[list[str]] = [[] for _ in range(resolved.mesh.pp)]
     for place, names in zip(resolved.schedule.stage_to_rank, resolved.held, strict=True):
         for name in dict.fromkeys(first_names[n] for n in names):
             if name not in seen:
                 seen.add(name)
-                found[place].append(name)
-    return found
+                by_place[place].append(name)
+    return by_place

@@ -75,9 +75,9 @@ class Trial:
     def in_float64(self) -> Trial:
         """Return this trial with parameters in float64, which shows the smallest differences."""
         wide = [w._replace(dtype=torch.float64) if w.dtype.is_floating_point else w for w in self.whole]
-        found = Trial(self._function, wide, len(self._scales))
-        found.smaller = self.smaller
-        return found
+        trial = Trial(self._function, wide, len(self._scales))
+        trial.smaller = self.smaller
+        return trial
 
     def run(self, division: Division | None = None, seed: int = 0) -> list[dict[str, Tensor]]:
         """Return the parameters after each step of an optimizer that holds all of them, or a division of them.
@@ -96,7 +96,7 @@ class Trial:
         }
         optimizer = make_optimizer(self._function, self.whole, held)
         before = {} if optimizer is None else _besides(optimizer)
-        found: list[dict[str, Tensor]] = []
+        steps: list[dict[str, Tensor]] = []
         for step, scale in enumerate(self._scales):
             for i, w in enumerate(self.whole):
                 if w.name in held:
@@ -106,13 +106,13 @@ class Trial:
                     held[w.name].parameter.grad = _taken(held[w.name].take, gradient).clone()
             if optimizer is not None:
                 optimizer.step()
-            found.append({name: each.parameter.detach().clone() for name, each in held.items()})
+            steps.append({name: each.parameter.detach().clone() for name, each in held.items()})
         if division is None and optimizer is not None:
             self.examined = _examined(optimizer, before)
-        return found
+        return steps
 
     def off_by(
-        self, expected: list[dict[str, Tensor]], found: list[dict[str, Tensor]], division: Division
+        self, expected: list[dict[str, Tensor]], actual: list[dict[str, Tensor]], division: Division
     ) -> tuple[float, str]:
         """Return the largest error of a division's parameters relative to their update, and that parameter's name.
 
@@ -120,7 +120,7 @@ class Trial:
         """
         worst, name = 0.0, ""
         before = {w.name: _values(w, i) for i, w in enumerate(self.whole)}
-        for wholes, parts in zip(expected, found, strict=True):
+        for wholes, parts in zip(expected, actual, strict=True):
             for key, part in parts.items():
                 reach = float((wholes[key] - before[key]).nan_to_num().abs().max()) if part.numel() else 0.0
                 off = _off(_taken(division[key], wholes[key]), part, reach)
@@ -130,11 +130,13 @@ class Trial:
         return worst, name
 
 
-def _off(expected: Tensor, found: Tensor, reach: float) -> float:
-    if not found.numel() or torch.equal(expected, found):
+def _off(expected: Tensor, actual: Tensor, reach: float) -> float:
+    if not actual.numel() or torch.equal(expected, actual):
         return 0.0
-    same = (expected == found) | (expected.isnan() & found.isnan())
-    difference = float((expected - found)[~same].abs().nan_to_num(torch.inf).max()) if not same.all() else 0.0
+    same = (expected == actual) | (expected.isnan() & actual.isnan())
+    difference = (
+        float((expected - actual)[~same].abs().nan_to_num(torch.inf).max()) if not same.all() else 0.0
+    )
     return min(difference / reach, 1.0) if reach else float(difference > 0)
 
 
@@ -147,7 +149,7 @@ def _examined(made: torch.optim.Optimizer, before: Mapping[str, Any]) -> Examine
 
 def _besides(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what an optimizer has besides parameters and their states: options of groups, attributes."""
-    found = {
+    facts = {
         f"param_groups[{i}][{key!r}]": plain(value)
         for i, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
@@ -155,10 +157,10 @@ def _besides(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
     for key, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer) and value.state is not optimizer.state:
-            found[key] = len(value.state)
+            facts[key] = len(value.state)
         elif key not in ("param_groups", "state", "defaults"):
-            found[key] = plain(value)
-    return found
+            facts[key] = plain(value)
+    return facts
 
 
 def _taken(take: Take | None, tensor: Tensor) -> Tensor:
@@ -181,9 +183,9 @@ def _wave(whole: Whole, phase: float, size: float) -> Tensor:
 
 def _smaller(whole: Sequence[Whole]) -> list[Whole]:
     seen: set[tuple[int, ...]] = set()
-    found = []
+    shrunk = []
     for each in whole:
         longest = SHORT if each.shape in seen else LONGEST
         seen.add(each.shape)
-        found.append(each._replace(shape=tuple(min(n, longest) for n in each.shape)))
-    return found
+        shrunk.append(each._replace(shape=tuple(min(n, longest) for n in each.shape)))
+    return shrunk

@@ -64,12 +64,12 @@ def groups_of(graph: Graph) -> list[list[int]]:
 def calls_of(graph: Graph) -> list[Start]:
     """Return every call: the block, and the number of the call of that block."""
     seen: dict[str, int] = {}
-    found = []
+    calls = []
     for k in graph.blocks:
         name = graph.nodes[k].name
-        found.append((name, seen.get(name, 0)))
+        calls.append((name, seen.get(name, 0)))
         seen[name] = seen.get(name, 0) + 1
-    return found
+    return calls
 
 
 def stages_of_blocks(graph: Graph, first: list[Start]) -> list[int]:

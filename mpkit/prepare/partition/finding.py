@@ -61,7 +61,7 @@ def find(
         opened = open_model(model, shapes, replace(plan, cut=[stage.start for stage in stages[1:]]), loss)
     division = next(iter(opened.divisions.values()))
     whole = sum(costs) or 1.0
-    found = [
+    stages_found = [
         StageFound(
             [names[i] for i in stage],
             sum(costs[i] for i in stage),
@@ -76,7 +76,7 @@ def find(
         for route in division.routes
     }
     tied = {next(iter(shared.names.values())): list(shared.names) for shared in opened.shared}
-    return Cut(points, by, found, sends, tied)
+    return Cut(points, by, stages_found, sends, tied)
 
 
 def _taken(model: nn.Module, modules: tuple[str, ...], blocks: tuple[str, ...], inputs: Value) -> list[Taken]:

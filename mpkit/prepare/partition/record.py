@@ -137,7 +137,7 @@ class Recording(Walk):
 
         Returns the position and the new number of each.
         """
-        found = []
+        versions = []
         for i in written:
             value = leaves[i]
             if type(value) is not Value:
@@ -149,8 +149,8 @@ class Recording(Walk):
             for other in self._alive.get(_storage(real[i]), ()):
                 other.stale = other is not value
             value.number = self._number(real[i])
-            found.append((i, value.number))
-        return tuple(found)
+            versions.append((i, value.number))
+        return tuple(versions)
 
     def _wrap(
         self, node: Node, leaves: list[Any], real: list[Any], made: list[Any]
@@ -160,28 +160,28 @@ class Recording(Walk):
             id(leaf): i for i, leaf in enumerate(real) if leaf is not None and not isinstance(leaf, PLAIN)
         }
         fresh: dict[int, Value] = {}
-        found: list[Leaf] = []
+        described: list[Leaf] = []
         back: list[Any] = []
         for leaf in made:
             if id(leaf) in places:
-                found.append(Given(places[id(leaf)]))
+                described.append(Given(places[id(leaf)]))
                 back.append(leaves[places[id(leaf)]])
             elif isinstance(leaf, Tensor):
                 value = fresh.get(id(leaf))
                 if value is None:
                     value = fresh[id(leaf)] = Value(spec_of(leaf), self._device, self._number(leaf), leaf)
                     self._alive.setdefault(_storage(leaf), WeakSet()).add(value)
-                found.append(New(value.number))
+                described.append(New(value.number))
                 back.append(value)
             elif isinstance(leaf, PLAIN):
-                found.append(Constant(leaf))
+                described.append(Constant(leaf))
                 back.append(leaf)
             else:
                 raise CannotCut(
                     node.scope,
                     f"{node.name} gives back a {type(leaf).__name__}, which cannot be sent to another rank",
                 )
-        return tuple(found), back
+        return tuple(described), back
 
     def _number(self, tensor: Tensor) -> int:
         number = len(self.graph.specs)

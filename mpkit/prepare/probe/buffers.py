@@ -47,20 +47,20 @@ def check_buffers(
 
     if by_samples and differ(trial, twice)[2]:
         raise ValueError(for_layer(plan, trial.model, by_samples[0].rpartition(".")[0], []))
-    found = []
+    warnings = []
     if by_samples:
-        found.append(
+        warnings.append(
             f"The buffer {by_samples[0]!r} depends on which samples are computed together: {_which(plan)}, and not "
             "what it would be of whole batches. Nothing that is trained depends on it."
         )
     counted = [name for name in changed if name not in by_samples]
     if counted and plan.microbatches > 1 and _matters(trial, everything):
-        found.append(
+        warnings.append(
             f"The buffer {counted[0]!r} changes with every forward: {plan.microbatches} times per step, once for each "
             "micro-batch, and what the model makes depends on it: training is that of plain PyTorch with gradients "
             f"accumulated over {plan.microbatches} micro-batches."
         )
-    return found
+    return warnings
 
 
 def _matters(trial: Trial, everything: Parts) -> bool:

@@ -67,24 +67,24 @@ def far(ones: Mapping[str, Tensor], others: Mapping[str, Tensor], tolerance: flo
     ones = {name: one.detach().double() for name, one in ones.items()}
     others = {name: other.detach().double() for name, other in others.items()}
     most = max((float(one.abs().max()) for one in ones.values() if one.numel()), default=0.0)
-    found = []
+    names = []
     for name in ones.keys() | others.keys():
         one, other = ones.get(name), others.get(name)
         if one is not None and other is not None and one.shape != other.shape:
-            found.append(name)
+            names.append(name)
             continue
         if one is None or other is None:
             there = one if one is not None else other
             if there is not None and float(there.abs().max()) > tolerance * most:
-                found.append(name)
+                names.append(name)
             continue
         if not one.numel():
             continue
         allowed = tolerance * (float(one.abs().max()) + 1e-3 * most)
         if not float((one - other).abs().max()) <= allowed and bool(one.isfinite().all()):
-            found.append(name)
+            names.append(name)
     order = {name: i for i, name in enumerate((*ones, *others))}
-    return sorted(found, key=order.__getitem__)
+    return sorted(names, key=order.__getitem__)
 
 
 def same_rows(

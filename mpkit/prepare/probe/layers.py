@@ -36,11 +36,11 @@ def first_that_differs(trial: Trial, parts: Sequence[Sequence[int]], tolerance: 
 
 def _calls(trial: Trial, parts: Sequence[Sequence[int]]) -> list[Calls]:
     """Return, by part, the outputs of each module in the order of the calls."""
-    found: list[Calls] = []
+    all_calls: list[Calls] = []
 
     def watch(model: nn.Module) -> None:
         calls: Calls = []
-        found.append(calls)
+        all_calls.append(calls)
 
         def hook(name: str) -> Any:
             def done(_: nn.Module, __: Any, output: Any) -> None:
@@ -54,4 +54,4 @@ def _calls(trial: Trial, parts: Sequence[Sequence[int]]) -> list[Calls]:
 
     with torch.no_grad():
         trial.run(parts, watch=watch)
-    return found
+    return all_calls

@@ -131,7 +131,7 @@ class Probe:
             self.trial.still = hearing.still
         except Exception as error:  # perhaps since there are fewer samples than in the dry run
             return self._again() or self.plain._replace(warnings=(untried(error),))
-        found = self._form(heard, whole)
+        objective = self._form(heard, whole)
         # ---- the model, and the loss of it
         first, split = None, None
         try:
@@ -141,18 +141,23 @@ class Probe:
             if self.gathers:
                 first, split = self._check(self.trial.with_loss(of_samples), self.parts)
         except Untried as error:
-            return self._again() or found._replace(warnings=(untried(error.__cause__ or error),))
+            return self._again() or objective._replace(warnings=(untried(error.__cause__ or error),))
         if self.plan.cp > 1:
             check_sequence_loss(self.plan, self.trial.loss, whole.outputs[0], self.data[1])
         # ---- other data that the loss may meet
         if first is None or split is None:  # unknown
-            return found
-        if found.nominal is None and heard.pair is None and judged[0] is not None and judged[1] is not None:
+            return objective
+        if (
+            objective.nominal is None
+            and heard.pair is None
+            and judged[0] is not None
+            and judged[1] is not None
+        ):
             at_once, apart = (self.all, judged[0].outputs), (self.of_loss, judged[1].outputs)
             guarded = try_masked(self.plan, self.trial, self.loss, self.batches, at_once, apart)
-            found = found._replace(loss=guarded) if guarded is not None else found
+            objective = objective._replace(loss=guarded) if guarded is not None else objective
         warned = check_buffers(self.trial, self.all, self.parts, self.plan, (first.buffers, split.buffers))
-        return found._replace(warnings=tuple(warned))
+        return objective._replace(warnings=tuple(warned))
 
     def _again(self) -> Objective | None:
         """Try the whole batch, on which the dry run has succeeded, unless that is too expensive."""
@@ -232,20 +237,20 @@ def copied(loss: Loss) -> Loss:
         ValueError: it cannot be sent to a rank.
     """
     try:
-        found: Loss = pickle.loads(dumps(loss))
+        copy: Loss = pickle.loads(dumps(loss))
     except Exception as error:
         raise ValueError(
             f"The loss cannot be sent to the ranks: {one_line(error)}. Locks, open files, generators and the like "
             "belong to this process: make them when the loss is first called, or leave them out (__getstate__)."
         ) from None
-    return found
+    return copy
 
 
 def of_samples(outputs: Any, targets: Any) -> Tensor:
     """Return a mean over samples that depends on each element of the outputs with a different weight."""
-    found = []
+    means = []
     for leaf in flatten(outputs)[0]:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             rows = leaf.reshape(leaf.shape[0], -1) if leaf.dim() else leaf.reshape(1, 1)
-            found.append((rows * torch.arange(1.0, 1 + rows.shape[1]).cos().to(rows)).mean(0).sum())
-    return sum(found[1:], found[0])
+            means.append((rows * torch.arange(1.0, 1 + rows.shape[1]).cos().to(rows)).mean(0).sum())
+    return sum(means[1:], means[0])

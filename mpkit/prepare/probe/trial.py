@@ -147,23 +147,23 @@ class Trial:
         """
         if not self.still:
             state = torch.get_rng_state()
-            found = self._run(parts, gradients, calls, watch)
+            result = self._run(parts, gradients, calls, watch)
             if torch.equal(state, torch.get_rng_state()):
-                return found
+                return result
             self.still = True
         with SameDraws():  # type: ignore[no-untyped-call]
             return self._run(parts, gradients, calls, watch)
 
     def of_outputs(self, outputs: list[Any], parts: Sequence[Samples]) -> Found:
         """Return the result of the loss for these parts, given the model's outputs."""
-        found, samples = Found(), sum(map(len, parts))
+        result, samples = Found(), sum(map(len, parts))
         with torch.no_grad(), SameDraws():  # type: ignore[no-untyped-call]
             values = [
                 self.loss(made, rows_of(self.data[1], part))
                 for made, part in zip(outputs, parts, strict=True)
             ]
-            found.add_up(values, [len(part) / samples for part in parts])
-        return found
+            result.add_up(values, [len(part) / samples for part in parts])
+        return result
 
     def _run(
         self,
@@ -173,7 +173,7 @@ class Trial:
         watch: Callable[[nn.Module], Any] | None,
     ) -> Found:
         """Run forward and loss, and the backward if gradients are requested."""
-        found, samples = Found(), sum(map(len, parts))
+        result, samples = Found(), sum(map(len, parts))
         values: list[Any] = []
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         with torch.set_grad_enabled(gradients), _eager():
@@ -191,16 +191,16 @@ class Trial:
                     for number, layer in enumerate(layers):
                         made = call(layer, made, first=number == 0)
                 if i == 0:
-                    found.buffers = {n: b.detach() for n, b in model.named_buffers()}
+                    result.buffers = {n: b.detach() for n, b in model.named_buffers()}
                 values.append(self.loss(made, targets))
-                found.outputs.append(made)
-            loss = found.add_up(values, [len(part) / samples for part in parts])
+                result.outputs.append(made)
+            loss = result.add_up(values, [len(part) / samples for part in parts])
             if gradients and loss.requires_grad:
                 of_each: tuple[Tensor | None, ...] = torch.autograd.grad(
                     loss, list(named.values()), allow_unused=True
                 )
-                found.gradients = {n: g for n, g in zip(named, of_each, strict=True) if g is not None}
-        return found
+                result.gradients = {n: g for n, g in zip(named, of_each, strict=True) if g is not None}
+        return result
 
     def _copy(self) -> nn.Module:
         model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})

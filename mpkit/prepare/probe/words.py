@@ -19,16 +19,16 @@ COUNTS = (
 
 
 def _parts(plan: Plan) -> str:
-    found = []
+    parts = []
     if plan.microbatches > 1:
-        found.append(f"{plan.microbatches} micro-batches")
+        parts.append(f"{plan.microbatches} micro-batches")
     if plan.dp > 1 and plan.data_parallel != "dp":
-        found.append(f"{plan.dp} replicas")
+        parts.append(f"{plan.dp} replicas")
     if plan.cp > 1:
-        found.append(f"{plan.cp} parts of each sequence")
+        parts.append(f"{plan.cp} parts of each sequence")
     if plan.dp > 1 and plan.data_parallel == "dp":
-        found.append(f"{plan.dp} ranks")
-    return " and ".join(found)
+        parts.append(f"{plan.dp} ranks")
+    return " and ".join(parts)
 
 
 def _found(plan: Plan, whole: float, parts: float) -> str:
@@ -40,21 +40,21 @@ def _found(plan: Plan, whole: float, parts: float) -> str:
 
 def for_loss(plan: Plan, kind: str, whole: float, parts: float, samples: int) -> str:
     """Return the message for a loss that is wrong for the first samples, of one of the kinds of `kind_of`."""
-    found = _found(plan, whole, parts)
+    figures = _found(plan, whole, parts)
     if kind == "sum":
         return (
-            f"The loss is a sum over the samples. {found} mpkit weights each part by its share of the samples, which "
+            f"The loss is a sum over the samples. {figures} mpkit weights each part by its share of the samples, which "
             "is right for a mean. Either the mean (reduction='mean', .mean()), or, for the gradients of the sum over a "
             f"batch of {samples}: loss=lambda out, y: (your_loss(out, y), len(y) / {samples})"
         )
     if kind == "mean":
         return (
             f"The loss is a mean over something else than samples: ignored targets (ignore_index), class weights or a "
-            f"mask. {found} {COUNTS}: {PAIR}. Around one of torch's losses mpkit does that itself: {MEAN}"
+            f"mask. {figures} {COUNTS}: {PAIR}. Around one of torch's losses mpkit does that itself: {MEAN}"
         )
     return (
         f"The loss needs the whole batch: it compares samples with each other, or is no mean of theirs (a contrastive "
-        f"loss, .std(), a root of a mean). {found} "
+        f"loss, .std(), a root of a mean). {figures} "
         + (
             f"What works: {WHOLE}, which gathers all samples on every rank"
             + (", with one micro-batch" if plan.microbatches > 1 else "")
