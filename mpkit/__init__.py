@@ -18,13 +18,21 @@ look_in("mpkit.views.renderers")
 
 MOVED = {
     "ArgumentError": "errors",
-    "TraceError": "errors",
+    "by_name": "optimizer",
     "data_digest": "digest",
+    "Device": "devices",
+    "elementwise": "optimizer",
+    "find_tensor_plan": "tensor",
+    "Hardware": "devices",
     "hf_experiment": "experiments",
     "linear_scaling": "learning_rate",
+    "Link": "devices",
+    "Region": "tensor",
     "sample_digests": "digest",
     "soap": "experiments",
     "sqrt_scaling": "learning_rate",
+    "TensorPlan": "tensor",
+    "TraceError": "errors",
 }
 """Names that were at the top once, and the submodule that they are in now."""
 

@@ -1,5 +1,6 @@
 """The public names of mpkit and where each lives: the only list of them. `mpkit/__init__.py` reads it."""
 
+from mpkit import devices as devices
 from mpkit import errors as errors
 from mpkit import experiments as experiments
 from mpkit.analysis import learning_rate as learning_rate
@@ -14,9 +15,6 @@ from mpkit.classroom.check import progress as progress
 from mpkit.data import digest as digest
 from mpkit.data.batches import Batches as Batches
 from mpkit.devices.catalogue import hardware as hardware
-from mpkit.devices.hardware import Device as Device
-from mpkit.devices.hardware import Hardware as Hardware
-from mpkit.devices.hardware import Link as Link
 from mpkit.errors import CommMismatch as CommMismatch
 from mpkit.errors import Deadlock as Deadlock
 from mpkit.errors import MpkitError as MpkitError
@@ -28,13 +26,10 @@ from mpkit.fake import trace_fake as trace_fake
 from mpkit.launch.process.context import Context as Context
 from mpkit.loss.mean import mean_loss as mean_loss
 from mpkit.loss.whole_batch import whole_batch_loss as whole_batch_loss
-from mpkit.parallel.tensor import find_tensor_plan as find_tensor_plan
+from mpkit.parallel import tensor as tensor
 from mpkit.parallel.tensor import tensor_parallel as tensor_parallel
-from mpkit.parallel.update.optimizer import by_name as by_name
-from mpkit.parallel.update.optimizer import elementwise as elementwise
+from mpkit.parallel.update import optimizer as optimizer
 from mpkit.plan.plan import Plan as Plan
-from mpkit.plan.tensor_plan import Region as Region
-from mpkit.plan.tensor_plan import TensorPlan as TensorPlan
 from mpkit.reference.reading import source as source
 from mpkit.schedule import Schedule as Schedule
 from mpkit.support.tracebacks import show_internals as show_internals

@@ -231,7 +231,7 @@ def test_draws_as_one_layer(between: Callable[[Tensor], Any]) -> None:
 
 def test_a_model_that_can_be_opened_draws_by_blocks() -> None:
     assert reports(lambda: prepared(NoChain(), mk.Plan.serial())) == []
-    opened = prepared(NoChain(), mk.Plan.serial()).local[0].opened
+    opened = prepared(NoChain(), mk.Plan.serial()).where.partition
     assert opened is not None and len(opened.blocks) == 2
 
 
@@ -280,14 +280,14 @@ def between(middle: nn.Module) -> tuple[nn.Module, mk.Plan]:
     """A region of two linear layers, with this one between them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), middle, nn.Linear(8, 4))
-    return model, mk.Plan(tp=2, tensor=mk.TensorPlan((mk.Region("0", ("0",), "2"),)))
+    return model, mk.Plan(tp=2, tensor=mk.tensor.TensorPlan((mk.tensor.Region("0", ("0",), "2"),)))
 
 
 def test_a_model_of_one_precision_is_compared_in_it() -> None:
     assert reports(lambda: prepared(*between(FloatOnly(nn.ReLU())))) == []
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), FloatOnly(Residual()))
-    plan = mk.TensorPlan((mk.Region("1", ("1.inner.up",), "1.inner.down"),))
+    plan = mk.tensor.TensorPlan((mk.tensor.Region("1", ("1.inner.up",), "1.inner.down"),))
     with pytest.raises(ValueError, match="does not compute what it computes whole"):
         prepared(model, mk.Plan(tp=2, tensor=plan))
 

@@ -133,7 +133,7 @@ def check_case(clusters: Callable[[int], mk.Cluster], case: dict[str, Any]) -> N
         try:
             run = clusters(plan.ranks).train(
                 make_model(case["layers"], case["hook"], case["seed"]), DATA[case["data"]](pairs), plan,
-                loss=loss, optimizer=mk.by_name(optimizer) if case["optimizer"] == "by name" else optimizer,
+                loss=loss, optimizer=mk.optimizer.by_name(optimizer) if case["optimizer"] == "by name" else optimizer,
                 steps=STEPS,
             )  # fmt: skip
         except ValueError as refused:

@@ -100,7 +100,7 @@ def test_wire_factors_are_those_of_nccl_tests() -> None:
 def test_more_bytes_take_longer_and_a_faster_link_never_does(
     n: int, small: float, more: float, kind: Kind
 ) -> None:
-    slow, fast = mk.Link("slow", 1e-5, 1e9), mk.Link("fast", 1e-6, 1e10)
+    slow, fast = mk.devices.Link("slow", 1e-5, 1e9), mk.devices.Link("fast", 1e-6, 1e10)
     assert slow.time(kind, small, n) <= slow.time(kind, small + more, n)
     assert fast.time(kind, small, n) <= slow.time(kind, small, n)
 
@@ -120,11 +120,11 @@ def test_across_nodes_the_cards_set_the_pace() -> None:
 
 def test_the_order_of_ranks_decides_who_talks_across_nodes() -> None:
     mesh = mk.Plan(pp=2, dp=2, tp=2).mesh
-    wires = mk.Link("bus", 1e-6, 80e9), mk.Link("network", 5e-6, 25e9)
-    device = mk.Device("d", {"float32": 1e12}, 1e11)
+    wires = mk.devices.Link("bus", 1e-6, 80e9), mk.devices.Link("network", 5e-6, 25e9)
+    device = mk.devices.Device("d", {"float32": 1e12}, 1e11)
     for outermost in ("pp", "dp", "tp"):
         order = mesh.order(outermost)
-        machine = mk.Hardware("toy", device, *wires, per_node=4, nodes=2, order=order)
+        machine = mk.devices.Hardware("toy", device, *wires, per_node=4, nodes=2, order=order)
         assert sorted(order) == list(range(8))
         for axis in ("pp", "dp", "tp"):
             links = {machine.link_of(group).name for group in mesh.groups(axis)}
@@ -151,5 +151,5 @@ def test_the_catalogue_prints_as_a_table() -> None:
     assert len(repr(catalogue).splitlines()) == len(catalogue) + 1
     assert "8x-a100-nvlink" in repr(catalogue)
     assert catalogue._repr_html_().count("<tr>") == len(catalogue) + 1
-    own = mk.Hardware("own", mk.hardware("cpu").device, mk.Link("rope", 1.0, 1.0))
+    own = mk.devices.Hardware("own", mk.hardware("cpu").device, mk.devices.Link("rope", 1.0, 1.0))
     assert mk.hardware(own) is own

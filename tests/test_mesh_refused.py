@@ -142,7 +142,7 @@ def test_refused_with_what_works(case: str) -> None:
     ({"dp": 2, "sequence_parallel": True}, r"tp=1. Either Plan\(dp=2, tp=2, sequence_parallel=True\)"),
     ({"tp": 2, "sequence_parallel": "yes"}, r"True, or False: Plan\(tp=2, sequence_parallel=True\)"),
     ({"cp": 2, "cp_order": "zig-zag"}, r"Plan\(cp=2, cp_order='zigzag'\)"),
-    ({"tp": 2, "tensor": "auto"}, r"mk.find_tensor_plan\(model\)"),
+    ({"tp": 2, "tensor": "auto"}, r"mk.tensor.find_tensor_plan\(model\)"),
     ({"dp": 2, "tp": 2, "zero": 1, "offload": "params"}, r"Plan\(dp=2, tp=2, zero=3, offload='params'\)"),
 ], ids=str)  # fmt: skip
 def test_plans_that_cannot_be(fields: dict[str, Any], says: str) -> None:

@@ -160,7 +160,7 @@ def sgd(params: Any) -> Optimizer:
     return SGD(params, lr=0.1)
 
 
-@mk.by_name
+@mk.optimizer.by_name
 def all_kinds(named: list[tuple[str, nn.Parameter]]) -> Optimizer:
     """Groups by place, number, shape, size and name; and one parameter is left out."""
     first, *rest = [(name, p) for name, p in named if not name.endswith("2.bias")]
@@ -245,7 +245,7 @@ RIGHT: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("what", RIGHT)
 def test_right_where_it_has_all_that_it_looks_at(train: Train, what: str) -> None:
     optimizer, kind = RIGHT[what]
-    optimizer = mk.by_name(optimizer) if optimizer is named else optimizer
+    optimizer = mk.optimizer.by_name(optimizer) if optimizer is named else optimizer
     check_equal(train, net(), DATA, PLANS[kind], loss=F.mse_loss, optimizer=optimizer, steps=4)
 
 
@@ -300,7 +300,7 @@ REFUSED: dict[str, tuple[Any, list[str], str]] = {
     "random numbers": (Noise, ["ddp", "gpipe", "zero1"], r"draws random numbers, perhaps.*Plan\.serial\(\)"),
     "what parameters are at first": (Anchored, ["zero1", "tp"], MIXES),
     "two optimizers in one": (MuonAndAdamW, ["zero1"], r"MuonAndAdamW with Plan\(dp=2, zero=1\)"),
-    "whole parameters only": (picky, ["zero1"], r"fails on parts: AssertionError: whole.*mk\.elementwise\("),
+    "whole parameters only": (picky, ["zero1"], r"fails on parts: AssertionError: whole.*mk\.optimizer\.elementwise\("),
     "a closure": (Wants, ["serial", "gpipe"], r"a step of Wants fails .*'closure'"),
     "sparse gradients": (torch.optim.SparseAdam, ["serial"], r"SparseAdam does not support dense gradients"),
     "hooks on parameters": (on_parameters, ["serial", "ddp", "gpipe"], r"the hook <lambda> on the parameter 0\.weight"),
@@ -336,16 +336,16 @@ def test_of_a_large_model_too() -> None:
 
 
 def test_declared_where_it_cannot_be_tried() -> None:
-    prepared(mk.elementwise(picky), PLANS["zero1"])
+    prepared(mk.optimizer.elementwise(picky), PLANS["zero1"])
     with pytest.raises(ValueError, match="changes an element"):  # it was tried, and is not
-        prepared(mk.elementwise(Lamb), PLANS["zero1"])
+        prepared(mk.optimizer.elementwise(Lamb), PLANS["zero1"])
 
 
 def test_frozen_parameters_that_matter_to_groups() -> None:
     model = net()
     model[0].weight.requires_grad_(False)
     prepared(sgd, PLANS["gpipe"], model)
-    with pytest.raises(ValueError, match=r"2\.weight has other options.*the frozen 0\.weight.*mk\.by_name\("):
+    with pytest.raises(ValueError, match=r"2\.weight has other options.*the frozen 0\.weight.*mk\.optimizer\.by_name\("):
         prepared(of_some, PLANS["gpipe"], model)
 
 
@@ -414,13 +414,13 @@ def once() -> Callable[[Any], Optimizer]:
 
 
 UNKNOWN: dict[str, tuple[Any, str]] = {
-    "on a GPU only": (OnGPU, r"a step of OnGPU fails .*a GPU is wanted.*optimizer=mk\.elementwise\("),
-    "a closure": (Wants, r"a step of Wants fails .*'closure'.*optimizer=mk\.elementwise\("),
+    "on a GPU only": (OnGPU, r"a step of OnGPU fails .*a GPU is wanted.*optimizer=mk\.optimizer\.elementwise\("),
+    "a closure": (Wants, r"a step of Wants fails .*'closure'.*optimizer=mk\.optimizer\.elementwise\("),
     "names of parameters": (Named, r"a step of Named fails .*KeyError: 'param_names'"),
     "no state": (Bare, r"gave Bare without param_groups and state.*super\(\).__init__\(params, defaults\)"),
     "no optimizer": (lambda params: object(), r"gave object .*it gives a torch\.optim\.Optimizer"),
     "not twice": (once(), r"made and stepped a second time it fails, AssertionError: too many"),
-    "whole parameters only": (picky, r"cannot be found out.*AssertionError: whole.*optimizer=mk\.elementwise\("),
+    "whole parameters only": (picky, r"cannot be found out.*AssertionError: whole.*optimizer=mk\.optimizer\.elementwise\("),
 }  # fmt: skip
 
 
@@ -436,17 +436,17 @@ def test_one_that_is_declared_is_taken_at_its_word() -> None:
     with pytest.warns(
         mk.UnwisePlan, match="OnGPU cannot be tried .*a GPU is wanted.*Whether it repeats itself"
     ):
-        prepared(mk.elementwise(OnGPU), PLANS["zero1"])
+        prepared(mk.optimizer.elementwise(OnGPU), PLANS["zero1"])
 
 
 def test_one_that_reads_names_is_given_them() -> None:
-    prepared(mk.by_name(Named), PLANS["zero1"])
+    prepared(mk.optimizer.by_name(Named), PLANS["zero1"])
 
 
 def test_one_that_steps_in_float32_only_is_tried_in_it() -> None:
     with pytest.warns(mk.UnwisePlan, match=r"Single was tried in the model's own precision.*above 0\.1%"):
         prepared(Single, PLANS["zero1"], net().float(), SINGLES)
-    prepared(mk.elementwise(Single), PLANS["zero1"], net().float(), SINGLES)
+    prepared(mk.optimizer.elementwise(Single), PLANS["zero1"], net().float(), SINGLES)
     prepared(Single, PLANS["ddp"], net().float(), SINGLES)
     with pytest.raises(ValueError, match="depends on others"):
         prepared(SingleClips, PLANS["zero1"], net().float(), SINGLES)
@@ -456,7 +456,7 @@ def test_one_that_refuses_the_smaller_parameters_of_a_trial() -> None:
     large = nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 400), nn.Linear(400, 4)).double()
     with pytest.warns(mk.UnwisePlan, match="SGD cannot be tried .*AssertionError: whole"):
         prepared(picky, PLANS["ddp"], large)
-    with pytest.raises(ValueError, match=r"AssertionError: whole.*optimizer=mk\.elementwise\("):
+    with pytest.raises(ValueError, match=r"AssertionError: whole.*optimizer=mk\.optimizer\.elementwise\("):
         prepared(picky, PLANS["zero1"], large)
 
 

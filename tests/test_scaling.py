@@ -61,8 +61,11 @@ def test_weak_scaling_keeps_the_samples_a_rank(clusters: Clusters) -> None:
 
 def test_on_other_hardware_it_is_what_the_costs_say(clusters: Clusters) -> None:
     """On a link of infinite speed strong scaling is ideal, but for what does not shrink with the batch."""
-    free = mk.Hardware(
-        "free", mk.Device("toy", {"float32": 1e6}, bandwidth=1e15), mk.Link("none", 0.0, 1e15), per_node=8
+    free = mk.devices.Hardware(
+        "free",
+        mk.devices.Device("toy", {"float32": 1e6}, bandwidth=1e15),
+        mk.devices.Link("none", 0.0, 1e15),
+        per_node=8,
     )
     plans = [mk.Plan.serial(), mk.Plan.ddp(2), mk.Plan.zero(2, 2)]
     found = mk.scaling(

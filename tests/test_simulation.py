@@ -246,8 +246,10 @@ def test_it_is_what_a_replay_of_the_ranks_records_comes_to(
     f, i, w = (list(column) for column in zip(*times[: schedule.stages], strict=True))
     again = f if recompute else [0.0] * schedule.stages
     seconds = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w, strict=True)], "R": again}
-    unit = mk.Device("one unit of work a second", {"float32": 1.0}, bandwidth=inf)
-    machine = mk.Hardware("simulated", unit, mk.Link("hop", latency=hop, bandwidth=inf), per_node=1 << 30)
+    unit = mk.devices.Device("one unit of work a second", {"float32": 1.0}, bandwidth=inf)
+    machine = mk.devices.Hardware(
+        "simulated", unit, mk.devices.Link("hop", latency=hop, bandwidth=inf), per_node=1 << 30
+    )
     replay = Replay(schedule.ranks, machine)
     for rank, row in enumerate(lower(schedule).rows):
         script = recorded(schedule, rank, row, seconds, recompute)

@@ -275,11 +275,11 @@ class Layers(nn.Module):
 
 def test_a_plan_for_a_model_of_ones_own(clusters: Clusters) -> None:
     torch.manual_seed(10)
-    attention = mk.Region(
+    attention = mk.tensor.Region(
         "layers.*", ("layers.*.qkv",), "layers.*.out", "groups", (2, 1, 1), local=("heads", "groups")
     )
     x, y = torch.randn(3, 4, 4).double(), torch.randn(3, 4, 12).double()
-    plan = mk.TensorPlan((attention,))
+    plan = mk.tensor.TensorPlan((attention,))
     cases = [Case(Layers().double(), x, y, F.mse_loss, {"plan": plan, **how}) for how in (PLAIN, SLOW)]
     check_equal(clusters, 3, *cases)
     # Each rank's queries are its own, and what normalizes them has a gradient of each.
@@ -345,7 +345,7 @@ def test_pairs_in_a_chain(clusters: Clusters) -> None:
         nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 6), nn.LayerNorm(6),
         nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5, bias=False)), nn.Softmax(-1), nn.Linear(5, 1),
     ).double()  # fmt: skip
-    plan = mk.find_tensor_plan(model)
+    plan = mk.tensor.find_tensor_plan(model)
     assert [(region.entry, region.row) for region in plan.regions] == [
         ("0", "2"),
         ("4.0", "4.2"),

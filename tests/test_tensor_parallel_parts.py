@@ -382,7 +382,9 @@ class Around(nn.Module):
         return self.block(x)
 
 
-DROPPING = mk.TensorPlan((mk.Region("block.up", ("block.up",), "block.down"),), sequence=("block", "block"))
+DROPPING = mk.tensor.TensorPlan(
+    (mk.tensor.Region("block.up", ("block.up",), "block.down"),), sequence=("block", "block")
+)
 
 
 def drop_on_a_rank(ctx: Any, x: Tensor, sequence: bool) -> Any:

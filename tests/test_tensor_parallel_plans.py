@@ -51,8 +51,8 @@ def test_tied_weights_stay_tied_and_are_sharded_alike() -> None:
 
 
 def test_plans_travel_as_json() -> None:
-    plan = mk.find_tensor_plan(GPT(**SIZES))
-    assert mk.TensorPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    plan = mk.tensor.find_tensor_plan(GPT(**SIZES))
+    assert mk.tensor.TensorPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 class Unknown(nn.Module):
@@ -70,30 +70,30 @@ class Unknown(nn.Module):
         return self.last(x)
 
 
-def unknown_on_a_rank(ctx: Any, model: nn.Module, plan: mk.TensorPlan, x: Tensor) -> Tensor:
+def unknown_on_a_rank(ctx: Any, model: nn.Module, plan: mk.tensor.TensorPlan, x: Tensor) -> Tensor:
     return mk.tensor_parallel(ctx, model, plan)(x)
 
 
 def test_an_unknown_model_gets_a_plan_to_paste(clusters: Callable[[int], mk.Cluster]) -> None:
     model, x = Unknown().double(), torch.randint(5, (3,))
     with pytest.raises(ValueError, match="No TensorPlan is known for Unknown") as caught:
-        mk.find_tensor_plan(model)
+        mk.tensor.find_tensor_plan(model)
     said = str(caught.value)
-    pasted = said[said.index("mk.TensorPlan(") : said.index("\nWhere one layer")]
-    assert "mk.Region('layers.*', column=('layers.*',))" in pasted
+    pasted = said[said.index("mk.tensor.TensorPlan(") : said.index("\nWhere one layer")]
+    assert "mk.tensor.Region('layers.*', column=('layers.*',))" in pasted
     plan = eval(pasted, {"mk": mk})
     for found in clusters(2).run(unknown_on_a_rank, model, plan, x):
         torch.testing.assert_close(found.detach(), model(x).detach())
-    half = mk.TensorPlan((mk.Region("last", ("last",)),))
+    half = mk.tensor.TensorPlan((mk.tensor.Region("last", ("last",)),))
     with pytest.raises(
         ValueError, match=r"words.weight is the same.* as last's.*embeddings=\('words',\) does"
     ):
         shard_model(model, FakeGroup(2), half)
     with pytest.raises(ValueError, match="divides linear layers, and LayerNorm has none"):
-        mk.find_tensor_plan(nn.LayerNorm(3))
+        mk.tensor.find_tensor_plan(nn.LayerNorm(3))
 
 
-def without_gradients(ctx: Any, model: nn.Module, plan: mk.TensorPlan, x: Tensor) -> Tensor:
+def without_gradients(ctx: Any, model: nn.Module, plan: mk.tensor.TensorPlan, x: Tensor) -> Tensor:
     with torch.no_grad():
         return mk.tensor_parallel(ctx, model, plan)(x)
 
@@ -106,7 +106,7 @@ def test_torchs_own_transformer_layers(clusters: Callable[[int], mk.Cluster]) ->
         torch.randn(2, 3, 8).double(),
     )
     with pytest.raises(ValueError, match="No TensorPlan is known for TransformerEncoder") as caught:
-        mk.find_tensor_plan(model)
+        mk.tensor.find_tensor_plan(model)
     assert "out_proj" not in str(caught.value)
     plan = region("layers.*.linear1", ("layers.*.linear1",), "layers.*.linear2")
     expected = model(x).detach()
@@ -126,8 +126,8 @@ def test_what_is_sharded_is_not_sharded_again() -> None:
         shard_model(model, FakeGroup(2))
 
 
-def region(*args: Any, **kwargs: Any) -> mk.TensorPlan:
-    return mk.TensorPlan((mk.Region(*args, **kwargs),))
+def region(*args: Any, **kwargs: Any) -> mk.tensor.TensorPlan:
+    return mk.tensor.TensorPlan((mk.tensor.Region(*args, **kwargs),))
 
 
 ATTENTION = ("block*.attention", ("block*.attention.qkv",), "block*.attention.out")
@@ -145,17 +145,17 @@ ATTENTION = ("block*.attention", ("block*.attention.qkv",), "block*.attention.ou
         (region(*ATTENTION, heads=3, local=("dropout",)), 2, "local=.*and dropout is Dropout"),
         (region("block0.mlp", ("block0.norm1",)), 2, "block0.norm1 is a LayerNorm, and what is divided by columns"),
         (region("block0.mlp", ("block0.mlp.up",), "block0.norm2"), 2, "norm2 is a LayerNorm: what is divided by"),
-        (mk.TensorPlan((), ("head.norm",)), 2, "head.norm' is a LayerNorm: an nn.Embedding has a vocabulary"),
-        (mk.TensorPlan((), ("embedding.tokens",)), 21, "tp=21: embedding.tokens has 20 tokens"),
-        (mk.TensorPlan((), head="head.norm"), 2, "head='head.norm' is a LayerNorm"),
-        (mk.TensorPlan((), head="head.logits"), 21, "head.logits has 20 tokens"),
+        (mk.tensor.TensorPlan((), ("head.norm",)), 2, "head.norm' is a LayerNorm: an nn.Embedding has a vocabulary"),
+        (mk.tensor.TensorPlan((), ("embedding.tokens",)), 21, "tp=21: embedding.tokens has 20 tokens"),
+        (mk.tensor.TensorPlan((), head="head.norm"), 2, "head='head.norm' is a LayerNorm"),
+        (mk.tensor.TensorPlan((), head="head.logits"), 21, "head.logits has 20 tokens"),
     ],
     ids=lambda value: None,
 )  # fmt: skip
-def test_what_cannot_be_divided(plan: mk.TensorPlan | None, t: int, says: str) -> None:
+def test_what_cannot_be_divided(plan: mk.tensor.TensorPlan | None, t: int, says: str) -> None:
     model = GPT(**SIZES)
     with pytest.raises(ValueError, match=says):
-        check(model, t, plan or mk.find_tensor_plan(model))
+        check(model, t, plan or mk.tensor.find_tensor_plan(model))
 
 
 def test_what_else_cannot_be() -> None:
@@ -164,11 +164,11 @@ def test_what_else_cannot_be() -> None:
         shard_model(
             copy.deepcopy(model),
             FakeGroup(2),
-            mk.TensorPlan((), sequence=("block1", "block0")),
+            mk.tensor.TensorPlan((), sequence=("block1", "block0")),
             sequence=True,
         )
     with pytest.raises(ValueError, match=r"does not say between which modules: TensorPlan\(..., sequence="):
-        shard_model(copy.deepcopy(model), FakeGroup(2), mk.TensorPlan(()), sequence=True)
+        shard_model(copy.deepcopy(model), FakeGroup(2), mk.tensor.TensorPlan(()), sequence=True)
     shard_model(model, FakeGroup(3), sequence=True)
     with pytest.raises(ValueError, match=r"over 3 ranks, and.*shape \[1, 4, 12\]: pad it to 6, or take tp=2"):
         model(torch.zeros(1, 4, dtype=torch.long))
@@ -176,13 +176,13 @@ def test_what_else_cannot_be() -> None:
     with pytest.raises(ValueError, match="does not say between which modules"):
         shard_model(mlp, FakeGroup(2), sequence=True)
     with pytest.raises(ValueError, match="is several names, in a tuple"):
-        mk.Region("a", "a.b")  # type: ignore[arg-type]
+        mk.tensor.Region("a", "a.b")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="divides nothing"):
-        mk.Region("a", ())
+        mk.tensor.Region("a", ())
     with pytest.raises(ValueError, match="positive integers"):
-        mk.Region("a", ("b",), sections=(0,))
+        mk.tensor.Region("a", ("b",), sections=(0,))
     with pytest.raises(ValueError, match="is several names"):
-        mk.TensorPlan((), "embedding")  # type: ignore[arg-type]
+        mk.tensor.TensorPlan((), "embedding")  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- plans of transformers
@@ -203,10 +203,10 @@ def test_a_plan_with_an_entry_that_cannot_be_executed_is_refused() -> None:
     model: Any = build(ZOO["mistral"])
     model._tp_plan["model.layers.*.self_attn.v_proj"] = "mla_kv_a_proj"
     with pytest.raises(ValueError, match=r"says 'mla_kv_a_proj' of 'model\.layers\.\*\.self_attn\.v_proj'"):
-        mk.find_tensor_plan(model)
+        mk.tensor.find_tensor_plan(model)
     model._tp_plan["model.layers.*.self_attn.v_proj"] = "rowwise"
     with pytest.raises(ValueError, match="which makes no region of column layers and one row layer"):
-        mk.find_tensor_plan(model)
+        mk.tensor.find_tensor_plan(model)
 
 
 def test_a_parameter_of_which_the_plan_says_nothing_is_refused() -> None:
@@ -216,7 +216,7 @@ def test_a_parameter_of_which_the_plan_says_nothing_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"does not say what becomes of model.layers.0.self_attn.q_norm.weight"
     ):
-        mk.find_tensor_plan(model)
+        mk.tensor.find_tensor_plan(model)
 
 
 class Mixed(nn.Module):
@@ -262,14 +262,14 @@ class Residual(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-def attention_without_sections() -> tuple[nn.Module, mk.TensorPlan]:
+def attention_without_sections() -> tuple[nn.Module, mk.tensor.TensorPlan]:
     model = GPT(**SIZES | {"layers": 1, "heads": 2})
-    plan = mk.find_tensor_plan(model)
+    plan = mk.tensor.find_tensor_plan(model)
     attention, mlp = plan.regions
     return model, replace(plan, regions=(replace(attention, sections=(1,)), mlp))
 
 
-def residual_inside() -> tuple[nn.Module, mk.TensorPlan]:
+def residual_inside() -> tuple[nn.Module, mk.tensor.TensorPlan]:
     return nn.Sequential(nn.Linear(4, 4), Residual()), region("1", ("1.up",), "1.down")
 
 

@@ -145,8 +145,8 @@ def test_times_within_an_action_are_counted_operator_by_operator(
     clusters: Callable[[int], mk.Cluster],
 ) -> None:
     """Two products of 2 b n n FLOPs, each followed by something that only moves bytes."""
-    b, n, one = 64, 512, mk.Device("toy", {"float32": 1e9}, bandwidth=1e9)
-    toy = mk.Hardware("toy", one, mk.Link("wire", 0.0, 1e9))
+    b, n, one = 64, 512, mk.devices.Device("toy", {"float32": 1e9}, bandwidth=1e9)
+    toy = mk.devices.Hardware("toy", one, mk.devices.Link("wire", 0.0, 1e9))
     trace = mk.trace_fake(
         lambda: nn.Sequential(nn.Linear(n, n, bias=False), nn.ReLU()), mk.Plan.serial(),
         batch=(torch.empty(b, n, device="meta"), torch.empty(b, n, device="meta")),

@@ -157,7 +157,8 @@ def place(
         nodes = -(-mesh.size // machine.per_node)
         raise ValueError(
             f"placement(hardware={machine.name!r}): it has {machine.devices} devices, and the plan takes {mesh.size} "
-            f"ranks. A larger one: dataclasses.replace(mk.hardware({machine.name!r}), nodes={nodes}, between=mk.Link("
+            f"ranks. A larger one: dataclasses.replace(mk.hardware({machine.name!r}), nodes={nodes}, "
+            "between=mk.devices.Link("
             "'Ethernet', latency=20e-6, bandwidth=12.5e9))"
         )
     held = tuple(i % mesh.pp for i in range(len(stages))) if holders is None else tuple(holders)

@@ -192,7 +192,7 @@ class Cluster:
                 `mk.whole_batch_loss`.
             optimizer: optimizer(params) -> torch.optim.Optimizer. Called on each rank with a list of all parameters
                 that are trained, in the model's order, so that groups by index, number or shape are those of the whole
-                model; `mk.by_name(optimizer)` receives (name, parameter) pairs instead.
+                model; `mk.optimizer.by_name(optimizer)` receives (name, parameter) pairs instead.
             steps: the number of steps.
             seed: the seed of every rank's random state.
             max_grad_norm: clip gradients to this norm, computed over all of them together; None: do not clip.

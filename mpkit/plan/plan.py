@@ -57,7 +57,7 @@ class Plan:
         cp: the number of ranks that share each sequence.
         cp_order: which part of the sequence each rank has: "contiguous", or "zigzag", which balances causal attention.
         sequence_parallel: whether tensor-parallel ranks divide the sequence between their layers.
-        tensor: which layers are divided, and how; None: as `mk.find_tensor_plan` finds.
+        tensor: which layers are divided, and how; None: as `mk.tensor.find_tensor_plan` finds.
 
     >>> plan = Plan(pp=4, schedule="gpipe", microbatches=8)
     >>> plan

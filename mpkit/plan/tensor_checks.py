@@ -43,6 +43,7 @@ def check_shared_layers(plan: Plan) -> None:
     if given is not None and not isinstance(given, TensorPlan):
         what = "a dict" if isinstance(given, Mapping) else f"{given!r}"
         raise ValueError(
-            f"Plan(tensor={what}): which layers are divided is an mk.TensorPlan, such as mk.find_tensor_plan(model) "
+            f"Plan(tensor={what}): which layers are divided is an mk.tensor.TensorPlan, such as "
+            "mk.tensor.find_tensor_plan(model) "
             f"gives; left out, that is what is taken: {call_of(plan, {'tensor': None})}"
         )

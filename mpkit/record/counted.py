@@ -34,7 +34,7 @@ _FROM_NUMBERS = torch.ops.aten.lift_fresh
 
 
 class Roofline(Protocol):
-    """The properties of a device that the clock needs; `mpkit.Device` has them."""
+    """The properties of a device that the clock needs; `mpkit.devices.Device` has them."""
 
     @property
     def host(self) -> float:

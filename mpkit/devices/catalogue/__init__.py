@@ -103,7 +103,8 @@ def hardware(name: str | Hardware | None = None) -> Hardware | Catalogue:
         return name
     if not isinstance(name, str):
         raise ValueError(
-            f"hardware({name!r}): give a name, such as hardware('8x-a100-nvlink'), or an mpkit.Hardware of your own. "
+            f"hardware({name!r}): give a name, such as hardware('8x-a100-nvlink'), or an "
+            "mpkit.devices.Hardware of your own. "
             "hardware() lists the names."
         )
     found = MACHINES.get(name)

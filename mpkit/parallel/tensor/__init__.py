@@ -17,5 +17,6 @@ from mpkit.parallel.tensor.by_hand import tensor_parallel
 from mpkit.parallel.tensor.finding import find_tensor_plan
 from mpkit.parallel.tensor.resolve import check
 from mpkit.parallel.tensor.sharding import Sharded, shard_model
+from mpkit.plan.tensor_plan import Region, TensorPlan
 
-__all__ = ["Sharded", "check", "find_tensor_plan", "shard_model", "tensor_parallel"]
+__all__ = ["Region", "Sharded", "TensorPlan", "check", "find_tensor_plan", "shard_model", "tensor_parallel"]

@@ -202,7 +202,7 @@ def _unknown(model: nn.Module) -> str:
     vocabulary = {id(layer.weight): name for name, layer in names.items() if isinstance(layer, nn.Embedding)}
     heads = [name for name in layers if id(names[name].weight) in vocabulary]
     regions = _with_stars([Region(name, (name,)) for name in layers if name not in heads], list(names))
-    lines = "".join(f"    mk.Region({one.entry!r}, column=({one.column[0]!r},)),\n" for one in regions)
+    lines = "".join(f"    mk.tensor.Region({one.entry!r}, column=({one.column[0]!r},)),\n" for one in regions)
     more = ""
     if heads:
         weight = names[heads[0]].weight
@@ -211,8 +211,9 @@ def _unknown(model: nn.Module) -> str:
     return (
         f"No TensorPlan is known for {kind}, only for {known}. This one divides each of its linear layers by outputs, "
         "and gathers these, which is right and slow:\n"
-        f"mk.TensorPlan((\n{lines}){more})\n"
+        f"mk.tensor.TensorPlan((\n{lines}){more})\n"
         "Where one layer's outputs go, feature by feature, to another one, make the two a region, "
-        "mk.Region(entry, column=(first,), row=second), and nothing is gathered in between; an attention is divided by "
+        "mk.tensor.Region(entry, column=(first,), row=second), and nothing is gathered in between; "
+        "an attention is divided by "
         "heads=."
     )

@@ -76,7 +76,8 @@ def _styles(model: nn.Module, prefix: str, plan: dict[str, str]) -> dict[str, st
         if style not in KNOWN:
             raise ValueError(
                 f"The plan that {type(model).__name__} brings along, its _tp_plan, says {style!r} of {key!r}, which "
-                "cannot be executed here: name the layers to divide yourself, mk.Plan(tensor=mk.TensorPlan((mk.Region("
+                "cannot be executed here: name the layers to divide yourself, "
+                "mk.Plan(tensor=mk.tensor.TensorPlan((mk.tensor.Region("
                 "entry, column=(...), row=...),))), or train without tp"
             )
         shape = re.compile(re.escape(f"{prefix}.{key}" if prefix else key).replace(r"\*", r"\d+"))
@@ -105,7 +106,8 @@ def _regions(
         raise ValueError(
             f"The plan that the model brings along, its _tp_plan, divides {', '.join(columns) or 'nothing'} by columns "
             f"and {', '.join(rows) or 'nothing'} by rows within {entry}, which makes no region of column layers and "
-            "one row layer: name the layers to divide yourself, mk.Plan(tensor=mk.TensorPlan(...)), or train without tp"
+            "one row layer: name the layers to divide yourself, "
+            "mk.Plan(tensor=mk.tensor.TensorPlan(...)), or train without tp"
         )
     module = modules[entry]
     _check_whole(entry, module, styles)
@@ -139,6 +141,7 @@ def _check_whole(entry: str, module: nn.Module, styles: dict[str, str]) -> None:
         ):
             raise ValueError(
                 f"The plan that the model brings along, its _tp_plan, divides layers of {entry} and does not say what "
-                f"becomes of {name}: name the layers to divide yourself, mk.Plan(tensor=mk.TensorPlan(...)), or train "
+                f"becomes of {name}: name the layers to divide yourself, "
+                "mk.Plan(tensor=mk.tensor.TensorPlan(...)), or train "
                 "without tp"
             )

@@ -90,7 +90,7 @@ def by_name(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFuncti
     A function whose first parameter is called `named_parameters` receives them without this.
 
     >>> import mpkit as mk
-    >>> @mk.by_name
+    >>> @mk.optimizer.by_name
     ... def optimizer(named):
     ...     decays = [p for name, p in named if not name.endswith("bias")]
     ...     rest = [p for name, p in named if name.endswith("bias")]
@@ -116,7 +116,7 @@ def elementwise(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFu
         function: optimizer(params) -> torch.optim.Optimizer.
 
     >>> import mpkit as mk
-    >>> optimizer = mk.elementwise(lambda params: torch.optim.AdamW(params, lr=1e-3))
+    >>> optimizer = mk.optimizer.elementwise(lambda params: torch.optim.AdamW(params, lr=1e-3))
     """
     return replace(described(function), elementwise=True)
 

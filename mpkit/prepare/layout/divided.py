@@ -77,7 +77,8 @@ def check_divided(model: nn.Module, batch: tuple[Value, Value], plan: Plan, loss
         + (f", in Region(entry={region!r})" if region is not None else "")
         + ". Between column and row layers a forward may treat features or heads one by one only: fused projections "
         "take sections=(1, 1, 1), attributes that count heads local=('num_heads',), arguments that are added after the "
-        "row layer apart=('residual',). mk.find_tensor_plan(model) is the plan to begin with; leave this region out, "
+        "row layer apart=('residual',). mk.tensor.find_tensor_plan(model) is the plan to begin with; "
+        "leave this region out, "
         "or train with tp=1."
     )
 

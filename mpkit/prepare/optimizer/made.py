@@ -85,7 +85,7 @@ def _make(optimizer: Any, params: dict[str, nn.Parameter]) -> torch.optim.Optimi
     try:
         made = function.of(params)
     except Exception as error:
-        hint = "" if function.by_name else "; mk.by_name(function) gives it (name, parameter) pairs"
+        hint = "" if function.by_name else "; mk.optimizer.by_name(function) gives it (name, parameter) pairs"
         raise ValueError(
             f"optimizer({given}) failed for the model's {len(params)} parameters: {one_line(error)}. It is called on "
             f"every rank with a list of all parameters that are trained, in the model's order: {ADAM}{hint}"
@@ -159,7 +159,7 @@ def _check_frozen(
         raise ValueError(
             f"optimizer: {differs} has other options where the function is given the trained parameters only, as mpkit "
             f"does, than where it is given model.parameters(), with the frozen {frozen[0]} among them. Group by name, "
-            "which is the same for both: optimizer=mk.by_name(lambda named: ...)"
+            "which is the same for both: optimizer=mk.optimizer.by_name(lambda named: ...)"
         )
 
 

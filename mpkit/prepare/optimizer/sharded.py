@@ -8,7 +8,7 @@
 
 PyTorch's own elementwise optimizers are known to be divisible; one step shows that they can be created. Other
 optimizers are tried. An optimizer that cannot be tried is refused where it would be divided, unless it is declared
-elementwise (`mpkit.elementwise`).
+elementwise (`mpkit.optimizer.elementwise`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["examine_optimizer"]
 
 Steps = list[dict[str, Tensor]]
 
-DECLARED = "optimizer=mk.elementwise(the function)"
+DECLARED = "optimizer=mk.optimizer.elementwise(the function)"
 """How an optimizer is declared to treat each element by itself."""
 
 
