@@ -15,8 +15,10 @@ All of them have the same phases:
 
     check       the caller is a member, roots exist, parts are equal; the call gets its number (`arguments`, `next`)
     outgoing    the tensor as the backend takes it (`Wire.outgoing`)
-    record, publish, start      `Wire.issue`, which calls torch.distributed
-    wait        `Work.wait`
+    record      the op begins in the trace, with the source line of the call (these three are `Wire.issue`)
+    publish     the call is compared with what its peers have published
+    start       torch.distributed is called
+    wait        torch's handle, the comparison once more, the end of the op (`Work.wait`)
 
 Source: the communicators of the MPI standard, chapter 7, which torch.distributed calls process groups.
 """
@@ -38,8 +40,8 @@ __all__ = ["Communicator"]
 class Communicator:
     """A group of ranks as seen by one of them: `ctx.comm` is that of all ranks.
 
-    Tensors live on `ctx.device`. Arguments that are ranks count the ranks of the communicator that is called, which
-    on `ctx.comm` are the global ranks.
+    Tensors live on `ctx.device`. Roots, sources and destinations count the ranks of the communicator that is called,
+    which on `ctx.comm` are the global ranks; only `group` takes global ranks everywhere.
 
     >>> import mpkit as mk, torch
     >>> def sums(ctx):
