@@ -114,6 +114,18 @@ def test_a_backward_counts_what_it_recomputes(train: Train) -> None:
         assert backward[1][-1] - backward[0][-1] == again.sum()  # after that of the loss, on rank 0
 
 
+def test_a_model_recomputed_whole_holds_the_same_in_its_backward(train: Train) -> None:
+    model = nn.Sequential(nn.Linear(3, 13), nn.Tanh(), nn.Linear(13, 2)).double()
+    data = [(normal(6, 3), normal(6, 2))]
+    held = [
+        train(model, data, mk.Plan.dp(2, recompute=which), loss=F.mse_loss, optimizer=adamw, steps=1)
+        .timeline()
+        .peak_memory[1]["activations"]
+        for which in ("none", "full")
+    ]
+    assert held[0] == held[1]
+
+
 def test_batches_that_do_not_divide(train: Train) -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
