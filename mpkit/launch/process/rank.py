@@ -37,6 +37,7 @@ from mpkit.launch.process.output import Labelled
 from mpkit.launch.process.stacks import answer_requests
 from mpkit.launch.process.store import store_of
 from mpkit.record.recorder import Recorder
+from mpkit.support.caught import one_line
 from mpkit.support.disk import FULL, full_disk, write_whole
 from mpkit.support.tracebacks import fold_chain
 
@@ -187,7 +188,7 @@ def report(error: BaseException, rank: int, folder: Path, recorder: Recorder | N
         sys.stdout.flush()
         sys.stderr.flush()
     except Exception as unwritten:  # they may be the user's own; the error that ended the rank has priority
-        details["message"] += f"\n(Its last output is lost: {type(unwritten).__name__}: {unwritten})"
+        details["message"] += f"\n(Its last output is lost: {one_line(unwritten)})"
     write_error(folder, rank, details)
     if recorder is not None:
         recorder.close("failed")
