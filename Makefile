@@ -9,7 +9,7 @@ PY := .venv/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PYTHON CHROMIUM
 
-.PHONY: help setup demo lab test test-all test-classroom test-browser test-zoo check format hooks exercises bench clean distclean
+.PHONY: help setup demo lab test test-all test-classroom test-browser test-zoo check format hooks exercises notebooks bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -52,6 +52,9 @@ hooks: setup  ## check before every commit from now on
 
 exercises: setup  ## write the exercises' notebooks anew, from mpkit/classroom/exercises
 	@$(PY) -m mpkit exercises notebooks/exercises
+
+notebooks: setup  ## run the tutorials and store their outputs, with pictures for readers without a kernel
+	@CHROMIUM=$$(sh scripts/chromium.sh) && export CHROMIUM && $(PY) scripts/store_outputs.py $(ARGS)
 
 bench: setup  ## measure, print a table, write benchmarks/results.json
 	@$(PY) -m benchmarks $(ARGS)

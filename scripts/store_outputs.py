@@ -1,8 +1,10 @@
 """Run the notebooks and keep their outputs as pictures, for readers without a kernel, such as on GitHub.
 
-    python scripts/store_outputs.py [notebook ...]
+    make notebooks                                        all tutorials, and the README's picture
+    make notebooks ARGS=notebooks/03-zero.ipynb           one of them
 
-Widgets and charts become PNGs, drawn by the Chromium of the browser tests; the state of widgets is dropped.
+Widgets and charts become PNGs, drawn by the Chromium of the browser tests; the state of widgets is dropped. Cells keep
+their ids and tags; `tests/test_tutorials.py` compares what cells tagged "exact" print with what is stored here.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from nbclient import NotebookClient
 from playwright.sync_api import Page, sync_playwright
 from plotly.offline import get_plotlyjs
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = ROOT / "notebooks"
 WIDGET, PLOTLY = "application/vnd.jupyter.widget-view+json", "application/vnd.plotly.v1+json"
 
 
@@ -121,8 +124,17 @@ PIXELS = """async (png) => {
 }"""
 
 
+def store_readme_picture() -> None:
+    """Run the README's program, and draw its last step as the README shows it."""
+    program = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(program, names)
+    names["run"].timeline().step(3).to_svg(ROOT / "docs" / "pictures" / "gpipe.svg")
+    names["cluster"].close()
+
+
 def main() -> None:
-    """Store the outputs of the given notebooks, or of all."""
+    """Store the outputs of the given notebooks, or of all and the README's picture."""
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if not chromium:
         sys.exit("no Chromium: set CHROMIUM to one; scripts/chromium.sh finds or installs it")
@@ -132,6 +144,8 @@ def main() -> None:
         for path in [Path(name) for name in sys.argv[1:]] or sorted(NOTEBOOKS.glob("*.ipynb")):
             store(path, page)
         browser.close()
+    if not sys.argv[1:]:
+        store_readme_picture()
 
 
 if __name__ == "__main__":

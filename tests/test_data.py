@@ -147,7 +147,7 @@ def serial_named(model: nn.Module, batches: mk.Batches, steps: int) -> tuple[lis
 
 
 def test_a_rank_loads_its_own_samples_only(clusters: Clusters) -> None:
-    # 6 samples a batch: preparing loads one and then one batch, each rank two a step
+    # 6 samples per batch: preparing loads one and then one batch, each rank two per step
     dataset = Named(most=1 + 6 + 2 * 2)
     model = nn.Sequential(AddUp(), nn.Unflatten(0, (-1, 1)), nn.Linear(1, 1), nn.Flatten(0)).double()
     batches = mk.Batches(dataset, 6, drop_last=True)

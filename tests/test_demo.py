@@ -32,7 +32,7 @@ def test_it_compares_the_strategies_and_keeps_the_timelines(tmp_path: Path) -> N
     for category in ("params", "grads", "optimizer"):
         whole = serial.timeline.peak_memory[0][category]
         assert sum(held[category] for held in gpipe.typical.peak_memory) == whole
-        # DDP holds them once a rank.
+        # DDP holds them once per rank.
         assert [held[category] for held in ddp.typical.peak_memory] == 4 * [whole]
     html = page.read_text()
     assert "bubble in theory" in html and "naive MP" in html

@@ -380,7 +380,7 @@ def test_a_model_nobody_knows_how_to_divide(clusters: Any) -> None:
 
 def test_a_plan_that_works_against_itself_says_so(clusters: Any) -> None:
     plan = mk.Plan(pp=2, dp=2, zero=3, schedule="1f1b", microbatches=2)
-    with pytest.warns(mk.UnwisePlan, match=r"3 m psi a step with m = 2.*zero=1"):
+    with pytest.warns(mk.UnwisePlan, match=r"3 m psi per step with m = 2.*zero=1"):
         clusters(4).train(small_gpt(), tokens(4, 12, 33), plan, **HOW).wait()
 
 

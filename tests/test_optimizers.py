@@ -345,7 +345,9 @@ def test_frozen_parameters_that_matter_to_groups() -> None:
     model = net()
     model[0].weight.requires_grad_(False)
     prepared(sgd, PLANS["gpipe"], model)
-    with pytest.raises(ValueError, match=r"2\.weight has other options.*the frozen 0\.weight.*mk\.optimizer\.by_name\("):
+    with pytest.raises(
+        ValueError, match=r"2\.weight has other options.*the frozen 0\.weight.*mk\.optimizer\.by_name\("
+    ):
         prepared(of_some, PLANS["gpipe"], model)
 
 
@@ -420,7 +422,7 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
     "no state": (Bare, r"gave Bare without param_groups and state.*super\(\).__init__\(params, defaults\)"),
     "no optimizer": (lambda params: object(), r"gave object .*it gives a torch\.optim\.Optimizer"),
     "not twice": (once(), r"made and stepped a second time it fails, AssertionError: too many"),
-    "whole parameters only": (picky, r"cannot be found out.*AssertionError: whole.*optimizer=mk\.optimizer\.elementwise\("),
+    "whole parameters only": (picky, r"cannot be found out.*AssertionError: whole.*mk\.optimizer\.elementwise\("),
 }  # fmt: skip
 
 

@@ -78,7 +78,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tp": 2, "sequence_parallel": "yes"}, r"Plan\(tp=2, sequence_parallel=True\)"),
     ({"cp": 2, "cp_order": "zig"}, r"Plan\(cp=2, cp_order='zigzag'\)"),
     ({"tp": 2, "tensor": {"regions": ()}}, "is an mk.tensor.TensorPlan"),
-    ({"pp": 2, "virtual_stages": 2}, r"gpipe has one stage a rank.*interleaved_1f1b"),
+    ({"pp": 2, "virtual_stages": 2}, r"gpipe has one stage per rank.*interleaved_1f1b"),
     ({"pp": 2, "virtual_stages": 3, "schedule": "zbv"}, "zbv has 2 stages per rank"),
     ({"pp": 2, "virtual_stages": 0, "schedule": "zbv"}, "1 or more"),
     ({"pp": 2, "schedule": "interleaved"}, "nearest is .*schedule='interleaved_zb'.*virtual_stages=2"),

@@ -45,7 +45,7 @@ def test_strong_scaling_keeps_the_batch(clusters: Clusters) -> None:
     table = found.to_dataframe()
     assert table["strategy"].tolist() == ["serial", "DDP", "DDP"]
     assert table["throughput"].tolist() == [row.throughput for row in found.rows]
-    assert str(found).startswith("strong scaling: 240 samples a batch")
+    assert str(found).startswith("strong scaling: 240 samples per batch")
     assert len(str(found).splitlines()) == 6
 
 

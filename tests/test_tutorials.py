@@ -1,8 +1,13 @@
-"""The fast cells of the tutorials. Those tagged "thorough" run with the whole notebooks (`make test-all`)."""
+"""The fast cells of the tutorials. Those tagged "thorough" run with the whole notebooks (`make test-all`).
+
+Of cells tagged "exact" no figure depends on the machine: what they print is what the notebook has stored. After a
+change that is meant, `make notebooks` stores it anew.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -14,6 +19,30 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 @pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))
 def test_fast_cells_run(name: str) -> None:
     book = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
-    book.cells = [cell for cell in book.cells if "thorough" not in cell.metadata.get("tags", [])]
+    book.cells = [cell for cell in book.cells if not has_tag(cell, "thorough")]
     assert sum(cell.cell_type == "code" for cell in book.cells) >= 4, "a tutorial has fast cells"
+    stored = {cell.id: words(cell) for cell in book.cells if has_tag(cell, "exact")}
+    assert all(stored.values()), "a cell that is exact prints something"
     NotebookClient(book, timeout=60, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
+    printed = {cell.id: words(cell) for cell in book.cells if cell.id in stored}
+    assert printed == stored, "make notebooks"
+
+
+def test_tutorials_have_exact_cells() -> None:
+    books = [nbformat.read(path, as_version=4) for path in NOTEBOOKS.glob("*.ipynb")]
+    exact = [sum(has_tag(cell, "exact") for cell in book.cells) for book in books]
+    assert min(exact) >= 1
+    assert sum(exact) >= 30
+
+
+def has_tag(cell: Any, tag: str) -> bool:
+    return tag in cell.metadata.get("tags", [])
+
+
+def words(cell: Any) -> str:
+    """Return what a cell printed and returned, as text."""
+    texts = [
+        output.text if output.output_type == "stream" else output.get("data", {}).get("text/plain", "")
+        for output in cell.outputs
+    ]
+    return "".join(texts)

@@ -39,7 +39,7 @@ class Cluster:
     """Ranks on this machine: processes that run your function, or train your model.
 
     Making a cluster is cheap: a helper process imports torch in the background, and for every run the ranks are
-    forked from it in some 40 ms, so that nothing carries over from one run to the next.
+    forked from it, so that nothing carries over from one run to the next.
 
     >>> import mpkit as mk
     >>> import torch

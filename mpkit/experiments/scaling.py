@@ -88,7 +88,7 @@ class Scaling(HasChart):
         """What stays the same, in words."""
         if self.weak:
             return f"weak scaling: {self.rows[0].batch // self.rows[0].ranks} samples per rank"
-        return f"strong scaling: {self.rows[0].batch} samples a batch"
+        return f"strong scaling: {self.rows[0].batch} samples per batch"
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a row per run, with the attributes of `ScalingRow`, `strategy`, throughput and wall_throughput."""
@@ -156,7 +156,7 @@ def scaling(
     >>> found = mk.scaling(MLP(2, 3), spirals(32, 4), [1, 2], loss=torch.nn.functional.cross_entropy,
     ...                    optimizer=lambda params: torch.optim.SGD(params, lr=0.1), device="cpu")
     >>> [row.ranks for row in found.rows], found.rows[0].speed_up, found.kind
-    ([1, 2], 1.0, 'strong scaling: 32 samples a batch')
+    ([1, 2], 1.0, 'strong scaling: 32 samples per batch')
 
     Args:
         model, data, loss, optimizer: as in `Cluster.train`; `data` is for the fewest ranks.

@@ -99,7 +99,7 @@ def checked_virtual_stages(plan: Plan) -> int:
     if v > 1 and name not in LOOPED:
         several = ", ".join(map(repr, LOOPED))
         raise ValueError(
-            f"Plan(schedule={name!r}, virtual_stages={v}): {name} has one stage a rank. Those with several are "
+            f"Plan(schedule={name!r}, virtual_stages={v}): {name} has one stage per rank. Those with several are "
             f"{several} (any number) and 'zbv', 'dualpipev' (2). Either {call_of(plan, {'virtual_stages': 1})} or "
             f"{call_of(plan, {'schedule': 'interleaved_1f1b'})}"
         )

@@ -1,4 +1,4 @@
-"""Warns of plans that cost more than an equivalent one, with the reason and the price."""
+"""Warns of plans that send more than an equivalent one, with the reason and the volumes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from mpkit.plan.checks import call_of
 from mpkit.plan.plan import Plan
 
 __all__ = ["warn_if_unwise"]
-
-MEASURED = {2: (1.15, 1.4), 3: (1.8, 2.9)}
-"""The step time under ZeRO-2 and -3 relative to ZeRO-1: for a GPT with h = 256 and 8 layers on 2 x 2 CPU ranks, with
-1F1B and 8 micro-batches of 2 x 64 tokens; and for the same runs replayed on H100s with NVLink. More work per
-micro-batch makes both ratios smaller."""
 
 
 def warn_if_unwise(plan: Plan) -> None:
@@ -26,15 +21,13 @@ def warn_if_unwise(plan: Plan) -> None:
     if plan.pp == 1 or plan.dp * plan.cp == 1 or plan.zero < 2 or m == 1:
         return
     why = {
-        2: f"reduces the gradients after each micro-batch's backward, (m + 1) psi a step with m = {m}",
+        2: f"reduces the gradients after each micro-batch's backward, (m + 1) psi per step with m = {m}",
         3: f"gathers the parameters for each micro-batch's forward and backward and reduces the gradients after, "
-        f"3 m psi a step with m = {m}",
+        f"3 m psi per step with m = {m}",
     }[plan.zero]
-    here, replayed = MEASURED[plan.zero]
     warnings.warn(
-        f"{plan}: in a pipeline ZeRO-{plan.zero} {why}, where ZeRO-1 sends 2 psi. Measured on 2 x 2 ranks with m = 8, "
-        f"a step took {here} times ZeRO-1's, replayed on H100s with NVLink {replayed} times. Unless memory forces you, "
-        f"{call_of(plan, {'zero': 1})}",
+        f"{plan}: in a pipeline ZeRO-{plan.zero} {why}, where ZeRO-1 sends 2 psi. "
+        f"Unless memory forces you, {call_of(plan, {'zero': 1})}",
         UnwisePlan,
         stacklevel=4,
     )

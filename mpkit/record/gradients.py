@@ -1,8 +1,8 @@
 """Gradients in the ledger: one by one while a shape is measured, all at once afterwards.
 
 A hook on each parameter sees its gradient as soon as it is made. Since it is called between two kernels, with none of
-its code in any cache, it costs microseconds, and a model has many parameters. So the hooks exist only while a backward
-is measured (`mpkit.record.saved`); afterwards the gradients are collected when a backward is over.
+its code in any cache, it is slow, and a model has many parameters. So the hooks exist only while a backward is
+ measured (`mpkit.record.saved`); afterwards the gradients are collected when a backward is over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a forward saves for its backward, counted as activations.
 
-Autograd's saved-tensor hooks show what it saves, tensor by tensor. Calling Python for each one costs microseconds,
-which is a few percent of a small micro-batch, and the result is the same for every micro-batch of one shape. So
+Autograd's saved-tensor hooks show what it saves, tensor by tensor. Calling Python for each one takes time,
+which counts in a small micro-batch, and the result is the same for every micro-batch of one shape. So
 forwards of a shape are *measured* with the hooks on until the backward of one of them is over; later ones *reuse* its
 numbers:
 

@@ -85,7 +85,10 @@ def _check_rows(schedule: Schedule, stages: int, microbatches: int) -> None:
                       "and its weights with it", here)  # fmt: skip
             if action in seen:
                 _fail(
-                    schedule, f"{action} is there twice: each action is done once a step", here, seen[action]
+                    schedule,
+                    f"{action} is there twice: each action is done once per step",
+                    here,
+                    seen[action],
                 )
             other = Action("B", action.stage, action.microbatch)
             if action.kind in ("I", "W") and other in schedule:

@@ -33,7 +33,7 @@ class Sight:
 
 
 class Watch:
-    """Watches all ranks of a launch. It maps each file once and reads two records, in microseconds per rank."""
+    """Watches all ranks of a launch. It maps each file once, and each look reads two records of it."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self._folder = folder

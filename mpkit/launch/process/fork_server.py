@@ -1,7 +1,7 @@
 """The process that has imported torch and from which ranks are forked.
 
-Importing torch takes seconds, forking a process that has imported it takes milliseconds. So one process, started
-with the Cluster, imports torch and waits; each launch forks fresh ranks from it, and no state of a failed run
+Importing torch takes far longer than forking a process that has imported it. So one process, started with
+ the Cluster, imports torch and waits; each launch forks fresh ranks from it, and no state of a failed run
 carries over into the next. The notebook's own process is never forked: it may have used CUDA, and it has threads.
 
 It receives commands and sends events as JSON lines, over its standard input and output:
@@ -249,7 +249,7 @@ def warm_up() -> None:
         "mpkit.parallel.runtime.train",
     ):
         importlib.import_module(name)
-    # Creating the first optimizer imports modules for about a second (torch._dynamo).
+    # Creating the first optimizer imports many modules (torch._dynamo).
     torch.optim.SGD([torch.nn.Parameter(torch.empty(1))], lr=0.1)
 
 

@@ -1,7 +1,8 @@
 """The store through which ranks find each other: a file in the run's folder that no other user can read or write.
 
-torch's `FileStore` polls for a missing key every 10 ms, which would make a launch a fifth slower. `RunStore` polls
-often at first and then less and less often. (torch's usual TCP store accepts connections from every local user.)
+torch's `FileStore` polls for a missing key every 10 ms, so each rank of a launch would wait that long for the others.
+`RunStore` polls often at first and then less and less often. (torch's usual TCP store accepts connections from every
+local user.)
 """
 
 from __future__ import annotations

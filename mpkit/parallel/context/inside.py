@@ -108,8 +108,8 @@ class ContextParallel(TorchFunctionMode):
             self._check_mask(attn_mask)
         if not is_causal and query.shape[-2] == 1:
             raise ValueError(
-                f"Attention over cp={n} ranks: with one token a rank, transformers' models leave out the causal mask. "
-                "Longer sequences have two or more a rank, and smaller cp."
+                f"Attention over cp={n} ranks: with one token per rank, transformers' models leave out the causal "
+                "mask. Longer sequences have two or more tokens per rank, and so has a smaller cp."
             )
         if query.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
             raise ValueError(

@@ -45,7 +45,7 @@ Loss = Callable[[Any, Any], Any]
 
 
 MOST = 2e12
-"""FLOPs of a probe that takes about a minute on two cores."""
+"""The most FLOPs of a probe: more would delay the start of a training on a few cores by minutes."""
 
 
 TOO_LARGE = (

@@ -91,7 +91,7 @@ class Raster {
     this.shares = new Float32Array(width * keys);
   }
 
-  /** frame: {context, t0, scale (device pixels a second), left, width, ratio, inks, hidden, ground} */
+  /** frame: {context, t0, scale (device pixels per second), left, width, ratio, inks, hidden, ground} */
   row(frame, row, y, height, label, within) {
     const [first, after] = row.tidy().between(frame.t0, frame.t0 + frame.width / frame.scale);
     if (after <= first) return;

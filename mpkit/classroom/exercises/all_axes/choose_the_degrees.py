@@ -37,7 +37,7 @@ def seconds(model: dict[str, int], cluster: dict[str, int], batch: int, pp: int,
     flops = 6 * parameters(model) * tokens / (pp * tp)
     stream = 2 * tokens * model["width"]  # bytes of one sample's activations between layers
     talk = 8 * stream * (tp - 1) / tp * model["layers"] / pp / cluster["bytes per second in a node"]
-    steady = (flops / cluster["flops a second"] + talk) * (microbatches + pp - 1)
+    steady = (flops / cluster["flops per second"] + talk) * (microbatches + pp - 1)
     reduce = 2 * 2 * parameters(model) / (pp * tp) * (dp - 1) / dp / cluster["bytes per second between nodes"]
     return steady + reduce
 
@@ -81,7 +81,7 @@ def cluster_of(case: Case) -> dict[str, int]:
         "gpus": case["gpus"],
         "gpus a node": case["a_node"],
         "bytes a gpu": case["memory"] * 10**9,
-        "flops a second": 156 * 10**12,
+        "flops per second": 156 * 10**12,
         "bytes per second in a node": 211 * 10**9,
         "bytes per second between nodes": 100 * 10**9,
     }

@@ -2,7 +2,7 @@
 
 A rank's share of the batch does not fit into its memory. So it is cut into m micro-batches: a forward and a backward
 for each, one after the other, and the gradients add up in `parameter.grad`. Only then the optimizer steps. While
-gradients add up nobody needs to know those of the other ranks: it is enough to send **once a step**, after the last
+gradients add up nobody needs to know those of the other ranks: it is enough to send **once per step**, after the last
 micro-batch. (PyTorch's DDP has the context manager `no_sync()` for that.)
 
 Write the training loop of one rank. The gradient of a step is the one of the mean loss over the *whole* batch: all

@@ -1,7 +1,7 @@
 """Ring all-reduce.
 
 Every rank has a tensor; in the end every rank has the sum of all of them. If each sent its tensor to all others, a rank
-would send n-1 tensors. A ring does it with 2(n-1)/n tensors a rank, which is hardly 2, however many ranks there are.
+would send n-1 tensors. A ring does it with 2(n-1)/n tensors per rank, which is hardly 2, however many ranks there are.
 
 Cut the tensor into n parts. Each rank only sends to the next one and receives from the one before, a part at a time:
 

@@ -1,6 +1,6 @@
 """Offload: keep the optimizer on the host.
 
-Optimizer states are touched once a step. They may as well live in the host's memory, and the step be taken there. The
+Optimizer states are touched once per step. They may as well live in the host's memory, and the step be taken there. The
 price is two copies over the bus between device and host: gradients there, parameters back.
 
     device   backward → reduce-scatter                    all-gather → next step

@@ -12,7 +12,7 @@ rank hold an n-th of them, and step the parameters that belong to these:
 it; `unflat` copies such a tensor back into the parameters. The n-th of rank r is `whole.chunk(n)[r]`.
 
 Your ranks have to end with the parameters of serial training on the batches of all ranks together. Budget: Adam's
-states of an n-th of the parameters, two collectives a step, and no more bytes than an all-reduce of the gradients
+states of an n-th of the parameters, two collectives per step, and no more bytes than an all-reduce of the gradients
 sends: 2ψ(n-1)/n numbers per rank.
 
 Source: Rajbhandari et al., SC 2020, section 5.1 (P_os).
