@@ -381,3 +381,23 @@ def test_a_job_is_never_changed() -> None:
 def test_it_is_a_value_error_of_the_cluster_before_any_rank_starts(cluster: mk.Cluster) -> None:
     with pytest.raises(ValueError, match="a batch of 8"):
         cluster.train(MODEL, DATA, mk.Plan.gpipe(4, 12), loss=F.mse_loss, optimizer=adamw, steps=1)
+
+
+def test_a_model_is_tried_with_one_core_left_and_threads_are_restored() -> None:
+    """The fork server imports torch meanwhile; after a refusal too, torch has the threads that it had."""
+    seen: list[int] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return F.mse_loss(outputs, targets)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        prepared(loss=loss)
+        assert set(seen) == {2} and torch.get_num_threads() == 3
+        with pytest.raises(ValueError):
+            prepared(loss=lambda outputs, targets: outputs)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpkit.api.cluster_checks import check_on_busy, check_ranks, check_timeout, choose_device
+from mpkit.api.import_ahead import import_ahead
 from mpkit.api.train_example import EXAMPLE, MEANT
 from mpkit.errors import MpkitError
 from mpkit.launch.hang.hang import GRACE
@@ -39,7 +40,8 @@ class Cluster:
     """Ranks on this machine: processes that run your function, or train your model.
 
     Making a cluster is cheap: a helper process imports torch in the background, and for every run the ranks are
-    forked from it, so that nothing carries over from one run to the next.
+    forked from it, so that nothing carries over from one run to the next. Meanwhile a thread of this process imports
+    what `train` will need.
 
     >>> import mpkit as mk
     >>> import torch
@@ -75,6 +77,7 @@ class Cluster:
 
         self._fork = start == "fork" if start else sys.platform == "linux"
         self._fork_server: ForkServerClient | None = ForkServerClient(self._fork)
+        self._imports = import_ahead()
         self._current: Launch | None = None
         self._training: Run | None = None  # the latest training
         self._launching = threading.Lock()  # one thread at a time checks whether it is busy, and launches
@@ -211,11 +214,12 @@ class Cluster:
         Raises:
             ValueError: an argument cannot work; raised before any process starts.
         """
-        from mpkit.api.run import Run
-        from mpkit.prepare.prepare import prepare
-
         timeout = check_timeout(timeout)
         with self._instead_of_earlier(on_busy):
+            self._imports.join()
+            from mpkit.api.run import Run
+            from mpkit.prepare.prepare import prepare
+
             job = prepare(
                 model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", loss=loss, optimizer=optimizer,
                 steps=steps, seed=seed, max_grad_norm=max_grad_norm, lr_schedule=lr_schedule,

@@ -40,6 +40,7 @@ from mpkit.prepare.arguments.arguments import (
 from mpkit.prepare.arguments.batches import check_shares, check_split, of_every_size, take_batches
 from mpkit.prepare.arguments.train_options import TrainOptions
 from mpkit.prepare.dry_run.dry_run import quiet
+from mpkit.prepare.dry_run.threads import on_threads
 from mpkit.prepare.layout.divided import check_divided
 from mpkit.prepare.layout.meta import meta_of
 from mpkit.prepare.layout.resolve import resolve
@@ -82,7 +83,8 @@ def prepare(
     plan, steps, hooked, model = asked.plan, asked.steps, model, ready_to_travel(model)
     # A stream is read with the caller's own random state, not a copy of it, since reading continues there later.
     data = take_batches(data, steps) if is_stream(data) else data
-    with quiet():
+    # One core is left to the fork server, which imports torch while the first training is prepared.
+    with quiet(), on_threads(torch.get_num_threads() - 1):
         # ---- batches
         batches = data if isinstance(data, Stream) else take_batches(data, steps)
         sizes = of_every_size(batches, steps)

@@ -169,3 +169,18 @@ def test_mistakes_in_running(cluster: mk.Cluster) -> None:
         cluster.run(lambda ctx: lock)
     with pytest.raises(ValueError, match=r"timeout=-1: a number of seconds above 0"):
         cluster.run(doubled, 1, timeout=-1)
+
+
+def test_a_cluster_imports_ahead_what_its_first_training_needs() -> None:
+    """A fresh process imports in a thread; once it is done, preparing finds torch's compiler and mpkit.prepare."""
+    script = (
+        "import gc, sys, threading\n"
+        "import torch, mpkit as mk\n"
+        "assert 'torch._dynamo' not in sys.modules and 'mpkit.prepare.prepare' not in sys.modules\n"
+        "with mk.Cluster(2, device='cpu'):\n"
+        "    for thread in threading.enumerate():\n"
+        "        if thread.name == 'mpkit-import-ahead': thread.join()\n"
+        "assert 'torch._dynamo' in sys.modules and 'mpkit.prepare.prepare' in sys.modules\n"
+        "assert gc.isenabled()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

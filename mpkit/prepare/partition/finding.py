@@ -22,6 +22,7 @@ from mpkit.plan.plan import Plan
 from mpkit.prepare.arguments.arguments import check_loss, check_model
 from mpkit.prepare.arguments.batches import check_split, take_batches
 from mpkit.prepare.dry_run.dry_run import dry_run, quiet
+from mpkit.prepare.dry_run.threads import on_threads
 from mpkit.prepare.partition import open_model
 from mpkit.prepare.partition.calls import calls_of, groups_of
 from mpkit.prepare.partition.cut import Cut, StageFound
@@ -83,13 +84,8 @@ def _taken(model: nn.Module, modules: tuple[str, ...], blocks: tuple[str, ...], 
     """Measure each call of a block on this machine, on one thread, since idle threads would spin."""
     held = copy.deepcopy(model)
     prepare_modules(held, modules, blocks)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad(), Timing() as timing:
-            call(held, map_tensors(torch.clone, inputs), first=True)
-    finally:
-        torch.set_num_threads(threads)
+    with on_threads(1), torch.no_grad(), Timing() as timing:
+        call(held, map_tensors(torch.clone, inputs), first=True)
     return [taken for _, taken in timing.calls]
 
 
