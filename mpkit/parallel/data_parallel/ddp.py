@@ -18,9 +18,8 @@ sent.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +28,8 @@ from mpkit.comm.communicator import Communicator
 from mpkit.errors import MpkitError
 from mpkit.parallel.data_parallel.bucket import Bucket, fill_buckets
 from mpkit.parallel.data_parallel.buffers import StatefulBuffers
+from mpkit.parallel.data_parallel.replicated import Replicated
 from mpkit.parallel.stage.gradient_sync import GradientSync, Half
-from mpkit.parallel.stage.stage import Stage
-from mpkit.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from mpkit.launch.process.context import Context
 
 __all__ = ["DDP", "broadcast_all", "unused_error", "unused_message"]
 
@@ -46,36 +41,23 @@ class DDP(GradientSync):
     """Gradients summed over replicas, in buckets, while the backward pass runs.
 
     Args:
-        context: this rank's context.
-        plan: read for bucket_mb, unused and batchnorm.
-        stages: this rank's part of the model, on its device.
-        replicas: the ranks that hold the same part.
-        tied: parameters that several stages use, whose gradients are complete only after all backwards.
+        held: this rank's part of the model, and its replicas.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        plan: Plan,
-        stages: dict[int, Stage],
-        replicas: Communicator,
-        tied: Collection[nn.Parameter] = (),
-    ) -> None:
-        super().__init__(stages)
-        self._replicas, self._ledger = replicas, context.record.ledger
-        self._tied = set(tied)
-        self._unsharded = {piece.parameter for piece in self.pieces if piece.shard is None}
-        self._bucket_bytes = int(plan.bucket_mb * 2**20)
-        self._allows_unused = plan.unused == "allow"
+    def __init__(self, held: Replicated) -> None:
+        super().__init__(held.stages)
+        self._replicas, self._ledger = held.replicas, held.context.record.ledger
+        self._tied, self._unsharded = set(held.tied), held.unsharded
+        self._bucket_bytes, self._allows_unused = held.bucket_bytes, held.allows_unused
         self._names = {piece.parameter: piece.name for piece in self.pieces}
         self._sync_this_backward = False  # whether this backward's gradients are complete
         self._grads_ready: dict[nn.Parameter, None] = {}  # in order of arrival
         self._order: list[nn.Parameter] = []  # parameters in the order of the buckets
         self._rebuilt = False
         # ---- broadcast
-        module = nn.ModuleList(stage.layers for stage in stages.values())
-        broadcast_all(replicas, module)
-        self._stateful = StatefulBuffers(replicas, plan, module)
+        module = held.module
+        broadcast_all(held.replicas, module)
+        self._stateful = StatefulBuffers(held.replicas, held.plan, module)
         # ---- buckets
         self._build([piece.parameter for piece in reversed(self.pieces)])
         for parameter in self._names:

@@ -22,6 +22,7 @@ from mpkit.models.blocks import repeated_blocks
 from mpkit.models.chain import layers_of, prefix_of
 from mpkit.models.hooks import register
 from mpkit.parallel.data_parallel.ddp import DDP
+from mpkit.parallel.data_parallel.replicated import Replicated
 from mpkit.parallel.data_parallel.sync_batchnorm import over_whole_batch
 from mpkit.parallel.data_parallel.sync_cost import SyncCost
 from mpkit.parallel.data_parallel.tied import TiedWeights, tied_parameters
@@ -39,7 +40,7 @@ from mpkit.parallel.stage.shard import PartOfWhole
 from mpkit.parallel.stage.stage import PRECISIONS, Stage
 from mpkit.parallel.update.optimizer import trained_parameters
 from mpkit.parallel.update.update import Update
-from mpkit.parallel.zero import Zero
+from mpkit.parallel.zero import zero_sync
 from mpkit.record.hooks import watch
 
 if TYPE_CHECKING:
@@ -164,10 +165,11 @@ def assemble(
     if replicas.size > 1 and plan.data_parallel == "dp":
         dp = DP(context, job, stages)  # which runs the whole step, not only the synchronization
         return dp, TiedWeights(context, job.where.shared, rank_of, dp), dp, ScatterFeed(context, job)
+    held = Replicated(context, plan, stages, replicas, tied)
     if plan.zero:
-        sync: GradientSync = Zero(context, plan, stages, replicas, tied)
+        sync: GradientSync = zero_sync(held)
     elif replicas.size > 1:
-        sync = DDP(context, plan, stages, replicas, tied)
+        sync = DDP(held)
     else:
         sync = GradientSync(stages)
     pipeline = Pipeline(context, job, axes, sync)

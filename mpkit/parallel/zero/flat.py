@@ -5,6 +5,9 @@
 
 Shapes do not matter: a shard may begin in the middle of a weight, and a parameter with fewer elements than there are
 ranks has none on most of them. Padding to a multiple of n makes all shards of one size, and each is contiguous.
+
+    Flat           what a stage of ZeRO leaves whole: the shard is a view of it
+    ShardedFlat    what it shards: whole only while it is used
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from mpkit.record.ledger import Ledger
+from mpkit.comm.communicator import Communicator
+from mpkit.comm.process_group import Pending
+from mpkit.record.recorder import Recorder
 
-__all__ = ["Flat", "Layout"]
+__all__ = ["Flat", "Layout", "ShardedFlat"]
 
 
 class Layout:
@@ -69,14 +74,12 @@ class Layout:
 
 
 class Flat:
-    """A flat tensor (n k,), whose memory can be freed, and this rank's shard of it (k,), which stays.
+    """A flat tensor (n k,) that stays whole, and this rank's shard of it (k,), which is a view of it.
 
     Args:
         layout: where each parameter lies.
-        ledger: records the memory.
-        category: ledger category of the memory that stays. A whole tensor that is freed in between counts as "buffers".
-        keeps_whole: the whole tensor stays, and the shard is a view of it. Otherwise the shard has its own memory.
-        on_host: the shard is in the host's memory, which the device's ledger does not count.
+        record: this rank's recorder, whose ledger counts the memory.
+        category: ledger category of the memory that stays.
 
     Attributes:
         there: whether the whole tensor has memory.
@@ -84,34 +87,34 @@ class Flat:
             gathered into it again.
         views: the parameters' parts of the whole tensor, in their shapes.
         shard: (k,).
-        parts: the shard's parts, one per parameter.
+        parts: the parameters' parts of the shard, in one dimension.
     """
 
-    def __init__(
-        self, layout: Layout, ledger: Ledger, category: str, *, keeps_whole: bool, on_host: bool = False
-    ) -> None:
+    def __init__(self, layout: Layout, record: Recorder, category: str) -> None:
         first = layout.parameters[0]
         self.layout = layout
-        self._ledger, self._keeps_whole = ledger, keeps_whole
+        self._record = record
         self.there = True
         self.whole = torch.empty(layout.n * layout.k, dtype=first.dtype, device=first.device)
         self.views = layout.views(self.whole)
         self._nbytes = self.whole.nbytes
-        if keeps_whole:
-            self.shard = self.mine
-        else:
-            device = torch.device("cpu") if on_host else first.device
-            pinned = on_host and first.is_cuda  # so that the device can read it without the CPU
-            self.shard = torch.zeros(layout.k, dtype=first.dtype, device=device, pin_memory=pinned)
+        self.shard = self._new_shard(category)
         self.parts = layout.parts(self.shard)
-        if not on_host:
-            ledger.track(self.shard, category)
-        ledger.track(self.whole, "buffers")  # unless it is the same memory
+        record.ledger.track(self.whole, "buffers")  # unless it is the same memory
+
+    def _new_shard(self, category: str) -> Tensor:
+        """Return the shard, whose memory the ledger counts in this category."""
+        self._record.ledger.track(self.mine, category)
+        return self.mine
 
     @property
     def mine(self) -> Tensor:
         """This rank's part of the whole tensor, (k,)."""
         return self.whole[self.layout.begin : self.layout.end]
+
+    def start_all_gather(self, replicas: Communicator) -> Pending:
+        """Start gathering all ranks' shards into the whole tensor, which has memory."""
+        return replicas.all_gather(self.shard, async_op=True, out=self.whole)
 
     def allocate(self) -> None:
         """Allocate the whole tensor if it has no memory; its contents are undefined at first."""
@@ -120,26 +123,39 @@ class Flat:
             self.there = True
 
     def free(self) -> None:
-        """Free the whole tensor, unless it stays."""
-        if self.there and not self._keeps_whole:
-            self._resize(self.whole, 0)
-            self.there = False
-
-    def allocate_shard(self) -> None:
-        """Allocate the shard, after a `drop`."""
-        if self._keeps_whole:
-            self.allocate()
-        else:
-            self._resize(self.shard, self._nbytes // self.layout.n)
+        """Free the whole tensor after its use: this one stays."""
 
     def drop(self) -> None:
         """Free all memory, even that which normally stays, since nobody needs its contents."""
-        self.free()
-        self._resize(self.shard, 0)
+        self._resize(self.whole, 0)
         self.there = False
 
     def _resize(self, tensor: Tensor, nbytes: int) -> None:
         storage = tensor.untyped_storage()
         if storage.nbytes() != nbytes:
             storage.resize_(nbytes)
-            self._ledger.track(tensor, "buffers")  # or its former category
+            self._record.ledger.track(tensor, "buffers")  # or its former category
+
+
+class ShardedFlat(Flat):
+    """A flat tensor that is whole only while it is used, as "buffers"; the shard has memory of its own, and stays."""
+
+    def _new_shard(self, category: str) -> Tensor:
+        shard = torch.zeros_like(self.mine)
+        self._record.ledger.track(shard, category)
+        return shard
+
+    def free(self) -> None:
+        """Free the whole tensor after its use; the shard stays."""
+        if self.there:
+            self._resize(self.whole, 0)
+            self.there = False
+
+    def allocate_shard(self) -> None:
+        """Allocate the shard, after a `drop`."""
+        self._resize(self.shard, self._nbytes // self.layout.n)
+
+    def drop(self) -> None:
+        """Free all memory, even that which normally stays, since nobody needs its contents."""
+        self.free()
+        self._resize(self.shard, 0)

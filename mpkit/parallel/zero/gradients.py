@@ -1,13 +1,15 @@
-"""Gradients under ZeRO, reduce-scattered while the backward pass runs.
+"""Gradients of one unit, from autograd to this rank's shard of their sum: two policies.
 
-    copy      a gradient that autograd made is copied to its place in a flat tensor, and dropped
-    reduce    when a flat tensor is full, its sum over ranks starts, of which each rank keeps its shard
-    free      when the sum is complete, the flat tensor is freed; at most one sum is pending while the next tensor fills
+    copy      a gradient that autograd made is copied to its place in a flat tensor
+    reduce    the flat tensor's sum over ranks is computed, of which each rank keeps its shard
+    free      what the policy does not keep is freed
 
-That is P_g. In stage 1 the flat tensors stay, and gradients accumulate in them until the last micro-batch. Stages 2 and
-3 can only accumulate in the shard, and so reduce in each micro-batch, as DeepSpeed does. A rank of a pipeline may have
-several of the model's stages; each backward produces the gradients of one. A weight that several stages use accumulates
-in any case, and is reduced when they are all done.
+    Accumulated    stage 1, and tied weights in every stage: gradients stay whole and accumulate over micro-batches in
+                   the flat tensor, which is reduced once per step
+    Sharded        stages 2 and 3 (P_g): only the shard stays. So each backward reduces its own gradients, as in
+                   DeepSpeed, and the sums accumulate in the shard.
+
+`mpkit.parallel.zero.reducer` decides which unit is reduced when.
 
 Source: Rajbhandari et al. 2020, section 5.2: "as each gradient ... becomes available, we only reduce them on the data
 parallel process responsible for updating the corresponding parameters. After the reduction we no longer need the
@@ -16,175 +18,150 @@ gradients and their memory can be released."
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
 
 from mpkit.comm.communicator import Communicator
 from mpkit.comm.process_group import Pending
-from mpkit.parallel.data_parallel.ddp import unused_error
-from mpkit.parallel.zero.flat import Flat
+from mpkit.parallel.zero.flat import Flat, Layout, ShardedFlat
+from mpkit.record.recorder import Recorder
 
-__all__ = ["Gradients"]
+__all__ = ["AccumulatedGradients", "Gradients", "ShardedGradients"]
 
 
-@dataclass(eq=False)
-class _Unit:
-    """A flat tensor of gradients.
+class Gradients(ABC):
+    """The gradients of a unit's parameters, in a flat tensor that has no memory between steps.
+
+    Args:
+        layout: that of the unit's parameters.
+        record: this rank's recorder.
+        replicas: the ranks that share the work.
+        stage: the model's stage whose backwards produce the gradients; None if several do, which share a tied weight.
 
     Attributes:
-        stage: the model's stage whose backwards produce the gradients; None if several do.
-        keeps_whole: whether gradients accumulate in the flat tensor.
-        missing: parameters whose gradient has not arrived yet in this backward.
-        has_sum: whether the shard holds the sum of an earlier micro-batch.
-        work: the pending reduction, if any.
-        more: (k,), where the reduction is written if the shard holds a sum already; else None.
+        layout, stage: as given.
+        flat: the flat tensor; after `complete` its shard is this rank's shard of the sum, (k,).
+        ready: parameters that have had a gradient in this step.
+        missing: parameters whose gradient has not arrived yet, of those that `Reducer` waits for.
     """
 
     flat: Flat
-    stage: int | None
-    keeps_whole: bool
-    missing: set[nn.Parameter] = field(default_factory=set)
-    has_sum: bool = False
-    work: Pending | None = None
-    more: Tensor | None = None
 
+    def __init__(self, layout: Layout, record: Recorder, replicas: Communicator, stage: int | None) -> None:
+        self.layout, self.stage = layout, stage
+        self._replicas = replicas
+        self.ready: set[nn.Parameter] = set()
+        self.missing: set[nn.Parameter] = set()
+        self._work: Pending | None = None
+        self.flat = self._new_flat(record)
+        self.flat.drop()
+        self._views = dict(zip(layout.parameters, self.flat.views, strict=True))
 
-class Gradients:
-    """The gradients of parameters that require them.
-
-    Args:
-        replicas: the ranks that share the work.
-        flats: flat tensors of gradients, in the order in which they fill; each with the stage that produces them.
-        names: the parameters' names, for errors.
-        keeps_whole: whether whole gradients stay, as in stage 1.
-        allows_unused: whether a parameter may have no gradient.
-    """
-
-    def __init__(
-        self,
-        replicas: Communicator,
-        flats: list[tuple[Flat, int | None]],
-        names: Mapping[nn.Parameter, str],
-        *,
-        keeps_whole: bool,
-        allows_unused: bool,
-    ) -> None:
-        self._replicas, self._names = replicas, names
-        self._keeps_whole, self._allows_unused = keeps_whole, allows_unused
-        self._units = [_Unit(flat, stage, keeps_whole or stage is None) for flat, stage in flats]
-        self._place = {
-            parameter: (unit, view)
-            for unit in self._units
-            for parameter, view in zip(unit.flat.layout.parameters, unit.flat.views, strict=True)
-        }
-        self._grads_ready: set[nn.Parameter] = set()
-        self._queue: list[_Unit] = []  # to be reduced, in this order
-        self._next = 0  # the next unit of the queue to reduce
-        self._sync_this_backward = False
-        for parameter in self._place:
-            parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
+    @abstractmethod
+    def _new_flat(self, record: Recorder) -> Flat:
+        """Return a new flat tensor."""
 
     def begin_step(self) -> None:
         """Drop all gradients and their memory; the backward allocates it as the forward's activations go."""
-        self._grads_ready.clear()
-        for unit in self._units:
-            unit.has_sum = False
-            unit.flat.drop()
-        for parameter, (unit, _) in self._place.items():
-            if unit.keeps_whole:
-                parameter.grad = None
-        if self._keeps_whole:
-            self._await([unit for unit in self._units if unit.stage is not None])
+        self.ready.clear()
+        self.flat.drop()
 
-    def _await(self, units: list[_Unit]) -> None:
-        """Queue these units to be reduced next, with all gradients missing."""
-        self._queue, self._next = units, 0
-        for unit in units:
-            unit.missing = set(unit.flat.layout.parameters)
+    @abstractmethod
+    def copy(self, parameter: nn.Parameter) -> None:
+        """Take the gradient that autograd has made or added to."""
 
-    def before_backward(self, last: bool, stage: int) -> None:
-        """Begin a backward; its gradients are reduced if they are complete, or if they cannot be kept."""
-        self.after_backward()
-        self._sync_this_backward = last or not self._keeps_whole
-        if not self._keeps_whole:
-            self._await([unit for unit in self._units if unit.stage == stage])
+    @abstractmethod
+    def start_reduce(self) -> None:
+        """Start the reduce-scatter of the flat tensor; a parameter without a gradient counts as 0."""
 
-    @torch.no_grad()
-    def _on_grad_ready(self, parameter: Tensor) -> None:
-        """Take a gradient that autograd has made or added to, and reduce the units that are full."""
-        assert isinstance(parameter, nn.Parameter)
-        unit, view = self._place[parameter]
-        # ---- copy
+    @abstractmethod
+    def complete(self) -> None:
+        """Wait for the reduce-scatter, if it has been started, and free what does not stay."""
+
+
+class AccumulatedGradients(Gradients):
+    """Whole gradients that accumulate in the flat tensor, and are reduced once per step."""
+
+    def _new_flat(self, record: Recorder) -> Flat:
+        return Flat(self.layout, record, "grads")
+
+    def begin_step(self) -> None:
+        """Drop all gradients and their memory, those of the parameters too."""
+        super().begin_step()
+        for parameter in self.layout.parameters:
+            parameter.grad = None
+
+    def copy(self, parameter: nn.Parameter) -> None:
+        """Copy the step's first gradient to its place, where autograd adds the others."""
+        view = self._views[parameter]
         if parameter.grad is not view:
             assert parameter.grad is not None
-            unit.flat.allocate()
+            self.flat.allocate()
             view.copy_(parameter.grad)
-            parameter.grad = view if unit.keeps_whole else None
-        self._grads_ready.add(parameter)
-        if self._sync_this_backward and unit.stage is not None:
-            unit.missing.discard(parameter)
-            # ---- reduce, in an order that is the same on every rank
-            while self._next < len(self._queue) and not self._queue[self._next].missing:
-                self._reduce()
+            parameter.grad = view
+        self.ready.add(parameter)
 
-    def _reduce(self) -> None:
-        unit = self._queue[self._next]
-        unit.flat.allocate()
-        for parameter in unit.missing:
-            if not (unit.keeps_whole and parameter in self._grads_ready):  # unless an earlier micro-batch did
-                self._place[parameter][1].zero_()
-        if not unit.has_sum:
-            unit.flat.allocate_shard()
-        unit.more = torch.empty_like(unit.flat.shard) if unit.has_sum else None
-        out = unit.flat.shard if unit.more is None else unit.more
-        unit.work = self._replicas.reduce_scatter(unit.flat.whole, async_op=True, out=out)
-        self._next += 1
-        # ---- free the one before
-        if self._next > 1:
-            self._complete(self._queue[self._next - 2])
+    def start_reduce(self) -> None:
+        """Start the reduce-scatter of the step's gradients; the shard is a view of the flat tensor."""
+        self.flat.allocate()
+        for parameter, view in self._views.items():
+            if parameter not in self.ready:
+                view.zero_()
+        self._work = self._replicas.reduce_scatter(self.flat.whole, async_op=True, out=self.flat.shard)
 
-    def _complete(self, unit: _Unit) -> None:
-        if unit.work is not None:
-            unit.work.wait()
-            unit.work = None
-            if unit.more is not None:
-                unit.flat.shard.add_(unit.more)
-                unit.more = None
-            unit.has_sum = True
-            unit.flat.free()
+    def complete(self) -> None:
+        """Wait for the reduce-scatter, if it has been started; the flat tensor stays."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
-    @torch.no_grad()
-    def after_backward(self) -> None:
-        """Reduce the remaining units, whose parameters did not all get a gradient in this backward."""
-        if self._sync_this_backward and not self._keeps_whole:
-            self._reduce_rest()
-        self._sync_this_backward = False
 
-    def _reduce_rest(self) -> None:
-        while self._next < len(self._queue):
-            self._reduce()
-        if self._queue:
-            self._complete(self._queue[-1])
+class ShardedGradients(Gradients):
+    """Gradients of one backward, reduced at once; their sums accumulate in the shard."""
 
-    @torch.no_grad()
-    def finish(self) -> set[nn.Parameter]:
-        """Wait until all shards hold the whole batch's gradients; return the parameters that have none.
+    flat: ShardedFlat
 
-        Raises:
-            MpkitError: a parameter has no gradient, and the plan does not allow that.
-        """
-        missing = [name for parameter, name in self._names.items() if parameter not in self._grads_ready]
-        if missing and not self._allows_unused:
-            raise unused_error(missing)
-        self._reduce_rest()
-        self._await([unit for unit in self._units if unit.stage is None])
-        self._reduce_rest()
-        if not (self._allows_unused and self._units):
-            return set()
-        # A parameter that no rank used has no gradient, as in serial training.
-        used = torch.tensor([parameter in self._grads_ready for parameter in self._place], dtype=torch.int32)
-        used = self._replicas.all_reduce(used.to(self._units[0].flat.whole.device))
-        return {parameter for parameter, count in zip(self._place, used.tolist(), strict=True) if count == 0}
+    def __init__(self, layout: Layout, record: Recorder, replicas: Communicator, stage: int | None) -> None:
+        super().__init__(layout, record, replicas, stage)
+        self._has_sum = False  # whether the shard holds the sum of an earlier backward
+        self._more: Tensor | None = None  # (k,), where the next sum is written if it does
+
+    def _new_flat(self, record: Recorder) -> ShardedFlat:
+        return ShardedFlat(self.layout, record, "grads")
+
+    def begin_step(self) -> None:
+        """Drop all gradients and their memory, the shard too."""
+        super().begin_step()
+        self._has_sum = False
+
+    def copy(self, parameter: nn.Parameter) -> None:
+        """Copy the gradient to its place, and drop what autograd made."""
+        assert parameter.grad is not None
+        self.flat.allocate()
+        self._views[parameter].copy_(parameter.grad)
+        parameter.grad = None
+        self.ready.add(parameter)
+
+    def start_reduce(self) -> None:
+        """Start the reduce-scatter of this backward's gradients, into the shard or beside the sum that it holds."""
+        self.flat.allocate()
+        for parameter in self.missing:
+            self._views[parameter].zero_()
+        if not self._has_sum:
+            self.flat.allocate_shard()
+        self._more = torch.empty_like(self.flat.shard) if self._has_sum else None
+        out = self.flat.shard if self._more is None else self._more
+        self._work = self._replicas.reduce_scatter(self.flat.whole, async_op=True, out=out)
+
+    def complete(self) -> None:
+        """Wait for the reduce-scatter, if it has been started; add it to the shard, and free the flat tensor."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if self._more is not None:
+                self.flat.shard.add_(self._more)
+                self._more = None
+            self._has_sum = True
+            self.flat.free()

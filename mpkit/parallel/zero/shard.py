@@ -8,7 +8,9 @@ from torch import nn
 
 from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.models.chain import layers_of
+from mpkit.parallel.data_parallel.replicated import Replicated
 from mpkit.parallel.stage.stage import Stage
+from mpkit.parallel.zero.stages import zero_sync
 from mpkit.parallel.zero.zero import Zero
 from mpkit.plan.plan import Plan
 
@@ -47,5 +49,6 @@ def shard(context: Context, model: nn.Module, stage: int = 3, **options: Any) ->
     ([(20,), (0,), (9,), (0,)], torch.Size([8, 4]))
     """
     plan = Plan(dp=context.world_size, zero=stage, **options)
+    stages = {0: Stage(0, layers_of(model), context.device)}
     replicas = MeshAxes(context.comm, context.device, plan.mesh).of("dp")
-    return Zero(context, plan, {0: Stage(0, layers_of(model), context.device)}, replicas)
+    return zero_sync(Replicated(context, plan, stages, replicas))

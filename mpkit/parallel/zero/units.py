@@ -1,8 +1,10 @@
 """Units: which parameters share a flat tensor, and the layers that use them.
 
-    P_os, P_os+g   those of one layer, so that its gradients are reduced, and possibly freed, while the next layer's
-                   arrive; small layers are merged, up to 1 MiB, and large ones split into parts of at most `bucket_mb`
-    P_os+g+p       those of one layer or one repeated block, so that its parameters are whole only while it computes
+    by_bucket    P_os, P_os+g: those of one layer, so that its gradients are reduced, and possibly freed, while the next
+                 layer's arrive; small layers are merged, up to 1 MiB, and large ones split into parts of at most
+                 `bucket_mb`
+    by_site      P_os+g+p: those of one layer or one repeated block, so that its parameters are whole only while it
+                 computes
 
 A parameter that several layers share belongs to the first of them.
 """
@@ -10,7 +12,7 @@ A parameter that several layers share belongs to the first of them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import torch
@@ -20,7 +22,7 @@ from mpkit.parallel.data_parallel.bucket import FIRST_BYTES
 from mpkit.parallel.stage.partitioned import Loose
 from mpkit.parallel.stage.stage import Stage
 
-__all__ = ["Site", "Unit", "group", "sites_of"]
+__all__ = ["Site", "Unit", "by_bucket", "by_site", "sites_of"]
 
 
 @dataclass(eq=False)
@@ -104,47 +106,71 @@ class Unit:
     stage: int | None
 
 
-def group(
+def by_bucket(
     sites: list[Site],
-    zero: int,
     bucket_bytes: int,
     tied: Collection[nn.Parameter] = (),
-    alike: Collection[nn.Parameter] = (),
+    unsharded: Collection[nn.Parameter] = (),
 ) -> list[Unit]:
-    """Group the parameters into units, each of which lies in one flat tensor, the last used first.
+    """Group the trained parameters as stages 1 and 2 of ZeRO do, the last used first.
 
-    Stages 1 and 2 of ZeRO leave frozen parameters out, which have no gradient and are in no optimizer. Stage 3 shards
-    them too, apart from the others. A parameter that several stages of the model use has a unit of its own: its
-    gradient is complete only when they are all done, and ranks that hold other layers beside it still divide it in the
-    same way.
-    Parameters that tensor-parallel ranks hold `alike` are separate too: beside shards of different sizes each rank
-    would divide them in its own way, and add up their gradients in another order.
+    Frozen parameters have no gradient and are in no optimizer: they stay whole.
 
     >>> from mpkit.models import chain
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     >>> sites = sites_of({0: Stage(0, chain(model), torch.device("cpu"))})
-    >>> [len(unit.parameters) for unit in group(sites, 1, 10**6)], [len(u.parameters) for u in group(sites, 3, 10**6)]
-    ([4], [2, 2])
+    >>> [len(unit.parameters) for unit in by_bucket(sites, 10**6)]
+    [4]
     """
+    trained = [replace(site, own=[p for p in site.own if p.requires_grad]) for site in sites]
+    return _group(trained, FIRST_BYTES, bucket_bytes, tied, unsharded)
+
+
+def by_site(
+    sites: list[Site], tied: Collection[nn.Parameter] = (), unsharded: Collection[nn.Parameter] = ()
+) -> list[Unit]:
+    """Group all parameters as stage 3 of ZeRO does, the last used first; frozen ones apart from the others.
+
+    >>> from mpkit.models import chain
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    >>> sites = sites_of({0: Stage(0, chain(model), torch.device("cpu"))})
+    >>> [len(unit.parameters) for unit in by_site(sites)]
+    [2, 2]
+    """
+    return _group(sites, 0, inf, tied, unsharded)
+
+
+def _group(
+    sites: list[Site],
+    least: int,
+    most: float,
+    tied: Collection[nn.Parameter],
+    unsharded: Collection[nn.Parameter],
+) -> list[Unit]:
+    """Group the sites' own parameters into units of at most `most` bytes; merge sites with fewer than `least`.
+
+    A parameter that several stages of the model use has a unit of its own: its gradient is complete only when they are
+    all done, and ranks that hold other layers beside it still divide it in the same way.
+    Parameters that tensor parallelism leaves unsharded are separate too: beside shards of different sizes each rank
+    would divide them in its own way, and add up their gradients in another order.
+    """
+    tied, unsharded = set(tied), set(unsharded)  # compares identity, where a list would compare values
     found: list[Unit] = []
     alone: list[Unit] = []
     filling: dict[tuple[bool, torch.dtype, bool, int], list[nn.Parameter]] = {}
-    most = inf if zero == 3 else bucket_bytes
     for site in reversed(sites):
         for parameter in site.own:
-            if not (parameter.requires_grad or zero == 3):
-                continue
             if parameter in tied:
                 alone.append(Unit([parameter], None))
                 continue
-            key = parameter in alike, parameter.dtype, parameter.requires_grad, site.stage
+            key = parameter in unsharded, parameter.dtype, parameter.requires_grad, site.stage
             now = filling.setdefault(key, [])
             if now and _nbytes(now) + parameter.nbytes > most:
                 found.append(Unit(now, site.stage))
                 now = filling[key] = []
             now.append(parameter)
         for key, now in list(filling.items()):  # the end of a layer
-            if now and (zero == 3 or _nbytes(now) >= FIRST_BYTES):
+            if now and _nbytes(now) >= least:
                 found.append(Unit(filling.pop(key), key[-1]))
     return found + [Unit(now, key[-1]) for key, now in filling.items() if now] + alone
 

@@ -1,0 +1,65 @@
+"""Which flat tensors of parameters are whole at the moment: gather, wait, free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import nn
+
+from mpkit.comm.communicator import Communicator
+from mpkit.comm.process_group import Pending
+from mpkit.parallel.zero.flat import Flat
+from mpkit.parallel.zero.sharded import on_demand, veil
+
+__all__ = ["WholeParameters"]
+
+
+class WholeParameters:
+    """The parameters that are whole, or are being gathered. At first none are.
+
+    Args:
+        replicas: the ranks that hold the other shards.
+        flats: flat tensors of parameters, with the shards filled.
+        demand: gathers a parameter that is used while it is not whole; returns False where that is not possible.
+    """
+
+    def __init__(
+        self, replicas: Communicator, flats: list[Flat], demand: Callable[[nn.Parameter], bool]
+    ) -> None:
+        self._replicas = replicas
+        self._whole: dict[Flat, Pending | None] = {}  # whole (None), or with the pending all-gather
+        for flat in flats:
+            flat.free()
+            for parameter in flat.layout.parameters:
+                on_demand(parameter, demand)
+            veil(flat.layout.parameters, sharded=True)
+
+    @torch.no_grad()
+    def gather(self, flats: Iterable[Flat], soon: Iterable[Flat] = ()) -> None:
+        """Make these flat tensors whole, and start gathering those that are needed soon."""
+        flats = list(flats)
+        for flat in (*flats, *soon):
+            self._start(flat)
+        for flat in flats:
+            self._wait(flat)
+
+    def _start(self, flat: Flat) -> None:
+        if flat not in self._whole:
+            flat.allocate()
+            self._whole[flat] = flat.start_all_gather(self._replicas)
+
+    def _wait(self, flat: Flat) -> None:
+        work = self._whole[flat]
+        if work is not None:
+            work.wait()
+            self._whole[flat] = None
+            veil(flat.layout.parameters, sharded=False)
+
+    def free_all_but(self, kept: Collection[Flat]) -> None:
+        """Free all flat tensors but these."""
+        for flat in [flat for flat in self._whole if flat not in kept]:
+            self._wait(flat)
+            veil(flat.layout.parameters, sharded=True)
+            flat.free()
+            del self._whole[flat]
