@@ -46,7 +46,7 @@ def chosen_blocks(recompute: str, blocks: dict[str, nn.Module]) -> dict[str, nn.
 
 
 def recompute_blocks(
-    model: nn.Module, recompute: str, opened: PartitionedModel | None
+    model: nn.Module, recompute: str, partition: PartitionedModel | None
 ) -> list[RecomputedBlock]:
     """Let the blocks that a plan chooses be recomputed from now on.
 
@@ -54,8 +54,8 @@ def recompute_blocks(
     """
     chosen: dict[str, nn.Module] = {}
     for name, block in chosen_blocks(recompute, repeated_blocks(model)).items():
-        if opened is not None and name in opened.modules:
-            inside = [inner for inner in opened.blocks if inner.startswith(f"{name}.")]
+        if partition is not None and name in partition.modules:
+            inside = [inner for inner in partition.blocks if inner.startswith(f"{name}.")]
             chosen |= {inner: model.get_submodule(inner) for inner in inside}
         else:
             chosen[name] = block

@@ -31,7 +31,7 @@ __all__ = ["Loose", "Part", "place_parts"]
 
 def place_parts(
     model: nn.Module,
-    opened: PartitionedModel,
+    partition: PartitionedModel,
     numbers: Iterable[int],
     device: torch.device,
     dtype: torch.dtype | None = None,
@@ -49,16 +49,18 @@ def place_parts(
         sharded: result of tensor parallelism for the model.
     """
     here = tuple(numbers)
-    inside = tuple(f"{block}." for block in opened.blocks)
+    inside = tuple(f"{block}." for block in partition.blocks)
     parameters = {id(parameter) for parameter in model.parameters()}
     repeated = repeated_blocks(model).values()
-    skeleton = Skeleton(model, opened, here, device, dtype)
+    skeleton = Skeleton(model, partition, here, device, dtype)
     rest = {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor) and id(value) not in parameters and not name.startswith(inside)
     }
-    parts: dict[int, Stage] = {number: Part(number, skeleton, opened, sharded, repeated) for number in here}
+    parts: dict[int, Stage] = {
+        number: Part(number, skeleton, partition, sharded, repeated) for number in here
+    }
     return parts, rest if 0 in here else {}
 
 
@@ -73,17 +75,17 @@ class Skeleton:
     def __init__(
         self,
         model: nn.Module,
-        opened: PartitionedModel,
+        partition: PartitionedModel,
         stages: tuple[int, ...],
         device: torch.device,
         dtype: torch.dtype | None,
     ) -> None:
         self.model, self.device = model, device
-        self.blocks = prepare_modules(model, opened.modules, opened.blocks)
+        self.blocks = prepare_modules(model, partition.modules, partition.blocks)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        held = {name for number in stages for name in opened.held[number]}
-        here = {block for number in stages for block in opened.placed[number]}
-        elsewhere = tuple(f"{block}." for block in opened.blocks if block not in here)
+        held = {name for number in stages for name in partition.held[number]}
+        here = {block for number in stages for block in partition.placed[number]}
+        elsewhere = tuple(f"{block}." for block in partition.blocks if block not in here)
 
         def computed_in(tensor: Tensor) -> torch.dtype:
             return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -133,18 +135,18 @@ class Part(Stage):
         self,
         number: int,
         skeleton: Skeleton,
-        opened: PartitionedModel,
+        partition: PartitionedModel,
         sharded: Sharded | None = None,
         repeated: Collection[nn.Module] = (),
     ) -> None:
-        blocks = [(name, skeleton.blocks[name]) for name in opened.placed[number]]
-        self._parameters = {name: skeleton.parameters[name] for name in opened.held[number]}
+        blocks = [(name, skeleton.blocks[name]) for name in partition.placed[number]]
+        self._parameters = {name: skeleton.parameters[name] for name in partition.held[number]}
         inside = {id(parameter) for _, block in blocks for parameter in block.parameters()}
         self._loose = Loose([p for p in self._parameters.values() if id(p) not in inside])
         layers = [*blocks, ("loose parameters", self._loose)]
         super().__init__(number, layers, skeleton.device, sharded=sharded, blocks=repeated)
         self._skeleton = skeleton
-        self._state = [name for name, stage in opened.state.items() if stage == number]
+        self._state = [name for name, stage in partition.state.items() if stage == number]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the stage's parameters by their first names in the model."""

@@ -29,7 +29,7 @@ from mpkit.plan.plan import Plan
 from mpkit.prepare.dry_run.dry_run import dry_run
 from mpkit.prepare.layout.localized import Localized, local_copy
 from mpkit.prepare.layout.stages import cut_stages, shared_weights
-from mpkit.prepare.partition import open_for_draws, open_model
+from mpkit.prepare.partition import partition_for_draws, partition_model
 from mpkit.schedule import Schedule
 
 __all__ = ["resolve"]
@@ -148,11 +148,11 @@ def _partitions(
     if is_chain(model) or (plan.stages == 1 and (plan.ranks > 1 or plan.zero)):
         return [None] * len(copies)
     if plan.stages == 1:
-        return [open_for_draws(model, shapes, plan, loss)]
+        return [partition_for_draws(model, shapes, plan, loss)]
     partitions: list[PartitionedModel | None] = []
     for local in copies:
         partitions.append(
-            open_model(
+            partition_model(
                 local.model,
                 shapes,
                 plan,

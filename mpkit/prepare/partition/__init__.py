@@ -1,8 +1,9 @@
-"""Preparing models that are not chains to be cut: opened, recorded in one dry run, and divided among stages.
+"""Partition a model that is no chain among the stages of a pipeline, before a rank starts.
 
-opening    which modules are opened, and which are blocks that a rank calls as a whole
-record     the dry run: blocks, the operations between them, and which values each of them uses
-divide     the stage that runs each of them, and what is sent from stage to stage
+choice    which modules are opened (their forward runs as it is written), and which are blocks that a rank calls
+          as a whole
+record    the dry run: the blocks, the operations between them, and which values each of them uses
+divide    the stage that runs each of them, and what is sent from stage to stage
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from mpkit.prepare.partition.record import record
 from mpkit.prepare.partition.refusals import CannotCut, Entered, tell_if_entered
 from mpkit.support.caught import fakes_or_real, one_line, report
 
-__all__ = ["open_for_draws", "open_model"]
+__all__ = ["partition_for_draws", "partition_model"]
 
 Loss = Callable[[Any, Any], Any]
 
 
-def open_model(
+def partition_model(
     model: nn.Module,
     shapes: Mapping[Hashable, tuple[Value, Value]],
     plan: Plan,
@@ -70,17 +71,17 @@ def open_model(
     closed = _with_backward_hooks(as_given)  # modules that cannot be opened, and why
     with attention():
         if like is None:
-            opening, graphs = _walk_through(model, shapes, plan, loss, closed)
+            choice, graphs = _walk_through(model, shapes, plan, loss, closed)
         else:
-            opening = PartitionChoice(like.modules, like.blocks)
-            dry = _DryRuns(model, opening)
+            choice = PartitionChoice(like.modules, like.blocks)
+            dry = _DryRuns(model, choice)
             graphs = {key: dry.record(x, y, loss) for key, (x, y) in shapes.items()}
     first = like.starts if like is not None else starts(next(iter(graphs.values())), plan, closed)
     divisions = {
         key: divide(graph, stages_of_blocks(graph, first), plan.stages, relays=relays)
         for key, graph in graphs.items()
     }
-    return hold(as_given, opening, divisions, first)
+    return hold(as_given, choice, divisions, first)
 
 
 def _with_backward_hooks(model: nn.Module) -> dict[str, str]:
@@ -99,7 +100,7 @@ def _with_backward_hooks(model: nn.Module) -> dict[str, str]:
     return {name: f"it has {hook}" for name, hook in hooks.items()}
 
 
-def open_for_draws(
+def partition_for_draws(
     model: nn.Module, shapes: Mapping[Hashable, tuple[Value, Value]], plan: Plan, loss: Loss
 ) -> PartitionedModel | None:
     """Return an opened model that is not cut, whose blocks draw the random numbers that they would in a pipeline.
@@ -111,7 +112,7 @@ def open_for_draws(
     if not model.training or not any(map(may_draw, model.modules())):
         return None
     try:
-        opened = open_model(model, shapes, plan, loss)
+        partition = partition_model(model, shapes, plan, loss)
     except Exception as error:
         report(
             f"{type(model).__name__} draws its random numbers (dropout) as one layer, and not block by block as a "
@@ -119,8 +120,8 @@ def open_for_draws(
             "other; a pipeline of this model is refused for the same reason."
         )
         return None
-    draws = any(node.random for division in opened.divisions.values() for node in division.graph.nodes)
-    return opened if draws else None
+    draws = any(node.random for division in partition.divisions.values() for node in division.graph.nodes)
+    return partition if draws else None
 
 
 def _walk_through(
@@ -133,10 +134,10 @@ def _walk_through(
     """Return what was opened, and the graph of each shape; `closed` says which modules cannot be opened."""
     entered: set[str] = set()
     while True:
-        opening = choose(model, plan.stages, plan.cut or (), closed, entered)
-        dry = _DryRuns(model, opening)
+        choice = choose(model, plan.stages, plan.cut or (), closed, entered)
+        dry = _DryRuns(model, choice)
         try:
-            return opening, {key: dry.record(x, y, loss) for key, (x, y) in shapes.items()}
+            return choice, {key: dry.record(x, y, loss) for key, (x, y) in shapes.items()}
         except Entered as error:
             if error.block in closed:
                 raise ValueError(_explain(model, CannotCut(error.block, closed[error.block]))) from None
@@ -151,8 +152,8 @@ def _walk_through(
 class _DryRuns:
     """Copies of the model for dry runs: on fake tensors, and where that is impossible, on real ones."""
 
-    def __init__(self, model: nn.Module, opening: PartitionChoice) -> None:
-        self._model, self._opening = model, opening
+    def __init__(self, model: nn.Module, choice: PartitionChoice) -> None:
+        self._model, self._choice = model, choice
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._fake: nn.Module | None = None
         self._true: nn.Module | None = None
@@ -184,7 +185,7 @@ class _DryRuns:
         for buffer in self._model.buffers():
             memo[id(buffer)] = of(buffer.detach())
         made = copied(self._model, memo)
-        for name, block in prepare_modules(made, *self._opening).items():
+        for name, block in prepare_modules(made, *self._choice).items():
             tell_if_entered(name, block)
         return made
 

@@ -23,7 +23,7 @@ from mpkit.prepare.arguments.arguments import check_loss, check_model
 from mpkit.prepare.arguments.batches import check_split, take_batches
 from mpkit.prepare.dry_run.dry_run import dry_run, quiet
 from mpkit.prepare.dry_run.threads import on_threads
-from mpkit.prepare.partition import open_model
+from mpkit.prepare.partition import partition_model
 from mpkit.prepare.partition.calls import calls_of, groups_of
 from mpkit.prepare.partition.cut import Cut, StageFound
 from mpkit.prepare.partition.timing import Taken, Timing
@@ -43,11 +43,11 @@ def find(
         check_split(batches, plan)
         shapes = one_of_each_shape(batches, plan.microbatches, plan.dp)
         dry_run(model, shapes, loss, counts=False)  # refuses what the model or the loss refuses
-        opened = open_model(model, shapes, plan, loss)
-        graph = next(iter(opened.divisions.values())).graph
+        partition = partition_model(model, shapes, plan, loss)
+        graph = next(iter(partition.divisions.values())).graph
         # ---- cost
         start, end = split(batch_size(batches[0][0]), plan.microbatches)[0]
-        taken = _taken(model, opened.modules, opened.blocks, part(batches[0][0], slice(start, end)))
+        taken = _taken(model, partition.modules, partition.blocks, part(batches[0][0], slice(start, end)))
         calls, groups = calls_of(graph), groups_of(graph)
         modules = dict(model.named_modules())
         sizes = [sum(p.numel() for p in modules[calls[group[0]][0]].parameters()) for group in groups]
@@ -59,8 +59,10 @@ def find(
         stages = balance(costs, plan.stages)
         points = _points(model, names, [stage.start for stage in stages[1:]])
         # ---- crossing
-        opened = open_model(model, shapes, replace(plan, cut=[stage.start for stage in stages[1:]]), loss)
-    division = next(iter(opened.divisions.values()))
+        partition = partition_model(
+            model, shapes, replace(plan, cut=[stage.start for stage in stages[1:]]), loss
+        )
+    division = next(iter(partition.divisions.values()))
     whole = sum(costs) or 1.0
     stages_found = [
         StageFound(
@@ -76,7 +78,7 @@ def find(
         (route.source, route.target): sum(prod(spec.shape) * spec.dtype.itemsize for spec in route.specs)
         for route in division.routes
     }
-    tied = {next(iter(shared.names.values())): list(shared.names) for shared in opened.shared}
+    tied = {next(iter(shared.names.values())): list(shared.names) for shared in partition.shared}
     return Cut(points, by, stages_found, sends, tied)
 
 

@@ -14,13 +14,13 @@ __all__ = ["hold"]
 
 
 def hold(
-    model: nn.Module, opening: PartitionChoice, divisions: dict[Hashable, Division], starts: list[Start]
+    model: nn.Module, choice: PartitionChoice, divisions: dict[Hashable, Division], starts: list[Start]
 ) -> PartitionedModel:
     """Return what ranks need to know about a divided model.
 
     Args:
         model: the user's model.
-        opening: which of its modules were opened.
+        choice: which of its modules were opened.
         divisions: the divisions by signature of a micro-batch.
         starts: the first call of each stage but stage 0.
 
@@ -48,8 +48,8 @@ def hold(
             inside = (s for s in range(stages) for block in placed[s] if key.startswith(f"{block}."))
             state[key] = max(inside, default=0)
     return PartitionedModel(
-        opening.modules,
-        opening.blocks,
+        choice.modules,
+        choice.blocks,
         divisions,
         [tuple(stage) for stage in held],
         [tuple(stage) for stage in placed],
