@@ -43,7 +43,7 @@ check: setup  ## ruff, format, strict mypy
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
-format: setup  ## let ruff mend and format what it can
+format: setup  ## let ruff fix and format what it can
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
