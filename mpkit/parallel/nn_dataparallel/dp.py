@@ -61,7 +61,7 @@ class DP(GradientSync):
 
     Attributes:
         loss_scale: factor of the gradients, which lets fp16 represent them.
-        tells: whether this rank computes the loss.
+        computes_loss: whether this rank computes the loss.
     """
 
     def __init__(self, context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
@@ -70,7 +70,7 @@ class DP(GradientSync):
         self._rank, self._n = context.rank, job.plan.dp
         self._context, self._job = context, job
         self.loss_scale = 1.0
-        self.tells = context.rank == 0
+        self.computes_loss = context.rank == 0
         self._names = {piece.parameter: piece.name for piece in self.pieces}
         self._grads_ready: set[nn.Parameter] = set()  # whose gradient arrived on this rank in this step
         self._computed = False  # whether this rank had samples in this step

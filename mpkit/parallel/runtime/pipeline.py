@@ -2,13 +2,13 @@
 
 A step goes through these phases, on micro-batches from `mpkit.parallel.job.feed`:
 
-    execute   the row's actions, in order:
-                  F        forward of a micro-batch through a stage; the last stage computes its loss too
-                  B        backward, or its two halves: I, gradients of the inputs, and W, of the weights
-                  RECV_F, RECV_B   post the receive of a stage's input, or of its output's gradient
-                  SEND_F, SEND_B   send a stage's output on, or its input's gradient back
-    tell      the rank with the last stage sends the loss to the others
-    drain     wait until all sends are complete
+    execute     the row's actions, in order:
+                    F        forward of a micro-batch through a stage; the last stage computes its loss too
+                    B        backward, or its two halves: I, gradients of the inputs, and W, of the weights
+                    RECV_F, RECV_B   post the receive of a stage's input, or of its output's gradient
+                    SEND_F, SEND_B   send a stage's output on, or its input's gradient back
+    broadcast   the rank with the last stage sends the loss to the others
+    drain       wait until all sends are complete
 
 What a stage computes is in `mpkit.parallel.compute.stage_work`, and what is sent between stages in
 `mpkit.parallel.runtime.stage_messages`. Recomputed activations need no gradient, so they are computed before a B or an
@@ -75,7 +75,7 @@ class Pipeline:
 
     Attributes:
         loss_scale: factor of the gradients, which lets fp16 represent them.
-        tells: whether this rank computes the loss, and sends it to the others.
+        computes_loss: whether this rank computes the loss, and sends it to the others.
     """
 
     def __init__(self, context: Context, job: TrainJob, axes: MeshAxes, sync: GradientSync) -> None:
@@ -92,20 +92,20 @@ class Pipeline:
             for s, stage in sync.stages.items()
         }
         self._last = schedule.stages - 1
-        self.tells = self._last in sync.stages
+        self.computes_loss = self._last in sync.stages
         self.loss_scale = 1.0
         rank_of = tuple(axes.of("pp").ranks[place] for place in schedule.stage_to_rank)
         self._messages = StageMessages(context, rank_of, schedule.microbatches)
         self._microbatches: list[MicroBatch] = []
         self._loss: list[Tensor] = []  # the micro-batches' shares: [1], or [2] with the count
-        self._tells_early = context.comm.wire.by_name
+        self._broadcasts_early = context.comm.wire.by_name
         self._known_routes: dict[tuple[Hashable, int], Routes] = {}  # by signature and stage
 
     @property
     def takes_data(self) -> bool:
         """Whether this rank needs inputs or targets: it holds the first stage or the last."""
         return (
-            0 in self._work or self.tells or self._job.where.partition is not None
+            0 in self._work or self.computes_loss or self._job.where.partition is not None
         )  # its forward runs on every rank
 
     def step(self, number: int, microbatches: list[MicroBatch]) -> list[float]:
@@ -125,18 +125,17 @@ class Pipeline:
         # ---- execute
         for i, action in enumerate(self._row):
             self._execute(action, last=self._last_backwards.get(action.stage) == i)
-        # ---- tell
-        if self.tells and not self._tells_early:
-            self._messages.broadcast_loss(sum_of(self._loss))
-        heard = (
-            sum_of(self._loss)
-            if self.tells
-            else self._messages.receive_loss(1 if self._job.what.nominal is None else 2)
-        )
+        # ---- broadcast
+        if self.computes_loss:
+            loss = sum_of(self._loss)
+            if not self._broadcasts_early:
+                self._messages.broadcast_loss(loss)
+        else:
+            loss = self._messages.receive_loss(1 if self._job.what.nominal is None else 2)
         self._loss.clear()
         # ---- drain
         self._messages.drain()
-        return [value.item() for value in heard]
+        return [value.item() for value in loss]
 
     # ---- execute ------------------------------------------------------------------------------------------
 
@@ -178,7 +177,7 @@ class Pipeline:
             self._loss.append(
                 torch.stack([each.detach().double() if wide else each.detach() for each in outputs])
             )
-            if self._tells_early and len(self._loss) == len(self._microbatches):
+            if self._broadcasts_early and len(self._loss) == len(self._microbatches):
                 self._messages.broadcast_loss(sum_of(self._loss))  # long before the other ranks wait for it
         for route in routes.leaving:
             self._messages.set_output("F", route, m, tuple(outputs[i] for i in route.which))

@@ -52,7 +52,7 @@ class StageMessages:
         self._sent: deque[list[Work]] = deque()  # one entry per message
         # Not in the schedule's order: ranks that waited for these in between might wait for each other in a ring.
         self._skips: dict[Place, list[Work]] = {}
-        self._told: list[Work] = []  # sends of the loss, likewise
+        self._loss_sends: list[Work] = []  # sends of the loss, likewise
 
     def set_output(self, way: str, route: Route, m: int, tensors: tuple[Tensor, ...]) -> None:
         """Pass on what one end of a route made: to a stage on this rank, at once as a skip, or when SEND runs.
@@ -116,7 +116,7 @@ class StageMessages:
         """Send the loss, [1] or [2], from the rank with the last stage to those with the others."""
         value = loss.detach().to(torch.float64)
         others = sorted(set(self._rank_of) - {self._rank_of[-1]})
-        self._told += [self._context.comm.isend(value, rank, "L0") for rank in others]
+        self._loss_sends += [self._context.comm.isend(value, rank, "L0") for rank in others]
 
     def receive_loss(self, numbers: int) -> Tensor:
         """Wait for the loss from the rank with the last stage, and return its one or two numbers."""
@@ -129,8 +129,8 @@ class StageMessages:
             _wait(self._sent.popleft())
         while self._skips:
             _wait(self._skips.popitem()[1])
-        while self._told:
-            self._told.pop().wait()
+        while self._loss_sends:
+            self._loss_sends.pop().wait()
         assert not (self._outgoing or self._arriving or self._here), "a valid schedule leaves nothing behind"
 
     def _tag(self, way: str, route: Route, m: int, i: int) -> str:

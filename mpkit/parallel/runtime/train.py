@@ -92,37 +92,39 @@ class Training:
         self.sync, self.tied, self.pipeline, self.feed = assemble(context, job, axes, stages)
         self.update = Update(context, job, axes, self.sync, self.tied, fp32_params, trained)
         _watch(context, job, stages)
-        self._told = False
+        self._warned = False
         self._checkpoints = Checkpoints(context, job, self)
 
     def step(self, number: int) -> None:
         """Run one training step on its batch."""
         with self._record.step(number):
             batch = self.feed.take(number)
-            if isinstance(self._job.what.loss, Guarded) and self.pipeline.tells:
+            if isinstance(self._job.what.loss, Guarded) and self.pipeline.computes_loss:
                 for microbatch in batch:
                     self._job.what.loss.check(microbatch.inputs, microbatch.targets)
             self.pipeline.loss_scale = self.update.scaler.scale
             self.sync.begin_step()
-            known = self.pipeline.step(number, batch)
+            returned = self.pipeline.step(number, batch)
             self.sync.finish()
             self.tied.sum_gradients()
-            loss, factor = self._counted(known)
+            loss, factor = self._counted(returned)
             if loss is not None:
                 self._record.loss(loss)
-                self._told = self._told or not self.pipeline.tells or _tell(number, loss)
+                self._warned = (
+                    self._warned or not self.pipeline.computes_loss or _warn_if_not_finite(number, loss)
+                )
             self.update.step(number, factor)
         self._checkpoints.after(number)
 
-    def _counted(self, known: list[float]) -> tuple[float | None, float | None]:
+    def _counted(self, returned: list[float]) -> tuple[float | None, float | None]:
         """Return the loss, or this replica's share, if it is known here; and the factor that the gradients still need.
 
         Args:
-            known: what the pipeline returned: nothing, [loss], or [total / nominal, count].
+            returned: what the pipeline returned: nothing, [loss], or [total / nominal, count].
         """
-        if self._job.what.nominal is None or not known:
-            return (known[0] if known else None), None
-        total, count = torch.tensor(known, dtype=torch.float64, device=self._device).split(1)
+        if self._job.what.nominal is None or not returned:
+            return (returned[0] if returned else None), None
+        total, count = torch.tensor(returned, dtype=torch.float64, device=self._device).split(1)
         count = self._counting.all_reduce(count.clone())
         factor = self._job.what.nominal / count
         loss = (total * factor).item()
@@ -253,7 +255,7 @@ def _watch(context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
         watch(context.record, stage.layers, flops=flops)
 
 
-def _tell(step: int, loss: float) -> bool:
+def _warn_if_not_finite(step: int, loss: float) -> bool:
     """Print a message if the loss is not finite, and return whether it was printed."""
     if isfinite(loss):
         return False
