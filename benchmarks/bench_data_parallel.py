@@ -70,14 +70,12 @@ def prepared(ctx: Any, name: str) -> TrainJob:
         model(), text_batches(BATCH, LENGTH, 4), PLANS[name](ctx.world_size),
         loss=next_token_loss, optimizer=adamw, steps=1000, ranks=ctx.world_size,
     )  # fmt: skip
-    job.what.model = None
-    return job
+    return job.with_model(nn.Module())  # so that the memory of the prepared model is freed
 
 
 def trained(ctx: Any, job: TrainJob) -> Step:
     """Return a function that runs one training step of a job, on a model that is made here as theirs is."""
-    job.what.model = model()
-    return Training(ctx, job).step
+    return Training(ctx, job.with_model(model())).step
 
 
 def theirs(ctx: Any, name: str) -> Step:
