@@ -26,7 +26,7 @@ MEANT = {
     "collate_fn": "Samples are put together by torch's default_collate: pad or cut them in the dataset's __getitem__.",
     "persistent_workers": "Workers stay for the whole run as it is.",
     "prefetch_factor": "It is called prefetch here.",
-    "sampler": "The order is that of shuffle and seed, dealt out to the ranks without a sampler.",
+    "sampler": "The order is that of shuffle and seed, distributed among the ranks without a sampler.",
     "workers": "It is called num_workers here.",
 }
 """DataLoader's arguments that `Batches` names differently or does not have."""

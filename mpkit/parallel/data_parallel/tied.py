@@ -1,16 +1,16 @@
 """Tied weights whose stages are on several ranks train as one weight.
 
 The first stage that computes with a tied weight *owns* it: its rank keeps the optimizer states, counts the weight in
-the norm of the gradients, and saves it in checkpoints. The other stages *borrow* it.
+the norm of the gradients, and saves it in checkpoints. The other stages hold copies.
 
-    sum       after the last backward each borrower sends its gradient to the owner, which adds it to its own
+    sum       after the last backward each copy's rank sends its gradient to the owner, which adds it to its own
     update    only the owner updates the weight
-    lend      the owner sends the new weight to each borrower
+    send      the owner sends the new weight to the rank of each copy
 
 This concerns the ranks of one pipeline. Each of them may have replicas, which sum their gradients first, and which hold
 shards under ZeRO. Then shards are sent, summed and returned, and replicas gather them afterwards.
 
-So each step sends a weight twice per borrower, as an all-reduce of the gradients would (Narayanan et al., "Efficient
+So each step sends a weight twice per copy, as an all-reduce of the gradients would (Narayanan et al., "Efficient
 Large-Scale Language Model Training on GPU Clusters", SC 2021, do that for embeddings), and the optimizer states exist
 only once.
 """
@@ -36,15 +36,15 @@ __all__ = ["TiedWeights", "tied_parameters"]
 class TiedWeights:
     """The weights of this rank's stages that are tied to weights of other stages.
 
-    Their owner is the rank of the first stage that uses them; it alone updates them. Borrowed weights are removed from
-    the pieces that this rank updates.
+    Their owner is the rank of the first stage that uses them; it alone updates them. Copies are removed from the
+    pieces that this rank updates.
 
     Args:
         context: this rank's context.
         shared: the model's tied weights, the same on every rank.
         rank_of: the rank that holds each stage, within this rank's pipeline.
-        sync: synchronizes this rank's stages with their replicas. Where replicas divide a tied weight, owner and
-            borrowers divide it in the same way (`tied`), so that shards are exchanged.
+        sync: synchronizes this rank's stages with their replicas. Where replicas divide a tied weight, the ranks
+            of all copies divide it in the same way (`tied`), so that shards are exchanged.
     """
 
     def __init__(
@@ -52,33 +52,33 @@ class TiedWeights:
     ) -> None:
         self._comm, self._device, self._ledger = context.comm, context.device, context.record.ledger
         mine = {piece.name: piece for piece in (*sync.pieces, *sync.frozen)}
-        self._owned: list[tuple[str, Piece, list[int]]] = []  # tag, weight, borrowers
-        self._borrowed: list[tuple[str, Piece, int]] = []  # tag, weight, owner
+        self._owned: list[tuple[str, Piece, list[int]]] = []  # tag, weight, ranks of its copies
+        self._copies: list[tuple[str, Piece, int]] = []  # tag, weight, owner
         for number, weight in enumerate(shared):
-            owner, *borrowers = dict.fromkeys(rank_of[stage] for stage in weight.names)
+            owner, *holders = dict.fromkeys(rank_of[stage] for stage in weight.names)
             name = next((name for stage, name in weight.names.items() if stage in sync.stages), None)
-            if name is None or not borrowers:
+            if name is None or not holders:
                 continue
             if owner == context.rank:
-                self._owned.append((str(number), mine[name], borrowers))
+                self._owned.append((str(number), mine[name], holders))
             else:
-                self._borrowed.append((str(number), mine[name], owner))
-        borrowed = {piece for _, piece, _ in self._borrowed}
-        sync.pieces = [piece for piece in sync.pieces if piece not in borrowed]
-        sync.frozen = [piece for piece in sync.frozen if piece not in borrowed]
-        self._lent = False  # whether the first exchange, which includes frozen weights, is done
+                self._copies.append((str(number), mine[name], owner))
+        copies = {piece for _, piece, _ in self._copies}
+        sync.pieces = [piece for piece in sync.pieces if piece not in copies]
+        sync.frozen = [piece for piece in sync.frozen if piece not in copies]
+        self._sent = False  # whether the first exchange, which includes frozen weights, is done
 
     def sum_gradients(self) -> None:
         """Sum the gradients of each tied weight on its owner."""
         arriving = [
             (piece.held, self._comm.irecv(self._empty(piece), rank, f"G{tag}"))
-            for tag, piece, borrowers in self._owned
+            for tag, piece, holders in self._owned
             if piece.parameter.requires_grad
-            for rank in borrowers
+            for rank in holders
         ]
         leaving = [
             self._comm.isend(_gradient(piece.held).to(self._device), owner, f"G{tag}")
-            for tag, piece, owner in self._borrowed
+            for tag, piece, owner in self._copies
             if piece.parameter.requires_grad
         ]
         for held, work in arriving:
@@ -88,20 +88,20 @@ class TiedWeights:
             work.wait()
 
     @torch.no_grad()
-    def lend(self) -> None:
-        """Send the new weights to the borrowers; the first time, include frozen weights."""
+    def send_weights(self) -> None:
+        """Send the new weights to the ranks of their copies; the first time, include frozen weights."""
         leaving = [
             self._comm.isend(piece.held.to(self._device), rank, f"U{tag}")
-            for tag, piece, borrowers in self._owned
-            if piece.parameter.requires_grad or not self._lent
-            for rank in borrowers
+            for tag, piece, holders in self._owned
+            if piece.parameter.requires_grad or not self._sent
+            for rank in holders
         ]
         arriving = [
             (piece.held, self._comm.irecv(self._empty(piece), owner, f"U{tag}"))
-            for tag, piece, owner in self._borrowed
-            if piece.parameter.requires_grad or not self._lent
+            for tag, piece, owner in self._copies
+            if piece.parameter.requires_grad or not self._sent
         ]
-        self._lent = True
+        self._sent = True
         for held, work in arriving:
             held.copy_(work.wait())
         for work in leaving:

@@ -78,7 +78,7 @@ class DP(GradientSync):
             parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
         if self._rank != 0:
             self.pieces, self.frozen = [], []  # rank 0 updates, and holds frozen parameters
-        self._lending = ReplicateParameters(context, job.plan, stages[0].layers)
+        self._replicate = ReplicateParameters(context, job.plan, stages[0].layers)
         self._forward = ShareForward(context, job, stages[0])
         self._work = StageWork(context, job, stages[0], self._forward, sync=self)
 
@@ -90,7 +90,7 @@ class DP(GradientSync):
 
     def begin_step(self) -> None:
         """Drop the gradients of the previous step."""
-        self._lending.drop_gradients()
+        self._replicate.drop_gradients()
         self._grads_ready.clear()
         self._computed = False
 
@@ -105,37 +105,37 @@ class DP(GradientSync):
             The mean loss over the batch on rank 0, with the count if it has one; nothing on the others.
         """
         self._work.begin_step(number, microbatches, self.loss_scale)
-        losses = [self._microbatch(m, dealt) for m, dealt in enumerate(microbatches)]
+        losses = [self._microbatch(m, scattered) for m, scattered in enumerate(microbatches)]
         return [float(sum(each)) for each in zip(*losses, strict=True)]
 
-    def _microbatch(self, m: int, dealt: MicroBatch) -> list[float]:
-        assert isinstance(dealt, ScatteredMicroBatch)
-        has_samples = dealt.rows[self._rank] > 0
-        inputs = self._scatter(dealt)
+    def _microbatch(self, m: int, scattered: MicroBatch) -> list[float]:
+        assert isinstance(scattered, ScatteredMicroBatch)
+        has_samples = scattered.rows[self._rank] > 0
+        inputs = self._scatter(scattered)
         # ---- replicate
-        self._lending.lend()
+        self._replicate.replicate()
         # ---- forward
         outputs = self._work.forward(m, inputs) if has_samples else ()
         # ---- gather
-        specs = self._specs(dealt)
-        whole = self._gather(dealt, specs, outputs)
+        specs = self._specs(scattered)
+        whole = self._gather(scattered, specs, outputs)
         del outputs  # held until the backward, unless it recomputes them
         # ---- loss
         loss: list[float] = []
         gradients = None
         if self._rank == 0:
-            loss, gradients = gathered_loss(self._context, self._job, m, dealt, whole, self.loss_scale)
+            loss, gradients = gathered_loss(self._context, self._job, m, scattered, whole, self.loss_scale)
         # ---- return
-        mine = self._return(dealt, specs, gradients)
+        mine = self._return(scattered, specs, gradients)
         # ---- backward
-        self._lending.begin_gradients()
+        self._replicate.begin_gradients()
         if has_samples:
             self._work.recompute(m)
             self._work.backward(m, mine, last=m == self._job.plan.microbatches - 1)
             self._computed = True
         # ---- reduce
-        self._lending.reduce()
-        self._lending.take_back()
+        self._replicate.reduce()
+        self._replicate.drop_replicas()
         return loss
 
     def finish(self) -> None:
@@ -150,40 +150,43 @@ class DP(GradientSync):
                 raise unused_error(missing)
             return
         # A parameter that no rank used has no gradient, as in serial training, so that the optimizer leaves it alone.
-        counts = self._lending.count_used([parameter in self._grads_ready for parameter in self._names])
+        counts = self._replicate.count_used([parameter in self._grads_ready for parameter in self._names])
         for parameter, count in zip(self._names, counts, strict=True):
             if count == 0:
                 parameter.grad = None
 
     # ---- the exchanges of rows ----------------------------------------------------------------------------
 
-    def _scatter(self, dealt: ScatteredMicroBatch) -> Value:
+    def _scatter(self, scattered: ScatteredMicroBatch) -> Value:
         """Return this rank's inputs, scattered by rank 0."""
-        like = self._forward.narrow(dealt.inputs)
+        like = self._forward.narrow(scattered.inputs)
         specs = [RowSpec.of(tensor) for tensor in leaves(like)]
-        given = [leaves(self._forward.onto_device(inputs)) for inputs, _ in dealt.dealt]
-        tensors = iter(self._scatter_rows(dealt, specs, given))
+        given = [leaves(self._forward.onto_device(inputs)) for inputs, _ in scattered.by_rank]
+        tensors = iter(self._scatter_rows(scattered, specs, given))
         return map_tensors(lambda _: next(tensors), like)
 
     def _gather(
-        self, dealt: ScatteredMicroBatch, specs: list[RowSpec], outputs: tuple[Tensor, ...]
+        self, scattered: ScatteredMicroBatch, specs: list[RowSpec], outputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """Gather every rank's outputs on rank 0, (samples, ...) each."""
-        k = max(dealt.rows)
+        k = max(scattered.rows)
         mine = pack_rows(outputs) if outputs else self._no_rows(specs)
         packed = self._comm.gather(pad_rows(mine, k))
         if self._rank != 0:
             return ()
-        if min(dealt.rows) < k:
-            packed = torch.cat([packed[r * k : r * k + rows] for r, rows in enumerate(dealt.rows)])
+        if min(scattered.rows) < k:
+            packed = torch.cat([packed[r * k : r * k + rows] for r, rows in enumerate(scattered.rows)])
         self._ledger.track(packed, "activations")
         return unpack_rows(packed, specs)
 
     def _return(
-        self, dealt: ScatteredMicroBatch, specs: list[RowSpec], gradients: tuple[Tensor | None, ...] | None
+        self,
+        scattered: ScatteredMicroBatch,
+        specs: list[RowSpec],
+        gradients: tuple[Tensor | None, ...] | None,
     ) -> dict[int, Tensor]:
         """Return this rank's share of the gradients of the outputs that have one, by the output's number."""
-        wanted = [i for i, spec in enumerate(self._boundary(dealt).specs) if spec.requires_grad]
+        wanted = [i for i, spec in enumerate(self._boundary(scattered).specs) if spec.requires_grad]
         if len(wanted) > 1:  # the loss need not use all outputs; nothing is sent back for the others
             has_gradient = [gradients is not None and gradients[i] is not None for i in wanted]
             flags = self._comm.broadcast(
@@ -194,16 +197,16 @@ class DP(GradientSync):
             return {}
         given: list[list[Tensor]] = []
         if gradients is not None:
-            parts = [_there(gradients[i]).split(dealt.rows) for i in wanted]
+            parts = [_there(gradients[i]).split(scattered.rows) for i in wanted]
             given = [list(share) for share in zip(*parts, strict=True)]
-        mine = self._scatter_rows(dealt, [specs[i] for i in wanted], given)
+        mine = self._scatter_rows(scattered, [specs[i] for i in wanted], given)
         return dict(zip(wanted, mine, strict=True))
 
     def _scatter_rows(
-        self, dealt: ScatteredMicroBatch, specs: list[RowSpec], given: list[list[Tensor]]
+        self, scattered: ScatteredMicroBatch, specs: list[RowSpec], given: list[list[Tensor]]
     ) -> tuple[Tensor, ...]:
         """Scatter the tensors that rank 0 has for each rank; return this rank's, (its rows, ...) each."""
-        n, k = self._n, max(dealt.rows)
+        n, k = self._n, max(scattered.rows)
         if self._rank == 0:
             packed = torch.cat([pad_rows(pack_rows(tensors), k) for tensors in given])
             packed = pad_rows(packed, n * k)
@@ -212,14 +215,14 @@ class DP(GradientSync):
             packed = torch.empty(1, dtype=torch.uint8, device=self._device).expand(n * k, row_bytes(specs))
         mine = self._comm.scatter(packed)
         self._ledger.track(mine, "activations")
-        return unpack_rows(mine[: dealt.rows[self._rank]], specs)
+        return unpack_rows(mine[: scattered.rows[self._rank]], specs)
 
-    def _boundary(self, dealt: ScatteredMicroBatch) -> Boundary:
-        return self._job.where.boundary(dealt.keys[0], 0)
+    def _boundary(self, scattered: ScatteredMicroBatch) -> Boundary:
+        return self._job.where.boundary(scattered.keys[0], 0)
 
-    def _specs(self, dealt: ScatteredMicroBatch) -> list[RowSpec]:
+    def _specs(self, scattered: ScatteredMicroBatch) -> list[RowSpec]:
         """Return the specs of the model's outputs for one sample."""
-        return [RowSpec(spec.shape[1:], spec.dtype) for spec in self._boundary(dealt).specs]
+        return [RowSpec(spec.shape[1:], spec.dtype) for spec in self._boundary(scattered).specs]
 
     def _no_rows(self, specs: list[RowSpec]) -> Tensor:
         return torch.empty(0, row_bytes(specs), dtype=torch.uint8, device=self._device)
@@ -229,9 +232,9 @@ class DP(GradientSync):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Replicate the parameters on this rank inside the block, which every rank enters."""
-        self._lending.lend()
+        self._replicate.replicate()
         yield
-        self._lending.take_back()
+        self._replicate.drop_replicas()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole state on rank 0, and nothing on the others."""

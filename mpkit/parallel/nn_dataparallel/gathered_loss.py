@@ -25,7 +25,7 @@ def gathered_loss(
     context: Context,
     job: TrainJob,
     m: int,
-    dealt: ScatteredMicroBatch,
+    scattered: ScatteredMicroBatch,
     outputs: tuple[Tensor, ...],
     scale: float,
 ) -> tuple[list[float], tuple[Tensor | None, ...]]:
@@ -35,7 +35,7 @@ def gathered_loss(
         context: rank 0's context.
         job: read for the loss.
         m: the micro-batch.
-        dealt: every rank's share of it.
+        scattered: every rank's share of it.
         outputs: the outputs of all shares, (samples, ...) each.
         scale: gradient of the loss.
 
@@ -43,11 +43,13 @@ def gathered_loss(
         The share of the loss, with its count if it has one; and the gradient of each output, None where it has none.
     """
     record = context.record
-    targets = onto_device(_joined([targets for _, targets in dealt.dealt]), context.device, record)
+    targets = onto_device(_joined([targets for _, targets in scattered.by_rank]), context.device, record)
     flops = [
-        job.where.numbers[key][-1].flops for key, rows in zip(dealt.keys, dealt.rows, strict=True) if rows
+        job.where.numbers[key][-1].flops
+        for key, rows in zip(scattered.keys, scattered.rows, strict=True)
+        if rows
     ]
-    boundary = job.where.boundary(dealt.keys[0], 0)
+    boundary = job.where.boundary(scattered.keys[0], 0)
     ends = tuple(
         output.requires_grad_(spec.requires_grad)
         for output, spec in zip(outputs, boundary.specs, strict=True)
@@ -57,8 +59,8 @@ def gathered_loss(
         Kind.FORWARD, "loss", microbatch=m,
         flops=sum(f.forward for f in flops), nbytes=sum(f.forward_bytes for f in flops),
     )  # fmt: skip
-    with saving(record, -1, tuple(dealt.keys)) as saved:
-        loss, *count = loss_share(job, boundary.pack(ends), targets, dealt.whole)
+    with saving(record, -1, tuple(scattered.keys)) as saved:
+        loss, *count = loss_share(job, boundary.pack(ends), targets, scattered.whole)
     record.end(op)
     # ---- backward
     op = record.begin(

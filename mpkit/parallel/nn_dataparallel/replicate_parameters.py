@@ -1,8 +1,8 @@
 """ReplicateParameters: rank 0 owns the parameters, and the others hold replicas while they compute.
 
-    lend         replicate rank 0's parameters with one broadcast of all of them, and its buffers
-    take_back    free the replicas on the other ranks
-    reduce       sum all ranks' gradients on rank 0, with one reduce per dtype
+    replicate       broadcast all of rank 0's parameters at once, and its buffers
+    drop_replicas   free the replicas on the other ranks
+    reduce          sum all ranks' gradients on rank 0, with one reduce per dtype
 
 For that the parameters lie side by side in one tensor, and so do the gradients. torch.nn.DataParallel works in the same
 way: a replica lives for one forward and its backward, and only the first GPU keeps the model.
@@ -52,11 +52,11 @@ class ReplicateParameters:
             if parameter.requires_grad:
                 self._by_dtype.setdefault(parameter.dtype, []).append(parameter)
         self._gradients: list[Bucket] = []
-        self.take_back()
+        self.drop_replicas()
 
     # ---- parameters and buffers ---------------------------------------------------------------------------
 
-    def lend(self) -> None:
+    def replicate(self) -> None:
         """Replicate rank 0's parameters and buffers on all ranks."""
         self._resize(self._nbytes)
         self._comm.broadcast(self._flat)
@@ -68,7 +68,7 @@ class ReplicateParameters:
                 if not self._owns:
                     buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
-    def take_back(self) -> None:
+    def drop_replicas(self) -> None:
         """Free the replicas, so that only rank 0 holds parameters."""
         self._resize(0)
 

@@ -28,13 +28,13 @@ class ScatteredMicroBatch(MicroBatch):
     Attributes:
         rows: number of samples per rank; 0 for some if there are fewer samples than ranks.
         keys: the signature of each rank's share.
-        dealt: (inputs, targets) of every rank that gets samples, on rank 0; empty on the others.
+        by_rank: (inputs, targets) of every rank that gets samples, on rank 0; empty on the others.
         whole: the whole micro-batch's weight in the batch.
     """
 
     rows: list[int]
     keys: list[Hashable]
-    dealt: list[tuple[Value, Value]]
+    by_rank: list[tuple[Value, Value]]
     whole: float
 
 
@@ -67,12 +67,12 @@ class ScatterFeed(Feed):
             which = [share(start, end, rank, self._n) for rank in range(self._n)]
             rows = [len(range(size)[part]) if start + r < end else 0 for r, part in enumerate(which)]
             keys = [self._source.key(step, part) for part in which]
-            dealt = []
+            by_rank = []
             if self._rank == 0:
                 others = [(part, key) for part, key, k in zip(which, keys, rows, strict=True) if k][1:]
-                dealt = [(own.inputs, own.targets), *(self._load(step, part, key) for part, key in others)]
+                by_rank = [(own.inputs, own.targets), *(self._load(step, part, key) for part, key in others)]
             whole = (end - start) / size
             microbatches.append(
-                ScatteredMicroBatch(own.inputs, own.targets, own.key, own.weight, rows, keys, dealt, whole)
+                ScatteredMicroBatch(own.inputs, own.targets, own.key, own.weight, rows, keys, by_rank, whole)
             )
         return microbatches

@@ -164,7 +164,7 @@ def put_back(training: Training, state: State) -> None:
     for name, tensor in buffers(training):
         tensor.copy_(state[f"model/{name}"].held.view(tensor.shape))
     update.masters.renew()
-    training.tied.lend()
+    training.tied.send_weights()
     training.sync.renew()
 
 

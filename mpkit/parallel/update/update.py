@@ -131,7 +131,7 @@ class Update:
             self.optimizer.step()
         # ---- renew
         self.masters.renew()
-        self._tied.lend()
+        self._tied.send_weights()
         self._sync.renew()
 
     def _sum(self, gradients: list[Tensor]) -> None:

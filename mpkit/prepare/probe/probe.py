@@ -21,7 +21,7 @@ from mpkit.prepare.probe.compare import differ
 from mpkit.prepare.probe.explain import explain
 from mpkit.prepare.probe.heard import Heard
 from mpkit.prepare.probe.masked_data import try_masked
-from mpkit.prepare.probe.parts import Parts, dealt, division
+from mpkit.prepare.probe.parts import Parts, division, scattered
 from mpkit.prepare.probe.sequences import check_sequence_loss
 from mpkit.prepare.probe.trial import Found, Trial
 from mpkit.support.caught import one_line
@@ -113,12 +113,12 @@ class Probe:
             wanted, micro, replicas = self.size, plan.microbatches, plan.dp
         self.first = first
         self.all = [list(range(wanted))]
-        self.parts = dealt(wanted, micro, replicas)
+        self.parts = scattered(wanted, micro, replicas)
         self.data = part(first[0], slice(wanted)), part(first[1], slice(wanted))
         self.trial = Trial(model, copied(loss), self.data)
         # Rank 0 of DP, and a loss of the whole batch, see the outputs of all replicas.
         self.gathers = (plan.dp > 1 and plan.data_parallel == "dp") or isinstance(loss, WholeBatchLoss)
-        self.of_loss = dealt(wanted, micro, 1) if self.gathers else self.parts
+        self.of_loss = scattered(wanted, micro, 1) if self.gathers else self.parts
 
     def verdict(self) -> Objective:
         """Try model and loss, and return the resulting objective."""
