@@ -174,21 +174,21 @@ class Demo:
             table.add_row(label, *values)
 
         each = [outcome.typical for outcome in outcomes]
-        row("bubble, measured", ["-" if t.world_size == 1 else percent(t.bubble) for t in each])
+        row("bubble measured", ["-" if t.world_size == 1 else percent(t.bubble) for t in each])
         row(
-            "bubble, in theory",
+            "bubble in theory",
             ["-" if o.theory is None or not o.theory else percent(o.theory) for o in outcomes],
         )
         row("step time", [seconds(t.step_time) for t in each])
         row("speed-up", [f"{serial.typical.step_time / t.step_time:.2f} x" for t in each])
         table.add_section()
-        row("peak memory of a GPU", [bytes_text(_fullest(t)["total"]) for t in each])
+        row("peak memory per GPU", [bytes_text(_fullest(t)["total"]) for t in each])
         for category in CATEGORIES:
             row(f"  {category}", [bytes_text(_fullest(t).get(category, 0)) for t in each])
         row("bytes sent", [bytes_text(_sent(t)) for t in each])
         table.add_section()
         row("last loss", [f"{o.losses[-1]:.4f}" for o in outcomes])
-        row("losses equal serial", ["-", *("yes" if _equal(o, serial) else "NO" for o in outcomes[1:])])
+        row("equal to serial", ["-", *("yes" if _equal(o, serial) else "NO" for o in outcomes[1:])])
         return table
 
     def _explain(self, outcomes: list[Outcome]) -> str:
@@ -208,7 +208,7 @@ class Demo:
         facts = {
             o.name: {
                 "bubble in theory": "-" if not o.theory else percent(o.theory),
-                "losses equal serial": "yes" if _equal(o, serial) else "no",
+                "losses equal to serial": "yes" if _equal(o, serial) else "no",
             }
             for o in shown
         }
