@@ -122,8 +122,9 @@ class Cluster:
 
     @answers("cluster.run(lambda ctx: ctx.rank)")
     def run(
-        self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, on_busy: str = "raise"
-    ) -> list[Any]:
+        self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, on_busy: str = "raise",
+        watch: bool | int = False,
+    ) -> list[Any]:  # fmt: skip
         """Call `fn(ctx, *args)` on every rank and wait; what the ranks print appears here, labelled.
 
         Args:
@@ -133,6 +134,10 @@ class Cluster:
                 slowest op if all ranks wait for each other or are stopped, 600 s otherwise. After 10 s a line says
                 which rank the others wait for, and where it is.
             on_busy: as in `train`; by default an earlier training is left alone, unless "stop" or "wait" is passed.
+
+            watch: record what `fn` does although it does not know of mpkit: communication of torch.distributed, DDP,
+                FSDP and pipelining; forwards, backwards and optimizer steps; memory. True records a model's repeated
+                blocks, a number its modules down to that depth. `cluster.timeline()` shows it.
 
         Returns:
             What `fn` returned, by rank.
@@ -148,7 +153,12 @@ class Cluster:
                 f"run(fn) takes a function of a context, such as `lambda ctx: ctx.rank`, not {fn!r}"
             )
         self._make_free(on_busy)
-        launch = self.launch(fn, args, timeout=timeout, sink=print)
+        modules: tuple[str, ...] = ()
+        if watch is not False:
+            from mpkit.watch.watched import NEEDED, check_watch, watched
+
+            fn, args, modules = watched, (fn, check_watch(watch), *args), NEEDED
+        launch = self.launch(fn, args, timeout=timeout, sink=print, modules=modules)
         launch.finish()
         return launch.results()
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m mpkit demo`, `grade`, `exercises`."""
+"""The command line: `python -m mpkit demo`, `watch`, `grade`, `exercises`."""
 
 from __future__ import annotations
 
@@ -62,8 +62,33 @@ def _parser() -> argparse.ArgumentParser:
         "--plain", action="store_true", help="no live drawing (it is left out in a pipe anyway)"
     )
     demo.set_defaults(run=_demo)
+    _add_watch(commands)
     _add_classroom(commands)
     return parser
+
+
+def _add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    watch = commands.add_parser(
+        "watch",
+        help="run a program of your own, unchanged, and see its timeline",
+        description="Starts a script on every rank as torchrun would, records its communication, forwards, backwards, "
+        "optimizer steps and memory, and prints its timeline. Options of mpkit's stand before the script, those of "
+        "the script after it.",
+    )
+    watch.add_argument("--ranks", type=int, help="processes; left out: one per GPU, or 2 without GPUs")
+    watch.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    watch.add_argument("--depth", type=int, help="how deep modules are recorded; left out: repeated blocks")
+    watch.add_argument(
+        "--timeout", type=float, help="seconds without progress after which a hang is reported"
+    )
+    watch.add_argument("--html", help="where an interactive timeline goes")
+    watch.add_argument("--trace", help="where the trace goes, for Trace.load")
+    watch.add_argument(
+        "-m", dest="module", action="store_true", help="PROGRAM is a module, as after python -m"
+    )
+    watch.add_argument("program", help="the script")
+    watch.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    watch.set_defaults(run=_watch)
 
 
 def _add_classroom(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -110,6 +135,16 @@ def _demo(options: argparse.Namespace) -> None:
     del given["run"]
     given["strategies"] = tuple(name.strip() for name in given["strategies"].split(",") if name.strip())
     Demo(**given).run()
+
+
+def _watch(options: argparse.Namespace) -> None:
+    from mpkit.apps.watch import Program, watch
+
+    program = Program(options.program, tuple(options.arguments), options.module)
+    watch(
+        program, ranks=options.ranks, device=options.device, depth=options.depth, timeout=options.timeout,
+        html=options.html, trace=options.trace,
+    )  # fmt: skip
 
 
 def _grade(options: argparse.Namespace) -> None:

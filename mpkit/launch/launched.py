@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Mapping
 
+from mpkit.launch.process.as_torchrun import OWN
+
 __all__ = ["refuse_second_launcher"]
 
 LAUNCHERS = {
@@ -29,6 +31,8 @@ def refuse_second_launcher(environment: Mapping[str, str] = os.environ) -> None:
     Raises:
         ValueError: this process is one of several.
     """
+    if environment.get("TORCHELASTIC_RUN_ID", "").startswith(OWN):
+        return  # a rank of a Cluster may make a Cluster of its own
     for size, (rank, launcher) in LAUNCHERS.items():
         count = environment.get(size, "")
         if rank in environment and count.isdecimal() and int(count) > 1:

@@ -55,6 +55,7 @@ class Settings:
         layers: record every layer, not only every action.
         environment: variables that have changed since the fork server was started; None for those that were removed.
         compares: compare each communication with its peers' calls.
+        port: a free port on the loopback interface, for a program that opens a store of its own.
     """
 
     ranks: int
@@ -69,6 +70,7 @@ class Settings:
     layers: bool = False
     environment: dict[str, str | None] = field(default_factory=dict)
     compares: bool = True
+    port: int = 0
 
     def dumps(self) -> bytes:
         """Return the bytes of settings.json."""

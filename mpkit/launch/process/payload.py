@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,7 +58,14 @@ def here(ranks: int, device: str, backend: str, devices: int, layers: bool, comp
         sources=_sources_without_file(),
         layers=layers,
         compares=compares,
+        port=_free_port(),
     )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _sources_without_file() -> dict[str, str]:

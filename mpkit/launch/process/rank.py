@@ -31,8 +31,10 @@ from mpkit.comm.call_checks import CallChecks
 from mpkit.comm.communicator import Communicator
 from mpkit.comm.wire import Wire
 from mpkit.errors import CommMismatch
+from mpkit.launch.process.as_torchrun import as_torchrun
 from mpkit.launch.process.context import Context
 from mpkit.launch.process.folder import UNREPORTED, Settings, part, write_error, write_note
+from mpkit.launch.process.joined import join
 from mpkit.launch.process.output import Labelled
 from mpkit.launch.process.stacks import answer_requests
 from mpkit.launch.process.store import store_of
@@ -130,16 +132,19 @@ def device_of(rank: int, settings: Settings) -> torch.device:
 def meet(rank: int, settings: Settings, folder: Path) -> Any:
     """Find the other ranks in the launch's folder and form the process group, over the loopback interface.
 
+    A program that the rank runs finds itself as under torchrun: its own init_process_group joins this group.
     GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME keep the user's values if they are set. Collectives get a timeout of a
     day, since the launcher distinguishes a hang from slow work far sooner.
     """
     loopback = "lo" if sys.platform == "linux" else "lo0"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # the only way to configure gloo
         os.environ.setdefault(name, loopback)
+    os.environ.update(as_torchrun(rank, settings.ranks, settings.port))
     store = store_of(folder, settings.ranks, settings.backend)
     dist.init_process_group(
         settings.backend, store=store, rank=rank, world_size=settings.ranks, timeout=timedelta(days=1)
     )
+    join(rank, settings.ranks, settings.backend, store)
     return store
 
 

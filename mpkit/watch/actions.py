@@ -1,0 +1,116 @@
+"""Actions: forward, loss, backward, optimizer step, in the order in which one rank runs them.
+
+forward      the outermost module that is called, unless it is called within a backward: that is recomputation
+loss         what the rank computes between the end of such a forward and the beginning of the backward
+backward     one run of autograd's engine
+optimizer    one optimizer's step
+
+An action that begins within another one is a part of it (depth 1 and more in the trace).
+A step ends with the last optimizer step before the next forward: gradients may be accumulated over several backwards,
+and several optimizers may step. `mk.step()` says instead where a step ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpkit.record.recorder import Recorder
+from mpkit.trace import Kind
+
+__all__ = ["Actions"]
+
+
+class Actions:
+    """The actions and steps of one rank.
+
+    Args:
+        record: the rank's recorder.
+        before: called before each outermost action.
+
+    Attributes:
+        place: stage and micro-batch of what runs now, in a pipeline; -1 for none.
+        backwards: how many backwards are running, one within another.
+        began, ended: called with the kind, the name and the op of every outermost action.
+    """
+
+    def __init__(self, record: Recorder, before: Callable[[], None] = lambda: None) -> None:
+        self._record, self._before = record, before
+        self.place = -1, -1
+        self.backwards = 0
+        self._depth = 0
+        self._loss = -1
+        self._step, self._in_step, self._stepped = 0, False, False
+        self._by_hand = False
+        self.began: Callable[[Kind, str], None] = lambda kind, name: None
+        self.ended: Callable[[int], None] = lambda op: None
+
+    # ---- actions
+
+    def begin(self, kind: Kind, name: str) -> int:
+        """Begin an action, or a part of the one that is running; return its op."""
+        if not self._depth:
+            self.end_loss()
+            self._before()
+            self._begin_step(kind)
+            self.began(kind, name)
+        self._depth += 1
+        stage, microbatch = self.place
+        return self._record.begin(kind, name, stage=stage, microbatch=microbatch)
+
+    def end(self, op: int) -> None:
+        """End what `begin` began."""
+        self._depth -= 1
+        self._record.end(op)
+        if not self._depth:
+            self.ended(op)
+
+    def begin_loss(self) -> None:
+        """Begin what is computed between a forward and the backward that follows it."""
+        if not self._depth and self._loss < 0:
+            self.began(Kind.COMPUTE, "loss")
+            stage, microbatch = self.place
+            self._loss = self._record.begin(Kind.COMPUTE, "loss", stage=stage, microbatch=microbatch)
+
+    def end_loss(self) -> None:
+        """End it: something else begins."""
+        if self._loss >= 0:
+            self._record.end(self._loss)
+            self.ended(self._loss)
+            self._loss = -1
+
+    @property
+    def running(self) -> bool:
+        """Whether an action is running."""
+        return self._depth > 0
+
+    # ---- steps
+
+    def _begin_step(self, kind: Kind) -> None:
+        if self._in_step and self._stepped and kind != Kind.OPTIMIZER and not self._by_hand:
+            self.end_step()
+        if not self._in_step:
+            self._record.begin_step(self._step)
+            self._in_step = True
+
+    def begin_data(self) -> None:
+        """Begin the step to which the samples belong that are about to be loaded."""
+        self.end_loss()
+        if self._stepped or not self._in_step:
+            self._begin_step(Kind.DATA)
+
+    def optimizer_stepped(self) -> None:
+        """Remember that the weights are new: the next forward belongs to the next step."""
+        self._stepped = True
+
+    def end_step(self) -> None:
+        """End the step that is under way, if any."""
+        self.end_loss()
+        if self._in_step:
+            self._record.end_step()
+            self._step += 1
+        self._in_step = self._stepped = False
+
+    def step(self) -> None:
+        """End the step here; from now on, optimizers no longer end steps."""
+        self._by_hand = True
+        self.end_step()

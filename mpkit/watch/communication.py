@@ -1,0 +1,175 @@
+"""Every communication of a program, whoever issues it.
+
+c10d's operators go through torch's dispatcher. A kernel for the key BackendSelect, which every call passes just before
+the backend's own kernel, sees them all:
+
+    record      begin the op, with its group, payload and the program's line
+    go on       redispatch to the kernel of the backend, without Python's lock
+    follow      hand torch's handle to `Completion`, which writes the end
+
+Source: torch's operators in torch/csrc/distributed/c10d/Ops.cpp, its order of dispatch keys in c10/core/DispatchKey.h.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpkit.comm.communicator import Communicator
+from mpkit.record.recorder import Recorder
+from mpkit.trace import Kind
+from mpkit.watch.annotations import Annotations
+from mpkit.watch.completion import Completion
+from mpkit.watch.lines import Lines
+from mpkit.watch.operators import OPERATORS, Operator, payload
+
+__all__ = ["Communication"]
+
+
+class Communication:
+    """The operators of c10d as one rank calls them.
+
+    Args:
+        comm: the communicator of all ranks: its groups and messages are numbered together with the program's.
+        completion: writes the ends.
+        lines: the program's lines.
+        annotations: what the program says it is doing.
+
+    Attributes:
+        axes: the name that a DeviceMesh gave to the axis of a group, by the group's ranks as the trace spells them.
+    """
+
+    def __init__(
+        self, comm: Communicator, completion: Completion, lines: Lines, annotations: Annotations
+    ) -> None:
+        self._comm, self._completion, self._lines, self._annotations = comm, completion, lines, annotations
+        self._record: Recorder = comm.wire.record
+        self._groups: dict[int, tuple[Any, Communicator]] = {}
+        self._texts: dict[tuple[torch.dtype, torch.Size], str] = {}
+        self.axes: dict[str, str] = {}
+        self._libraries: list[torch.library.Library] = []
+
+    # ---- begin and end of watching
+
+    def install(self) -> None:
+        """Put a kernel in front of each operator that communicates."""
+        c10d = torch.library.Library("c10d", "IMPL")
+        functional = torch.library.Library("_c10d_functional", "IMPL")
+        self._libraries = [c10d, functional]
+        for name in _names():
+            if name in OPERATORS:
+                c10d.impl(name, self._kernel(name, OPERATORS[name]), "BackendSelect", with_keyset=True)
+        functional.impl("wait_tensor", self._wait_tensor(), "BackendSelect", with_keyset=True)
+
+    def uninstall(self) -> None:
+        """Take the kernels away."""
+        for library in self._libraries:
+            library._destroy()
+        self._libraries = []
+
+    # ---- the kernels
+
+    def _kernel(self, name: str, operator: Operator) -> Any:
+        go_on, after = getattr(torch.ops.c10d, name).default.redispatch, _after()
+        at_group = _place_of_group(name)
+        unbox, completion, here = dist.Work.unbox, self._completion, self._lines.here
+
+        def kernel(keyset: Any, *args: Any) -> Any:
+            where = here()
+            if where is None:  # ctx.comm, which records it
+                return go_on(keyset & after, *args)
+            completion.settle()
+            by_python = self._lines.called_from_python()
+            op = self._begin(operator, args, args[at_group], where)
+            out = go_on(keyset & after, *args)
+            handle = out[-1] if isinstance(out, tuple) else out
+            if handle is None:  # monitored_barrier returns when it is complete
+                self._record.complete(op)
+            else:
+                completion.started(op, unbox(handle), payload(args[0])[:1], by_python=by_python)
+            return out
+
+        return kernel
+
+    def _wait_tensor(self) -> Any:
+        go_on, after = torch.ops._c10d_functional.wait_tensor.default.redispatch, _after()
+
+        def kernel(keyset: Any, tensor: torch.Tensor) -> Any:
+            return self._completion.wait_for_output(tensor, lambda: go_on(keyset & after, tensor))
+
+        return kernel
+
+    # ---- what is recorded
+
+    def _begin(self, operator: Operator, args: tuple[Any, ...], boxed: Any, where: str) -> int:
+        kind, group = operator.kind, self._group(boxed)
+        tensors = payload(args[operator.tensors]) if operator.tensors >= 0 else []
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        if operator.per_rank:
+            nbytes = group.size * sum(tensor.nbytes for tensor in tensors)
+        peer = group.ranks[args[operator.peer]] if operator.peer >= 0 else -1
+        if kind == Kind.SEND or kind == Kind.RECV:
+            name, number = self._message(kind, peer, args[operator.tag])
+        else:
+            name, number = group.name, group.issued
+            group.issued = number + 1
+        said = self._annotations.innermost
+        text = self._text(tensors)
+        return self._record.begin(
+            kind, f"{said}: {text}" if said else text, group=name, number=number, peer=peer, nbytes=nbytes, where=where
+        )  # fmt: skip
+
+    def _message(self, kind: Kind, peer: int, tag: int) -> tuple[str, int]:
+        """Return the channel of a message, and its number there."""
+        rank, messages = self._comm.rank, self._comm.wire.messages
+        src, dst = (rank, peer) if kind == Kind.SEND else (peer, rank)
+        channel = f"{src}>{dst}#{tag}"
+        number = messages.get(channel, 0)
+        messages[channel] = number + 1
+        return channel, number
+
+    def _group(self, boxed: Any) -> Communicator:
+        """Return the communicator of a process group's ranks, which counts their collectives."""
+        handle = dist.ProcessGroup.unbox(boxed)
+        known = self._groups.get(id(handle))
+        if known is None:
+            ranks = tuple(sorted(dist.get_process_group_ranks(handle)))
+            known = self._groups[id(handle)] = handle, self._comm.adopt(ranks, handle)  # keeps it alive
+            if handle.group_desc.startswith("mesh_"):
+                self.axes[known[1].name] = handle.group_desc.removeprefix("mesh_")
+        return known[1]
+
+    def _text(self, tensors: list[torch.Tensor]) -> str:
+        """Describe the tensors of a call: "float32[4]", with how many more there are."""
+        if not tensors:
+            return ""
+        key = tensors[0].dtype, tensors[0].shape
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = f"{str(key[0]).removeprefix('torch.')}{list(key[1])}"
+        return text if len(tensors) == 1 else f"{text} and {len(tensors) - 1} more"
+
+
+def _names() -> list[str]:
+    """Return the names of c10d's operators; warn of those that communicate in a way unknown here."""
+    names = [name[6:] for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
+    unknown = [name for name in names if name not in OPERATORS and _place_of_group(name) >= 0]
+    if unknown:
+        warnings.warn(
+            f"this torch has operators that mpkit does not record: {', '.join(unknown)}", stacklevel=2
+        )
+    return names
+
+
+def _place_of_group(name: str) -> int:
+    """Return which argument of an operator is the process group, -1 if none is."""
+    arguments = getattr(torch.ops.c10d, name).default._schema.arguments
+    return next((i for i, argument in enumerate(arguments) if argument.name == "process_group"), -1)
+
+
+def _after() -> Any:
+    """Return the dispatch keys that come after BackendSelect: those of the backends."""
+    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)

@@ -1,0 +1,59 @@
+"""The line of the program that an operation comes from: the innermost one that is neither torch's nor the kit's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+__all__ = ["Lines"]
+
+_KIT = str(Path(__file__).parents[1])
+_INTERNAL = (str(Path(torch.__file__).parent), _KIT, "<frozen")
+_CALLS = ("distributed_c10d.py", "_ops.py", "_functional_collectives.py")
+_COMM = str(Path(_KIT, "comm"))  # what ctx.comm issues is recorded there
+
+
+class Lines:
+    """The lines of one program, each put into words once."""
+
+    def __init__(self) -> None:
+        self._internal: dict[CodeType, bool | None] = {}  # None: a function of ctx.comm
+        self._words: dict[tuple[CodeType, int], str] = {}
+
+    def here(self) -> str | None:
+        """Return the program's line that is running, such as "train.py:12 in main", "" if there is none.
+
+        Return None if `ctx.comm` is running, which records its own communication.
+        """
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            code = frame.f_code
+            internal = self._internal.get(code, 0)
+            if internal == 0:
+                internal = self._internal[code] = _is_internal(code.co_filename)
+            if not internal:
+                return None if internal is None else self._in_words(frame)
+            frame = frame.f_back
+        return ""
+
+    def called_from_python(self) -> bool:
+        """Return whether Python called the running operator; otherwise C++ did, as DDP's reducer does."""
+        frame = sys._getframe(2)
+        file = frame.f_code.co_filename
+        return file.endswith(_CALLS) or not file.startswith(_INTERNAL)
+
+    def _in_words(self, frame: FrameType) -> str:
+        key = frame.f_code, frame.f_lineno
+        words = self._words.get(key)
+        if words is None:
+            words = self._words[key] = f"{key[0].co_filename}:{key[1]} in {key[0].co_name}"
+        return words
+
+
+def _is_internal(file: str) -> bool | None:
+    if file.startswith(_COMM):
+        return None
+    return file.startswith(_INTERNAL)

@@ -1,0 +1,75 @@
+"""What each of c10d's operators does.
+
+Every collective and message of a program is one of them, whether Python, DDP's reducer in C++, FSDP2 or a functional
+collective has issued it.
+
+Payloads count as in the kit's own traces, which is as NCCL's documentation counts them: the whole tensor that is
+gathered or scattered, not a rank's part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from mpkit.trace import Kind
+
+__all__ = ["OPERATORS", "Operator", "payload"]
+
+
+class Operator(NamedTuple):
+    """One of c10d's operators.
+
+    Attributes:
+        kind: what it does.
+        tensors: which argument holds the tensors that make up the payload.
+        peer: which argument names the other end of a message or the root, a rank of the group; -1: none does.
+        per_rank: whether that argument is one rank's part, so that the payload is as many of it as there are ranks.
+        tag: which argument is a message's tag; -1: none is.
+        reduces: which argument is the reduction; -1: none is.
+    """
+
+    kind: Kind
+    tensors: int = 0
+    peer: int = -1
+    per_rank: bool = False
+    tag: int = -1
+    reduces: int = -1
+
+
+OPERATORS = {
+    "allreduce_": Operator(Kind.ALL_REDUCE, reduces=2),
+    "allreduce_coalesced_": Operator(Kind.ALL_REDUCE, reduces=2),
+    "allgather_": Operator(Kind.ALL_GATHER),
+    "_allgather_base_": Operator(Kind.ALL_GATHER),
+    "allgather_coalesced_": Operator(Kind.ALL_GATHER),
+    "allgather_into_tensor_coalesced_": Operator(Kind.ALL_GATHER),
+    "reduce_scatter_": Operator(Kind.REDUCE_SCATTER, tensors=1, reduces=3),
+    "_reduce_scatter_base_": Operator(Kind.REDUCE_SCATTER, tensors=1, reduces=3),
+    "reduce_scatter_tensor_coalesced_": Operator(Kind.REDUCE_SCATTER, tensors=1, reduces=3),
+    "broadcast_": Operator(Kind.BROADCAST, peer=2),
+    "reduce_": Operator(Kind.REDUCE, peer=3, reduces=2),
+    "gather_": Operator(Kind.GATHER, tensors=1, peer=3, per_rank=True),
+    "scatter_": Operator(Kind.SCATTER, peer=3, per_rank=True),
+    "alltoall_": Operator(Kind.ALL_TO_ALL, tensors=1),
+    "alltoall_base_": Operator(Kind.ALL_TO_ALL, tensors=1),
+    "barrier": Operator(Kind.BARRIER, tensors=-1),
+    "monitored_barrier_": Operator(Kind.BARRIER, tensors=-1),
+    "send": Operator(Kind.SEND, peer=2, tag=3),
+    "recv_": Operator(Kind.RECV, peer=2, tag=3),
+    "recv_any_source_": Operator(Kind.RECV, tag=2),
+}
+"""The operators of c10d that communicate, by name."""
+
+
+def payload(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors in an argument, which is a tensor, a list of them or a list of lists.
+
+    >>> [tensor.nbytes for tensor in payload([[torch.zeros(2)], [torch.zeros(3)]])]
+    [8, 12]
+    """
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return [tensor for inner in tensors for tensor in payload(inner)]

@@ -1,0 +1,81 @@
+"""Watching: a program that knows nothing of mpkit leaves a Trace like any other.
+
+    communication    every operator of c10d                          `communication`, `completion`
+    actions          forward, loss, backward, optimizer, steps       `modules`, `engine`, `optimizers`, `actions`
+    names            what the program says it is doing               `annotations`
+
+Nothing of the program changes: torch offers a place to listen at each of these, and `Watching` takes its listeners
+away at the end.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from mpkit.comm.communicator import Communicator
+from mpkit.trace import Kind
+from mpkit.watch.actions import Actions
+from mpkit.watch.annotations import Annotations
+from mpkit.watch.communication import Communication
+from mpkit.watch.completion import Completion
+from mpkit.watch.engine import Backwards
+from mpkit.watch.lines import Lines
+from mpkit.watch.modules import Modules
+from mpkit.watch.optimizers import Optimizers
+
+__all__ = ["Watching"]
+
+
+class Watching:
+    """The context in which one rank's program is recorded.
+
+    Args:
+        comm: the communicator of all ranks, with the rank's recorder.
+        depth: how deep modules are recorded; None: repeated blocks and the modules beside them.
+    """
+
+    def __init__(self, comm: Communicator, depth: int | None = None) -> None:
+        record = comm.wire.record
+        lines, self.annotations = Lines(), Annotations()
+        self.completion = Completion(record, lines, follows=comm.wire.device.type == "cpu")
+        self.communication = Communication(comm, self.completion, lines, self.annotations)
+        self.actions = Actions(record, self.completion.settle)
+        self.modules = Modules(record, self.actions, depth)
+        self.optimizers = Optimizers(self.actions)
+        self.backwards = Backwards(self._backward_begins, self._backward_ends)
+        self._backward_ops: list[int] = []
+
+    def __enter__(self) -> Self:
+        for part in self._parts():
+            part.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for part in reversed(self._parts()):
+            part.uninstall()
+        if kind is None:
+            self.actions.end_step()
+
+    def _parts(
+        self,
+    ) -> tuple[Annotations | Completion | Communication | Modules | Optimizers | Backwards, ...]:
+        return (
+            self.annotations, self.completion, self.communication, self.modules, self.optimizers, self.backwards,
+        )  # fmt: skip
+
+    def _backward_begins(self) -> None:
+        self.modules.backward_begins()
+        self._backward_ops.append(self.actions.begin(Kind.BACKWARD, "backward"))
+        self.actions.backwards += 1
+        self.completion.backwards += 1
+
+    def _backward_ends(self) -> None:
+        self.actions.backwards -= 1
+        self.completion.backwards -= 1
+        if not self.actions.backwards:
+            self.modules.backward_ends()
+            self.completion.settle()
+        self.actions.end(self._backward_ops.pop())

@@ -1,0 +1,81 @@
+"""Programs that know nothing of mpkit, watched: their results stay, and their traces are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpkit as mk
+from mpkit.trace import Kind, Trace
+from tests.watch import programs
+from tests.watch.programs import PROGRAMS, STEPS, WEIGHTS
+
+Program = Callable[[], list[float]]
+
+
+def started(ctx: Any, program: Program) -> list[float]:
+    return program()
+
+
+def counts(trace: Trace, rank: int = 0) -> dict[str, int]:
+    """How many communications of each kind a rank's trace holds."""
+    kinds = trace.ranks[rank].ops["kind"]
+    return {
+        kind.word: int((kinds == kind).sum()) for kind in Kind if 32 <= kind < 64 and (kinds == kind).any()
+    }
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_watched_program_does_what_it_did_and_leaves_a_complete_trace(
+    program: Program, clusters: Callable[[int], mk.Cluster]
+) -> None:
+    cluster = clusters(2)
+    alone = cluster.run(started, program)
+    assert cluster.run(started, program, watch=True) == alone
+    trace = cluster.trace.check()
+    for rank in trace.ranks:
+        ops = rank.ops
+        assert (ops["end"] > 0).all(), [rank.name(int(op["name"])) for op in ops[ops["end"] == 0]]
+        waits = ops[ops["kind"] == Kind.WAIT]
+        communications = np.flatnonzero((ops["kind"] >= 32) & (ops["kind"] < 64))
+        assert set(communications) <= set(waits["ref"])  # each was waited for
+    timeline = cluster.timeline()
+    if program is not programs.collectives:
+        kinds = trace.ranks[0].ops["kind"]
+        assert (kinds == Kind.STEP).sum() == STEPS
+        assert {Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER} <= set(kinds)
+        assert timeline.step_time > 0
+
+
+def test_each_kind_of_communication_is_on_the_trace_once(clusters: Callable[[int], mk.Cluster]) -> None:
+    clusters(2).run(started, programs.collectives, watch=True)
+    trace = clusters(2).trace
+    # all_gather_object gathers a length and the bytes
+    both = {"all_reduce": 2, "all_gather": 4, "broadcast": 1, "barrier": 1, "reduce_scatter": 1, "all_to_all": 1,
+            "reduce": 1, "scatter": 1, "gather": 1}  # fmt: skip
+    assert counts(trace, 0) == {**both, "send": 2, "recv": 1}
+    assert counts(trace, 1) == {**both, "send": 1, "recv": 2}
+    where = trace.ranks[0].name(int(trace.ranks[0].ops["where"][0]))
+    assert where.split("/")[-1].startswith("programs.py:") and where.endswith(" in collectives")
+
+
+@pytest.mark.parametrize(
+    ("program", "payload"),
+    {
+        programs.ddp: {"all_reduce": WEIGHTS * 4},
+        programs.fsdp1: {"all_gather": WEIGHTS * 4, "reduce_scatter": WEIGHTS * 4},
+        programs.fsdp2: {"all_gather": 2 * WEIGHTS * 4, "reduce_scatter": WEIGHTS * 4},
+        programs.zero_optimizer: {"all_reduce": WEIGHTS * 4, "broadcast": WEIGHTS * 4},
+        programs.tensor_parallel: {"all_reduce": 8 * 8 * 4},
+    }.items(),
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_a_step_moves_the_bytes_of_the_papers(
+    program: Program, payload: dict[str, int], clusters: Callable[[int], mk.Cluster]
+) -> None:
+    clusters(2).run(started, program, watch=True)
+    for sent in clusters(2).timeline().comm_bytes:
+        assert {kind: nbytes for kind, nbytes in sent.items() if nbytes} == payload
