@@ -181,16 +181,6 @@ class Recorder:
         if nbytes:
             _LONG(file.map, at + _AT_BYTES, nbytes)
 
-    def complete(self, index: int) -> None:
-        """Write that a communication is complete; any thread may call this at any moment."""
-        now = self._now()
-        try:
-            _END(self._file.map, _FIRST + _SIZE * index + _AT_END, now, 0)
-        except ValueError:  # the file grew in between: the old map is closed, and the new one in its place
-            _END(self._file.map, _FIRST + _SIZE * index + _AT_END, now, 0)
-        if self._late:
-            self._clock.mark(index, True)
-
     def drop(self, index: int) -> None:
         """Leave the op open in the file, as the one that was running when something failed, and go on without it."""
         if index not in self._stack():

@@ -73,23 +73,26 @@ class Communication:
     # ---- the kernels
 
     def _kernel(self, name: str, operator: Operator) -> Any:
-        go_on, after = getattr(torch.ops.c10d, name).default.redispatch, _after()
+        go_on, after = getattr(torch.ops.c10d, name).default._handle.redispatch_boxed, _after()
         at_group = _place_of_group(name)
-        unbox, completion, here = dist.Work.unbox, self._completion, self._lines.here
+        unbox, completion, lines, begin = dist.Work.unbox, self._completion, self._lines, self._begin
 
         def kernel(keyset: Any, *args: Any) -> Any:
-            where = here()
+            where = lines.here()
             if where is None:  # ctx.comm, which records it
                 return go_on(keyset & after, *args)
             completion.settle()
-            by_python = self._lines.called_from_python()
-            op = self._begin(operator, args, args[at_group], where)
+            by_python = lines.called_from_python()
+            op = begin(operator, args, args[at_group], where)
             out = go_on(keyset & after, *args)
             handle = out[-1] if isinstance(out, tuple) else out
             if handle is None:  # monitored_barrier returns when it is complete
-                self._record.complete(op)
+                self._record.end(op)
             else:
-                completion.started(op, unbox(handle), payload(args[0])[:1], by_python=by_python)
+                filled = args[0]
+                while not isinstance(filled, torch.Tensor) and filled:
+                    filled = filled[0]
+                completion.started(op, unbox(handle), where, filled, by_python=by_python)
             return out
 
         return kernel
@@ -107,20 +110,21 @@ class Communication:
     def _begin(self, operator: Operator, args: tuple[Any, ...], boxed: Any, where: str) -> int:
         kind, group = operator.kind, self._group(boxed)
         tensors = payload(args[operator.tensors]) if operator.tensors >= 0 else []
-        nbytes = sum(tensor.nbytes for tensor in tensors)
+        nbytes = tensors[0].nbytes if len(tensors) == 1 else sum([tensor.nbytes for tensor in tensors])
         if operator.per_rank:
-            nbytes = group.size * sum(tensor.nbytes for tensor in tensors)
+            nbytes *= group.size
         peer = group.ranks[args[operator.peer]] if operator.peer >= 0 else -1
-        if kind == Kind.SEND or kind == Kind.RECV:
+        if operator.tag >= 0:
             name, number = self._message(kind, peer, args[operator.tag])
         else:
             name, number = group.name, group.issued
             group.issued = number + 1
-        said = self._annotations.innermost
-        text = self._text(tensors)
+        text, said = self._text(tensors) if tensors else "", self._annotations.innermost
+        if said:
+            text = f"{said}: {text}"
         return self._record.begin(
-            kind, f"{said}: {text}" if said else text, group=name, number=number, peer=peer, nbytes=nbytes, where=where
-        )  # fmt: skip
+            kind, text, group=name, number=number, peer=peer, nbytes=nbytes, where=where
+        )
 
     def _message(self, kind: Kind, peer: int, tag: int) -> tuple[str, int]:
         """Return the channel of a message, and its number there."""
@@ -144,8 +148,6 @@ class Communication:
 
     def _text(self, tensors: list[torch.Tensor]) -> str:
         """Describe the tensors of a call: "float32[4]", with how many more there are."""
-        if not tensors:
-            return ""
         key = tensors[0].dtype, tensors[0].shape
         text = self._texts.get(key)
         if text is None:

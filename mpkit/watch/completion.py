@@ -1,24 +1,22 @@
 """When a communication is complete, and who waits for it.
 
-    a future       gloo's collectives have one: a thread waits for each in the order of issue and writes the end. It
-                   blocks in C++ without Python's lock, so it takes one wake-up per collective and delays no one
-    a wait         messages and gloo's reduce-scatter complete only within `Work.wait`, which this module wraps
-    C++            DDP waits where Python does not see it: at the end of a backward for what was issued in it; before it
-                   returns for what it issues elsewhere. What is complete then counts as waited for
+    a wait      `Work.wait` and the operator `wait_tensor` of functional collectives are listened to: the op ends with them
+    C++         DDP waits where Python does not see it: at the end of a backward for what was issued in it; before it
+                returns for what it issues elsewhere. What is complete then counts as waited for
+    nobody      what is complete when something else begins, and nobody holds its handle any more, ends there
 
-A callback on the future would run in gloo's own thread, which would have to take Python's lock before it could tell
-anyone that the collective is complete; with a main thread that keeps the lock, that is a deadlock.
-On a GPU ends are CUDA events in the current stream, at the waits.
+So the end in the trace is when the program, on its own thread, could know of it, as with the kit's own strategies. (A
+callback on the handle's future would be earlier, but it runs in gloo's thread, which then has to take Python's lock: with a
+main thread that keeps the lock while it waits for gloo, that is a deadlock. A thread of our own that waits for each future
+makes the main thread compete for the lock.) On a GPU ends are CUDA events in the current stream, at the same places.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
+import sys
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,11 +24,19 @@ import torch.distributed as dist
 from mpkit.record.recorder import Recorder
 from mpkit.support.replaced import Replaced
 from mpkit.trace import Kind
-from mpkit.watch.lines import Lines
 
 __all__ = ["Completion"]
 
 _RECENT = 256  # outputs of functional collectives that may still be waited for
+_OURS = 3  # references to a handle that nobody else holds: the table's, a variable and getrefcount's argument
+
+
+class _Issued(NamedTuple):
+    """A communication under way: torch's handle, which this keeps alive, its op, and the program's line."""
+
+    work: Any
+    op: int
+    where: str
 
 
 class Completion:
@@ -38,26 +44,24 @@ class Completion:
 
     Args:
         record: the rank's recorder.
-        lines: the program's lines.
-        follows: whether a thread follows futures; on a GPU it does not, since they say when work was queued.
+
+    Attributes:
+        backwards: how many backwards are running, one within another.
     """
 
-    def __init__(self, record: Recorder, lines: Lines, *, follows: bool) -> None:
-        self._record, self._lines = record, lines
-        self._open: set[int] = set()
-        self._ops: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._outputs: dict[int, int] = {}  # the op that fills a tensor, by its address
-        self._latest: Any = None  # kept until its caller has it, so that the caller receives this very object
-        self._unseen: dict[int, Callable[[], bool]] = {}  # is it complete? Its wait may happen in C++
-        self.backwards = 0  # how many backwards are running, one within another
-        self._futures: SimpleQueue[tuple[int, Any] | None] | None = SimpleQueue() if follows else None
+    def __init__(self, record: Recorder) -> None:
+        self._record = record
+        self._issued: dict[int, _Issued] = {}  # by the handle's identity
+        self._outputs: dict[int, int] = {}  # the handle of what fills a tensor, by the tensor's address
+        self._unseen: dict[int, Callable[[], bool]] = {}  # handles that C++ may wait for: are they complete?
+        self.backwards = 0
         self._wait: Callable[..., Any] = dist.Work.wait
         self._replaced = Replaced()
 
     # ---- begin and end of watching
 
     def install(self) -> None:
-        """Begin to see waits, and to follow futures."""
+        """Begin to see waits."""
         see = self._waited
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,100 +69,72 @@ class Completion:
 
         wait.__doc__ = self._wait.__doc__
         self._replaced.put(dist.Work, "wait", wait)
-        if self._futures is not None:
-            threading.Thread(target=self._follow, args=(self._futures,), daemon=True).start()
 
     def uninstall(self) -> None:
         """Leave waits as they were. What is still under way stays open in the trace."""
         self.settle()
         self._replaced.restore()
-        self._latest = None
-        if self._futures is not None:
-            self._futures.put(None)
+        self._issued.clear()
 
     # ---- a communication starts
 
-    def started(self, op: int, work: Any, outputs: list[torch.Tensor], *, by_python: bool) -> None:
+    def started(self, op: int, work: Any, where: str, output: Any, *, by_python: bool) -> None:
         """Follow a communication whose op has begun.
 
         Args:
             op: the op's index.
             work: torch's handle.
-            outputs: the tensors that it fills.
+            where: the program's line.
+            output: the first tensor that it fills, or an empty list.
             by_python: whether Python has issued it, and so receives the handle.
         """
-        self._open.add(op)
-        self._ops[work] = op
-        self._latest = work
-        if outputs:
-            self._outputs[outputs[0].data_ptr()] = op
+        handle = id(work)
+        self._issued[handle] = _Issued(work, op, where)
+        if isinstance(output, torch.Tensor):
+            self._outputs[output.data_ptr()] = handle
             if len(self._outputs) > _RECENT:
                 del self._outputs[next(iter(self._outputs))]
-        is_complete: Callable[[], bool] = work.is_completed
-        if self._futures is not None:
-            with suppress(RuntimeError):  # gloo's messages and reduce-scatters have no future
-                future = work.get_future()
-                is_complete = future.done  # DDP waits for the future, which is complete before its handle
-                self._futures.put((op, future))
         if self.backwards or not by_python:
-            self._unseen[op] = is_complete
-
-    # ---- it completes
-
-    def _follow(self, futures: SimpleQueue[tuple[int, Any] | None]) -> None:
-        """Write the end of each communication that has a future, in the order of issue."""
-        while (item := futures.get()) is not None:
-            op, future = item
-            try:
-                future.wait()
-            except RuntimeError:  # it failed: the program's own wait raises this, and the op stays open
-                continue
-            finally:
-                del item, future  # they keep the tensors alive
-            self._end(op)
-
-    def _end(self, op: int) -> None:
-        if op in self._open:
-            self._open.discard(op)
-            self._record.complete(op)
+            is_complete = work.is_completed
+            with suppress(RuntimeError):  # gloo's messages and reduce-scatters have no future
+                is_complete = work.get_future().done  # what DDP waits for is complete before its handle is
+            self._unseen[handle] = is_complete
 
     # ---- someone waits for it
 
     def _waited(self, work: Any, args: Any, kwargs: Any) -> Any:
         """Wait for a handle as the program asks, and record the waiting."""
-        op = self._ops.get(work)
-        self._latest = None
-        if op is None:  # of ctx.comm, or from before the watching began
+        if id(work) not in self._issued:  # of ctx.comm, waited for already, or from before the watching began
             return self._wait(work, *args, **kwargs)
-        return self._waiting(op, lambda: self._wait(work, *args, **kwargs))
+        return self._waiting(id(work), self._wait, work, *args, **kwargs)
 
     def wait_for_output(self, tensor: torch.Tensor, wait: Callable[[], Any]) -> Any:
         """Wait for the functional collective that fills this tensor, and record the waiting."""
-        self._latest = None
-        op = self._outputs.pop(tensor.data_ptr(), None)
-        return wait() if op is None else self._waiting(op, wait)
+        handle = self._outputs.pop(tensor.data_ptr(), -1)
+        return wait() if handle not in self._issued else self._waiting(handle, wait)
 
-    def _waiting(self, op: int, wait: Callable[[], Any]) -> Any:
-        record = self._record
-        self._unseen.pop(op, None)
-        waiting = record.begin(Kind.WAIT, ref=op, where=self._lines.here() or "")
+    def _waiting(self, handle: int, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        record, issued = self._record, self._issued.pop(handle)
+        self._unseen.pop(handle, None)
+        waiting = record.begin(Kind.WAIT, ref=issued.op, where=issued.where)
         try:
-            result = wait()
+            result = wait(*args, **kwargs)
         except BaseException:
             record.drop(waiting)
             raise
         record.end(waiting)
-        self._end(op)
+        record.end(issued.op)
         return result
 
     def settle(self) -> None:
-        """Record that C++ has waited for what it issued: a backward is over, or something else begins."""
-        if not self._unseen or self.backwards:
+        """Record what C++ has waited for, and what is complete and forgotten, where no backward is running."""
+        if self.backwards or not self._issued:
             return
-        self._latest = None
-        for op, is_complete in list(self._unseen.items()):
-            if self._futures is None or is_complete():
-                del self._unseen[op]
-                waiting = self._record.begin(Kind.WAIT, ref=op)
-                self._record.end(waiting)
-                self._end(op)
+        for handle, is_complete in list(self._unseen.items()):
+            if is_complete():
+                del self._unseen[handle]
+                self._waiting(handle, lambda: None)
+        for handle, (work, op, _) in list(self._issued.items()):
+            if handle not in self._unseen and work.is_completed() and sys.getrefcount(work) <= _OURS:
+                del self._issued[handle]
+                self._record.end(op)

@@ -72,4 +72,8 @@ def payload(tensors: Iterable[Any]) -> list[torch.Tensor]:
     """
     if isinstance(tensors, torch.Tensor):
         return [tensors]
-    return [tensor for inner in tensors for tensor in payload(inner)]
+    return [
+        tensor
+        for inner in tensors
+        for tensor in ((inner,) if isinstance(inner, torch.Tensor) else payload(inner))
+    ]

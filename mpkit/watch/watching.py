@@ -38,7 +38,7 @@ class Watching:
     def __init__(self, comm: Communicator, depth: int | None = None) -> None:
         record = comm.wire.record
         lines, self.annotations = Lines(), Annotations()
-        self.completion = Completion(record, lines, follows=comm.wire.device.type == "cpu")
+        self.completion = Completion(record)
         self.communication = Communication(comm, self.completion, lines, self.annotations)
         self.actions = Actions(record, self.completion.settle)
         self.modules = Modules(record, self.actions, depth)
