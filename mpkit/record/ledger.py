@@ -146,6 +146,23 @@ class Ledger:
         """
         self._change(*[(_NUMBER[category], delta) for category, delta in deltas])
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that was resized in place at its new size; one that is not in the ledger stays out of it."""
+        entry = self._entries.get(storage._cdata)
+        if entry is not None and entry.nbytes != storage.nbytes():
+            before, entry.nbytes = entry.nbytes, storage.nbytes()
+            self._change((entry.category, entry.nbytes - before))
+
+    def forget(self) -> None:
+        """Keep the sums, and forget the storages that they are made of: freeing these changes nothing any more."""
+        self._resolve()
+        self._entries.clear()
+
+    def clear(self) -> None:
+        """Start anew, with nothing held."""
+        self.forget()
+        self.change(*[(category, -nbytes) for category, nbytes in self.held.items()])
+
     def _change(self, *deltas: tuple[int, int]) -> None:
         # It may even be called within itself, since freed storages are noticed wherever the garbage collector
         # happens to run. So nothing waits for the lock: a call that finds it taken queues the change, and the call

@@ -39,7 +39,7 @@ _PLACE = struct.Struct("<hxxii").unpack_from  # stage, microbatch, step
 _FIRST, _SIZE = HEADER.itemsize, OP.itemsize
 _AT = {name: int(OP.fields[name][1]) for name in OP.names}  # type: ignore[index,union-attr]
 _AT_LANE, _AT_PLACE, _AT_START, _AT_END = _AT["lane"], _AT["stage"], _AT["start"], _AT["end"]
-_AT_BYTES, _AT_VALUE = _AT["bytes"], _AT["value"]
+_AT_BYTES, _AT_VALUE, _AT_FLOPS = _AT["bytes"], _AT["value"], _AT["flops"]
 _LANE = bytes(lane_of(kind) for kind in range(256))
 _COMPUTE, _WAIT = Lane.COMPUTE.value, Kind.WAIT.value  # 0, 16
 _NEAR = 200_000  # ns
@@ -180,6 +180,13 @@ class Recorder:
         _END(file.map, at + _AT_END, now, cpu)
         if nbytes:
             _LONG(file.map, at + _AT_BYTES, nbytes)
+
+    def costs(self, index: int, flops: float, nbytes: int) -> None:
+        """Write the FLOPs of a compute op and the bytes that it moved, known only when it is over."""
+        if index >= 0:
+            at = _FIRST + _SIZE * index
+            _FLOAT(self._file.map, at + _AT_FLOPS, flops)
+            _LONG(self._file.map, at + _AT_BYTES, nbytes)
 
     def drop(self, index: int) -> None:
         """Leave the op open in the file, as the one that was running when something failed, and go on without it."""

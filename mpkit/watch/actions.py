@@ -13,9 +13,11 @@ and several optimizers may step. `mk.step()` says instead where a step ends.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from mpkit.record.recorder import Recorder
 from mpkit.trace import Kind
+from mpkit.watch.costs import Costs
 
 __all__ = ["Actions"]
 
@@ -25,57 +27,63 @@ class Actions:
 
     Args:
         record: the rank's recorder.
+        costs: what actions cost.
         before: called before each outermost action.
 
     Attributes:
         place: stage and micro-batch of what runs now, in a pipeline; -1 for none.
         backwards: how many backwards are running, one within another.
-        began, ended: called with the kind, the name and the op of every outermost action.
     """
 
-    def __init__(self, record: Recorder, before: Callable[[], None] = lambda: None) -> None:
-        self._record, self._before = record, before
+    def __init__(self, record: Recorder, costs: Costs, before: Callable[[], None] = lambda: None) -> None:
+        self._record, self._costs, self._before = record, costs, before
         self.place = -1, -1
         self.backwards = 0
         self._depth = 0
         self._loss = -1
         self._step, self._in_step, self._stepped = 0, False, False
         self._by_hand = False
-        self.began: Callable[[Kind, str], None] = lambda kind, name: None
-        self.ended: Callable[[int], None] = lambda op: None
 
     # ---- actions
 
-    def begin(self, kind: Kind, name: str) -> int:
-        """Begin an action, or a part of the one that is running; return its op."""
+    def begin(self, kind: Kind, name: str, inputs: Any = ()) -> int:
+        """Begin an action, or a part of the one that is running; return its op.
+
+        Args:
+            kind, name: the columns of its op.
+            inputs: its inputs.
+        """
+        flops = 0.0
         if not self._depth:
             self.end_loss()
             self._before()
             self._begin_step(kind)
-            self.began(kind, name)
+            flops = self._costs.begins(kind, name, inputs)
         self._depth += 1
         stage, microbatch = self.place
-        return self._record.begin(kind, name, stage=stage, microbatch=microbatch)
+        return self._record.begin(kind, name, stage=stage, microbatch=microbatch, flops=flops)
 
     def end(self, op: int) -> None:
         """End what `begin` began."""
         self._depth -= 1
         self._record.end(op)
         if not self._depth:
-            self.ended(op)
+            self._costs.ends(op)
 
     def begin_loss(self) -> None:
         """Begin what is computed between a forward and the backward that follows it."""
         if not self._depth and self._loss < 0:
-            self.began(Kind.COMPUTE, "loss")
+            flops = self._costs.begins(Kind.COMPUTE, "loss")
             stage, microbatch = self.place
-            self._loss = self._record.begin(Kind.COMPUTE, "loss", stage=stage, microbatch=microbatch)
+            self._loss = self._record.begin(
+                Kind.COMPUTE, "loss", stage=stage, microbatch=microbatch, flops=flops
+            )
 
     def end_loss(self) -> None:
         """End it: something else begins."""
         if self._loss >= 0:
             self._record.end(self._loss)
-            self.ended(self._loss)
+            self._costs.ends(self._loss)
             self._loss = -1
 
     @property
@@ -90,6 +98,7 @@ class Actions:
             self.end_step()
         if not self._in_step:
             self._record.begin_step(self._step)
+            self._costs.step_begins()
             self._in_step = True
 
     def begin_data(self) -> None:

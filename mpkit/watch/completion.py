@@ -1,14 +1,14 @@
 """When a communication is complete, and who waits for it.
 
-    a wait      `Work.wait` and the operator `wait_tensor` of functional collectives are listened to: the op ends with them
+    a wait      the op ends with `Work.wait`, or with the operator `wait_tensor` of functional collectives
     C++         DDP waits where Python does not see it: at the end of a backward for what was issued in it; before it
                 returns for what it issues elsewhere. What is complete then counts as waited for
     nobody      what is complete when something else begins, and nobody holds its handle any more, ends there
 
 So the end in the trace is when the program, on its own thread, could know of it, as with the kit's own strategies. (A
-callback on the handle's future would be earlier, but it runs in gloo's thread, which then has to take Python's lock: with a
-main thread that keeps the lock while it waits for gloo, that is a deadlock. A thread of our own that waits for each future
-makes the main thread compete for the lock.) On a GPU ends are CUDA events in the current stream, at the same places.
+callback on the future would be earlier, but it runs in gloo's thread, which then has to take Python's lock: with
+a main thread that keeps the lock while it waits for gloo, that is a deadlock. A thread that waits for each future makes
+the main thread compete for the lock.) On a GPU ends are CUDA events in the current stream, at the same places.
 """
 
 from __future__ import annotations

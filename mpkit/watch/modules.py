@@ -38,15 +38,14 @@ class Modules:
     Args:
         record: the rank's recorder.
         actions: the rank's actions.
+        roots: the outermost modules are added here.
         depth: how deep modules are recorded; None: repeated blocks, and what is beside them.
-
-    Attributes:
-        roots: the outermost modules seen so far.
     """
 
-    def __init__(self, record: Recorder, actions: Actions, depth: int | None = None) -> None:
-        self._record, self._actions, self._depth = record, actions, depth
-        self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    def __init__(
+        self, record: Recorder, actions: Actions, roots: weakref.WeakSet[nn.Module], depth: int | None = None
+    ) -> None:
+        self._record, self._actions, self.roots, self._depth = record, actions, roots, depth
         self._handles: list[RemovableHandle] = []
         self._finder: RemovableHandle | None = None
         self._new = False
@@ -80,7 +79,7 @@ class Modules:
 
     # ---- roots
 
-    def _find(self, module: nn.Module, _inputs: Any) -> None:
+    def _find(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or self._actions.running or module in self.roots:
             return
         if not any(True for _ in module.parameters()) and not isinstance(module, nn.modules.loss._Loss):
@@ -90,11 +89,11 @@ class Modules:
         name = type(module).__name__
         ops: list[int] = []
 
-        def before(*_: Any) -> None:
+        def before(_module: nn.Module, inputs: Any, given: Any) -> None:
             if torch.compiler.is_compiling():
                 return
             kind = Kind.RECOMPUTE if self._actions.backwards else Kind.FORWARD
-            ops.append(self._actions.begin(kind, name))
+            ops.append(self._actions.begin(kind, name, (inputs, given)))
 
         def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if torch.compiler.is_compiling() or not ops:
@@ -104,9 +103,9 @@ class Modules:
             if torch.is_grad_enabled() and output is not None:
                 self._actions.begin_loss()
 
-        before()
+        before(module, inputs, {})
         self._handles += [
-            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         ]
         for path, layer in layers_to_record(module, self._depth):

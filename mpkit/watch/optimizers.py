@@ -20,16 +20,13 @@ class Optimizers:
 
     Args:
         actions: the rank's actions.
-
-    Attributes:
-        seen: the optimizers that have stepped.
+        seen: the optimizers that have stepped are added here.
     """
 
-    def __init__(self, actions: Actions) -> None:
-        self._actions = actions
+    def __init__(self, actions: Actions, seen: weakref.WeakSet[Optimizer]) -> None:
+        self._actions, self.seen = actions, seen
         self._open: list[int] = []
         self._handles: list[RemovableHandle] = []
-        self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def install(self) -> None:
         """Begin to see optimizers step."""
@@ -44,10 +41,10 @@ class Optimizers:
             handle.remove()
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        self.seen.add(optimizer)
         self._open.append(self._actions.begin(Kind.OPTIMIZER, type(optimizer).__name__))
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        self.seen.add(optimizer)
         if self._open:
             self._actions.end(self._open.pop())
         if not self._open:

@@ -2,6 +2,7 @@
 
     communication    every operator of c10d                          `communication`, `completion`
     actions          forward, loss, backward, optimizer, steps       `modules`, `engine`, `optimizers`, `actions`
+    costs            FLOPs, bytes and memory of each action            `costs`, `measuring`
     names            what the program says it is doing               `annotations`
 
 Nothing of the program changes: torch offers a place to listen at each of these, and `Watching` takes its listeners
@@ -12,6 +13,10 @@ from __future__ import annotations
 
 from types import TracebackType
 from typing import Self
+from weakref import WeakSet
+
+from torch import nn
+from torch.optim import Optimizer
 
 from mpkit.comm.communicator import Communicator
 from mpkit.trace import Kind
@@ -19,6 +24,7 @@ from mpkit.watch.actions import Actions
 from mpkit.watch.annotations import Annotations
 from mpkit.watch.communication import Communication
 from mpkit.watch.completion import Completion
+from mpkit.watch.costs import Costs
 from mpkit.watch.engine import Backwards
 from mpkit.watch.lines import Lines
 from mpkit.watch.modules import Modules
@@ -40,9 +46,12 @@ class Watching:
         lines, self.annotations = Lines(), Annotations()
         self.completion = Completion(record)
         self.communication = Communication(comm, self.completion, lines, self.annotations)
-        self.actions = Actions(record, self.completion.settle)
-        self.modules = Modules(record, self.actions, depth)
-        self.optimizers = Optimizers(self.actions)
+        roots: WeakSet[nn.Module] = WeakSet()
+        optimizers: WeakSet[Optimizer] = WeakSet()
+        self.costs = Costs(record, self.annotations, roots, optimizers)
+        self.actions = Actions(record, self.costs, self.completion.settle)
+        self.modules = Modules(record, self.actions, roots, depth)
+        self.optimizers = Optimizers(self.actions, optimizers)
         self.backwards = Backwards(self._backward_begins, self._backward_ends)
         self._backward_ops: list[int] = []
 
@@ -61,9 +70,10 @@ class Watching:
 
     def _parts(
         self,
-    ) -> tuple[Annotations | Completion | Communication | Modules | Optimizers | Backwards, ...]:
+    ) -> tuple[Annotations | Completion | Communication | Modules | Optimizers | Backwards | Costs, ...]:
         return (
             self.annotations, self.completion, self.communication, self.modules, self.optimizers, self.backwards,
+            self.costs,
         )  # fmt: skip
 
     def _backward_begins(self) -> None:

@@ -114,12 +114,14 @@ def tensor_parallel() -> list[float]:
 def pipeline() -> list[float]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    whole, rank = mlp(), dist.get_rank()
-    part = whole[:2] if rank == 0 else whole[2:]
+    rank = dist.get_rank()
+    part = mlp()[:2] if rank == 0 else mlp()[2:]
     stage = PipelineStage(part, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, 4, loss_fn=F.cross_entropy)
     optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
     x, y = batch(1)
+    if rank:
+        del x
     losses: list[torch.Tensor] = []
     for _ in range(STEPS):
         optimizer.zero_grad()

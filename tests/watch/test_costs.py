@@ -1,0 +1,111 @@
+"""What a watched program's actions cost: memory beside torch.profiler's, FLOPs beside their formula."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mpkit as mk
+from mpkit.trace import Kind
+from tests.watch import programs
+
+BATCH, WIDTH, BLOCKS = 1024, 64, 4
+MATRICES = BLOCKS * 2 * 4 * WIDTH * WIDTH + WIDTH * 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return out
+
+
+def larger(ctx: Any, program: Callable[[], list[float]]) -> list[float]:
+    """The program with a model and a batch of some megabytes."""
+
+    def mlp() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*[Block() for _ in range(BLOCKS)], nn.Linear(WIDTH, 8))
+
+    programs.mlp = mlp  # type: ignore[assignment]
+    programs.batch = lambda seed=None: (torch.randn(BATCH, WIDTH), torch.randint(0, 8, (BATCH,)))
+    return program()
+
+
+def profiled(ctx: Any, program: Callable[[], list[float]]) -> int:
+    """The most bytes that torch's allocator held while the program ran."""
+    from torch.autograd import profiler
+
+    with profiler.profile(profile_memory=True) as profile:
+        larger(ctx, program)
+    held = peak = 0
+    for event in sorted(profile.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize(
+    "program",
+    [programs.ddp, programs.fsdp2, programs.fsdp1, programs.zero_optimizer, programs.pipeline],
+    ids=lambda program: program.__name__,
+)
+def test_peak_memory_is_the_profilers(program: Any, clusters: Callable[[int], mk.Cluster]) -> None:
+    cluster = clusters(2)
+    # Gloo copies what it reduces, unseen by any listener, and frees it earlier or later: the median of five runs.
+    runs = [cluster.run(profiled, program) for _ in range(5)]
+    cluster.run(larger, program, watch=True)
+    for rank, held in enumerate(cluster.timeline().peak_memory):
+        assert held["total"] == pytest.approx(statistics.median(run[rank] for run in runs), rel=0.03)
+
+
+def test_memory_is_counted_by_category(clusters: Callable[[int], mk.Cluster]) -> None:
+    clusters(2).run(larger, programs.ddp, watch=True)
+    size = 4 * (MATRICES + BLOCKS * 5 * WIDTH + 8)
+    for held in clusters(2).timeline().peak_memory:
+        assert (held["params"], held["grads"], held["optimizer"]) == (size, size, 0)
+    clusters(2).run(larger, programs.fsdp2, watch=True)
+    for held in clusters(2).timeline().peak_memory:
+        assert (held["params"], held["grads"], held["optimizer"]) == (size // 2, size // 2, size)
+
+
+def test_flops_of_every_step_are_those_of_the_formula(clusters: Callable[[int], mk.Cluster]) -> None:
+    clusters(2).run(larger, programs.ddp, watch=True)
+    ops = clusters(2).trace.ranks[0].ops
+    actions = ops[ops["depth"] == 0]
+    forward = 2 * BATCH * MATRICES
+    unneeded = 2 * BATCH * WIDTH * 4 * WIDTH  # the gradient of the batch
+    for step in range(programs.STEPS):
+        these = actions[actions["step"] == step]
+        assert these["flops"][these["kind"] == Kind.FORWARD].tolist() == [forward]
+        assert these["flops"][these["kind"] == Kind.BACKWARD].tolist() == [2 * forward - unneeded]
+
+
+def of_two_lengths(ctx: Any) -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        size = 64 if step % 2 else 32
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(size, WIDTH)), torch.randint(0, 8, (size,))).backward()
+        optimizer.step()
+
+
+def test_batches_of_other_shapes_cost_something_else(clusters: Callable[[int], mk.Cluster]) -> None:
+    clusters(2).run(of_two_lengths, watch=True)
+    ops = clusters(2).trace.ranks[0].ops
+    forwards = ops[(ops["kind"] == Kind.FORWARD) & (ops["depth"] == 0)]["flops"]
+    matrices = WIDTH * WIDTH + WIDTH * 8
+    assert forwards.tolist() == [2 * (64 if step % 2 else 32) * matrices for step in range(8)]
+    assert clusters(2).timeline().peak_memory[0]["grads"] == 4 * (matrices + WIDTH + 8)
