@@ -26,7 +26,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add what the block computes."""
@@ -40,7 +44,9 @@ def measure() -> list[dict[str, Any]]:
         steps = [[max(cluster.run(_ddp_step, watch=watch)) for watch in (True, False)] for _ in range(PAIRS)]
         ms = statistics.median(plain for _, plain in steps) * 1e3
     with mk.Cluster(1, device="cpu") as cluster:
-        calls = [[cluster.run(_cpu_of_a_call, watch=watch)[0] for watch in (True, False)] for _ in range(PAIRS)]
+        calls = [
+            [cluster.run(_cpu_of_a_call, watch=watch)[0] for watch in (True, False)] for _ in range(PAIRS)
+        ]
     return [
         _row(f"watch: a DDP step, {RANKS} ranks", steps, f"of the same unwatched: {ms:.3g} ms"),
         {

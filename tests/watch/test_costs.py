@@ -16,7 +16,7 @@ import mpkit as mk
 from mpkit.trace import Kind
 from tests.watch import programs
 
-BATCH, WIDTH, BLOCKS = 1024, 64, 4
+BATCH, WIDTH, BLOCKS = 2048, 64, 4
 MATRICES = BLOCKS * 2 * 4 * WIDTH * WIDTH + WIDTH * 8
 
 
