@@ -1,6 +1,6 @@
 """What watching costs: a DDP step of some 10 ms, and a collective.
 
-Watched and unwatched runs alternate, each in fresh processes with the same seed; a row is the median of the pairs' ratios.
+Watched and unwatched runs alternate, in fresh processes with the same seed; a row is the median of the pairs' ratios.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ A step's actions are known by their sequence: each one's kind, name and shapes o
 
 Categories: parameters and buffers when their module is first called; gradients after a backward; states after the
 optimizer's step. What a forward, a loss or a backward takes besides counts as activations, as do batches; what is
-gathered or sent (annotated "FSDP::") and what the optimizer takes for a moment counts as buffers. What a backend copies for
-itself (gloo, the input of a reduce-scatter) is not seen, nor what lies around before the first action and is no input.
+gathered or sent (annotated "FSDP::") and what the optimizer takes for a moment counts as buffers. What a backend
+copies or keeps for itself is not seen (gloo does both), nor what is there before the first action and is no input.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -63,11 +62,11 @@ def profiled(ctx: Any, program: Callable[[], list[float]]) -> int:
 )
 def test_peak_memory_is_the_profilers(program: Any, clusters: Callable[[int], mk.Cluster]) -> None:
     cluster = clusters(2)
-    # Gloo copies what it reduces, unseen by any listener, and frees it earlier or later: the median of five runs.
+    # Gloo's threads keep the tensors of their last collective until the next one comes, or not: the least of five runs.
     runs = [cluster.run(profiled, program) for _ in range(5)]
     cluster.run(larger, program, watch=True)
     for rank, held in enumerate(cluster.timeline().peak_memory):
-        assert held["total"] == pytest.approx(statistics.median(run[rank] for run in runs), rel=0.03)
+        assert held["total"] == pytest.approx(min(run[rank] for run in runs), rel=0.03)
 
 
 def test_memory_is_counted_by_category(clusters: Callable[[int], mk.Cluster]) -> None:
