@@ -37,5 +37,6 @@ from mpkit.timeline.simulation import simulate as simulate
 from mpkit.timeline.stage_times import stage_times as stage_times
 from mpkit.timeline.timeline import Timeline as Timeline
 from mpkit.trace import Trace as Trace
+from mpkit.watch.step import step as step
 
 __version__: str

@@ -47,15 +47,20 @@ def long_axes(mesh: Mesh) -> list[str]:
     return [axis for axis in AXES if getattr(mesh, axis) > 1]
 
 
-def axis_of(mesh: Mesh | None, ranks: Iterable[int]) -> str:
+def axis_of(mesh: Mesh | None, ranks: Iterable[int], meta: Mapping[str, Any] | None = None) -> str:
     """Return the axis along which these ranks lie: the axes in which their coordinates differ.
+
+    Without a plan's mesh it is the name that the program's own DeviceMesh gave to the group, which is in the meta.
 
     >>> mesh = Mesh(pp=2, dp=2, tp=2)
     >>> axis_of(mesh, (0, 1)), axis_of(mesh, (0, 4)), axis_of(mesh, range(8))
     ('tp', 'pp', 'pp x dp x tp')
+    >>> axis_of(None, (0, 1), {"axes": {"0,1": "tp"}})
+    'tp'
     """
     if mesh is None:
-        return WORLD
+        named = (meta or {}).get("axes", {})
+        return str(named.get(",".join(map(str, ranks)), WORLD))
     places = [mesh.place(rank) for rank in ranks]
     differ = [axis for i, axis in enumerate(AXES) if len({place[i] for place in places}) > 1]
     return " x ".join(differ) or WORLD

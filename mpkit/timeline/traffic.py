@@ -72,7 +72,8 @@ def flows(timeline: Timeline) -> list[Flow]:
             members = _members(timeline.names[group], timeline.world_size, mesh, rank)
         payload = int(these["bytes"].sum())
         to = {other: share * payload for other, share in sent_to(kind, members, rank, peer)}
-        listed.append(Flow(rank, axis_of(mesh, members), Kind(kind), len(these), payload, to))
+        axis = axis_of(mesh, members, timeline.meta)
+        listed.append(Flow(rank, axis, Kind(kind), len(these), payload, to))
     return sorted(listed, key=lambda flow: (_order(flow.axis), flow.rank, flow.kind))
 
 

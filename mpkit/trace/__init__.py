@@ -6,6 +6,7 @@ memory-mapped, so a rank that is killed by SIGKILL loses nothing that it recorde
     rank3.ops     a HEADER, then one OP record per operation, in the order in which they began
     rank3.mem     a HEADER, then one MEMORY record per change of the bytes held
     rank3.names   one JSON string per line; the records refer to names by line number
+    rank3.axes    of a watched program: the names that its DeviceMesh gave to groups, JSON
     meta.json     about the run: world size, device, plan, ...
 
 An op that has begun and not ended has `end == 0`, which shows where a hang or a crash happened.

@@ -151,6 +151,9 @@ class Trace:
         folder = Path(folder)
         try:
             meta = check_meta(_read_json(folder / "meta.json"))
+            axes = [_read_json(path) for path in sorted(folder.glob("rank*.axes"))]
+            if axes:  # of a watched program: the names of its groups, by their ranks
+                meta["axes"] = {group: name for each in axes for group, name in each.items()}
             numbers = {
                 int(p.name[4:-4]) for p in folder.glob("rank*.ops") if re.fullmatch(r"\d{1,9}", p.name[4:-4])
             }

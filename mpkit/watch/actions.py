@@ -12,8 +12,10 @@ and several optimizers may step. `mk.step()` says instead where a step ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from mpkit.record.recorder import Recorder
 from mpkit.trace import Kind
@@ -43,6 +45,7 @@ class Actions:
         self._loss = -1
         self._step, self._in_step, self._stepped = 0, False, False
         self._by_hand = False
+        self._losses: list[torch.Tensor] = []
 
     # ---- actions
 
@@ -86,6 +89,18 @@ class Actions:
             self._costs.ends(self._loss)
             self._loss = -1
 
+    def begin_backward(self, outputs: Sequence[Any]) -> None:
+        """Remember the loss from which a backward starts; a step's loss is the sum of those of its backwards.
+
+        Args:
+            outputs: the tensors from which it starts. A loss is the only one, and a scalar.
+        """
+        if self.backwards or self.place != (-1, -1) or len(outputs) != 1:
+            return  # within a backward; or of a micro-batch of a pipeline, whose schedule scales it
+        loss = outputs[0]
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach())
+
     @property
     def running(self) -> bool:
         """Whether an action is running."""
@@ -115,9 +130,12 @@ class Actions:
         """End the step that is under way, if any."""
         self.end_loss()
         if self._in_step:
+            if self._losses:
+                self._record.loss(sum(loss.item() for loss in self._losses))
             self._record.end_step()
             self._step += 1
         self._in_step = self._stepped = False
+        self._losses.clear()
 
     def step(self) -> None:
         """End the step here; from now on, optimizers no longer end steps."""

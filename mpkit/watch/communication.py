@@ -12,6 +12,7 @@ Source: torch's operators in torch/csrc/distributed/c10d/Ops.cpp, its order of d
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from mpkit.comm.communicator import Communicator
 from mpkit.record.recorder import Recorder
+from mpkit.support.disk import write_whole
 from mpkit.trace import Kind
 from mpkit.watch.annotations import Annotations
 from mpkit.watch.completion import Completion
@@ -37,9 +39,6 @@ class Communication:
         completion: writes the ends.
         lines: the program's lines.
         annotations: what the program says it is doing.
-
-    Attributes:
-        axes: the name that a DeviceMesh gave to the axis of a group, by the group's ranks as the trace spells them.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Communication:
         self._record: Recorder = comm.wire.record
         self._groups: dict[int, tuple[Any, Communicator]] = {}
         self._texts: dict[tuple[torch.dtype, torch.Size], str] = {}
-        self.axes: dict[str, str] = {}
+        self._axes: dict[str, str] = {}  # the name that a DeviceMesh gave to the axis of a group
         self._libraries: list[torch.library.Library] = []
 
     # ---- begin and end of watching
@@ -143,7 +142,10 @@ class Communication:
             ranks = tuple(sorted(dist.get_process_group_ranks(handle)))
             known = self._groups[id(handle)] = handle, self._comm.adopt(ranks, handle)  # keeps it alive
             if handle.group_desc.startswith("mesh_"):
-                self.axes[known[1].name] = handle.group_desc.removeprefix("mesh_")
+                self._axes[known[1].name] = handle.group_desc.removeprefix("mesh_")
+                write_whole(
+                    self._record.folder / f"rank{self._comm.rank}.axes", json.dumps(self._axes).encode()
+                )
         return known[1]
 
     def _text(self, tensors: list[torch.Tensor]) -> str:

@@ -17,11 +17,11 @@ class Backwards:
     """The runs of autograd's engine.
 
     Args:
-        begins: called before each run.
+        begins: called before each run, with the tensors from which it starts.
         ends: called after each run, also after one that raised.
     """
 
-    def __init__(self, begins: Callable[[], None], ends: Callable[[], None]) -> None:
+    def __init__(self, begins: Callable[[Any], None], ends: Callable[[], None]) -> None:
         self._begins, self._ends = begins, ends
         self._replaced = Replaced()
 
@@ -30,7 +30,7 @@ class Backwards:
         run, begins, ends = torch.autograd.graph._engine_run_backward, self._begins, self._ends
 
         def engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            begins()
+            begins(outputs)
             try:
                 return run(outputs, *args, **kwargs)
             finally:

@@ -11,6 +11,7 @@ when a backward comes without a forward. Compiled modules are recorded as a whol
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -56,6 +57,7 @@ class Modules:
 
     def install(self) -> None:
         """Begin to look for outermost modules."""
+        warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
         if self._finder is None:
             self._finder = register_module_forward_pre_hook(self._find)
 

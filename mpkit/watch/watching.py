@@ -2,6 +2,7 @@
 
     communication    every operator of c10d                          `communication`, `completion`
     actions          forward, loss, backward, optimizer, steps       `modules`, `engine`, `optimizers`, `actions`
+    data             the time until samples are there                `loading`
     costs            FLOPs, bytes and memory of each action            `costs`, `measuring`
     names            what the program says it is doing               `annotations`
 
@@ -12,7 +13,7 @@ away at the end.
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from weakref import WeakSet
 
 from torch import nn
@@ -27,8 +28,10 @@ from mpkit.watch.completion import Completion
 from mpkit.watch.costs import Costs
 from mpkit.watch.engine import Backwards
 from mpkit.watch.lines import Lines
+from mpkit.watch.loading import Loading
 from mpkit.watch.modules import Modules
 from mpkit.watch.optimizers import Optimizers
+from mpkit.watch.step import WATCHED
 
 __all__ = ["Watching"]
 
@@ -53,16 +56,19 @@ class Watching:
         self.modules = Modules(record, self.actions, roots, depth)
         self.optimizers = Optimizers(self.actions, optimizers)
         self.backwards = Backwards(self._backward_begins, self._backward_ends)
+        self.loading = Loading(record, self.actions)
         self._backward_ops: list[int] = []
 
     def __enter__(self) -> Self:
         for part in self._parts():
             part.install()
+        self._token = WATCHED.set(self.actions)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        WATCHED.reset(self._token)
         for part in reversed(self._parts()):
             part.uninstall()
         if kind is None:
@@ -70,14 +76,17 @@ class Watching:
 
     def _parts(
         self,
-    ) -> tuple[Annotations | Completion | Communication | Modules | Optimizers | Backwards | Costs, ...]:
+    ) -> tuple[
+        Annotations | Completion | Communication | Modules | Optimizers | Backwards | Costs | Loading, ...
+    ]:
         return (
             self.annotations, self.completion, self.communication, self.modules, self.optimizers, self.backwards,
-            self.costs,
+            self.costs, self.loading,
         )  # fmt: skip
 
-    def _backward_begins(self) -> None:
+    def _backward_begins(self, outputs: Any) -> None:
         self.modules.backward_begins()
+        self.actions.begin_backward(outputs)
         self._backward_ops.append(self.actions.begin(Kind.BACKWARD, "backward"))
         self.actions.backwards += 1
         self.completion.backwards += 1

@@ -79,3 +79,13 @@ def test_a_step_moves_the_bytes_of_the_papers(
     clusters(2).run(started, program, watch=True)
     for sent in clusters(2).timeline().comm_bytes:
         assert {kind: nbytes for kind, nbytes in sent.items() if nbytes} == payload
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("program", [programs.fsdp2, programs.ddp], ids=lambda program: program.__name__)
+def test_two_hundred_watched_runs_end(program: Program, clusters: Callable[[int], mk.Cluster]) -> None:
+    """Completion by a callback on gloo's future stopped 4 of 11 runs of FSDP2."""
+    cluster = clusters(2)
+    expected = cluster.run(started, program)
+    for _ in range(200):
+        assert cluster.run(started, program, watch=True, timeout=60) == expected

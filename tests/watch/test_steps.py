@@ -1,0 +1,171 @@
+"""Steps, losses, batches and axes of watched programs, and `mpkit watch` on the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import mpkit as mk
+from mpkit.trace import Kind, Trace
+
+Clusters = Callable[[int], mk.Cluster]
+
+
+def accumulating(ctx: Any) -> list[float]:
+    """Two micro-batches per step, from a DataLoader, and an evaluation after each step."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(24, 8), torch.randint(0, 4, (24,)))
+    losses, step = [], 0.0
+    for number, (x, y) in enumerate(DataLoader(data, batch_size=4)):
+        loss = F.cross_entropy(model(x), y) / 2
+        loss.backward()
+        step += loss.item()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(step)
+            step = 0.0
+    return losses
+
+
+def test_a_step_ends_with_its_optimizer_step_and_has_the_sum_of_its_losses(clusters: Clusters) -> None:
+    expected = clusters(2).run(accumulating, watch=True)[0]
+    trace = clusters(2).trace
+    assert trace.losses == pytest.approx(expected, rel=1e-12)
+    ops = trace.ranks[0].ops
+    for kind in (Kind.DATA, Kind.FORWARD, Kind.BACKWARD):
+        of_kind = ops[(ops["kind"] == kind) & (ops["depth"] == 0)]
+        assert [int((of_kind["step"] == step).sum()) for step in range(3)] == [2, 2, 2]
+
+
+def two_networks(ctx: Any) -> None:
+    one, other = nn.Linear(8, 8), nn.Linear(8, 1)
+    optimizers = [torch.optim.Adam(net.parameters()) for net in (one, other)]
+    for _ in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            other(one(torch.randn(4, 8))).mean().backward()
+            optimizer.step()
+        mk.step()
+
+
+def test_a_program_says_where_its_steps_end(clusters: Clusters) -> None:
+    clusters(1).run(two_networks, watch=True)
+    assert (
+        clusters(1).timeline().steps[-1] >= 4
+    )  # the first optimizer step ended one before mk.step() was known
+    ops = clusters(1).trace.ranks[0].ops
+    last = ops[(ops["step"] == ops["step"].max()) & (ops["depth"] == 0)]
+    assert (last["kind"] == Kind.OPTIMIZER).sum() == 2
+
+
+def two_dimensions(ctx: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        F.cross_entropy(model(torch.randn(4, 16)), torch.randint(0, 8, (4,))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_groups_have_the_names_of_the_programs_mesh(clusters: Clusters) -> None:
+    clusters(4).run(two_dimensions, watch=True)
+    axes = set(clusters(4).timeline().comm_volume().to_dataframe()["axis"])
+    assert axes == {"dp", "tp"}
+
+
+def test_a_later_failure_names_the_programs_line(clusters: Clusters) -> None:
+    def fails(ctx: Any) -> None:
+        model = DistributedDataParallel(nn.Linear(8, 4))
+        model(torch.ones(2, 9))
+
+    with pytest.raises(mk.RankFailed, match="mat1 and mat2 shapes cannot be multiplied") as error:
+        clusters(2).run(fails, watch=True)
+    assert "model(torch.ones(2, 9))" in str(error.value)
+
+
+def test_what_watch_can_be(clusters: Clusters) -> None:
+    with pytest.raises(ValueError, match=r"watch='layers': True records"):
+        clusters(2).run(accumulating, watch="layers")  # type: ignore[arg-type]
+
+
+PROGRAM = """
+import os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[2]))
+for step in range(2):
+    model(torch.ones(4, 8)).mean().backward()
+    optimizer.step()
+print("learning rate", sys.argv[1:], "local rank", os.environ["LOCAL_RANK"])
+dist.destroy_process_group()
+dist.init_process_group()
+assert dist.get_world_size() == 2
+sys.exit(int(os.environ.get("CODE", 0)))
+"""
+
+
+def watched_program(folder: Path, *before: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(PROGRAM)
+    return subprocess.run(
+        [sys.executable, "-m", "mpkit", "watch", "--ranks", "2", *before, "train.py", "--lr", "0.1"],
+        cwd=folder, capture_output=True, text=True, timeout=120, env={**__import__("os").environ, "CODE": str(code)},
+    )  # fmt: skip
+
+
+def test_an_unchanged_script_is_watched(tmp_path: Path) -> None:
+    done = watched_program(tmp_path, "--html", "run.html", "--trace", "run.trace")
+    assert done.returncode == 0, done.stderr
+    assert "[rank 1] learning rate ['--lr', '0.1'] local rank 1" in done.stdout
+    assert "step 1 (2 steps in all)" in done.stdout
+    assert (tmp_path / "run.html").exists()
+    trace = Trace.load(tmp_path / "run.trace")
+    assert [int((rank.ops["kind"] == Kind.STEP).sum()) for rank in trace.ranks] == [2, 2]
+
+
+def test_a_script_that_fails_fails(tmp_path: Path) -> None:
+    done = watched_program(tmp_path, code=3)
+    assert done.returncode == 1 and "SystemExit: 3" in done.stderr
+    (tmp_path / "train.py").unlink()
+    missing = subprocess.run(
+        [sys.executable, "-m", "mpkit", "watch", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )  # fmt: skip
+    assert missing.returncode == 2 and "train.py: no such file" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    {
+        ("nccl", -1, -1): 'backend="nccl".*gloo joins them',
+        ("gloo", 5, -1): r"rank=5, world_size=-1.*this is rank 0 of 1",
+        ("gloo", 0, 8): r"world_size=8.*leave both out",
+    }.items(),
+)
+def test_a_group_that_cannot_be_joined_is_refused(
+    asked: tuple[str, int, int], message: str, clusters: Clusters
+) -> None:
+    backend, rank, size = asked
+    with pytest.raises(mk.RankFailed, match=message):
+        clusters(1).run(lambda ctx: dist.init_process_group(backend, rank=rank, world_size=size))
