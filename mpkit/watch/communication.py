@@ -4,6 +4,7 @@ c10d's operators go through torch's dispatcher. A kernel for the key BackendSele
 the backend's own kernel, sees them all:
 
     record      begin the op, with its group, payload and the program's line
+    compare     what the program calls itself is compared with its peers' calls, as those of `ctx.comm` are
     go on       redispatch to the kernel of the backend, without Python's lock
     follow      hand torch's handle to `Completion`, which writes the end
 
@@ -19,7 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpkit.comm.call_checks import Call
 from mpkit.comm.communicator import Communicator
+from mpkit.comm.tags import LIMIT
 from mpkit.record.recorder import Recorder
 from mpkit.support.disk import write_whole
 from mpkit.trace import Kind
@@ -29,6 +32,9 @@ from mpkit.watch.lines import Lines
 from mpkit.watch.operators import OPERATORS, Operator, payload
 
 __all__ = ["Communication"]
+
+_COMPARED = {*Kind} - {Kind.ALL_TO_ALL}  # whose parts may differ from rank to rank
+_NOTHING = torch.empty(0)
 
 
 class Communication:
@@ -82,7 +88,9 @@ class Communication:
                 return go_on(keyset & after, *args)
             completion.settle()
             by_python = lines.called_from_python()
-            op = begin(operator, args, args[at_group], where)
+            op, call = begin(operator, args, args[at_group], where)
+            if call is not None:
+                call.publish()
             out = go_on(keyset & after, *args)
             handle = out[-1] if isinstance(out, tuple) else out
             if handle is None:  # monitored_barrier returns when it is complete
@@ -91,7 +99,7 @@ class Communication:
                 filled = args[0]
                 while not isinstance(filled, torch.Tensor) and filled:
                     filled = filled[0]
-                completion.started(op, unbox(handle), where, filled, by_python=by_python)
+                completion.started(op, unbox(handle), where, filled, by_python=by_python, call=call)
             return out
 
         return kernel
@@ -106,24 +114,36 @@ class Communication:
 
     # ---- what is recorded
 
-    def _begin(self, operator: Operator, args: tuple[Any, ...], boxed: Any, where: str) -> int:
+    def _begin(
+        self, operator: Operator, args: tuple[Any, ...], boxed: Any, where: str
+    ) -> tuple[int, Call | None]:
+        """Begin the op of a call; return it, and what compares it with its peers' if the program calls it itself."""
         kind, group = operator.kind, self._group(boxed)
         tensors = payload(args[operator.tensors]) if operator.tensors >= 0 else []
         nbytes = tensors[0].nbytes if len(tensors) == 1 else sum([tensor.nbytes for tensor in tensors])
         if operator.per_rank:
             nbytes *= group.size
         peer = group.ranks[args[operator.peer]] if operator.peer >= 0 else -1
+        tag = args[operator.tag] if operator.tag >= 0 else 0
         if operator.tag >= 0:
-            name, number = self._message(kind, peer, args[operator.tag])
+            name, number = self._message(kind, peer, tag)
         else:
             name, number = group.name, group.issued
             group.issued = number + 1
         text, said = self._text(tensors) if tensors else "", self._annotations.innermost
-        if said:
+        call, checks = None, self._comm.wire.checks
+        if checks is not None and self._lines.is_direct and kind in _COMPARED and group.size > 1:
+            tensor = tensors[0] if tensors else _NOTHING
+            if operator.tag < 0:
+                call = checks.collective(group.ranks, number, kind, tensor, peer, "")
+            elif peer >= 0 and tag < LIMIT:
+                call = checks.message(kind, name, number, peer, tag, tensor)
+        elif said:
             text = f"{said}: {text}"
-        return self._record.begin(
+        op = self._record.begin(
             kind, text, group=name, number=number, peer=peer, nbytes=nbytes, where=where
-        )
+        )  # fmt: skip
+        return op, call
 
     def _message(self, kind: Kind, peer: int, tag: int) -> tuple[str, int]:
         """Return the channel of a message, and its number there."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from mpkit.comm.call_checks import Call
 from mpkit.record.recorder import Recorder
 from mpkit.support.replaced import Replaced
 from mpkit.trace import Kind
@@ -32,11 +33,12 @@ _OURS = 3  # references to a handle that nobody else holds: the table's, a varia
 
 
 class _Issued(NamedTuple):
-    """A communication under way: torch's handle, which this keeps alive, its op, and the program's line."""
+    """A communication under way: torch's handle, which this keeps alive, its op, its line, and what compares it."""
 
     work: Any
     op: int
     where: str
+    call: Call | None
 
 
 class Completion:
@@ -78,7 +80,9 @@ class Completion:
 
     # ---- a communication starts
 
-    def started(self, op: int, work: Any, where: str, output: Any, *, by_python: bool) -> None:
+    def started(
+        self, op: int, work: Any, where: str, output: Any, *, by_python: bool, call: Call | None = None
+    ) -> None:
         """Follow a communication whose op has begun.
 
         Args:
@@ -87,9 +91,10 @@ class Completion:
             where: the program's line.
             output: the first tensor that it fills, or an empty list.
             by_python: whether Python has issued it, and so receives the handle.
+            call: compares it with its peers' calls once more when it is complete.
         """
         handle = id(work)
-        self._issued[handle] = _Issued(work, op, where)
+        self._issued[handle] = _Issued(work, op, where, call)
         if isinstance(output, torch.Tensor):
             self._outputs[output.data_ptr()] = handle
             if len(self._outputs) > _RECENT:
@@ -119,6 +124,8 @@ class Completion:
         waiting = record.begin(Kind.WAIT, ref=issued.op, where=issued.where)
         try:
             result = wait(*args, **kwargs)
+            if issued.call is not None:
+                issued.call.compare()
         except BaseException:
             record.drop(waiting)
             raise
@@ -134,7 +141,7 @@ class Completion:
             if is_complete():
                 del self._unseen[handle]
                 self._waiting(handle, lambda: None)
-        for handle, (work, op, _) in list(self._issued.items()):
+        for handle, (work, op, _, _) in list(self._issued.items()):
             if handle not in self._unseen and work.is_completed() and sys.getrefcount(work) <= _OURS:
                 del self._issued[handle]
                 self._record.end(op)

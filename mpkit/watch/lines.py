@@ -12,16 +12,25 @@ __all__ = ["Lines"]
 
 _KIT = str(Path(__file__).parents[1])
 _INTERNAL = (str(Path(torch.__file__).parent), _KIT, "<frozen")
-_CALLS = ("distributed_c10d.py", "_ops.py", "_functional_collectives.py")
+_CALLS = ("distributed_c10d.py", "c10d_logger.py", "_ops.py", "_functional_collectives.py")
+_DEPRECATION = "typing_extensions.py"  # wraps functions that torch has renamed
+_PROGRAM, _CALL, _INSIDE, _COMM_FILE = range(
+    4
+)  # of the program, of torch.distributed's calls, of what makes them
 _MODE = str(Path(__file__).with_name("measuring.py"))
 _COMM = str(Path(_KIT, "comm"))  # what ctx.comm issues is recorded there
 
 
 class Lines:
-    """The lines of one program, each put into words once."""
+    """The lines of one program, each put into words once.
+
+    Attributes:
+        is_direct: whether the line that `here` returned last calls torch.distributed itself, and not DDP or FSDP.
+    """
 
     def __init__(self) -> None:
-        self._internal: dict[CodeType, bool | None] = {}  # None: a function of ctx.comm
+        self.is_direct = False
+        self._whose: dict[CodeType, int] = {}
         self._words: dict[tuple[CodeType, int], str] = {}
 
     def here(self) -> str | None:
@@ -30,14 +39,20 @@ class Lines:
         Return None if `ctx.comm` is running, which records its own communication.
         """
         frame: FrameType | None = sys._getframe(2)
+        direct = True
         while frame is not None:
             code = frame.f_code
-            internal = self._internal.get(code, 0)
-            if internal == 0:
-                internal = self._internal[code] = _is_internal(code.co_filename)
-            if not internal:
-                return None if internal is None else self._in_words(frame)
+            whose = self._whose.get(code, -1)
+            if whose < 0:
+                whose = self._whose[code] = _whose(code.co_filename)
+            if whose == _PROGRAM:
+                self.is_direct = direct
+                return self._in_words(frame)
+            if whose == _COMM_FILE:
+                return None
+            direct &= whose == _CALL
             frame = frame.f_back
+        self.is_direct = False
         return ""
 
     def called_from_python(self) -> bool:
@@ -59,7 +74,12 @@ class Lines:
         return words
 
 
-def _is_internal(file: str) -> bool | None:
+def _whose(file: str) -> int:
+    """Return whose code a file holds."""
     if file.startswith(_COMM):
-        return None
-    return file.startswith(_INTERNAL)
+        return _COMM_FILE
+    if file.endswith(_DEPRECATION):
+        return _CALL
+    if not file.startswith(_INTERNAL):
+        return _PROGRAM
+    return _CALL if file.endswith(_CALLS) or file == _MODE else _INSIDE

@@ -1,0 +1,78 @@
+"""Calls of torch.distributed that do not fit their peers' end with both ranks and lines, as those of `ctx.comm` do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpkit as mk
+
+
+def kinds(ctx: Any) -> None:
+    x = torch.ones(4)
+    if ctx.rank:
+        dist.all_reduce(x)
+    else:
+        dist.broadcast(x, 0)
+
+
+def dtypes(ctx: Any) -> None:
+    dist.all_reduce(torch.ones(4, dtype=torch.int64 if ctx.rank else torch.float32))
+
+
+def shapes(ctx: Any) -> None:
+    dist.all_gather_into_tensor(torch.empty(8 + 4 * ctx.rank), torch.ones(4 + 2 * ctx.rank))
+
+
+def roots(ctx: Any) -> None:
+    dist.broadcast(torch.ones(4), ctx.rank)
+
+
+def messages(ctx: Any) -> None:
+    if ctx.rank:
+        dist.recv(torch.empty(4), 0)
+    else:
+        dist.send(torch.ones(2, dtype=torch.int64), 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    {
+        kinds: r"calls (broadcast|all_reduce).*where rank \d calls (broadcast|all_reduce)",
+        dtypes: r"(int64|float32)\[4\].*where rank \d calls all_reduce\((int64|float32)\[4\]",
+        shapes: r"all_gather\(float32\[(8|12)\].*float32\[(8|12)\]",
+        roots: r"All ranks name the same root",
+        messages: r"rank 1 receives float32\[4\] at .* what rank 0 sent as int64\[2\]",
+    }.items(),
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_both_ranks_and_lines_are_named(
+    program: Callable[[Any], None], said: str, clusters: Callable[[int], mk.Cluster]
+) -> None:
+    with pytest.raises(mk.CommMismatch, match=rf"(?s){said}") as error:
+        clusters(2).run(program, watch=True, timeout=30)
+    assert str(error.value).count("test_mismatched.py:") >= 2
+
+
+def test_what_fits_goes_on(clusters: Callable[[int], mk.Cluster]) -> None:
+    """Objects, uneven all-to-alls, tags of any size, and calls of ctx.comm in between."""
+
+    def fits(ctx: Any) -> float:
+        objects: list[Any] = [None, None]
+        dist.all_gather_object(objects, "x" * (1 + 100 * ctx.rank))
+        sent, received = torch.ones(3), torch.empty(2 + 2 * ctx.rank)
+        dist.all_to_all_single(
+            received, sent, [1 + ctx.rank] * 2, [1, 2]
+        )  # parts of other sizes on each rank
+        ctx.comm.all_reduce(torch.ones(2))
+        handle = dist.isend(sent[:1], 1 - ctx.rank, tag=5_000_000)
+        dist.recv(received[:1], 1 - ctx.rank, tag=5_000_000)
+        handle.wait()
+        dist.all_reduce(total := torch.ones(1))
+        return float(total) + len(objects[1])
+
+    assert clusters(2).run(fits, watch=True) == [103.0, 103.0]
