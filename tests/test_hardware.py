@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -153,3 +156,39 @@ def test_the_catalogue_prints_as_a_table() -> None:
     assert catalogue._repr_html_().count("<tr>") == len(catalogue) + 1
     own = mk.devices.Hardware("own", mk.hardware("cpu").device, mk.devices.Link("rope", 1.0, 1.0))
     assert mk.hardware(own) is own
+
+
+# ---------------------------------------------------------------- unlike devices
+
+OLD = mk.devices.Device("old", {"float32": 1e12}, bandwidth=1e11)
+NEW = mk.devices.Device("new", {"float32": 4e12}, bandwidth=4e11)
+BUS = mk.devices.Link("bus", 1e-6, 16e9)
+
+
+def test_unlike_devices_have_a_place_each_and_the_slowest_paces_them() -> None:
+    machine = mk.devices.Hardware("mixed", devices=[NEW, NEW, OLD], link=BUS)
+    assert (machine.devices, machine.per_node, machine.device) == (3, 3, OLD)
+    assert [machine.device_of(rank) for rank in range(4)] == [NEW, NEW, OLD, NEW]
+    assert mk.devices.Hardware("mixed", [NEW, NEW, OLD], BUS) == machine
+    assert replace(machine, name="mixed", link=BUS) == machine
+    turned = replace(machine, order=(2, 1, 0))
+    assert [turned.device_of(rank) for rank in range(3)] == [OLD, NEW, NEW]
+    alike = mk.devices.Hardware("alike", devices=[OLD, OLD], link=BUS)
+    assert alike == mk.devices.Hardware("alike", OLD, BUS, per_node=2)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"devices": [NEW, OLD], "link": BUS, "per_node": 8}, r"lists 2 devices \(new, old\) for 1 x 8 = 8"),
+        ({"devices": [NEW, NEW, OLD], "link": BUS, "nodes": 2}, "lists 3 devices .* for 2 nodes"),
+        ({"devices": [NEW, OLD]}, "has no link"),
+        ({"link": BUS}, r"has no device.*devices=\[new, new, old\]"),
+        ({"device": "RTX 4090", "link": BUS}, "give an mk.devices.Device"),
+        ({"devices": ["RTX 4090"], "link": BUS}, "give an mk.devices.Device"),
+        ({"device": NEW, "devices": [NEW, OLD], "link": BUS}, "give devices= alone"),
+    ],
+)
+def test_machines_of_unlike_devices_that_cannot_be(how: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        mk.devices.Hardware("mixed", **how)

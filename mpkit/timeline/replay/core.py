@@ -68,7 +68,9 @@ class Replay:
         self._network = Network(world_size, chosen)
         on_gpu = self._meta.get("device") == "cuda"
         self._ranks = [
-            RankReplay(rank, Program(cost, holds_steps=on_gpu, measured=cost in MEASURED), self._names)
+            RankReplay(
+                rank, Program(cost(rank), holds_steps=on_gpu, measured=cost(rank) in MEASURED), self._names
+            )
             for rank in range(world_size)
         ]
         self._rows = 0

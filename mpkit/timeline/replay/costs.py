@@ -19,14 +19,18 @@ Array = npt.NDArray[Any]
 Cost = Callable[[Array], Array]
 """Seconds of compute that each op of (n,) of `OP` takes."""
 
+CostOf = Callable[[int], Cost]
+"""The cost of ops on a rank's device."""
+
 
 def machine(
     wanted: Hardware | str | None, meta: Mapping[str, Any], world_size: int
-) -> tuple[Hardware, Cost, list[str]]:
-    """Return the hardware to replay on, the cost of an op there, and what a reader should know about it.
+) -> tuple[Hardware, CostOf, list[str]]:
+    """Return the hardware to replay on, the cost of an op there by rank, and what a reader should know about it.
 
     On the machine of the run (no hardware is given, or "cpu" for a run on CPUs) an op takes as long as it took. On
-    other hardware its time is modelled.
+    other hardware its time is modelled, and so is every rank's where devices are unlike: a measured time beside a
+    modelled one would compare the model with the measurement instead of the devices.
     """
     if "fake" in meta:
         return _machine_of_fake(wanted, meta, world_size)
@@ -35,29 +39,34 @@ def machine(
     is_known = not on_gpu or meta.get("hardware") in find()  # an unnamed GPU is like no other
     own = find(meta["hardware"] if meta.get("hardware") in find() else "cpu")
     chosen = own if wanted is None else find(wanted)
-    if wanted is None or (is_known and chosen.device == own.device):
+    if wanted is None or (is_known and chosen.device == own.device and not chosen.mixed):
         what = "GPU" if on_gpu else "core"
-        return chosen, measured, [f"Each rank on a {what} of its own; {_in_words(chosen.link)}."]
+        return chosen, lambda rank: measured, [f"Each rank on a {what} of its own; {_in_words(chosen.link)}."]
     dtype = str(meta.get("dtype", "float32"))
     scaled = ", scaled by the rates of the two devices" if is_known else ""
     notes = [
         *_beyond(chosen, world_size),
-        f"Compute is modelled for {chosen.device.name}: {_rates(chosen, dtype)}; ops of unknown FLOPs take "
+        f"Compute is modelled for {_devices(chosen, dtype, world_size)}; ops of unknown FLOPs take "
         f"their measured time{scaled}. Starting a kernel takes no time here.",
     ]
-    scale = own.device.rate(dtype) / chosen.device.rate(dtype) if is_known else 1.0
 
-    def modelled(ops: Array) -> Array:
-        took = measured(ops)
-        # Reading data takes equally long with another device.
-        return _roofline(ops, chosen.device, dtype, np.where(ops["kind"] == Kind.DATA, took, took * scale))
+    def modelled(rank: int) -> Cost:
+        device = chosen.device_of(rank)
+        scale = own.device.rate(dtype) / device.rate(dtype) if is_known else 1.0
+
+        def cost(ops: Array) -> Array:
+            took = measured(ops)
+            # Reading data takes equally long with another device.
+            return _roofline(ops, device, dtype, np.where(ops["kind"] == Kind.DATA, took, took * scale))
+
+        return cost
 
     return chosen, modelled, notes
 
 
 def _machine_of_fake(
     wanted: Hardware | str | None, meta: Mapping[str, Any], world_size: int
-) -> tuple[Hardware, Cost, list[str]]:
+) -> tuple[Hardware, CostOf, list[str]]:
     """Do the same as `machine` for a trace of tensors without content, whose ops have the modelled cost of their
     operators.
     """
@@ -70,19 +79,34 @@ def _machine_of_fake(
     chosen = find(own if wanted is None else wanted)
     dtype = str(meta.get("dtype", "float32"))
     played = f"Played on tensors without content, {len(meta['fake']['played'])} of {world_size} ranks for all"
-    if chosen.device.name == meta["fake"]["device"]:
-        how = f"operator by operator on {chosen.device.name}, {_rates(chosen, dtype)}"
-        return chosen, _on_cpu, [*_beyond(chosen, world_size), f"{played}; {how}; {_in_words(chosen.link)}."]
+    if chosen.device.name == meta["fake"]["device"] and not chosen.mixed:
+        how = f"operator by operator on {_devices(chosen, dtype, world_size)}"
+        return (
+            chosen,
+            lambda rank: _on_cpu,
+            [*_beyond(chosen, world_size), f"{played}; {how}; {_in_words(chosen.link)}."],
+        )
 
-    def modelled(ops: Array) -> Array:
-        return _roofline(ops, chosen.device, dtype, _on_cpu(ops))
+    def modelled(rank: int) -> Cost:
+        return lambda ops: _roofline(ops, chosen.device_of(rank), dtype, _on_cpu(ops))
 
-    how = f"whole actions on {chosen.device.name}, {_rates(chosen, dtype)}"
+    how = f"whole actions on {_devices(chosen, dtype, world_size)}"
     return chosen, modelled, [*_beyond(chosen, world_size), f"{played}; {how}; {_in_words(chosen.link)}."]
 
 
-def _rates(chosen: Hardware, dtype: str) -> str:
-    device = chosen.device
+def _devices(chosen: Hardware, dtype: str, world_size: int) -> str:
+    """Describe the device, or each of unlike ones with its ranks."""
+    if not chosen.mixed:
+        return f"{chosen.device.name}: {_rates(chosen.device, dtype)}"
+    ranks: dict[str, list[int]] = {}
+    for rank in range(world_size):
+        device = chosen.device_of(rank)
+        ranks.setdefault(f"{device.name}, {device.rate(dtype) / 1e12:,.3g} TFLOP/s", []).append(rank)
+    each = "; ".join(f"{name}: rank {', '.join(map(str, on))}" for name, on in ranks.items())
+    return f"unlike devices ({each}), by FLOPs or bytes, whichever takes longer"
+
+
+def _rates(device: Device, dtype: str) -> str:
     return (
         f"FLOPs at {device.rate(dtype) / 1e12:,.3g} TFLOP/s or bytes at {device.bandwidth / 1e9:,.0f} GB/s, "
         "whichever takes longer"

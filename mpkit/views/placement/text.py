@@ -54,7 +54,8 @@ def shape_words(placement: Placement) -> str:
     on = ""
     if machine is not None:
         nodes = len(placement.nodes)
-        on = f", on {nodes} node{'s' * (nodes > 1)} of {machine.per_node} {machine.device.name}"
+        kinds = " and ".join(dict.fromkeys(each.name for each in machine.mixed or (machine.device,)))
+        on = f", on {nodes} node{'s' * (nodes > 1)} of {machine.per_node} {kinds}"
     return f"{' x '.join(long) + ' = ' if len(long) > 1 else ''}{many}{on}"
 
 
