@@ -10,6 +10,7 @@ from mpkit.analysis.schedule_search import search_schedule as search_schedule
 from mpkit.api.cluster import Cluster as Cluster
 from mpkit.apps.compare import compare as compare
 from mpkit.apps.explorer import explore as explore
+from mpkit.checkup.doctor import doctor as doctor
 from mpkit.classroom.check import check as check
 from mpkit.classroom.check import progress as progress
 from mpkit.data import digest as digest

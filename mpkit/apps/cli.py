@@ -1,4 +1,4 @@
-"""The command line: `python -m mpkit demo`, `watch`, `grade`, `exercises`."""
+"""The command line: `python -m mpkit demo`, `watch`, `grade`, `exercises`, `doctor`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpkit.apps.doctor import add_doctor
 from mpkit.errors import MpkitError
 
 __all__ = ["main"]
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     _add_watch(commands)
     _add_classroom(commands)
+    add_doctor(commands)
     return parser
 
 

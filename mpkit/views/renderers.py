@@ -33,6 +33,11 @@ RENDERERS = {
         "chart": "mpkit.views.comparison.chart:comparison_figure",
         "widget": "mpkit.views.comparison.chart:comparison_view",
     },
+    "Report": {
+        "text": "mpkit.views.checkup.text:report_text",
+        "html": "mpkit.views.checkup.html:report_html",
+        "terminal": "mpkit.views.checkup.text:print_report",
+    },
     "Scaling": {"chart": "mpkit.views.comparison.scaling:scaling_figure"},
     "MemoryByStrategy": {
         "svg": "mpkit.views.memory.strategies_svg:strategies_svg",

@@ -1,0 +1,1 @@
+"""Rules over the facts, one subject per module: each yields findings, and all are listed in `rules`."""

@@ -1,0 +1,69 @@
+"""The driver and CUDA against those that torch was built for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpkit.checkup.findings.finding import Finding, Level
+from mpkit.checkup.parsers.driver import version
+from mpkit.checkup.parsers.facts import Facts, Unknown
+
+__all__ = ["software"]
+
+
+def software(facts: Facts) -> Iterator[Finding]:
+    """Yield whether the driver runs what torch was built for."""
+    build = facts.torch
+    kind = f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.hip}" if build.hip else "CPUs"
+    if isinstance(facts.driver, Unknown):
+        if facts.gpu_list or build.cuda:
+            yield Finding(
+                "software", Level.UNCHECKED, f"The driver against torch's {kind}.", facts.driver.why
+            )
+        else:
+            yield Finding(
+                "software", Level.FINE, f"torch {build.version}, built for {kind}.", "torch.__version__"
+            )
+        return
+    newest, wanted = facts.driver.cuda, version(build.cuda)
+    seen = f"driver {facts.driver.release}" + (f", CUDA up to {newest[0]}.{newest[1]}" if newest else "")
+    seen += f"; torch {build.version}"
+    topics = ("gpus not found",)
+    if newest is None or wanted is None:
+        yield Finding(
+            "software", Level.NOTE, f"torch {build.version} is built for {kind}.", seen, topics=topics
+        )
+    elif newest[0] < wanted[0]:
+        yield Finding(
+            "software",
+            Level.COSTS,
+            f"The driver is too old for torch's CUDA {build.cuda}.",
+            seen,
+            "torch finds no GPU (`The NVIDIA driver on your system is too old`)",
+            f"update the driver, or: pip install torch --index-url https://download.pytorch.org/whl/cu{newest[0]}{newest[1]}"
+            "  # the newest that PyTorch builds at or below that",
+            topics,
+        )
+    elif newest < wanted:
+        yield Finding(
+            "software",
+            Level.NOTE,
+            f"torch's CUDA {build.cuda} is newer than the driver's {newest[0]}.{newest[1]}.",
+            seen,
+            "runs, since minor versions are compatible; kernels that are compiled when they are first used may not",
+            "update the driver at the next opportunity",
+            topics,
+        )
+    else:
+        yield Finding(
+            "software", Level.FINE, f"The driver runs torch's CUDA {build.cuda}.", seen, topics=topics
+        )
+    if facts.gpu_list and build.cuda and not build.nccl:
+        yield Finding(
+            "software",
+            Level.COSTS,
+            "This torch has no nccl.",
+            "torch.distributed.is_nccl_available() is False",
+            "ranks on GPUs talk through the host's memory with gloo",
+            "use Linux, or WSL, and a CUDA build of torch",
+        )

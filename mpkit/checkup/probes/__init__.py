@@ -1,0 +1,1 @@
+"""Gathering evidence: commands, files, this process, and short measurements on ranks. Nothing here judges."""

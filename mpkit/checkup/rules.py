@@ -1,0 +1,25 @@
+"""All rules, in the order of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from mpkit.checkup.findings.finding import Finding
+from mpkit.checkup.findings.gpus import gpus
+from mpkit.checkup.findings.host import cpus, limits, memory, ports, shared_memory
+from mpkit.checkup.findings.links import links, pci
+from mpkit.checkup.findings.measured import measured
+from mpkit.checkup.findings.software import software
+from mpkit.checkup.findings.variables import variables
+from mpkit.checkup.parsers.facts import Facts
+
+__all__ = ["RULES", "findings"]
+
+RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    gpus, links, pci, software, memory, cpus, shared_memory, limits, ports, variables, measured,
+)  # fmt: skip
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """Return what all rules find."""
+    return [finding for rule in RULES for finding in rule(facts)]

@@ -1,0 +1,1 @@
+"""Reports of the doctor: text, a table of the terminal, HTML."""

@@ -1,0 +1,59 @@
+"""A report as HTML: the steps of a topic, and a table of findings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpkit.checkup.findings.finding import Finding, Level
+from mpkit.support.visible import escape
+from mpkit.views.checkup.text import verdict
+
+if TYPE_CHECKING:
+    from mpkit.checkup.report import Report
+
+__all__ = ["report_html"]
+
+COLOURS = {Level.COSTS: "#c62828", Level.NOTE: "#00796b", Level.FINE: "#2e7d32", Level.UNCHECKED: "#8d6e00"}
+ORDER = (Level.COSTS, Level.NOTE, Level.UNCHECKED, Level.FINE)
+
+
+def report_html(report: Report) -> str:
+    """Return the report as HTML, without scripts."""
+    parts = []
+    if report.composed:
+        parts.append(f"<p><b>Not this machine: {escape(report.composed)}</b></p>")
+    if report.topic is not None:
+        steps = "".join(
+            f"<li>{escape(what)}: <code>{escape(command)}</code></li>" for what, command in report.topic.steps
+        )
+        parts.append(
+            f"<p><b>{escape(report.topic.name)}</b><br>{escape(report.topic.means)}</p><ol>{steps}</ol>"
+        )
+    rows = "".join(_row(finding) for level in ORDER for finding in report.of(level))
+    head = _head("", "about", "what", "evidence", "costs", "mend")
+    if rows:
+        parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
+    if report.variables:
+        body = "".join(
+            f"<tr>{_cell(f'<code>{escape(each.name)}</code>')}{_cell(escape(each.values))}{_cell(escape(each.default))}"
+            f"{_cell(escape(each.meaning))}{_cell(escape(each.when))}</tr>"
+            for each in report.variables
+        )
+        names = _head("variable", "values", "default", "meaning", "when to set it")
+        parts.append(f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>")
+    return f"<div>{''.join(parts)}<p><b>{escape(verdict(report))}</b></p></div>"
+
+
+def _row(finding: Finding) -> str:
+    level = f"<b style='color:{COLOURS[finding.level]}'>{finding.level}</b>"
+    mend = f"<code>{escape(finding.mend)}</code>" if finding.mend else ""
+    words = (finding.subject, finding.what, finding.evidence, finding.costs)
+    return f"<tr>{''.join(map(_cell, (level, *map(escape, words), mend)))}</tr>"
+
+
+def _head(*words: str) -> str:
+    return "".join(f"<th style='text-align:left'>{word}</th>" for word in words)
+
+
+def _cell(html: str) -> str:
+    return f"<td style='text-align:left;vertical-align:top;white-space:normal'>{html}</td>"

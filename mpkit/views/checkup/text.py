@@ -1,0 +1,83 @@
+"""A report as text; in a terminal with colours and as wide as it is."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mpkit.checkup.findings.finding import Finding, Level, plural
+from mpkit.support.visible import visible
+
+if TYPE_CHECKING:
+    from mpkit.checkup.report import Report
+
+__all__ = ["print_report", "report_text", "verdict"]
+
+MARKS = {
+    Level.COSTS: ("!", "bold red"),
+    Level.NOTE: ("i", "cyan"),
+    Level.UNCHECKED: ("?", "yellow"),
+    Level.FINE: ("✓", "green"),
+}
+"""The mark and colour of each level, in the order of the report."""
+
+
+def report_text(report: Report, width: int = 110) -> str:
+    """Return the report as plain text."""
+    page = StringIO()
+    print_report(report, Console(file=page, width=width, color_system=None, highlight=False))
+    return "\n".join(line.rstrip() for line in page.getvalue().rstrip().splitlines())
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the report: first what costs, then the rest by subject."""
+    if report.composed:
+        console.print(Text(f"Not this machine: {visible(report.composed)}", style="bold yellow"))
+    if report.topic is not None:
+        console.print(Text.assemble((report.topic.name, "bold"), f": {report.topic.means}"))
+        for number, (what, command) in enumerate(report.topic.steps, 1):
+            asked = "" if what.endswith("?") else ":"
+            console.print(Text.assemble(f"  {number}. {what}{asked} ", (command, "bold")))
+        console.print()
+    table = Table.grid(padding=(0, 1))
+    for level in MARKS:
+        for finding in report.of(level):
+            mark, style = MARKS[level]
+            table.add_row(Text(mark, style), Text(finding.subject, "bold"), _words(finding))
+    for variable in report.variables:
+        values = {"*": "text", "#": "number"}.get(variable.values, variable.values)
+        head = Text.assemble((variable.name, "bold"), f" = {values}; default: {variable.default}\n")
+        table.add_row("", "", head.append(f"    {variable.meaning} When: {variable.when}"))
+    console.print(table)
+    console.print(Text(verdict(report), style="bold"))
+
+
+def verdict(report: Report) -> str:
+    """Return the last line: how many findings cost."""
+    many, unchecked = len(report.of(Level.COSTS)), len(report.of(Level.UNCHECKED))
+    said = (
+        f"{plural(many, 'finding')} that cost{'s' * (many == 1)}" if many else "Nothing was found that costs"
+    )
+    rest = f", {unchecked} not checked" if unchecked else ""
+    took = f" ({report.seconds:.1f} s)" if report.seconds else ""
+    return f"{said}{rest}{took}."
+
+
+def _words(finding: Finding) -> Text:
+    """Return a finding in lines; one that is fine in a single one."""
+    if finding.level is Level.FINE:
+        more = f"  {visible(finding.mend)}" if finding.mend else ""
+        return Text.assemble(visible(finding.what), (f"  [{visible(finding.evidence)}]", "dim"), more)
+    if finding.level is Level.UNCHECKED:
+        return Text.assemble(
+            "not checked: ", visible(finding.what), (f"  [{visible(finding.evidence)}]", "dim")
+        )
+    text = Text(visible(finding.what))
+    for word, line in (("evidence", finding.evidence), ("costs", finding.costs), ("mend", finding.mend)):
+        if line:
+            text.append(f"\n{word:>8}  ", "dim").append(visible(line))
+    return text

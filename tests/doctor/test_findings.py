@@ -1,0 +1,216 @@
+"""What the doctor says of stored machines: what costs, the evidence, and what mends it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mpkit.checkup.probes.torch_build import TorchBuild
+from tests.doctor.stored import CASES, costs, report
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_finding_has_evidence_and_those_that_cost_say_what_mends_them(case: str) -> None:
+    found = report(case)
+    assert found.findings
+    for finding in found.findings:
+        assert finding.what and finding.evidence, finding
+        if finding.level == "costs":
+            assert finding.costs and finding.mend, finding
+    assert f"Not this machine: stored outputs of {case}" in str(found)
+    assert len(found.to_dataframe()) == len(found.findings)
+    assert len(json.loads(found.to_json())["findings"]) == len(found.findings)
+    html = found._repr_mimebundle_()["text/html"]
+    assert html.count("<tr>") == len(found.findings) + 1
+
+
+@pytest.mark.parametrize("case", ["8x-a100-nvswitch", "8x-h100-nvswitch"])
+def test_nothing_costs_on_a_machine_with_nvswitch(case: str) -> None:
+    found = report(case)
+    assert costs(found) == []
+    assert found.ok
+    assert "Every pair of GPUs has NVLink" in str(found)
+
+
+def test_four_4090_talk_through_the_cpu_without_p2p_and_one_is_in_use() -> None:
+    said = costs(report("4x-rtx-4090"))
+    assert [each.partition(":")[0] for each in said] == ["GPUs", "links", "links"]
+    assert "GPU 0 is in use: 15 GiB of its 24 GiB" in said[0]
+    assert "No NVLink: the GPUs talk over PCI Express, through the CPU (SYS at worst)" in said[1]
+    assert "6 pairs of GPUs cannot read each other's memory (P2P): the GPU does not support it" in said[2]
+
+
+def test_a_dgx_1_has_nvlink_between_some_and_a_group_of_four_is_named() -> None:
+    found = report("dgx-1-v100")
+    link = next(finding for finding in found.findings if finding.subject == "links")
+    assert link.level == "note"
+    assert "GPU 0 and 5 talk over SYS" in link.what
+    assert "devices=[0, 1, 2, 3]" in link.mend
+
+
+def test_two_3090_one_in_a_narrow_slot() -> None:
+    found = report("2x-rtx-3090-nvlink")
+    narrow = [finding for finding in found.findings if finding.subject == "PCI Express"]
+    assert [finding.level for finding in narrow] == ["note"]  # PCIe 4 x8 is enough by the guide's rule
+    assert "its slot has 8 lanes, 15.8 GB/s of the 31.5 GB/s" in narrow[0].what
+
+
+def test_half_of_the_lanes_of_generation_3_cost() -> None:
+    [lanes] = report("1x-titan-rtx-pcie-x8").of("costs")
+    assert "8 of 16 lanes are in use, 7.88 GB/s of the 15.8 GB/s" in lanes.what
+    assert "LnkCap PCIe 3 x16, LnkSta PCIe 1 x8, slot PCIe 3 x16" in lanes.evidence
+    assert "2 times as long" in lanes.costs
+    assert "reseat" in lanes.mend
+
+
+def test_unlike_gpus() -> None:
+    found = report("mixed-a100-t4")
+    assert any("not alike: Tesla T4, NVIDIA A100-PCIE-40GB" in each for each in costs(found))
+    unlike = next(finding for finding in found.of("costs") if "not alike" in finding.what)
+    assert (
+        "mk.Cluster(devices=[0, 1])" in unlike.mend
+    )  # CUDA counts the A100s first, though nvidia-smi's 0 is the T4
+    assert "50 GiB stay unused" in unlike.costs
+    assert any("CUDA_DEVICE_ORDER is not set" in finding.evidence for finding in found.of("note"))
+    ordered = report("mixed-a100-t4", environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    assert not any("CUDA_DEVICE_ORDER" in finding.evidence for finding in ordered.findings)
+    assert any("mk.Cluster(devices=[1, 2])" in finding.mend for finding in ordered.findings)
+
+
+def test_no_gpu_is_no_fault() -> None:
+    found = report(None)
+    assert found.ok
+    assert found.findings[0].level == "note"
+    assert "nvidia-smi is not installed" in found.findings[0].evidence
+    assert {finding.subject for finding in found.findings} >= {
+        "memory",
+        "CPUs",
+        "/dev/shm",
+        "limits",
+        "ports",
+        "variables",
+    }
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (TorchBuild("2.13.0+cpu"), "torch sees 0 of the 8 GPUs.*is a build without CUDA"),
+        (
+            TorchBuild("2.13.0+cu130", "13.0", "", 0, True, "The NVIDIA driver on your system is too old"),
+            "too old",
+        ),
+        (TorchBuild("2.13.0+cu126", "12.6", "", 5, True), "torch sees 5 of the 8 GPUs"),
+    ],
+)
+def test_gpus_that_torch_does_not_see(build: TorchBuild, words: str) -> None:
+    import re
+
+    found = report("8x-a100-nvswitch", "gpus not found", torch=build)
+    assert any(re.search(words, each) for each in costs(found)), costs(found)
+    assert "nvidia-smi -L" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen", "words"),
+    [
+        ("0,2", 2, None),
+        ("", 0, None),
+        ("0,9,1", 1, "names 9, which is no GPU here .there are 0 to 7.: CUDA drops it and all behind it"),
+        ("0,0", 0, "names a GPU twice"),
+        ("gpu1", 0, "neither an index nor a UUID"),
+    ],
+)
+def test_visible_devices(visible: str, seen: int, words: str | None) -> None:
+    import re
+
+    build = TorchBuild("2.13.0+cu126", "12.6", "", seen, True)
+    found = report("8x-a100-nvswitch", environment={"CUDA_VISIBLE_DEVICES": visible}, torch=build)
+    assert any(f"see {seen} of 8 GPUs" in finding.what for finding in found.findings)
+    assert found.ok == (words is None)
+    assert words is None or any(re.search(words, each) for each in costs(found))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "level", "words"),
+    [
+        ("NCCL_P2P_DISABLE", "1", "costs", "do not read each other's memory"),
+        ("NCCL_P2P_DISABLE", "0", "note", ""),
+        ("NCCL_P2P_DISABLE", "yes", "costs", "does not take 'yes': 0, 1"),
+        ("NCCL_IB_DISABLE", "0", "note", "InfiniBand"),
+        ("NCCL_DEBUG", "info", "note", "rings"),
+        ("NCCL_DEBUG", "TRACE", "costs", "What nccl prints"),
+        ("NCCL_DEBUG", "verbose", "costs", "VERSION, WARN, INFO, TRACE"),
+        ("NCCL_SOCKET_IFNAME", "eth", "note", "prefixes"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "costs", "this machine has lo, eth0, ib0"),
+        ("NCCL_SOCKET_IFNAME", "^docker", "note", ""),
+        ("GLOO_SOCKET_IFNAME", "enp3s0", "costs", "this machine has"),
+        ("NCCL_SOKET_IFNAME", "eth0", "costs", "did you mean NCCL_SOCKET_IFNAME?"),
+        ("NCCL_P2P_DISABLED", "1", "costs", "did you mean NCCL_P2P_DISABLE?"),
+        ("NCCL_BLOCKING_WAIT", "1", "costs", "TORCH_NCCL_BLOCKING_WAIT since torch 2.2"),
+        ("NCCL_GRAPH_REGISTER", "1", "note", "nccl documents it"),
+        ("NCCL_OF_MY_OWN_PLUGIN", "1", "note", "no table here knows it"),
+        ("CUDA_LAUNCH_BLOCKING", "1", "costs", "every kernel is waited for"),
+        ("OMP_NUM_THREADS", "128", "note", "Threads of CPU kernels"),
+    ],
+)
+def test_variables(variable: str, value: str, level: str, words: str) -> None:
+    found = report("8x-a100-nvswitch", environment={variable: value})
+    [about] = [finding for finding in found.findings if finding.subject == "variables"]
+    assert about.level == level, about
+    assert f"{variable}={value}" in about.evidence
+    assert words in about.what
+
+
+def test_without_gpus_variables_of_nccl_do_nothing() -> None:
+    [about] = [
+        each
+        for each in report(None, environment={"NCCL_P2P_DISABLE": "1"}).findings
+        if each.subject == "variables"
+    ]
+    assert about.level == "note"
+    assert "without GPUs nothing reads it" in about.evidence
+
+
+@pytest.mark.parametrize(
+    ("process", "words"),
+    [
+        ({"limits": {"nofile": (256, 4096), "memlock": (-1, -1)}}, "limits: This process may open 256 files"),
+        (
+            {"limits": {"nofile": (65536, 65536), "memlock": (65536, 65536)}},
+            "limits: This process may lock 64 KiB",
+        ),
+        ({"shm": (64 << 20, 60 << 20)}, "Shared memory is small: 60 MiB free (64 MiB is Docker's default)"),
+        ({"cpus": 8}, "CPUs: 8 CPUs for 8 GPUs: less than two for each"),
+    ],
+)
+def test_a_narrow_process(process: dict[str, Any], words: str) -> None:
+    assert any(words in each for each in costs(report("8x-a100-nvswitch", **process)))
+
+
+def test_a_new_cuda_on_an_old_driver() -> None:
+    old = report("1x-t4-virtual", torch=TorchBuild("2.13.0+cu126", "12.6", "", 0, True))
+    assert any("too old for torch's CUDA 12.6" in each for each in costs(old))
+    minor = report("2x-rtx-3090-nvlink")  # 12.6 on a driver for 12.0
+    assert any("newer than the driver's 12.0" in finding.what for finding in minor.of("note"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "words"),
+    [
+        ("gpus not found", "gpus not found", "CUDA_VISIBLE_DEVICES"),
+        ("GPU 0 busier", "gpu 0 busier", "nn.DataParallel"),
+        ("oom", "out of memory", "recompute='full'"),
+        ("slow scaling", "slow scaling", "95 % on 2 GPUs, 88 % on 4 and 81 % on 8"),
+        ("nccl timeout", "nccl time-outs", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        ("variables", "variables", "NCCL_SOCKET_NTHREADS"),
+    ],
+)
+def test_the_guides_issues_lead_somewhere(asked: str, name: str, words: str) -> None:
+    found = report("4x-rtx-4090", asked)
+    assert found.topic is not None and found.topic.name == name
+    assert found.findings
+    assert words in str(found)
+    assert words.replace("'", "&#x27;") in found._repr_mimebundle_()["text/html"]
