@@ -11,9 +11,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mpkit.api.cluster_checks import check_on_busy, check_ranks, check_timeout, choose_device
+from mpkit.api.cluster_checks import check_on_busy, check_ranks, check_timeout, place_ranks
 from mpkit.api.import_ahead import import_ahead
 from mpkit.api.train_example import EXAMPLE, MEANT
+from mpkit.devices.local.table import devices_html, devices_text
 from mpkit.errors import MpkitError
 from mpkit.launch.hang.hang import GRACE
 from mpkit.launch.launch import Launch
@@ -50,9 +51,13 @@ class Cluster:
     [[1.0, 1.0], [1.0, 1.0]]
 
     Args:
-        ranks: the number of processes.
-        device: "auto" (GPUs if there are any, else CPU processes), "cpu" or "cuda". Ranks on GPUs use nccl if each
-            has a GPU of its own, else gloo through the host's memory.
+        ranks: the number of processes; with `devices` one per device by default.
+        device: "auto" (GPUs if there are any, else CPU processes), "cpu", "cuda", another kind of accelerator ("xpu",
+            "hpu", "mps"), or one of them ("cuda:1"), which all ranks share. Ranks on GPUs use nccl if each has a GPU
+            of its own; else, and on other accelerators, gloo through the host's memory.
+        devices: which device each rank is on: [2, 0] puts rank 0 on the GPU that torch counts as 2; "cuda:1",
+            ["xpu:0", "xpu:1"], or "cuda" for all. More ranks than devices share them in turn. What
+            CUDA_VISIBLE_DEVICES hides is not there; `print(cluster)` says who is where, and which variable decided.
         layers: record every layer of the model, not only whole actions.
         start: "fork" (fast) or "spawn" (a fresh interpreter per rank; the default where forking is not safe).
 
@@ -62,12 +67,13 @@ class Cluster:
 
     @answers("mk.Cluster(ranks=4)")
     def __init__(
-        self, ranks: int, device: str = "auto", *, layers: bool = False, start: str | None = None
-    ) -> None:
+        self, ranks: int | None = None, device: str = "auto", *, devices: Any = None, layers: bool = False,
+        start: str | None = None,
+    ) -> None:  # fmt: skip
         refuse_second_launcher()
-        self.ranks = check_ranks(ranks)
-        self.device, self.devices = choose_device(device)
-        self.backend = "nccl" if self.device == "cuda" and self.ranks <= self.devices else "gloo"
+        self._chosen = chosen = place_ranks(ranks, device, devices)
+        self.ranks, self.device, self.devices = chosen.ranks or 0, chosen.kind, len(chosen.numbers)
+        self.backend = "nccl" if self.device == "cuda" and chosen.one_each(self.ranks) else "gloo"
         self.layers = layers
         if start not in (None, "fork", "spawn"):
             raise ValueError(
@@ -85,7 +91,11 @@ class Cluster:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.backend
-        return f"Cluster(ranks={self.ranks}, device={self.device!r})  # {state}"
+        first = f"Cluster(ranks={self.ranks}, device={self.device!r})  # {state}"
+        return first if self.device == "cpu" else f"{first}\n{devices_text(self._chosen, self.ranks)}"
+
+    def _repr_html_(self) -> str | None:
+        return None if self.device == "cpu" else devices_html(self._chosen, self.ranks)
 
     def __enter__(self) -> Cluster:
         return self
@@ -110,7 +120,7 @@ class Cluster:
             raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={ranks})")
         other = copy.copy(self)
         other.ranks, other._current, other._training = check_ranks(ranks), None, None
-        other.backend = "nccl" if other.device == "cuda" and ranks <= other.devices else "gloo"
+        other.backend = "nccl" if other.device == "cuda" and self._chosen.one_each(ranks) else "gloo"
         return other
 
     def close(self) -> None:
@@ -318,7 +328,9 @@ class Cluster:
         timeout = check_timeout(timeout)
         self._make_free("raise")
         payload = pack(fn, args)
-        settings = here(self.ranks, self.device, self.backend, self.devices, self.layers, compares)
+        settings = here(
+            self.ranks, self.device, self.backend, self.devices, self.layers, compares, self._chosen.numbers
+        )
         with self._launching:
             self._make_free("raise")  # another thread may have launched first
             if self._fork_server is None or not self._fork_server.alive:

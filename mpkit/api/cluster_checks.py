@@ -5,12 +5,23 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, Any
 
+from mpkit.devices.local.choose import Chosen, choose
+from mpkit.devices.local.inventory import KINDS
+from mpkit.errors import ArgumentError
 from mpkit.plan.checks import real, whole
 
 if TYPE_CHECKING:
     pass
 
-__all__ = ["MOST_RANKS", "ON_BUSY", "check_on_busy", "check_ranks", "check_timeout", "choose_device"]
+__all__ = [
+    "MOST_RANKS",
+    "ON_BUSY",
+    "check_on_busy",
+    "check_ranks",
+    "check_timeout",
+    "choose_device",
+    "place_ranks",
+]
 
 
 MOST_RANKS = 256
@@ -55,6 +66,43 @@ def check_ranks(ranks: Any) -> int:
     return number
 
 
+def place_ranks(ranks: Any, device: Any, devices: Any) -> Chosen:
+    """Return the devices of a Cluster's ranks, and how many ranks there are.
+
+    Raises:
+        ArgumentError: neither the number of ranks nor the devices are given.
+        ValueError: there is no such device here, there can be no such number of ranks, or both do not fit.
+    """
+    if devices is not None and device != "auto":
+        raise ValueError(
+            f"Cluster(device={device!r}, devices={devices!r}): give one of both; devices= names them one by one, such "
+            "as mk.Cluster(devices=[2, 0]), and device= is the kind of all of them"
+        )
+    one = devices if devices is not None else _single(device)
+    number = None if ranks is None else check_ranks(ranks)
+    if one is None:
+        kind, count = choose_device(device)
+        chosen = Chosen(kind, tuple(range(count)), number)
+    else:
+        from mpkit.devices.local.ask import inventory_of
+
+        chosen = choose(one, number, inventory_of)
+        there = inventory_of(chosen.kind) if chosen.numbers else None
+        for note in there.notes if there is not None else ():
+            print(f"mpkit: {note}")
+    if chosen.ranks is None:
+        raise ArgumentError("mk.Cluster() lacks ranks. Such as:\n    mk.Cluster(ranks=4)")
+    check_ranks(chosen.ranks)
+    return chosen
+
+
+def _single(device: Any) -> Any:
+    """Return `device` if it names a device or kind beyond "auto", "cpu" and "cuda", such as "cuda:1"; else None."""
+    text = str(device).lower()
+    named = text not in ("auto", "cpu", "cuda") and text.partition(":")[0] in (*KINDS, "cpu")
+    return text if named else None
+
+
 def choose_device(device: str) -> tuple[str, int]:
     """Return ("cpu", 0) or ("cuda", number of GPUs).
 
@@ -62,7 +110,10 @@ def choose_device(device: str) -> tuple[str, int]:
     """
     if device not in ("auto", "cpu", "cuda"):
         near = difflib.get_close_matches(str(device), ["auto", "cpu", "cuda"], 1, 0.3) or ["auto"]
-        raise ValueError(f"device={device!r}: there are 'auto', 'cpu' and 'cuda'; did you mean {near[0]!r}?")
+        raise ValueError(
+            f"device={device!r}: there are 'auto', 'cpu', 'cuda' (also xpu, hpu, mps, or one such as 'cuda:1'); "
+            f"did you mean {near[0]!r}?"
+        )
     if device == "cpu":
         return "cpu", 0
     import torch

@@ -82,7 +82,7 @@ class Wire:
         self.communicators: dict[tuple[int, ...], Communicator] = {}
         self.messages: dict[str, int] = {}
         self.gloo, self.by_name = backend == "gloo", backend != "nccl"
-        self.staged = device.type == "cuda" and self.gloo
+        self.staged = device.type != "cpu" and self.gloo
         self.before: Callable[[], None] | None = None
         self._places: dict[tuple[CodeType, int], str] = {}
 

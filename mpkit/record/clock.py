@@ -1,8 +1,9 @@
-"""When an op begins and ends: immediately on the CPU, some time later on a GPU.
+"""When an op begins and ends: immediately on the CPU, some time later on a GPU or another accelerator.
 
 A GPU works asynchronously: when a forward returns, its kernels may not have started. So CudaClock records an event in
 the stream where an op begins and where it ends. At the end of the step, when the GPU has finished anyway, it reads
-the time of each event.
+the time of each event. torch.xpu and torch.hpu have the same events as torch.cuda; on mps, which times events
+otherwise, the host's times stand.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import time
 from typing import Any, Protocol
 
 import torch
+
+from mpkit.trace import TIMED_BY_EVENTS
 
 __all__ = ["Clock", "CpuClock", "CudaClock", "clock_for"]
 
@@ -42,7 +45,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """CUDA events in the device's current stream, put on the machine's monotonic clock.
+    """Events of CUDA (or XPU, HPU) in the device's current stream, put on the machine's monotonic clock.
 
     An anchor ties the two clocks together: an event on an idle GPU whose host time is known. Event times are
     float32 milliseconds since the anchor, so the anchor is renewed with every `resolve`: a step of one second is
@@ -52,7 +55,7 @@ class CudaClock:
     late = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._api = device, getattr(torch, device.type)
         self._spare: list[Any] = []  # events to reuse: creating one costs more than recording it
         self._begun: dict[int, Any] = {}  # an event, or its host time once that is known
         self._ended: list[tuple[int, Any, Any]] = []
@@ -60,8 +63,8 @@ class CudaClock:
 
     def mark(self, index: int, end: bool) -> None:
         """Record an event for this op in the stream."""
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._spare.pop() if self._spare else self._api.Event(enable_timing=True)
+        event.record(self._api.current_stream(self._device))
         if not end:
             self._begun[index] = event
         elif index in self._begun:
@@ -69,7 +72,7 @@ class CudaClock:
 
     def resolve(self) -> list[tuple[int, int, int]]:
         """Wait for the device; return (index, start, end) of the ops that have ended since the last call."""
-        torch.cuda.synchronize(self._device)
+        self._api.synchronize(self._device)
         resolved = [
             (index, self._host_time(begin), self._host_time(end)) for index, begin, end in self._ended
         ]
@@ -80,9 +83,9 @@ class CudaClock:
         return resolved
 
     def _lay_anchor(self) -> None:
-        torch.cuda.synchronize(self._device)
-        self._anchor = torch.cuda.Event(enable_timing=True)
-        self._anchor.record(torch.cuda.current_stream(self._device))
+        self._api.synchronize(self._device)
+        self._anchor = self._api.Event(enable_timing=True)
+        self._anchor.record(self._api.current_stream(self._device))
         self._anchor.synchronize()
         self._anchor_time = time.monotonic_ns()
 
@@ -99,4 +102,4 @@ def clock_for(device: torch.device | None) -> Clock:
     >>> clock_for(torch.device("cpu")).late
     False
     """
-    return CudaClock(device) if device is not None and device.type == "cuda" else CpuClock()
+    return CudaClock(device) if device is not None and device.type in TIMED_BY_EVENTS else CpuClock()

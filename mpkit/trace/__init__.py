@@ -16,7 +16,7 @@ exceptions.
 """
 
 from mpkit.trace.files import RankTrace, read_rank
-from mpkit.trace.records import CATEGORIES, HEADER, MAGIC, MEMORY, OP, Kind, Lane, lane_of
+from mpkit.trace.records import CATEGORIES, HEADER, MAGIC, MEMORY, OP, TIMED_BY_EVENTS, Kind, Lane, lane_of
 from mpkit.trace.trace import Trace
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "MAGIC",
     "MEMORY",
     "OP",
+    "TIMED_BY_EVENTS",
     "Kind",
     "Lane",
     "RankTrace",

@@ -123,4 +123,7 @@ MEMORY = np.dtype(
     ]
 )
 
+TIMED_BY_EVENTS = ("cuda", "xpu", "hpu")
+"""The kinds of devices whose ops are timed by events in their streams; those of others are timed by the host."""
+
 MAGIC = {"ops": b"MPKOPS01", "mem": b"MPKMEM01"}

@@ -7,11 +7,11 @@ from typing import Any
 
 from mpkit.checkup.doctor import judge
 from mpkit.checkup.parsers.facts import Unknown
-from mpkit.checkup.probes.answer import Answer
 from mpkit.checkup.probes.evidence import COMMANDS, Evidence, Process
 from mpkit.checkup.probes.torch_build import TorchBuild
 from mpkit.checkup.report import Report
 from mpkit.checkup.topics import find_topic
+from mpkit.support.ask import Answer
 
 DATA = Path(__file__).parent / "data"
 CASES = sorted(path.name for path in DATA.iterdir())

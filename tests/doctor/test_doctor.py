@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import mpkit as mk
-from mpkit.checkup.probes.answer import ask, read
 from mpkit.checkup.probes.measure import measure
+from mpkit.support.ask import ask, read
 
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.thorough)])

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from mpkit.checkup.probes.answer import Answer, ask, read
 from mpkit.checkup.probes.torch_build import TorchBuild, torch_build
 from mpkit.devices.local.nvidia_smi import QUERY
+from mpkit.support.ask import Answer, ask, read
 
 __all__ = ["COMMANDS", "FILES", "Evidence", "Process", "gather"]
 

@@ -46,7 +46,7 @@ class Settings:
 
     Attributes:
         ranks: the world size.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda" or another kind of accelerator.
         backend: "gloo" or "nccl".
         devices: the number of GPUs that the ranks share (0 on CPUs).
         threads: torch's threads per rank.
@@ -55,6 +55,7 @@ class Settings:
         layers: record every layer, not only every action.
         environment: variables that have changed since the fork server was started; None for those that were removed.
         compares: compare each communication with its peers' calls.
+        numbers: the devices' numbers, as torch counts: rank r is on numbers[r % len(numbers)]; [] is 0, 1, 2 and so on.
         port: a free port on the loopback interface, for a program that opens a store of its own.
     """
 
@@ -70,6 +71,7 @@ class Settings:
     layers: bool = False
     environment: dict[str, str | None] = field(default_factory=dict)
     compares: bool = True
+    numbers: list[int] = field(default_factory=list)
     port: int = 0
 
     def dumps(self) -> bytes:

@@ -32,7 +32,15 @@ def pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
         ) from None
 
 
-def here(ranks: int, device: str, backend: str, devices: int, layers: bool, compares: bool) -> Settings:
+def here(
+    ranks: int,
+    device: str,
+    backend: str,
+    devices: int,
+    layers: bool,
+    compares: bool,
+    numbers: Sequence[int] = (),
+) -> Settings:
     """Return the settings of a launch, taken from this process in its present state.
 
     Raises:
@@ -58,6 +66,7 @@ def here(ranks: int, device: str, backend: str, devices: int, layers: bool, comp
         sources=_sources_without_file(),
         layers=layers,
         compares=compares,
+        numbers=list(numbers),
         port=_free_port(),
     )
 

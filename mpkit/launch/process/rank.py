@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import json
 import linecache
 import os
@@ -124,8 +125,13 @@ def device_of(rank: int, settings: Settings) -> torch.device:
     torch.set_num_threads(settings.threads)
     if settings.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", rank % settings.devices)
-    torch.cuda.set_device(device)
+    if settings.device == "mps":
+        return torch.device("mps")
+    if settings.device == "hpu":
+        importlib.import_module("habana_frameworks.torch")  # makes torch.hpu
+    numbers = settings.numbers or list(range(settings.devices))
+    device = torch.device(settings.device, numbers[rank % len(numbers)])
+    getattr(torch, settings.device).set_device(device)
     return device
 
 

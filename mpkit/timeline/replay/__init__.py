@@ -15,7 +15,7 @@ from mpkit.devices.hardware import Hardware
 from mpkit.timeline.replay.core import Replay
 from mpkit.timeline.replay.measured import measured
 from mpkit.timeline.replay.spans import HELD, SPAN, Replayed
-from mpkit.trace import Trace
+from mpkit.trace import TIMED_BY_EVENTS, Trace
 
 __all__ = ["HELD", "SPAN", "Replay", "Replayed", "replay"]
 
@@ -42,7 +42,7 @@ def replay(trace: Trace, hardware: Hardware | str | None = None, clock: str | No
         )
     trace.check()
     if clock is None:
-        clock = "measured" if hardware is None and trace.meta.get("device") == "cuda" else "virtual"
+        clock = "measured" if hardware is None and trace.meta.get("device") in TIMED_BY_EVENTS else "virtual"
     if clock == "measured":
         return measured(trace)
     replaying = Replay(trace.world_size, hardware, meta=trace.meta)

@@ -26,6 +26,7 @@ from mpkit.timeline.replay.network import Network
 from mpkit.timeline.replay.program import Program
 from mpkit.timeline.replay.rank import RankReplay
 from mpkit.timeline.replay.spans import HELD, SPAN, Names, Replayed
+from mpkit.trace import TIMED_BY_EVENTS
 
 __all__ = ["Replay"]
 
@@ -66,7 +67,7 @@ class Replay:
         self._meta = {**(meta or {}), "hardware": chosen.name}
         self._names = Names()
         self._network = Network(world_size, chosen)
-        on_gpu = self._meta.get("device") == "cuda"
+        on_gpu = self._meta.get("device") in TIMED_BY_EVENTS
         self._ranks = [
             RankReplay(
                 rank, Program(cost(rank), holds_steps=on_gpu, measured=cost(rank) in MEASURED), self._names

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Device, Hardware, Link
-from mpkit.trace import Kind
+from mpkit.trace import TIMED_BY_EVENTS, Kind
 
 __all__ = ["MEASURED", "machine"]
 
@@ -34,7 +34,7 @@ def machine(
     """
     if "fake" in meta:
         return _machine_of_fake(wanted, meta, world_size)
-    on_gpu = meta.get("device") == "cuda"
+    on_gpu = meta.get("device") in TIMED_BY_EVENTS
     measured = _on_gpu if on_gpu else _on_cpu
     is_known = not on_gpu or meta.get("hardware") in find()  # an unnamed GPU is like no other
     own = find(meta["hardware"] if meta.get("hardware") in find() else "cpu")

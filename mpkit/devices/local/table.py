@@ -1,0 +1,70 @@
+"""The table of ranks and their devices that a Cluster prints."""
+
+from __future__ import annotations
+
+from mpkit.devices.local import ask
+from mpkit.devices.local.choose import Chosen
+from mpkit.devices.local.inventory import Inventory, LocalDevice
+from mpkit.support.visible import escape, visible
+
+__all__ = ["devices_html", "devices_text", "html_table", "text_table"]
+
+HEAD = ("rank", "device", "name", "UUID or bus id", "memory")
+
+
+def devices_text(chosen: Chosen, ranks: int) -> str:
+    """Return the table of ranks on this machine as text."""
+    return text_table(chosen, ranks, ask.inventory_of(chosen.kind))
+
+
+def devices_html(chosen: Chosen, ranks: int) -> str:
+    """Return the table of ranks on this machine as HTML."""
+    return html_table(chosen, ranks, ask.inventory_of(chosen.kind))
+
+
+def text_table(chosen: Chosen, ranks: int, inventory: Inventory | None) -> str:
+    """Return the table as text; below it, which variable decided and what may surprise.
+
+    >>> pair = Inventory("cuda", (LocalDevice("T4", "GPU-0a", 15 << 30, 0), LocalDevice("T4", "GPU-1a", 15 << 30, 1)))
+    >>> print(text_table(Chosen("cuda", (1, 0)), 2, pair))
+    rank  device  name  UUID or bus id  memory
+    0     cuda:1  T4    GPU-1a          15 GiB
+    1     cuda:0  T4    GPU-0a          15 GiB
+    decided by: no variable is set
+    """
+    rows = [HEAD, *_rows(chosen, ranks, inventory)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return visible("\n".join([*lines, *_below(inventory)]))
+
+
+def html_table(chosen: Chosen, ranks: int, inventory: Inventory | None) -> str:
+    """Return the table as HTML."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in HEAD)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for row in _rows(chosen, ranks, inventory)
+    )
+    below = "<br>".join(map(escape, _below(inventory)))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{below}</p>"
+
+
+def _rows(chosen: Chosen, ranks: int, inventory: Inventory | None) -> list[tuple[str, ...]]:
+    there = inventory.devices if inventory is not None else ()
+    rows: list[tuple[str, ...]] = []
+    for rank in range(ranks):
+        number = chosen.number_of(rank)
+        device = there[number] if number < len(there) else LocalDevice()
+        memory = f"{device.memory / 2**30:.3g} GiB" if device.memory else "?"
+        name = "mps" if chosen.kind == "mps" else f"{chosen.kind}:{number}"
+        rows.append((str(rank), name, device.name or "?", device.identity or "?", memory))
+    return rows
+
+
+def _below(inventory: Inventory | None) -> list[str]:
+    if inventory is None:
+        return []
+    fake = [f"no real machine: {inventory.fake}"] if inventory.fake else []
+    return [*fake, f"decided by: {inventory.decided_by}", *inventory.notes]
