@@ -6,6 +6,7 @@ wrong while ranks run, or with a file that they left; and there is one warning.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
@@ -48,6 +49,7 @@ class RankFailed(MpkitError):
         step, stage, microbatch: where it failed; each is None if it does not apply.
         traceback: that rank's own traceback as text ("" if it was killed).
         signal: the name of the signal that ended it, such as "SIGKILL", or None.
+        memory: the bytes that the rank held by category, if it ran out of memory; else None.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class RankFailed(MpkitError):
         microbatch: int | None = None,
         traceback: str = "",
         signal: str | None = None,
+        memory: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -68,6 +71,7 @@ class RankFailed(MpkitError):
         self.microbatch = microbatch
         self.traceback = traceback
         self.signal = signal
+        self.memory = memory
 
 
 class Deadlock(RankFailed):

@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 
 from mpkit.errors import CommMismatch, RankFailed
 from mpkit.launch.hang.unmatched import first_mismatch
+from mpkit.launch.out_of_memory import out_of_memory_text
 from mpkit.launch.process.cells import in_cells
 from mpkit.launch.process.folder import UNREPORTED, part, read_error
 from mpkit.support.disk import full_disk
@@ -77,12 +78,15 @@ def _raised(rank: int, errors: dict[int, dict[str, Any]], trace: Trace) -> RankF
         return CommMismatch(
             in_cells(error["message"]), rank=rank, other=error["other"], traceback=error["traceback"], **place
         )
+    picture = error.get("memory")
+    memory = "" if picture is None else f"\n\n{out_of_memory_text(rank, picture, trace)}"
     return RankFailed(
         f"rank {rank} of {trace.world_size} failed{_place(place)}: {error['type']}: {error['message']}\n\n"
-        f"rank {rank}'s own traceback:\n{error['traceback' if internals_shown() else 'folded'].rstrip()}",
+        f"rank {rank}'s own traceback:\n{error['traceback' if internals_shown() else 'folded'].rstrip()}{memory}",
         rank=rank,
         **place,
         traceback=error["traceback"],
+        memory=None if picture is None else picture["held"],
     )
 
 

@@ -36,6 +36,7 @@ from mpkit.launch.process.as_torchrun import as_torchrun
 from mpkit.launch.process.context import Context
 from mpkit.launch.process.folder import UNREPORTED, Settings, part, write_error, write_note
 from mpkit.launch.process.joined import join
+from mpkit.launch.process.memory_picture import is_out_of_memory, picture_of
 from mpkit.launch.process.output import Labelled
 from mpkit.launch.process.stacks import answer_requests
 from mpkit.launch.process.store import store_of
@@ -195,6 +196,8 @@ def report(error: BaseException, rank: int, folder: Path, recorder: Recorder | N
     if recorder is not None:
         current = recorder.current
         details |= {"step": current.step, "stage": current.stage, "microbatch": current.microbatch}
+        if is_out_of_memory(error):
+            details["memory"] = picture_of(recorder)
     try:
         sys.stdout.flush()
         sys.stderr.flush()
