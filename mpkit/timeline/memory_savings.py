@@ -189,7 +189,12 @@ def _changes(now: Situation) -> Iterator[Change]:
             "a second GPU",
         )
     elif plan.pp == 1 and plan.dp > 1 and not plan.zero:
-        stages = {"pp": plan.dp, "dp": 1, "schedule": "1f1b", "microbatches": max(m, 2 * plan.dp)}
+        stages: dict[str, Any] = {
+            "pp": plan.dp,
+            "dp": 1,
+            "schedule": "1f1b",
+            "microbatches": max(m, 2 * plan.dp),
+        }
         if not now.batch or stages["microbatches"] <= now.batch:
             yield "pipeline", _with(plan, **stages), "a stage in place of a replica", "a bubble"
 

@@ -132,7 +132,9 @@ def limits(facts: Facts) -> Iterator[Finding]:
             f"ulimit -n: {files} (at most {hard})",
             "each rank opens a socket to every other one and each worker some more: `Too many open files`"
             + ("" if low else ", with many ranks or workers"),
-            f"ulimit -n {max(files, hard) if 0 <= hard < 65536 else 65536}  # before Python starts",
+            f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}  # before Python starts"
+            if hard < 0 or hard >= FILES
+            else "the hard limit is as low: docker run --ulimit nofile=65536, LimitNOFILE= of systemd, or limits.conf",
         )
     else:
         yield Finding(
