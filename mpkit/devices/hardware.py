@@ -134,8 +134,8 @@ class Hardware:
 
     Attributes:
         name: the name by which `mpkit.hardware` finds it.
-        device: the device, of which every rank has one of its own; of unlike devices the slowest, which paces whatever
-            all of them do together.
+        device: the device, of which every rank has one of its own; of unlike devices the slowest in float32, which
+            paces whatever all of them do together.
         link: the link between the devices of a node.
         between: each device's share of the link between nodes; None for a single node.
         per_node: devices per node.
