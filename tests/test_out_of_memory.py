@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mpkit as mk
+from mpkit.launch.out_of_memory import out_of_memory_text
 from mpkit.launch.process.memory_picture import is_out_of_memory
 from mpkit.models import GPT
 from mpkit.models.gpt import next_token_loss
 from mpkit.timeline.memory_savings import Situation, savings
-from mpkit.trace import CATEGORIES
+from mpkit.trace import CATEGORIES, Trace
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -100,6 +101,18 @@ def test_a_function_without_a_plan_ends_with_the_picture(cluster: mk.Cluster) ->
     assert raised.value.memory is not None
     assert raised.value.memory["activations"] == 4000
     assert "mpkit doctor oom" in str(raised.value)
+
+
+def test_on_a_gpu_the_allocator_is_part_of_the_picture() -> None:
+    """Of 24 GB, 20 are torch's, of which it keeps 6 unused; 1 GB is in no category, and 3 are not torch's."""
+    picture = {
+        "held": {"params": 13_000_000_000},
+        "device": {"allocated": 14 * 10**9, "reserved": 20 * 10**9, "free": 10**9, "total": 24 * 10**9},
+    }
+    said = out_of_memory_text(0, picture, Trace([]))
+    assert "torch allocated 14.0 GB (1.00 GB of it in no category" in said
+    assert "keeps 6.00 GB unused, and 3.00 GB are CUDA's own and other programs'" in said
+    assert "expandable_segments:True" in said
 
 
 def test_any_other_error_has_no_picture(cluster: mk.Cluster) -> None:

@@ -164,6 +164,12 @@ def test_variables(variable: str, value: str, level: str, words: str) -> None:
     assert words in about.what
 
 
+def test_a_variable_that_makes_no_difference_here_costs_nothing() -> None:
+    found = report("4x-rtx-4090", environment={"NCCL_P2P_DISABLE": "1"})
+    [about] = [finding for finding in found.findings if finding.subject == "variables"]
+    assert (about.level, about.evidence) == ("note", "NCCL_P2P_DISABLE=1; these GPUs have no P2P anyway")
+
+
 def test_without_gpus_variables_of_nccl_do_nothing() -> None:
     [about] = [
         each

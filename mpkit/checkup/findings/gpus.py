@@ -69,7 +69,7 @@ def _unseen(facts: Facts, listed: str, there: int) -> Finding:
     why, mend = "", "nvidia-smi -L; python -c 'import torch; print(torch.version.cuda)'"
     if not build.cuda and not build.hip:
         why = f": torch {build.version} is a build without CUDA"
-        mend = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128"
+        mend = "pip uninstall torch, then the command for your CUDA from pytorch.org (Get Started)"
     elif build.error:
         why = f": {build.error}"
     return Finding(

@@ -40,8 +40,7 @@ def software(facts: Facts) -> Iterator[Finding]:
             f"The driver is too old for torch's CUDA {build.cuda}.",
             seen,
             "torch finds no GPU (`The NVIDIA driver on your system is too old`)",
-            f"update the driver, or: pip install torch --index-url https://download.pytorch.org/whl/cu{newest[0]}{newest[1]}"
-            "  # the newest that PyTorch builds at or below that",
+            f"update the driver; or install torch for CUDA {newest[0]}.{newest[1]} or older (pytorch.org)",
             topics,
         )
     elif newest < wanted:

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.resources import files
 
 from mpkit.checkup.findings.finding import Finding, Level
-from mpkit.checkup.parsers.facts import Facts
+from mpkit.checkup.parsers.facts import Facts, Unknown
 
 __all__ = ["Variable", "table", "variables"]
 
@@ -131,21 +131,25 @@ def _one(facts: Facts, name: str, value: str, known: Mapping[str, Variable], gpu
     if name.endswith("SOCKET_IFNAME") and (finding := _interface(facts, name, value)) is not None:
         return finding
     costs = row.costs_if and value.strip().upper() == row.costs_if
-    matters = not name.startswith(("NCCL_", "TORCH_NCCL_", "CUDA_")) or gpus > 1
-    if costs and matters:
-        return Finding(
-            "variables", Level.COSTS, row.meaning, seen, row.costs, f"unset {name}  # {row.when}", TOPICS
-        )
-    idle = "" if matters else "; without GPUs nothing reads it"
-    return Finding(
-        "variables",
-        Level.NOTE,
-        row.meaning,
-        seen + idle,
-        row.costs if costs else "",
-        f"when to set it: {row.when}",
-        TOPICS,
-    )
+    idle, what = _idle(facts, name, gpus), f"{name}: {row.meaning}"
+    if costs and not idle:
+        return Finding("variables", Level.COSTS, what, seen, row.costs, f"unset {name}  # {row.when}", TOPICS)
+    when = f"when to set it: {row.when}"
+    return Finding("variables", Level.NOTE, what, seen + idle, row.costs if costs else "", when, TOPICS)
+
+
+def _idle(facts: Facts, name: str, gpus: int) -> str:
+    """Return why a variable makes no difference here; "" if it does."""
+    if (
+        name.startswith(("NCCL_", "TORCH_NCCL_", "CUDA_"))
+        and gpus < 2
+        and not (name.startswith("CUDA_") and gpus)
+    ):
+        return "; with fewer than two GPUs nothing reads it" if gpus else "; without GPUs nothing reads it"
+    pairs = {} if isinstance(facts.p2p, Unknown) else facts.p2p
+    if name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL") and pairs and "OK" not in pairs.values():
+        return "; these GPUs have no P2P anyway"
+    return ""
 
 
 def _unknown(name: str, value: str, known: Mapping[str, Variable]) -> Finding:

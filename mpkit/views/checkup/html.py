@@ -24,7 +24,8 @@ def report_html(report: Report) -> str:
         parts.append(f"<p><b>Not this machine: {escape(report.composed)}</b></p>")
     if report.topic is not None:
         steps = "".join(
-            f"<li>{escape(what)}: <code>{escape(command)}</code></li>" for what, command in report.topic.steps
+            f"<li>{escape(what)}{'' if what.endswith('?') else ':'} <code>{escape(command)}</code></li>"
+            for what, command in report.topic.steps
         )
         parts.append(
             f"<p><b>{escape(report.topic.name)}</b><br>{escape(report.topic.means)}</p><ol>{steps}</ol>"
