@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from math import nan
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -27,6 +27,7 @@ from mpkit.record.contexts import Current, Span, Step
 from mpkit.record.files import NameFile, RecordFile, warn_of_end
 from mpkit.record.ledger import Ledger
 from mpkit.record.saved import Savings
+from mpkit.record.values import Values
 from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, lane_of
 
 __all__ = ["Current", "Recorder"]
@@ -68,6 +69,7 @@ class Recorder:
         folder: the folder of its files.
         ledger: the memory that this rank holds, by category.
         savings: what forwards save for their backwards; see `mpkit.record.saved`.
+        values: what `log` writes.
         layers: whether hooks are to record every layer within an action as well.
     """
 
@@ -89,6 +91,7 @@ class Recorder:
         self._file = RecordFile(folder / f"rank{rank}.ops", "ops", OP.itemsize)
         self.ledger = Ledger(self._memory, self._file, device, now)
         self.savings = Savings()
+        self.values = Values(folder, rank, self._names)
         self._clock = clock_for(device)
         self._late = self._clock.late
         self._open = _NOTHING
@@ -227,6 +230,10 @@ class Recorder:
         if self._step_op >= 0:
             _FLOAT(self._file.map, _FIRST + _SIZE * self._step_op + _AT_VALUE, value)
 
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Log a number of your own; see `Context.log`."""
+        self.values.log(name, value, self._step if step is None else step)
+
     def span(self, name: str, *, flops: float = 0.0, nbytes: int = 0) -> Span:
         """Record a piece of a function of your own: `with ctx.record.span("attention"):`.
 
@@ -258,7 +265,7 @@ class Recorder:
         """Write how the rank ended; nothing is recorded afterwards."""
         with suppress(RuntimeError) if state == "failed" else nullcontext():  # a failed GPU has no times
             self._resolve()
-        for file in (self._file, self._memory):
+        for file in (self._file, self._memory, self.values):
             file.close(_STATES[state])
         self._names.close()
 

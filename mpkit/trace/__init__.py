@@ -1,12 +1,13 @@
 """A Trace: what each rank of a run did, in program order.
 
-A rank writes three files into the run's folder while it runs, and they can be read while they grow. They are
+A rank writes these files into the run's folder while it runs, and they can be read while they grow. They are
 memory-mapped, so a rank that is killed by SIGKILL loses nothing that it recorded.
 
     rank3.ops     a HEADER, then one OP record per operation, in the order in which they began
     rank3.mem     a HEADER, then one MEMORY record per change of the bytes held
     rank3.names   one JSON string per line; the records refer to names by line number
     rank3.axes    of a watched program: the names that its DeviceMesh gave to groups, JSON
+    rank3.log     a HEADER, then one VALUE record per logged value; only if the rank logged any
     meta.json     about the run: world size, device, plan, ...
 
 An op that has begun and not ended has `end == 0`, which shows where a hang or a crash happened.
@@ -16,7 +17,18 @@ exceptions.
 """
 
 from mpkit.trace.files import RankTrace, read_rank
-from mpkit.trace.records import CATEGORIES, HEADER, MAGIC, MEMORY, OP, TIMED_BY_EVENTS, Kind, Lane, lane_of
+from mpkit.trace.records import (
+    CATEGORIES,
+    HEADER,
+    MAGIC,
+    MEMORY,
+    OP,
+    TIMED_BY_EVENTS,
+    VALUE,
+    Kind,
+    Lane,
+    lane_of,
+)
 from mpkit.trace.trace import Trace
 
 __all__ = [
@@ -26,6 +38,7 @@ __all__ = [
     "MEMORY",
     "OP",
     "TIMED_BY_EVENTS",
+    "VALUE",
     "Kind",
     "Lane",
     "RankTrace",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.errors import TraceError
-from mpkit.trace.records import HEADER, MAGIC, MEMORY, OP
+from mpkit.trace.records import HEADER, MAGIC, MEMORY, OP, VALUE
 
 __all__ = ["RankTrace", "read_rank"]
 
@@ -25,12 +25,14 @@ class RankTrace:
         memory: (m,) array of `MEMORY`.
         names: the strings that `ops` refers to.
         state: "running" (or, if the run is over, cut off while running), "finished" or "failed".
+        values: (k,) array of `VALUE`: what `ctx.log` wrote; none in traces from before there was such a thing.
     """
 
     ops: npt.NDArray[Any]
     memory: npt.NDArray[Any]
     names: list[str]
     state: str = "finished"
+    values: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, VALUE))
 
     def name(self, line: int) -> str:
         """Return the string with that number; "?" if the rank was killed before writing it."""
@@ -43,8 +45,9 @@ def read_rank(folder: Path, number: int) -> RankTrace:
     while len(ops) and not ops[-1]["kind"]:  # counted, but not yet visible from the other core
         ops = ops[:-1]
     memory, _ = _read_records(folder / f"rank{number}.mem", "mem", MEMORY)
+    values, _ = _read_records(folder / f"rank{number}.log", "log", VALUE)
     names = _read_names(folder / f"rank{number}.names")
-    return RankTrace(ops, memory, names, ("running", "finished", "failed")[min(state, 2)])
+    return RankTrace(ops, memory, names, ("running", "finished", "failed")[min(state, 2)], values)
 
 
 def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], int]:

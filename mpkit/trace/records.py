@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import numpy as np
 
-__all__ = ["CATEGORIES", "HEADER", "MAGIC", "MEMORY", "OP", "Kind", "Lane", "lane_of"]
+__all__ = ["CATEGORIES", "HEADER", "MAGIC", "MEMORY", "OP", "VALUE", "Kind", "Lane", "lane_of"]
 
 
 class Lane(IntEnum):
@@ -126,4 +126,16 @@ MEMORY = np.dtype(
 TIMED_BY_EVENTS = ("cuda", "xpu", "hpu")
 """The kinds of devices whose ops are timed by events in their streams; those of others are timed by the host."""
 
-MAGIC = {"ops": b"MPKOPS01", "mem": b"MPKMEM01"}
+VALUE = np.dtype(
+    [
+        ("time", "<i8"),  # ns, as in OP
+        ("step", "<i4"),
+        ("name", "<u4"),  # a line of rank*.names: the metric's name, or the reason for a stop
+        ("value", "<f8"),  # nan for a stop
+        ("kind", "u1"),  # 0: a metric; 1: this rank asked to stop the training after this step
+        ("pad", "V7"),
+    ]
+)
+"""32 bytes per value that a function of the user's logged."""
+
+MAGIC = {"ops": b"MPKOPS01", "mem": b"MPKMEM01", "log": b"MPKLOG01"}

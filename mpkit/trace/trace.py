@@ -16,7 +16,8 @@ import numpy as np
 from mpkit.errors import TraceError
 from mpkit.support.disk import write_whole
 from mpkit.trace.files import RankTrace, read_rank
-from mpkit.trace.records import MEMORY, OP, Kind
+from mpkit.trace.metrics import Metrics, Stop, metrics_of, stop_of
+from mpkit.trace.records import MEMORY, OP, VALUE, Kind
 from mpkit.trace.sound import MOST_RANKS, check_meta, check_rank, check_steps, check_unpacked
 
 __all__ = ["Trace"]
@@ -75,6 +76,16 @@ class Trace:
                 complete.pop()
         return complete
 
+    @property
+    def metrics(self) -> Metrics:
+        """What `ctx.log` wrote: by name, by step, the value; see `Metrics`."""
+        return metrics_of(self.ranks)
+
+    @property
+    def stop(self) -> Stop | None:
+        """Why a training was ended early, as the first rank that asked for it said; None if none did."""
+        return stop_of(self.ranks)
+
     def check(self) -> Trace:
         """Check that the trace's records can be put on a clock, and return the trace. Everything that reads a trace
         does so.
@@ -102,7 +113,8 @@ class Trace:
             head = {"version": VERSION, "ranks": self.world_size, "meta": self.meta}
             archive.writestr("mpkit.json", json.dumps(head))
             for number, rank in enumerate(self.ranks):
-                for part, array in (("ops", rank.ops), ("mem", rank.memory)):
+                parts = [("ops", rank.ops), ("mem", rank.memory)]
+                for part, array in parts + [("log", rank.values)] * bool(len(rank.values)):
                     with archive.open(f"rank{number}.{part}.npy", "w") as file:
                         np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
                 archive.writestr(f"rank{number}.json", json.dumps({"names": rank.names, "state": rank.state}))
@@ -181,10 +193,13 @@ def _read_json(path: Path) -> Any:
 def _rank_of(archive: zipfile.ZipFile, number: int) -> RankTrace:
     head = json.loads(archive.read(f"rank{number}.json"))
     arrays = []
-    for part, dtype in (("ops", OP), ("mem", MEMORY)):
+    for part, dtype in (("ops", OP), ("mem", MEMORY), ("log", VALUE)):
+        if part == "log" and f"rank{number}.log.npy" not in archive.NameToInfo:  # nothing was logged
+            arrays.append(np.empty(0, VALUE))
+            continue
         with archive.open(f"rank{number}.{part}.npy") as file:
             array = np.lib.format.read_array(file, allow_pickle=False)
         if array.dtype != dtype or array.ndim != 1:
             raise TraceError(f"rank {number}'s {part} have other columns than this version of mpkit knows")
         arrays.append(array)
-    return RankTrace(arrays[0], arrays[1], [str(name) for name in head["names"]], head["state"])
+    return RankTrace(arrays[0], arrays[1], [str(name) for name in head["names"]], head["state"], arrays[2])

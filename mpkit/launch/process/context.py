@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -31,3 +31,18 @@ class Context:
     device: torch.device
     comm: Communicator
     record: Recorder
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Log a number of your own: `ctx.log("accuracy", 0.5)`. It is charted, and kept in the trace.
+
+        `run.metrics` and `cluster.trace.metrics` return it.
+
+        Args:
+            name: what it is, with its unit.
+            value: a number, or a tensor of one element.
+            step: the step that it belongs to; None: the step that is under way, or else one more than the latest.
+
+        Raises:
+            ValueError: the value is not one number.
+        """
+        self.record.log(name, value, step)
