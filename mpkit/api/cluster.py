@@ -197,6 +197,8 @@ class Cluster:
         lr_schedule: Callable[[int], float] | None = None,
         checkpoint_every: int | None = None, checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_keep: int = 2, resume_from: str | os.PathLike[str] | None = None,
+        on_step: Callable[[Any, int], Any] | None = None, evaluate: Any = None, every: int | None = None,
+        ema: float | None = None,
         timeout: float | None = None, show: bool | None = None, on_busy: str | None = None,
     ) -> Run:  # fmt: skip
         """Train `model` as `plan` says. Returns at once; in a notebook the Run shows itself, live.
@@ -213,19 +215,19 @@ class Cluster:
                 Torch's own means are correct as they are, even with masked targets and class weights, and
                 `mk.mean_loss` makes a function around one correct; a loss that needs all samples at once takes
                 `mk.whole_batch_loss`.
-            optimizer: optimizer(params) -> torch.optim.Optimizer. Called on each rank with a list of all parameters
-                that are trained, in the model's order, so that groups by index, number or shape are those of the whole
-                model; `mk.optimizer.by_name(optimizer)` receives (name, parameter) pairs instead.
-            steps: the number of steps.
-            seed: the seed of every rank's random state.
+            optimizer: optimizer(params) -> torch.optim.Optimizer, or a list of several. Called on each rank with a list
+                of all parameters that are trained, in the model's order, so that groups by index, number or shape are
+                those of the whole model; `mk.optimizer.by_name(optimizer)` receives (name, parameter) pairs instead.
+            steps, seed: the number of steps, and the seed of every rank's random state.
             max_grad_norm: clip gradients to this norm, computed over all of them together; None: do not clip.
             lr_schedule: lr_schedule(step) is the factor of the learning rate in that step; None: always 1.
             checkpoint_every: save a checkpoint after every so many steps; None: never. See docs/checkpoints.md.
-            checkpoint_dir: the folder in which checkpoints are saved.
-            checkpoint_keep: how many of the newest checkpoints are kept.
+            checkpoint_dir, checkpoint_keep: the folder for checkpoints, and how many of the newest are kept there.
             resume_from: a checkpoint, or a folder of them, whose newest complete one is resumed, on any plan and any
                 number of ranks. `steps` still counts from the very beginning: the same call with resume_from finishes
                 a training that was cut short.
+            on_step, evaluate, every, ema: what happens between steps (docs/callbacks.md): on_step(ctx, step) on every
+                rank; evaluation on data, or (data, metric), every so many steps; the decay of an average of weights.
             timeout: as in `run`.
             show: whether to show the Run live; None: only in a notebook.
             on_busy: what to do if an earlier training of this cluster still runs: "stop" it, "wait" for its end, or
@@ -244,7 +246,7 @@ class Cluster:
                 model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", loss=loss, optimizer=optimizer,
                 steps=steps, seed=seed, max_grad_norm=max_grad_norm, lr_schedule=lr_schedule,
                 checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, checkpoint_keep=checkpoint_keep,
-                resume_from=resume_from,
+                resume_from=resume_from, on_step=on_step, evaluate=evaluate, every=every, ema=ema,
             )  # fmt: skip
         self._training = Run(self, job, timeout=timeout, show=show)
         return self._training

@@ -160,9 +160,9 @@ class Run(RunResults):
     def __repr__(self) -> str:
         losses = self.losses
         at = f", loss {losses[-1]:.4g}" if losses else ""
-        return (
-            f"<Run of {self.plan}: {self.status}, step {self.first_step + len(losses)} of {self.steps}{at}>"
-        )
+        stop = self.stopped_early
+        why = f"; ended by on_step on rank {stop.rank}: {stop.reason}" if stop is not None else ""
+        return f"<Run of {self.plan}: {self.status}, step {self.first_step + len(losses)} of {self.steps}{at}{why}>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         if self._dashboard is None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mpkit.timeline.live_timeline import LiveFeed
     from mpkit.timeline.timeline import Timeline
     from mpkit.trace import Trace
+    from mpkit.trace.metrics import Metrics, Stop
 
 __all__ = ["RunResults"]
 
@@ -74,11 +75,27 @@ class RunResults:
         losses = self.trace.losses
         return Losses(losses, self._so_far(len(losses), going))
 
+    @property
+    def metrics(self) -> Metrics:
+        """What `ctx.log` and `evaluate=` logged so far: `run.metrics["eval loss"]` is a dict of the value by step.
+
+        `run.metrics.df` is a DataFrame of all ranks' values.
+        """
+        return self.trace.metrics
+
+    @property
+    def stopped_early(self) -> Stop | None:
+        """Where and why `on_step` ended the training early: step, rank and reason; None if it did not."""
+        return self.trace.stop
+
     def _so_far(self, done: int, going: bool) -> str:
         """Say why there are no losses after `done` steps; "" if all requested steps are done."""
         at = self.first_step + done
         if going:
             return f"{at} of {self.steps} steps are done and the run goes on; run.wait() waits for its end"
+        if self.stopped_early is not None:
+            step, rank, reason = self.stopped_early
+            return f"on_step on rank {rank} ended the run after step {step + 1} of {self.steps}: {reason}"
         return "" if at >= self.steps else f"the run {self._ended_how()} after step {at} of {self.steps}"
 
     def _ended_how(self) -> str:
@@ -164,4 +181,15 @@ class RunResults:
                 else "this run was stopped before its end, and its weights went with its ranks; "
                 f"{self.first_step + len(self.losses)} of {self.steps} steps were done: train for as many to have them"
             )
-        return put_together_by_name(self._job.what.names, self._launch.results())
+        return put_together_by_name(self._job.what.names, [each.state for each in self._launch.results()])
+
+    def ema_state_dict(self) -> dict[str, Tensor]:
+        """Return the moving average of the weights, which `train(..., ema=0.999)` keeps; buffers as they are.
+
+        Raises:
+            MpkitError: the training keeps none, or it has not finished.
+        """
+        if self._job.how.ema is None:
+            raise MpkitError("this run kept no average of its weights: cluster.train(..., ema=0.999) does")
+        self.state_dict()  # raises if there is none
+        return put_together_by_name(self._job.what.names, [each.averaged for each in self._launch.results()])

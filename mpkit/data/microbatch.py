@@ -103,12 +103,13 @@ def one_of_each_shape(
 
     Args:
         batches: a batch of every size.
-        m: micro-batches per batch.
+        m: micro-batches per batch, of which a smaller batch has one per sample.
         n: replicas per micro-batch.
     """
     by_signature: dict[Hashable, tuple[Value, Value]] = {}
     for inputs, targets in batches:
-        for which in (each for replicas in shares(batch_size(inputs), m, n) for each in replicas):
+        size = batch_size(inputs)
+        for which in (each for replicas in shares(size, min(m, size), n) for each in replicas):
             x, y = part(inputs, which), part(targets, which)
             by_signature.setdefault(signature(x, y), (x, y))
     return by_signature

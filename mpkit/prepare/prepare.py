@@ -29,6 +29,7 @@ from mpkit.parallel.checkpoint.files import Resume, Saving
 from mpkit.parallel.job.feed import WholeBatches
 from mpkit.parallel.job.job import Problem, Procedure, TrainJob
 from mpkit.parallel.job.resolved import ResolvedPlan
+from mpkit.parallel.update.average import averaging
 from mpkit.plan.plan import Plan
 from mpkit.prepare.arguments.arguments import (
     check_integers,
@@ -38,6 +39,7 @@ from mpkit.prepare.arguments.arguments import (
     check_update,
 )
 from mpkit.prepare.arguments.batches import check_shares, check_split, of_every_size, take_batches
+from mpkit.prepare.arguments.in_between import check_ema, check_on_step, take_evaluation
 from mpkit.prepare.arguments.train_options import TrainOptions
 from mpkit.prepare.dry_run.dry_run import quiet
 from mpkit.prepare.dry_run.threads import on_threads
@@ -90,10 +92,12 @@ def prepare(
         sizes = of_every_size(batches, steps)
         check_split(sizes, plan)
         check_shares(model, sizes, plan)
+        evaluation = take_evaluation(options.get("evaluate"), options.get("every"), model)
+        further = [] if evaluation is None else of_every_size(evaluation.batches, len(evaluation.batches))
         # ---- resolve
         blocks = check_recompute(model, plan)
         rehearsed = Quotient(asked.loss)
-        resolved = resolve(model, sizes, plan, rehearsed, by_name=by_name)
+        resolved = resolve(model, [*sizes, *further], plan, rehearsed, by_name=by_name)
         # ---- fit
         hooks = _check_fit(hooked, model, sizes[0], resolved, rehearsed)
         # ---- optimizer
@@ -112,7 +116,7 @@ def prepare(
     what = Problem(model, batches, aim.loss, list(model.state_dict()), aim.nominal, hooks)
     how = Procedure(
         asked.optimizer, steps, asked.seed, options.get("max_grad_norm"), options.get("lr_schedule"),
-        saving, resume, facts,
+        saving, resume, facts, asked.on_step, evaluation, asked.ema,
     )  # fmt: skip
     meta = meta_of(model, sizes[0], resolved) | _facts_of_run(batches, how, blocks)
     return TrainJob(what, how, resolved, meta)
@@ -126,6 +130,8 @@ class Asked(NamedTuple):
     optimizer: Callable[[Any], torch.optim.Optimizer]
     steps: int
     seed: int
+    on_step: Callable[[Any, int], Any] | None
+    ema: float | None
 
 
 def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOptions) -> Asked:
@@ -138,7 +144,11 @@ def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOpt
     check_no_global_hooks()
     check_repeatable(model, plan)
     check_compiled(model, plan)
-    return Asked(plan, options["loss"], options["optimizer"], steps, seed)
+    on_step, ema = check_on_step(options.get("on_step")), check_ema(options.get("ema"))
+    optimizer: Any = options["optimizer"]  # checked later
+    if ema is not None and callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = averaging(optimizer, ema)
+    return Asked(plan, options["loss"], optimizer, steps, seed, on_step, ema)
 
 
 def _check_fit(

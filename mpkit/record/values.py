@@ -74,7 +74,9 @@ class Values:
 
 def _number(name: Any, value: Any) -> float:
     if not isinstance(name, str) or not name.strip():
-        raise ValueError(f'log(name, value): the name is {name!r:.80}; a word is wanted: ctx.log("accuracy", 0.5)')
+        raise ValueError(
+            f'log(name, value): the name is {name!r:.80}; a word is wanted: ctx.log("accuracy", 0.5)'
+        )
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

@@ -1,8 +1,9 @@
 """Buffers that the forward pass writes into, such as BatchNorm's running means, are kept equal on all ranks.
 
-A buffer's version counter shows whether it has been written into. Before the next step every rank then takes the first
-replica's values, as in PyTorch's DDP. The buffers of a BatchNorm with statistics over the whole batch are equal anyway,
-and are not sent.
+A buffer's version counter shows whether it has been written into. torch's kernel of BatchNorm moves the running
+statistics without counting, but not the number of batches, so a module's buffers count as written into together.
+Before the next step every rank then takes the first replica's values, as in PyTorch's DDP. The buffers of a BatchNorm
+with statistics over the whole batch are equal anyway, and are not sent.
 """
 
 from __future__ import annotations
@@ -38,12 +39,21 @@ class StatefulBuffers:
 
     def __init__(self, replicas: Communicator, plan: Plan, module: nn.Module) -> None:
         self._replicas = replicas
-        self._buffers = unequal_buffers(plan, module)
-        self._versions = [buffer._version for buffer in self._buffers]
+        unequal = {id(buffer): buffer for buffer in unequal_buffers(plan, module)}
+        self._of_modules = [
+            [unequal.pop(id(buffer)) for buffer in inner.buffers(recurse=False) if id(buffer) in unequal]
+            for inner in module.modules()
+        ]
+        self._versions = [_versions(buffers) for buffers in self._of_modules]
 
     def synchronize(self) -> None:
-        """Take the first replica's values of those buffers that changed since the last call; every rank calls it."""
-        for i, buffer in enumerate(self._buffers):
-            if buffer._version != self._versions[i]:
-                self._replicas.broadcast(buffer)
-                self._versions[i] = buffer._version
+        """Take the first replica's buffers of modules where any changed since the last call; every rank calls it."""
+        for i, buffers in enumerate(self._of_modules):
+            if _versions(buffers) != self._versions[i]:
+                for buffer in buffers:
+                    self._replicas.broadcast(buffer)
+                self._versions[i] = _versions(buffers)
+
+
+def _versions(buffers: list[Tensor]) -> list[int]:
+    return [buffer._version for buffer in buffers]

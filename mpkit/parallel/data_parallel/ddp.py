@@ -110,6 +110,12 @@ class DDP(GradientSync):
         yield
         self._sync_this_backward = False
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Take the first replica's buffers, with which all replicas evaluate."""
+        self._stateful.synchronize()
+        yield
+
     def _on_grad_ready(self, parameter: Tensor) -> None:
         """Note that autograd has added a gradient into its bucket, and reduce the buckets that are full."""
         assert isinstance(parameter, nn.Parameter)

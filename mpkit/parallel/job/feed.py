@@ -110,9 +110,10 @@ class Feed:
         context: this rank's context.
         job: read for batches, plan and the known signatures.
         needed: whether this rank needs inputs or targets; if not, it only receives their shapes.
+        accounts: whether digests are recorded of what is taken.
     """
 
-    def __init__(self, context: Context, job: TrainJob, *, needed: bool) -> None:
+    def __init__(self, context: Context, job: TrainJob, *, needed: bool, accounts: bool = True) -> None:
         self._source = cast(Source, job.what.batches)
         if isinstance(job.what.batches, FedBatches):
             job.what.batches.connect(context.record.folder, context.rank)
@@ -124,7 +125,7 @@ class Feed:
         self._parts = job.plan.cp
         self._needed = needed
         self._parts_of_step: Parts = {}
-        self._taken = Taken(context.record.folder, context.rank)
+        self._taken = Taken(context.record.folder, context.rank) if accounts else None
         steps = range(job.how.first_step, job.how.steps)
         on_gpu = context.device.type == "cuda"
         self._loader = Loader(self._source, self._wanted, steps, context.record, pins=on_gpu)
@@ -136,7 +137,7 @@ class Feed:
         # ---- split
         size = self._source.size(step)
         microbatches = []
-        for start, end in split(size, self._m):
+        for start, end in split(size, min(self._m, size)):
             which = share(start, end, self._place, self._n)
             k = len(range(size)[which]) if start + self._place < end else 0
             key = self._source.key(step, which)
@@ -144,7 +145,8 @@ class Feed:
             microbatches.append(MicroBatch(inputs, targets, key, k / size / self._parts))
         # ---- account
         taken = [(mb.inputs, mb.targets) for mb in microbatches if mb.weight and self._needed]
-        if not any(isinstance(t, FakeTensor) for x, y in taken[:1] for t in (*leaves(x), *leaves(y))):
+        fake = any(isinstance(t, FakeTensor) for x, y in taken[:1] for t in (*leaves(x), *leaves(y)))
+        if self._taken is not None and not fake:
             self._taken.write(step, taken)
         return microbatches
 
@@ -155,7 +157,7 @@ class Feed:
     def _wanted(self, step: int) -> list[slice]:
         """Return the parts of a step's batch that this rank takes."""
         size = self._source.size(step)
-        return [share(start, end, self._place, self._n) for start, end in split(size, self._m)]
+        return [share(start, end, self._place, self._n) for start, end in split(size, min(self._m, size))]
 
     def _load(self, step: int, which: slice, key: Hashable) -> tuple[Value, Value]:
         inputs, targets = self._parts_of_step[which.start, which.stop, which.step or 1]

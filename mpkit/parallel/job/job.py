@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mpkit.data.batches import Batches
 from mpkit.models.hooks import Hook
 from mpkit.parallel.checkpoint.files import Resume, Saving
+from mpkit.parallel.job.evaluation import EvaluationData
 from mpkit.parallel.job.feed import WholeBatches
 from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.plan.plan import Plan
@@ -65,6 +66,9 @@ class Procedure:
         saving: when and where checkpoints are saved; None: never.
         resume: the checkpoint from which training resumes; None for a new training.
         facts: facts about model and optimizer that a checkpoint has to share.
+        on_step: on_step(context, step), called on every rank after each step; None: nothing is.
+        evaluation: what the model is evaluated on in between; None: nothing.
+        ema: decay of the weights' moving average, which the optimizer keeps; None: there is none.
     """
 
     optimizer: Callable[[Any], torch.optim.Optimizer]
@@ -75,6 +79,9 @@ class Procedure:
     saving: Saving | None = None
     resume: Resume | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    on_step: Callable[[Any, int], Any] | None = None
+    evaluation: EvaluationData | None = None
+    ema: float | None = None
 
     @property
     def first_step(self) -> int:
@@ -110,6 +117,13 @@ class TrainJob:
     def with_model(self, model: nn.Module) -> TrainJob:
         """Return the same job for another copy of the model."""
         return replace(self, what=replace(self.what, model=model))
+
+    def for_evaluation(self) -> TrainJob:
+        """Return the same job on the data for evaluation, of which each step is a batch."""
+        assert self.how.evaluation is not None
+        batches = self.how.evaluation.batches
+        how = replace(self.how, steps=len(batches), resume=None, saving=None)
+        return replace(self, what=replace(self.what, batches=batches), how=how)
 
     def with_loss(self, loss: Callable[[Any, Any], Tensor]) -> TrainJob:
         """Return the same job with another loss."""

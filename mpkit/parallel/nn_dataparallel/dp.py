@@ -24,7 +24,7 @@ Each micro-batch goes through all phases, as if nn.DataParallel were called for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -226,6 +226,21 @@ class DP(GradientSync):
 
     def _no_rows(self, specs: list[RowSpec]) -> Tensor:
         return torch.empty(0, row_bytes(specs), dtype=torch.uint8, device=self._device)
+
+    @contextmanager
+    def shared(
+        self, scattered: ScatteredMicroBatch
+    ) -> Iterator[tuple[Value, Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]]]:
+        """Scatter a micro-batch and replicate the parameters, for a forward without a backward inside the block.
+
+        Yields:
+            This rank's inputs, and a function that gathers every rank's outputs on rank 0.
+        """
+        inputs = self._scatter(scattered)
+        self._replicate.replicate()
+        specs = self._specs(scattered)
+        yield inputs, lambda outputs: self._gather(scattered, specs, outputs)
+        self._replicate.drop_replicas()
 
     # ---- looking at it ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
 
-__all__ = ["gathered_loss"]
+__all__ = ["gathered_loss", "joined"]
 
 
 def gathered_loss(
@@ -43,7 +43,7 @@ def gathered_loss(
         The share of the loss, with its count if it has one; and the gradient of each output, None where it has none.
     """
     record = context.record
-    targets = onto_device(_joined([targets for _, targets in scattered.by_rank]), context.device, record)
+    targets = onto_device(joined([targets for _, targets in scattered.by_rank]), context.device, record)
     flops = [
         job.where.numbers[key][-1].flops
         for key, rows in zip(scattered.keys, scattered.rows, strict=True)
@@ -75,7 +75,7 @@ def gathered_loss(
     return [loss.item(), *(each.item() for each in count)], gradients
 
 
-def _joined(values: list[Value]) -> Value:
+def joined(values: list[Value]) -> Value:
     """Concatenate the shares."""
     parts = [iter(leaves(value)) for value in values]
     return map_tensors(lambda _: torch.cat([next(part) for part in parts]), values[0])

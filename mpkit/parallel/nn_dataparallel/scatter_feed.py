@@ -44,17 +44,19 @@ class ScatterFeed(Feed):
     Args:
         context: this rank's context.
         job: read for batches and plan.
+        accounts: as in `Feed`.
     """
 
-    def __init__(self, context: Context, job: TrainJob) -> None:
-        super().__init__(context, job, needed=True)
+    def __init__(self, context: Context, job: TrainJob, *, accounts: bool = True) -> None:
+        super().__init__(context, job, needed=True, accounts=accounts)
         self._rank = context.rank
 
     def _wanted(self, step: int) -> list[slice]:
         """Return this rank's parts of a step's batch; on rank 0 every rank's."""
         if self._rank:
             return super()._wanted(step)
-        cut = split(self._source.size(step), self._m)
+        size = self._source.size(step)
+        cut = split(size, min(self._m, size))
         return [
             share(start, end, r, self._n) for start, end in cut for r in range(self._n) if start + r < end
         ]
@@ -63,7 +65,7 @@ class ScatterFeed(Feed):
         """Return the micro-batches of a step, each a `ScatteredMicroBatch`."""
         size = self._source.size(step)
         microbatches: list[MicroBatch] = []
-        for own, (start, end) in zip(super().take(step), split(size, self._m), strict=True):
+        for own, (start, end) in zip(super().take(step), split(size, min(self._m, size)), strict=True):
             which = [share(start, end, rank, self._n) for rank in range(self._n)]
             rows = [len(range(size)[part]) if start + r < end else 0 for r, part in enumerate(which)]
             keys = [self._source.key(step, part) for part in which]

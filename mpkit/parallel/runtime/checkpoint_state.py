@@ -6,6 +6,7 @@
     single/KEY/NAME       a state that is one number, such as Adam's count of steps, in a tensor
     number/KEY/NAME       the same, if the optimizer keeps a plain number
     random/RANK           the random states of a rank
+    callback/RANK         what `on_step` keeps on a rank, as the bytes of a JSON text; only if it keeps something
 
 Each entry is one tensor of the whole model, of which every rank contributes the elements that it holds.
 """

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -113,6 +113,9 @@ class Checkpoints:
         state = held(self._training, first=self._first, first_of_tp=self._first_of_tp)
         drawn = random_states(context.device)
         state[f"random/{context.rank}"] = Slice(drawn, drawn.shape)
+        if self._training.after.state:
+            kept = packed(self._training.after.state)
+            state[f"callback/{context.rank}"] = Slice(kept, kept.shape)
         # ---- write
         try:
             save(state, storage_writer=Writer(partial), planner=SavePlanner(), process_group=self._group)
@@ -162,6 +165,10 @@ class Checkpoints:
             name = f"random/{context.rank}"
             numel, _ = tensor_in(index, name).size
             state[name] = Slice(torch.empty(numel, dtype=torch.uint8), (numel,))
+        callback = f"callback/{context.rank if same_ranks else 0}"
+        if callback in index.state_dict_metadata:
+            numel, _ = tensor_in(index, callback).size
+            state[callback] = Slice(torch.empty(numel, dtype=torch.uint8), (numel,))
         # ---- read
         try:
             load(
@@ -174,6 +181,8 @@ class Checkpoints:
             raise _explain(error, f"The checkpoint {resume.path} could not be read") from None
         # ---- put back
         put_back(self._training, state)
+        if callback in state:
+            self._training.after.state.update(json.loads(bytes(state[callback].held.tolist())))
         if update.scaler.enabled and head.scaler["scale"] != 1.0:
             update.scaler.scale, update.scaler.good = head.scaler["scale"], head.scaler["good"]
         update.skipped = head.skipped
@@ -183,6 +192,22 @@ class Checkpoints:
         else:
             torch.manual_seed(self._job.how.seed + context.rank + OTHER_DRAWS * head.step)
         self._record.end(op)
+
+
+def packed(kept: dict[str, Any]) -> torch.Tensor:
+    """Return what `on_step` keeps as the bytes of a JSON text.
+
+    Raises:
+        MpkitError: JSON has no such values.
+    """
+    try:
+        text = json.dumps(kept)
+    except (TypeError, ValueError) as error:
+        raise MpkitError(
+            f"ctx.state is saved in checkpoints, as JSON, and {error}: numbers, strings, lists and dicts of these can "
+            "be kept there, such as float(tensor)"
+        ) from None
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _explain(error: CheckpointException, what: str) -> MpkitError:

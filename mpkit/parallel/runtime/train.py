@@ -2,14 +2,15 @@
 
 place     keep the rank's own layers, on its device and in the plan's precision, and drop the rest
 step      take this rank's share of the batch (`feed`), compute its gradients (`pipeline`), complete them over all
-          replicas (`sync`), then `update`; every k-th time, save a checkpoint
+          replicas (`sync`), then `update`
+after     evaluate, and call the user's `on_step`, which may end the training (`after_step`); save a checkpoint
 gather    return the rank's weights on the CPU
 """
 
 from __future__ import annotations
 
 from math import isfinite, isnan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from mpkit.parallel.job.feed import Feed
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.nn_dataparallel.dp import DP
 from mpkit.parallel.nn_dataparallel.scatter_feed import ScatterFeed
+from mpkit.parallel.runtime.after_step import AfterStep
 from mpkit.parallel.runtime.checkpoints import Checkpoints
 from mpkit.parallel.runtime.local_model import localize
 from mpkit.parallel.runtime.pipeline import Pipeline
@@ -46,24 +48,42 @@ from mpkit.record.hooks import watch
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
 
-__all__ = ["Training", "train"]
+__all__ = ["Trained", "Training", "train"]
 
 
-def train(context: Context, job: TrainJob) -> dict[str, Tensor | PartOfWhole]:
-    """Run this rank's part of a training; `Cluster.train` calls this on every rank.
+class Trained(NamedTuple):
+    """A rank's part of the trained model's state dict, on the CPU; and of the same with averaged weights, if asked."""
 
-    Returns:
-        The rank's part of the trained model's state dict, on the CPU.
-    """
+    state: dict[str, Tensor | PartOfWhole]
+    averaged: dict[str, Tensor | PartOfWhole] | None
+
+
+def train(context: Context, job: TrainJob) -> Trained:
+    """Run this rank's part of a training; `Cluster.train` calls this on every rank."""
     training = Training(context, job)
     if training.sync_cost is not None:
         training.sync_cost.begin()
     for step in range(job.how.first_step, job.how.steps):
         training.step(step)
+        stops = training.after(step)
+        training.checkpoints.after(step)
+        if stops:
+            break
     if training.sync_cost is not None:
         training.sync_cost.end()
     training.feed.close()
-    return training.state_dict()
+    state = training.state_dict()
+    if job.how.ema is None:
+        return Trained(state, None)
+    state = {name: _copied(value) for name, value in state.items()}  # they may be the model's own memory
+    training.update.take_average()
+    return Trained(state, training.state_dict())
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, PartOfWhole):
+        return value._replace(tensor=value.tensor.clone())
+    return value.clone() if isinstance(value, Tensor) else value  # a state of a module's own
 
 
 class Training:
@@ -93,7 +113,9 @@ class Training:
         self.update = Update(context, job, axes, self.sync, self.tied, fp32_params, trained)
         _watch(context, job, stages)
         self._warned = False
-        self._checkpoints = Checkpoints(context, job, self)
+        self.loss: float | None = None  # of the latest step, or this replica's share of it
+        self.after = AfterStep(context, job, axes, self)
+        self.checkpoints = Checkpoints(context, job, self)
 
     def step(self, number: int) -> None:
         """Run one training step on its batch."""
@@ -107,14 +129,14 @@ class Training:
             returned = self.pipeline.step(number, batch)
             self.sync.finish()
             self.tied.sum_gradients()
-            loss, factor = self._counted(returned)
+            self.loss, factor = self._counted(returned)
+            loss = self.loss
             if loss is not None:
                 self._record.loss(loss)
                 self._warned = (
                     self._warned or not self.pipeline.computes_loss or _warn_if_not_finite(number, loss)
                 )
             self.update.step(number, factor)
-        self._checkpoints.after(number)
 
     def _counted(self, returned: list[float]) -> tuple[float | None, float | None]:
         """Return the loss, or this replica's share, if it is known here; and the factor that the gradients still need.

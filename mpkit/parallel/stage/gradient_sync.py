@@ -123,6 +123,11 @@ class GradientSync:
         """
         yield
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Return a context within which the stages' forwards run without a backward; every rank enters it."""
+        yield
+
     def finish(self) -> None:
         """Wait until each piece's gradient is that of the whole batch."""
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mpkit.parallel.update.several import SeveralOptimizers
+
 __all__ = [
     "Held", "OptimizerFunction", "Whole", "by_name", "described", "elementwise", "make_optimizer", "stand_in",
     "trained_parameters",
@@ -61,12 +63,16 @@ class OptimizerFunction:
     elementwise: bool = False
 
     def __call__(self, parameters: Any) -> Any:
-        """Make an optimizer by calling the function."""
-        return self.function(parameters)
+        """Make an optimizer by calling the function; a list of optimizers becomes one."""
+        made = self.function(parameters)
+        several = isinstance(made, (list, tuple)) and bool(made)
+        if several and all(isinstance(each, torch.optim.Optimizer) for each in made):
+            return SeveralOptimizers(made)
+        return made
 
     def of(self, named: Mapping[str, nn.Parameter]) -> Any:
         """Make an optimizer for named parameters."""
-        return self.function(list(named.items()) if self.by_name else list(named.values()))
+        return self(list(named.items()) if self.by_name else list(named.values()))
 
 
 def described(function: Callable[[Any], Any]) -> OptimizerFunction:

@@ -24,6 +24,7 @@ from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.parallel.data_parallel.tied import TiedWeights
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.stage.gradient_sync import GradientSync, Piece
+from mpkit.parallel.update.average import KEY
 from mpkit.parallel.update.loss_scaler import LossScaler
 from mpkit.parallel.update.master_weights import Masters
 from mpkit.parallel.update.optimizer import Held, Take, Whole, make_optimizer
@@ -130,6 +131,18 @@ class Update:
         if self.optimizer is not None:
             self.optimizer.step()
         # ---- renew
+        self.masters.renew()
+        self._tied.send_weights()
+        self._sync.renew()
+
+    @torch.no_grad()
+    def take_average(self) -> None:
+        """Replace the weights by their moving average; every rank calls it, after the last step."""
+        for piece in self._sync.pieces:
+            master = self.masters.of(piece)
+            state = {} if self.optimizer is None else self.optimizer.state.get(master, {})
+            if KEY in state:
+                master.copy_(state[KEY])
         self.masters.renew()
         self._tied.send_weights()
         self._sync.renew()

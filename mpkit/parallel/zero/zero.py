@@ -21,6 +21,8 @@ Each stage is a class, which says in this order what it does in a step; this mod
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -129,6 +131,12 @@ class Zero(GradientSync):
         for piece, _ in self._gradient_of:
             piece.held.grad = None
         self._reducer.begin_step()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Take the first replica's buffers, with which all replicas evaluate."""
+        self._stateful.synchronize()
+        yield
 
     def _assign(self, unused: set[nn.Parameter]) -> None:
         """Set the gradients of this rank's pieces; those of unused parameters have none."""

@@ -55,6 +55,13 @@ class Zero3(Zero):
             yield
         self._gathering.after_backward()
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Take the first replica's buffers; afterwards, free the parameters that the forwards gathered."""
+        with super().evaluating():
+            yield
+        self._gathering.after_backward()
+
     def finish(self) -> None:
         """Wait for the reduce-scatter of tied weights; the other shards are complete.
 

@@ -25,6 +25,10 @@ class TrainOptions(TypedDict, total=False):
         checkpoint_dir: the folder for checkpoints.
         checkpoint_keep: how many of the newest checkpoints to keep; 2 by default.
         resume_from: a checkpoint, or a folder of checkpoints, of which the newest complete one is used.
+        on_step: on_step(context, step), called on every rank after each step.
+        evaluate: data to evaluate on in between, or (data, metric).
+        every: steps from one evaluation to the next; None: 1.
+        ema: decay of the weights' moving average; None: none is kept.
     """
 
     loss: Required[Callable[[Any, Any], torch.Tensor]]
@@ -37,3 +41,7 @@ class TrainOptions(TypedDict, total=False):
     checkpoint_dir: str | os.PathLike[str] | None
     checkpoint_keep: int
     resume_from: str | os.PathLike[str] | None
+    on_step: Callable[[Any, int], Any] | None
+    evaluate: Any
+    every: int | None
+    ema: float | None

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizers
 
 from mpkit.models.hooks import hook_name, hooks_on
+from mpkit.parallel.update.average import Average
 from mpkit.parallel.update.optimizer import described, stand_in, trained_parameters
+from mpkit.parallel.update.several import SeveralOptimizers, kind_of, parts_of
 from mpkit.prepare.arguments.arguments import ADAM, a_kind_of
 from mpkit.support.caught import one_line, report
 
@@ -40,9 +42,12 @@ def is_elementwise(made: torch.optim.Optimizer) -> bool:
     >>> is_elementwise(torch.optim.Adam([nn.Parameter(torch.ones(2))]))
     True
     """
-    if type(made) not in ELEMENTWISE or "step" in vars(made):
+    hooks = [*made._optimizer_step_pre_hooks.values(), *made._optimizer_step_post_hooks.values()]
+    if any(not isinstance(hook, Average) for hook in hooks):
         return False
-    return not made._optimizer_step_pre_hooks and not made._optimizer_step_post_hooks
+    if isinstance(made, SeveralOptimizers):
+        return all(map(is_elementwise, made.optimizers))
+    return type(made) in ELEMENTWISE and "step" not in vars(made)
 
 
 def check_optimizer(
@@ -92,7 +97,8 @@ def _make(optimizer: Any, params: dict[str, nn.Parameter]) -> torch.optim.Optimi
         ) from None
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(
-            f"optimizer({given}) gave {a_kind_of(made)}; it gives a torch.optim.Optimizer of the parameters: {ADAM}"
+            f"optimizer({given}) gave {a_kind_of(made)}; it gives a torch.optim.Optimizer of the parameters, or a "
+            f"list of several: {ADAM}"
         )
     lacking = [name for name in ("param_groups", "state") if not hasattr(made, name)]
     if lacking:
@@ -106,8 +112,8 @@ def _make(optimizer: Any, params: dict[str, nn.Parameter]) -> torch.optim.Optimi
 def _check_made(
     made: torch.optim.Optimizer, params: dict[str, nn.Parameter], *, scheduled: bool, once: bool
 ) -> None:
-    kind = type(made).__name__
-    if isinstance(made, torch.optim.LBFGS):
+    kind = kind_of(made)
+    if any(isinstance(each, torch.optim.LBFGS) for each in parts_of(made)):
         raise ValueError(
             "optimizer: LBFGS computes the loss anew within its step, which a step split over ranks cannot; "
             f"one that takes a step from the gradients works: {ADAM}"

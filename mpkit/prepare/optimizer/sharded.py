@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # private: test
 from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.parallel.stage.shard import Shard
 from mpkit.parallel.update.optimizer import OptimizerFunction, described, stand_in, trained_parameters
+from mpkit.parallel.update.several import kind_of
 from mpkit.plan.plan import Plan
 from mpkit.prepare.arguments.arguments import ADAM
 from mpkit.prepare.dry_run.dry_run import quiet
@@ -103,7 +104,7 @@ class _Checks:
     def kind(self) -> str:
         """The optimizer's class."""
         made = self.function.of({w.name: stand_in(w) for w in self.trial.whole})
-        return type(made).__name__
+        return kind_of(made)
 
     def tried(self) -> Steps | None:
         """Return the parameters after each step in plain PyTorch; None if they cannot be determined.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.parallel.update.optimizer import Held, OptimizerFunction, Take, Whole, make_optimizer
+from mpkit.parallel.update.several import SeveralOptimizers, kind_of
 from mpkit.prepare.optimizer.made import plain
 
 __all__ = ["SCALES", "Division", "Examined", "Trial"]
@@ -144,11 +145,14 @@ def _examined(made: torch.optim.Optimizer, before: Mapping[str, Any]) -> Examine
     after = _besides(made)
     changed = [name for name in after if after[name] != before.get(name)]
     states = {str(key) for state in made.state.values() if isinstance(state, dict) for key in state}
-    return Examined(type(made).__name__, tuple(sorted(states)), ", ".join(changed))
+    return Examined(kind_of(made), tuple(sorted(states)), ", ".join(changed))
 
 
 def _besides(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what an optimizer has besides parameters and their states: options of groups, attributes."""
+    if isinstance(optimizer, SeveralOptimizers):
+        each = {f"{kind_of(one)}.{i}": _besides(one) for i, one in enumerate(optimizer.optimizers)}
+        return {f"{name} {key}": value for name, facts in each.items() for key, value in facts.items()}
     facts = {
         f"param_groups[{i}][{key!r}]": plain(value)
         for i, group in enumerate(optimizer.param_groups)
