@@ -37,6 +37,13 @@ MOVED = {
 """Names that were at the top once, and the submodule that they are in now."""
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """Add `%%ranks` to a notebook: IPython calls this for `%load_ext mpkit`."""
+    from mpkit.notebook.magics import load
+
+    load(shell)
+
+
 @cache
 def homes() -> dict[str, str]:
     """Return the module that each public name is imported from."""

@@ -268,7 +268,7 @@ def test_callbacks_log_and_any_rank_may_end_the_training(
     loaded = mk.Trace.load(run.trace.save(tmp_path / "logged"))
     assert loaded.metrics == run.metrics and loaded.stop == run.stopped_early
     assert not mk.Trace.load(short.trace.save(tmp_path / "not")).metrics
-    frame = run.metrics.df
+    frame = run.metrics.to_dataframe()
     assert list(frame.columns) == ["name", "step", "rank", "value"] and set(frame["rank"]) == set(
         range(run.plan.ranks)
     )

@@ -79,7 +79,7 @@ class RunResults:
     def metrics(self) -> Metrics:
         """What `ctx.log` and `evaluate=` logged so far: `run.metrics["eval loss"]` is a dict of the value by step.
 
-        `run.metrics.df` is a DataFrame of all ranks' values.
+        `run.metrics.to_dataframe()` has those of all ranks.
         """
         return self.trace.metrics
 

@@ -188,6 +188,11 @@ class Launch:
         if self.error is None and self._killed_at is None and self._hangs.look(self):
             self.give_up()
 
+    def show_output(self) -> None:
+        """Show what the ranks have printed by now."""
+        with self._polling:
+            self._show(self._output.lines())
+
     def say(self, line: str) -> None:
         """Show a line of this process's own."""
         self._show([line])

@@ -52,6 +52,11 @@ class RecordFile:
         self.count = count
         _WORD.pack_into(self.map, _AT_COUNT, count)
 
+    def mark(self, state: int) -> None:
+        """Write `state`, and go on."""
+        if not self._closed:
+            _WORD.pack_into(self.map, _AT_STATE, state)
+
     def grow(self) -> bool:
         """Double the capacity; return False if that is impossible (a full disk, a closed file)."""
         if not self.capacity:

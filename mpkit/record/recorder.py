@@ -261,6 +261,15 @@ class Recorder:
         stage, microbatch, step = _PLACE(self._file.map, _FIRST + _SIZE * self._open[0] + _AT_PLACE)
         return stage, microbatch, step
 
+    @property
+    def count(self) -> int:
+        """The number of ops begun so far."""
+        return self._file.count
+
+    def idle(self, idle: bool) -> None:
+        """Write that the rank waits to be asked for something, which for others means that it has finished; or not."""
+        self._file.mark(_STATES["finished"] if idle else 0)
+
     def close(self, state: Literal["finished", "failed"] = "finished") -> None:
         """Write how the rank ended; nothing is recorded afterwards."""
         with suppress(RuntimeError) if state == "failed" else nullcontext():  # a failed GPU has no times

@@ -77,9 +77,8 @@ class Metrics(Mapping[str, dict[int, float]]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
-    @property
-    def df(self) -> pd.DataFrame:
-        """All values as a pandas DataFrame: one row per name, rank and step."""
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return all values as a pandas DataFrame: one row per name, rank and step."""
         import pandas as pd
 
         rows = [

@@ -73,6 +73,10 @@ class Labelled(io.TextIOBase):
             self.flush()
         return len(text)
 
+    def begin_again(self) -> None:
+        """Forget how much was written: the limit counts from here."""
+        self._written = 0
+
     def flush(self) -> None:
         """Send all text, including an unfinished line."""
         self._size = 0

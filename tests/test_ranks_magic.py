@@ -1,0 +1,187 @@
+"""`%%ranks`: cells on the ranks of a group that stays, in IPython's own shell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from IPython.core.completer import provisionalcompleter
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import CapturedIO, capture_output
+
+import mpkit as mk
+from mpkit.notebook.magics import RankMagics
+
+Run = Callable[..., CapturedIO]
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    """A shell of its own, with the extension, and 3 ranks."""
+    made = InteractiveShell.instance()
+    made.run_line_magic("colors", "nocolor")
+    made.run_line_magic("load_ext", "mpkit")
+    made.run_cell("%%ranks 3 --device cpu\npass")
+    yield made
+    made.run_line_magic("ranks_reset", "")
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def run(shell: InteractiveShell) -> Run:
+    """`run(code)` runs a cell, and returns what it showed; with fails=True it has to fail."""
+
+    def run(code: str, fails: bool = False) -> CapturedIO:
+        shell.run_line_magic("ranks", "all")
+        with capture_output() as shown:
+            result = shell.run_cell(code, store_history=True)
+        assert result.success is not fails, shown.stdout + shown.stderr
+        return shown
+
+    return run
+
+
+def texts(shown: CapturedIO) -> list[str]:
+    return [output.data["text/plain"] for output in shown.outputs]
+
+
+def session(shell: InteractiveShell) -> Any:
+    (magics,) = [each for each in shell.magics_manager.registry.values() if isinstance(each, RankMagics)]
+    return magics.session
+
+
+def test_variables_stay_on_each_rank(run: Run, shell: InteractiveShell) -> None:
+    shown = run("%%ranks\nx = rank + 1\nprint('rank', rank, 'of', world_size)\nx * 10")
+    assert sorted(shown.stdout.splitlines()) == [f"[rank {r}] rank {r} of 3" for r in range(3)]
+    assert texts(shown) == ["[rank 0] 10", "[rank 1] 20", "[rank 2] 30"]
+    shown = run("%%ranks\ntotal = torch.tensor([x])\ncomm.all_reduce(total)\ndist.all_reduce(total)\ntotal")
+    assert texts(shown) == ["[ranks 0-2] tensor([18])"]
+    assert texts(run("%%ranks\ndef f():\n    return ctx.rank\nf();")) == []
+    assert texts(run("%%ranks 0,2\nf()")) == ["[rank 0] 0", "[rank 2] 2"]
+    assert texts(run("%ranks x")) == ["[rank 0] 1", "[rank 1] 2", "[rank 2] 3"]
+    assert texts(run("%%ranks 1,\nx")) == ["[rank 1] 2"]
+    assert texts(run("%%ranks 3\nx"))[0] == "[rank 0] 1"  # the first cell again
+    assert shell.run_line_magic("ranks_get", "x + 1") == [2, 3, 4]
+    assert shell.user_ns["ranks"]["total"][2].tolist() == [18]
+    shell.user_ns["ranks"]["rate"] = 0.5
+    assert texts(run("%ranks rate")) == ["[ranks 0-2] 0.5"]
+    with pytest.raises(NameError, match="on rank 0, NameError: name 'nothing'"):
+        shell.user_ns["ranks"]["nothing"]
+    assert "cells run on ranks 1-2 from here on" in run("%ranks 1:").stdout
+
+
+def test_classes_of_a_cell_can_be_fetched_and_html_is_shown(run: Run, shell: InteractiveShell) -> None:
+    run(
+        "%%ranks\nimport pandas as pd\nclass Point:\n    def __init__(self, x):\n        self.x = x\np = Point(rank)"
+    )
+    assert [point.x for point in shell.user_ns["ranks"]["p"]] == [0, 1, 2]
+    (output,) = run("%%ranks\npd.DataFrame({'a': [1, 2]})").outputs
+    assert "[ranks 0-2]" in output.data["text/html"] and "<table" in output.data["text/html"]
+
+
+def test_errors_say_where_in_the_cell_and_variables_stay(run: Run, shell: InteractiveShell) -> None:
+    shown = run("%%ranks\nz = 5\nif rank == 1:\n    1 / 0\nz", fails=True)
+    assert texts(shown) == ["[ranks 0,2] 5"]
+    number = shell.execution_count - 1
+    assert shown.stdout.splitlines()[0] == "rank 1 of 3: ZeroDivisionError: division by zero"
+    assert f'  File "Cell In[{number}]", line 4, in <module>' in shown.stdout
+    assert "mpkit" not in shown.stdout and "site-packages" not in shown.stdout
+    assert texts(run("%ranks z")) == ["[ranks 0-2] 5"]
+    shown = run("%%ranks\nraise SystemExit('over')", fails=True)
+    assert shown.stdout.startswith("ranks 0-2 of 3: SystemExit: over")
+    shown = run("%%ranks\nx = 1\nfor = 2", fails=True)
+    assert (
+        f'File "Cell In[{shell.execution_count - 1}]", line 3' in shown.stdout
+        and len(shown.stdout.splitlines()) == 4
+    )
+
+
+def test_calls_that_will_not_match_are_told_of(run: Run, shell: InteractiveShell) -> None:
+    before = run("%%ranks\nwork = comm.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None")
+    assert "rank 0 has made" in before.stdout and "the next one will not match" in before.stdout
+    run("%%ranks 1:\nwork = comm.all_reduce(torch.ones(1), async_op=True)")
+    assert texts(run("%%ranks\nwork.wait()")) == ["[ranks 0-2] tensor([3.])"]
+
+
+def test_tab_completes_names_that_live_on_the_ranks(run: Run, shell: InteractiveShell) -> None:
+    run("%%ranks\nlearning_rate = 0.1\nlayer = torch.nn.Linear(2, 2)")
+
+    def completions(text: str) -> list[str]:
+        with provisionalcompleter():
+            return [each.text for each in shell.Completer.completions(text, len(text))]
+
+    assert completions("%%ranks\nlearn") == ["learning_rate"]
+    assert "layer.weight" in completions("%%ranks\ny = layer.wei")
+    assert "learning_rate" in completions("%ranks learn")
+    assert "learning_rate" not in completions("learn")
+
+
+def test_the_timeline_of_a_cell(run: Run, shell: InteractiveShell) -> None:
+    run("%%ranks\nfor _ in range(3): comm.all_reduce(torch.ones(4))")
+    run("%%ranks\nwith ctx.record.span('mine'): comm.barrier()")
+    timeline = shell.run_line_magic("ranks", "--timeline")
+    assert isinstance(timeline, mk.Timeline)
+    kinds = timeline.to_dataframe()["kind"].tolist()
+    assert kinds.count("barrier") == 3 and "all_reduce" not in kinds
+    assert kinds.count("compute") == 3
+
+
+def test_an_interrupt_ends_the_cell_and_leaves_variables(run: Run, shell: InteractiveShell) -> None:
+    run("%%ranks\nkept = rank")
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    run("%%ranks\nimport time\ntime.sleep(30)", fails=True)
+    assert time.monotonic() - began < 5
+    assert texts(run("%ranks kept")) == ["[rank 0] 0", "[rank 1] 1", "[rank 2] 2"]
+
+
+def test_ranks_that_wait_for_a_cell_use_no_cpu_and_do_not_hang(run: Run, shell: InteractiveShell) -> None:
+    run("%%ranks\nidle = 1")
+    pids = session(shell).pids
+
+    def ticks() -> int:
+        return sum(
+            sum(map(int, Path(f"/proc/{p}/stat").read_text().rsplit(")", 1)[1].split()[11:13])) for p in pids
+        )
+
+    before = ticks()
+    time.sleep(1.5)
+    assert ticks() - before <= 2  # hundredths of a second
+    assert texts(run("%ranks idle")) == ["[ranks 0-2] 1"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "says"),
+    [
+        ("%%ranks 2\nx", "with a comma runs a cell on rank 2 alone"),
+        ("%%ranks 0,7\nx", "there is no rank 7"),
+        ("%%ranks first\nx", "0,2 or 1: or all"),
+        ("%%ranks --timout 5\nx", "--timeout 60 (seconds)"),
+        ("%ranks_reset four", "%ranks_reset 4"),
+        ("%ranks_get", "%ranks_get x"),
+    ],
+)
+def test_mistyped(run: Run, cell: str, says: str) -> None:
+    shown = run(cell, fails=True)
+    assert says in shown.stderr + shown.stdout
+
+
+def test_a_hang_is_reported_and_new_ranks_start(run: Run, shell: InteractiveShell) -> None:
+    """Last, since it costs the ranks."""
+    shown = run("%%ranks 0,1\ncomm.barrier()", fails=True)
+    assert "rank 2 never came to barrier" in shown.stdout and "ran on ranks 0-1 of 3 only" in shown.stdout
+    assert "their variables are gone" in shown.stdout
+    shown = run("%%ranks\nrank", fails=False)
+    assert "3 new ranks" in shown.stdout and len(texts(shown)) == 3
+    shown = run("%%ranks\nif rank == 1:\n    raise KeyError('mine')\ncomm.barrier()", fails=True)
+    assert shown.stdout.startswith("rank 1 of 3: KeyError: 'mine'") and "then waited in vain" in shown.stdout
+    shown = run("%%ranks\nimport os\nif rank == 2:\n    os._exit(3)", fails=True)
+    assert "rank 2 of 3 left with exit code 3" in shown.stdout
+    run("%ranks_reset")
+    assert "there are no ranks yet" in run("%ranks").stdout
