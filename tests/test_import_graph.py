@@ -25,7 +25,7 @@ TABLE = mpkit.homes()  # public name -> module
 NOTEBOOK_ONLY = {
     "IPython", "anywidget", "ipykernel", "ipywidgets", "jupyter", "jupyterlab", "pandas", "plotly", "traitlets",
 }  # fmt: skip
-USES_NOTEBOOKS = ("mpkit.views", "mpkit.apps.explorer_view")
+USES_NOTEBOOKS = ("mpkit.views", "mpkit.apps.explorer_view", "mpkit.notebook.magics")
 
 
 class Import(NamedTuple):

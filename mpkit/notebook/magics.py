@@ -154,7 +154,7 @@ class RankMagics(Magics):  # type: ignore[misc]
         if len(set(calls.values())) > 1:
             fewest, most = (pick(calls, key=calls.__getitem__) for pick in (min, max))
             note = (
-                f"rank {most} has made {calls[most]} collective calls so far and rank {fewest} {calls[fewest]}: the next "
+                f"rank {most} has made {calls[most]} collective calls and rank {fewest} {calls[fewest]}: the next "
                 "one will not match. %ranks_reset and %%ranks start again."
             )
         error = failure(answers, session.ranks, note)

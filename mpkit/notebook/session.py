@@ -1,7 +1,7 @@
 """RankSession: ranks that stay, and run one cell after another; variables persist on each rank.
 
-It is one long launch whose function takes requests (`serve`). Between cells nobody looks at the launch: ranks sleep, and
-an idle group is no hang. While a cell runs, the notebook's own thread looks at it as at any run:
+It is one long launch whose function takes requests (`serve`). Between cells nobody looks at the launch: ranks sleep,
+and an idle group is no hang. While a cell runs, the notebook's own thread looks at it as at any run:
 
     ask         write the request, wake the chosen ranks
     wait        show their output; look for hangs; collect answers

@@ -19,7 +19,7 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.browser.lab import EXPLORE
+from tests.browser.lab import EXPLORE, RANKS
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 SCREENSHOTS = Path(__file__).parent / "screenshots"
@@ -77,6 +77,8 @@ def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     explore = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(EXPLORE)], metadata=kernel)
     nbformat.write(explore, home / "notebooks" / "explore.ipynb")
+    ranks = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, RANKS)], metadata=kernel)
+    nbformat.write(ranks, home / "notebooks" / "ranks.ipynb")
     news = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
     news.parent.mkdir(parents=True)
     quiet = {"checkForUpdates": False, "fetchNews": "false", "doNotDisturbMode": True}

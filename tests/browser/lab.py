@@ -7,6 +7,17 @@ from playwright.sync_api import Locator, Page, expect
 EXPLORE = "import mpkit as mk\n\nmk.explore('1f1b', 'zbv', ranks=4, microbatches=8)"
 """The code of `explore.ipynb`, which is there besides the kit's notebooks."""
 
+RANKS = (
+    "%load_ext mpkit",
+    "%%ranks 4 --device cpu\nx = torch.ones(2) * rank\ncomm.all_reduce(x)\nprint('rank', rank, 'of', world_size)\nx * rank",
+    "%%ranks\nif rank == 2:\n    x.nothing\nrank",
+    "%%ranks\nimport time\nprint('asleep')\ntime.sleep(600)",
+    "%%ranks 0,2\nx.sum()",
+    "%ranks --timeline",
+    "%%ranks\nworl",
+)
+"""The code of `ranks.ipynb`, likewise."""
+
 RUN_ALL = """() => {
   window.ran = undefined;
   window.jupyterapp.commands.execute('notebook:run-all-cells').then((ok) => { window.ran = ok; });

@@ -14,7 +14,7 @@ from mpkit.views.memory.svg import memory_svg
 from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import summary, svg
 
-__all__ = ["STOP_HINT", "head", "output", "progress", "sparkline", "static", "theory", "trouble"]
+__all__ = ["STOP_HINT", "charts", "head", "output", "progress", "sparkline", "static", "theory", "trouble"]
 
 STOP_HINT = "End the ranks now. While a cell is running, interrupt the kernel instead: that stops them too."
 
@@ -101,11 +101,22 @@ def theory(bubble: float) -> str:
     return f"Bubble in theory, were all stages equal: {percent(bubble)}."
 
 
+def charts(drawn: str) -> str:
+    """Return the charts of loss and metrics as an image; "" if there are none."""
+    return image(drawn, "Loss and metrics by step") if drawn else ""
+
+
 def static(
-    title: str, status: str, words: str, message: str, timeline: Timeline, lines: Sequence[str]
+    title: str,
+    status: str,
+    words: str,
+    message: str,
+    timeline: Timeline,
+    lines: Sequence[str],
+    charted: str = "",
 ) -> str:
     """Return the whole dashboard without a kernel: pictures as images, for a saved notebook."""
-    drawn = [head(title, status), words, trouble(message)]
+    drawn = [head(title, status), words, trouble(message), charted]
     fold = timeline.world_size > FOLDED
     drawn.append(image(svg(timeline, fold=fold), summary(picture(timeline, fold=fold))))
     if len(timeline.held):

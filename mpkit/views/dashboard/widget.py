@@ -19,7 +19,9 @@ import numpy.typing as npt
 
 from mpkit.support.needs import needs_notebook
 from mpkit.timeline.timeline import Timeline
+from mpkit.trace.metrics import Metrics
 from mpkit.views.dashboard import html as parts
+from mpkit.views.dashboard.charts import charts_svg
 from mpkit.views.dashboard.pace import Background, Pace
 from mpkit.views.drawing.lanes import FOLDED, LaneGroup, groups_of, rank_label
 from mpkit.views.memory.widget import MemoryView
@@ -80,12 +82,13 @@ class Dashboard:
         self.timeline.live = True
         self.timeline.note = self._note()
         self._trouble, self._output = ipywidgets.HTML(), ipywidgets.HTML()
+        self._charts, self._charted = ipywidgets.HTML(), ""
         self._memory = MemoryView()
         # Drawn in the background: importing plotly alone takes longer than the first steps of a small run.
         self._memory_worker: Background[Timeline] = Background(self._memory.show)
         line = ipywidgets.HBox([self._bar, self._words, self._stop], layout={"align_items": "center"})
         self.widget = ipywidgets.VBox(
-            [self._head, line, self._trouble, self.timeline, self._memory, self._output]
+            [self._head, line, self._trouble, self._charts, self.timeline, self._memory, self._output]
         )
 
     # ---- filling ------------------------------------------------------------------------------------------
@@ -102,6 +105,13 @@ class Dashboard:
             self._words.value = parts.progress(step, self.steps, losses)
             if note:
                 self.timeline.note = note
+
+    def set_charts(self, losses: Sequence[float], first_step: int, metrics: Metrics) -> None:
+        """Show the loss and what was logged, by step."""
+        drawn = charts_svg(losses, first_step, metrics)
+        with self._lock:
+            self._charted = parts.charts(drawn)
+            self._charts.value = self._charted
 
     def set_memory(self, timeline: Timeline) -> None:
         """Show the memory so far; it is drawn in the background."""
@@ -134,7 +144,7 @@ class Dashboard:
             self._stop.layout.display = "none"
             words = parts.progress(len(self._losses), self.steps, self._losses)
             self._static = (
-                parts.static(self.title, status, words, message, timeline, self._lines),
+                parts.static(self.title, status, words, message, timeline, self._lines, self._charted),
                 "\n".join(
                     filter(
                         None,
@@ -228,6 +238,7 @@ class RunView:
     def _progress(self, run: Run) -> None:
         losses = run.losses
         self.dashboard.set_progress(run.first_step + len(losses), losses)
+        self.dashboard.set_charts(losses, run.first_step, run.metrics)
 
 
 def _cell() -> int:
