@@ -47,7 +47,7 @@ class Answer:
         value: for "get": the pickled value; for "complete": a list of completions.
         error: for an error: its type, message and traceback, and the traceback without the frames of libraries.
         calls: how many collective calls this rank has made among all ranks.
-        ops: how many operations its trace had when the cell began.
+        ops, recorded: how many operations its trace had when the cell began, and how many the cell added.
     """
 
     state: str = "ok"
@@ -56,6 +56,7 @@ class Answer:
     error: dict[str, str] = field(default_factory=dict)
     calls: int = 0
     ops: int = 0
+    recorded: int = 0
 
 
 class Requests:

@@ -26,6 +26,7 @@ from mpkit.notebook.completion import add_matcher
 from mpkit.notebook.selection import is_selection, ranks_of, spelt
 from mpkit.notebook.session import RankSession
 from mpkit.notebook.show import CellFailed, failure, show_values
+from mpkit.support.tracebacks import public
 
 __all__ = ["RankMagics", "load"]
 
@@ -34,7 +35,7 @@ FIRST = "there are no ranks yet: `%%ranks 4` in the first line of a cell starts 
 
 
 @magics_class
-class RankMagics(Magics):  # type: ignore[misc]
+class RankMagics(Magics):
     """`%%ranks` and what belongs to it.
 
     Args:
@@ -50,14 +51,16 @@ class RankMagics(Magics):  # type: ignore[misc]
 
     # ---- the magics ---------------------------------------------------------------------------------------
 
-    @cell_magic("ranks")  # type: ignore[untyped-decorator]
+    @cell_magic("ranks")  # type: ignore[arg-type]
+    @public
     def ranks_cell(self, line: str, cell: str) -> None:
         """Run a cell on ranks; see the module."""
         text, options = _parsed(line)
         session, chosen = self._choose(text, options)
         self._run(session, chosen, "\n" + cell, options)
 
-    @line_magic("ranks")  # type: ignore[untyped-decorator]
+    @line_magic("ranks")  # type: ignore[arg-type]
+    @public
     def ranks_line(self, line: str) -> Any:
         """Choose ranks, show them, or run one line on them; see the module."""
         text, options = _parsed(line) if line.lstrip().startswith("--") else (line.strip(), {})
@@ -79,14 +82,16 @@ class RankMagics(Magics):  # type: ignore[misc]
         self._run(session, chosen, text, options)
         return None
 
-    @line_magic("ranks_get")  # type: ignore[untyped-decorator]
+    @line_magic("ranks_get")  # type: ignore[arg-type]
+    @public
     def ranks_get(self, line: str) -> list[Any]:
         """Return the values of a variable by rank."""
         if not line.strip():
             raise UsageError("%ranks_get takes the name of a variable: %ranks_get x")
         return self._there()[line.strip()]
 
-    @line_magic("ranks_reset")  # type: ignore[untyped-decorator]
+    @line_magic("ranks_reset")  # type: ignore[arg-type]
+    @public
     def ranks_reset(self, line: str) -> None:
         """End the ranks; start others if there is a number."""
         text, options = _parsed(line)
@@ -131,6 +136,7 @@ class RankMagics(Magics):  # type: ignore[misc]
         self._device = options.get("device", "auto")
         self.session = RankSession(ranks, self._device)
         self._chosen = "all"
+        assert self.shell is not None
         names = self.shell.user_ns
         if not isinstance(names.get("ranks"), (RankSession, type(None))):
             print(
@@ -157,9 +163,9 @@ class RankMagics(Magics):  # type: ignore[misc]
                 f"rank {most} has made {calls[most]} collective calls and rank {fewest} {calls[fewest]}: the next "
                 "one will not match. %ranks_reset and %%ranks start again."
             )
-        error = failure(answers, session.ranks, note)
-        if error is not None:
-            raise error
+        failed = failure(answers, session.ranks, note)
+        if failed is not None:
+            raise failed
         if note:
             print(f"mpkit: {note}")
 

@@ -35,7 +35,7 @@ def serve(context: Context) -> None:
             given = _do(context, request, namespace)
         except KeyboardInterrupt:  # between the cell's end and the next line
             given = Answer("interrupted")
-        given.calls, given.ops = context.comm.issued, ops
+        given.calls, given.ops, given.recorded = context.comm.issued, ops, context.record.count - ops
         sys.stdout.flush()
         sys.stderr.flush()
         answer(folder, rank, number, given)

@@ -26,6 +26,7 @@ from mpkit.launch.launch import Launch
 from mpkit.notebook.exchange import Answer, Request, read_answer, wake, write_request
 from mpkit.notebook.selection import spelt
 from mpkit.notebook.serve import serve
+from mpkit.support.tracebacks import public
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import MEMORY, RankTrace, Trace
 
@@ -48,6 +49,7 @@ class SessionEnded(MpkitError):
         return str(self).splitlines()
 
 
+@public
 class RankSession:
     """A group of ranks that stays.
 
@@ -63,7 +65,9 @@ class RankSession:
         self.cluster = Cluster(ranks, device)
         self.ranks = ranks
         self._number = 0
-        self._began: dict[int, int] = {}  # by rank, how many ops its trace had when the latest cell began
+        self._began: dict[
+            int, int
+        ] = {}  # by rank, the ops that its trace had before the latest cell that added some
         self._launch: Launch = self.cluster.launch(serve, (), sink=print)
         try:
             self._wait(list(range(ranks)), 0, None)
@@ -114,16 +118,17 @@ class RankSession:
         """
         chosen = list(range(self.ranks)) if ranks is None else list(ranks)
         answers = self._ask(Request("cell", code, name), chosen, timeout=timeout)
-        self._began = {rank: each.ops for rank, each in answers.items()}
+        if any(each.recorded for each in answers.values()):
+            self._began = {rank: each.ops for rank, each in answers.items()}
         return answers
 
     def timeline(self) -> Timeline:
-        """Put the latest cell on a clock: what its ranks computed, sent and waited for."""
+        """Put the latest cell that recorded anything on a clock: what its ranks computed, sent and waited for."""
         trace = self._launch.trace
         ranks = [_since(rank, self._began.get(number)) for number, rank in enumerate(trace.ranks)]
         if not any(len(rank.ops) for rank in ranks):
             raise MpkitError(
-                "the latest cell recorded nothing: comm.all_reduce(...) does, and `with ctx.record.span('name'):`"
+                "no cell has recorded anything: comm.all_reduce(...) does, and `with ctx.record.span('name'):`"
             )
         return Timeline.of(Trace(ranks, trace.meta))
 

@@ -46,7 +46,7 @@ def show_values(answers: Mapping[int, Answer]) -> None:
             if kind in bundle:
                 head = f'<div style="font-family:monospace;margin-top:6px">{escape(label)}</div>'
                 bundle["text/html"] = head + bundle.pop(kind)
-        display(bundle, raw=True)
+        display(bundle, raw=True)  # type: ignore[no-untyped-call]
 
 
 def failure(answers: Mapping[int, Answer], world_size: int, note: str = "") -> CellFailed | None:

@@ -51,7 +51,8 @@ def check_on_step(on_step: Any) -> Callable[[Any, int], Any] | None:
         pass
     if inspect.iscoroutinefunction(on_step) or inspect.isgeneratorfunction(on_step):
         raise ValueError(f"on_step is a generator or coroutine, which ranks would never run: {ON_STEP}")
-    return on_step
+    checked: Callable[[Any, int], Any] = on_step
+    return checked
 
 
 def check_ema(ema: Any) -> float | None:
@@ -108,7 +109,7 @@ def take_evaluation(evaluate: Any, every: Any, model: nn.Module) -> EvaluationDa
         raise ValueError(f"evaluate: {error}") from None
     assert not hasattr(batches, "first")
     names = ("eval loss", *(_names(model, batches, metric) if metric is not None else ()))
-    return EvaluationData(batches, metric, names, every)  # type: ignore[arg-type]
+    return EvaluationData(batches, metric, names, every)
 
 
 def _names(model: nn.Module, batches: Any, metric: Callable[[Any, Any], Any]) -> list[str]:
