@@ -34,6 +34,7 @@ from mpkit.comm.wire import Wire
 from mpkit.errors import CommMismatch
 from mpkit.launch.process.as_torchrun import as_torchrun
 from mpkit.launch.process.context import Context
+from mpkit.launch.process.current import joined
 from mpkit.launch.process.folder import UNREPORTED, Settings, part, write_error, write_note
 from mpkit.launch.process.joined import join
 from mpkit.launch.process.memory_picture import is_out_of_memory, picture_of
@@ -60,6 +61,7 @@ def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -
         checks = CallChecks(place, rank) if settings.compares else None
         comm = Communicator(Wire(rank, settings.ranks, recorder, device, settings.backend, checks))
         context = Context(rank, settings.ranks, device, comm, recorder)
+        joined(context)
         work(context, place)
         recorder.close("finished")
         leave(fds)

@@ -44,11 +44,14 @@ class DDP(GradientSync):
         held: this rank's part of the model, and its replicas.
     """
 
+    reduction = "sum"
+
     def __init__(self, held: Replicated) -> None:
         super().__init__(held.stages)
         self._replicas, self._ledger = held.replicas, held.context.record.ledger
         self._tied, self._unsharded = set(held.tied), held.unsharded
         self._bucket_bytes, self._allows_unused = held.bucket_bytes, held.allows_unused
+        self._allow_unused = held.allow_unused
         self._names = {piece.parameter: piece.name for piece in self.pieces}
         self._sync_this_backward = False  # whether this backward's gradients are complete
         self._grads_ready: dict[nn.Parameter, None] = {}  # in order of arrival
@@ -95,9 +98,12 @@ class DDP(GradientSync):
 
     # ---- a step -------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Take the first replica's buffers where they changed, and zero the buckets."""
+    def synchronize_buffers(self) -> None:
+        """Take the first replica's buffers where they changed."""
         self._stateful.synchronize()
+
+    def drop_gradients(self) -> None:
+        """Zero the buckets."""
         self._grads_ready.clear()
         self._next = 0  # the next bucket to reduce
         for bucket in self._buckets:
@@ -128,7 +134,7 @@ class DDP(GradientSync):
 
     def _reduce(self) -> None:
         bucket = self._buckets[self._next]
-        bucket.work = self._replicas.all_reduce(bucket.flat, async_op=True)
+        bucket.work = self._replicas.all_reduce(bucket.flat, async_op=True, op=self.reduction)
         self._next += 1
 
     def finish(self) -> None:
@@ -139,7 +145,8 @@ class DDP(GradientSync):
         """
         missing = [parameter for parameter in self._order if parameter not in self._grads_ready]
         if missing and not self._allows_unused:
-            raise unused_error([self._names[parameter] for parameter in reversed(missing)])
+            names = [self._names[parameter] for parameter in reversed(missing)]
+            raise unused_error(names, self._allow_unused)
         while self._next < len(self._buckets):
             self._reduce()
         # ---- wait
@@ -158,7 +165,11 @@ class DDP(GradientSync):
         used = self._replicas.all_reduce(used.to(self._buckets[0].flat.device)) if self._buckets else used
         for parameter, count in zip(self._order, used.tolist(), strict=True):
             if count == 0:
-                parameter.grad = None
+                self._drop(parameter)
+
+    def _drop(self, parameter: nn.Parameter) -> None:
+        """Drop the gradient of a parameter that no rank used."""
+        parameter.grad = None
 
     def _rebuild(self) -> None:
         """Rebuild the buckets in the order of the first replica's gradients; this step's gradients move with them."""
@@ -201,16 +212,21 @@ def broadcast_all(replicas: Communicator, module: nn.Module) -> None:
             tensor.copy_(part.view_as(tensor))
 
 
-def unused_error(names: list[str]) -> MpkitError:
-    """Return the error for parameters without a gradient."""
-    return MpkitError(unused_message(names, "in this step", "on this rank"))
+def unused_error(names: list[str], allow: str = "unused='allow' in the Plan") -> MpkitError:
+    """Return the error for parameters without a gradient, with what would allow that."""
+    return MpkitError(unused_message(names, "in this step", "on this rank", allow))
 
 
-def unused_message(names: list[str], when: str = "in any step", where: str = "for any sample") -> str:
+def unused_message(
+    names: list[str],
+    when: str = "in any step",
+    where: str = "for any sample",
+    allow: str = "unused='allow' in the Plan",
+) -> str:
     """Return the message about parameters without a gradient."""
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
         f"No gradient came for {shown} {when}: the loss does not depend on "
         f"{'it' if len(names) == 1 else 'them'} {where}, and the other ranks wait for the sum. If that is meant, "
-        "unused='allow' in the Plan; if not, use them in the forward, or freeze them: parameter.requires_grad_(False)."
+        f"{allow}; if not, use them in the forward, or freeze them: parameter.requires_grad_(False)."
     )

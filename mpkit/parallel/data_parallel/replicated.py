@@ -29,6 +29,8 @@ class Replicated:
         stages: this rank's part of the model by number of the stage, on its device.
         replicas: the ranks that hold the same part, or would without ZeRO.
         tied: parameters that several stages of the model use, whose gradients are complete only after all backwards.
+        whole: parameters that ZeRO leaves alone; something else keeps them equal.
+        allow_unused: what lets a parameter have no gradient, for the error that asks for it.
     """
 
     context: Context
@@ -36,6 +38,8 @@ class Replicated:
     stages: dict[int, Stage]
     replicas: Communicator
     tied: Collection[nn.Parameter] = ()
+    whole: Collection[nn.Parameter] = ()
+    allow_unused: str = "unused='allow' in the Plan"
 
     @property
     def module(self) -> nn.ModuleList:

@@ -108,6 +108,14 @@ class GradientSync:
         """Restore the `layout` of an earlier training, as far as it fits; every rank calls it."""
 
     def begin_step(self) -> None:
+        """Take the first replica's buffers where they changed, and drop the gradients of the previous step."""
+        self.synchronize_buffers()
+        self.drop_gradients()
+
+    def synchronize_buffers(self) -> None:
+        """Take the first replica's buffers where they changed."""
+
+    def drop_gradients(self) -> None:
         """Drop the gradients of the previous step."""
         for parameter in self._trained:
             parameter.grad = None

@@ -32,6 +32,7 @@ class Reducer:
         units: all of them, in the order in which they fill.
         names: the parameters' names, for errors.
         allows_unused: whether a parameter may have no gradient.
+        allow_unused: what would allow that, for the error.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class Reducer:
         names: Mapping[nn.Parameter, str],
         *,
         allows_unused: bool,
+        allow_unused: str,
     ) -> None:
         self._replicas, self._units = replicas, units
-        self._names, self._allows_unused = names, allows_unused
+        self._names, self._allows_unused, self._allow_unused = names, allows_unused, allow_unused
         self._unit_of = {parameter: unit for unit in units for parameter in unit.layout.parameters}
         self._queue: list[Gradients] = []  # to be reduced, in this order
         self._next = 0  # the next unit of the queue to reduce
@@ -119,7 +121,7 @@ class Reducer:
         """
         missing = [name for parameter, name in self._names.items() if not self._is_ready(parameter)]
         if missing and not self._allows_unused:
-            raise unused_error(missing)
+            raise unused_error(missing, self._allow_unused)
         self.reduce_rest()
         self.expect([unit for unit in self._units if unit.stage is None])
         self.reduce_rest()

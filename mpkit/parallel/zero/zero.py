@@ -72,8 +72,11 @@ class Zero(GradientSync):
         # ---- divide
         self._pieces_of = self._divide()
         self._gradient_of = self._pair([grads.flat.parts for grads in self._grads])
-        names = {piece.parameter: piece.name for piece in self.pieces}
-        self._reducer = Reducer(held.replicas, self._grads, names, allows_unused=held.allows_unused)
+        names = {piece.parameter: piece.name for piece, _ in self._gradient_of}
+        self._reducer = Reducer(
+            held.replicas, self._grads, names,
+            allows_unused=held.allows_unused, allow_unused=held.allow_unused,
+        )  # fmt: skip
 
     def _flatten(self, unit: Unit) -> Flat:
         """Move a unit's parameters into a flat tensor, of which they become views."""
@@ -111,7 +114,7 @@ class Zero(GradientSync):
                 held = nn.Parameter(flat.parts[i], parameter.requires_grad)
                 pieces_of[layout].append(self._piece(names[parameter], parameter, *layout.own(i), held))
         found = {piece.parameter: piece for pieces in pieces_of.values() for piece in pieces}
-        self.pieces = [found[piece.parameter] for piece in self.pieces]
+        self.pieces = [found.get(piece.parameter, piece) for piece in self.pieces]
         self.frozen = [found.get(piece.parameter, piece) for piece in self.frozen]
         return pieces_of
 
@@ -125,9 +128,12 @@ class Zero(GradientSync):
 
     # ---- a step: what the stages share
 
-    def begin_step(self) -> None:
-        """Take the first replica's buffers where they changed, and drop all gradients."""
+    def synchronize_buffers(self) -> None:
+        """Take the first replica's buffers where they changed."""
         self._stateful.synchronize()
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients."""
         for piece, _ in self._gradient_of:
             piece.held.grad = None
         self._reducer.begin_step()

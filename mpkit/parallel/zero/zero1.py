@@ -41,9 +41,9 @@ class Zero1(Zero):
     def __init__(self, held: Replicated) -> None:
         super().__init__(held, by_bucket(sites_of(held.stages), held.bucket_bytes, held.tied, held.unsharded))
 
-    def begin_step(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop all gradients, and expect those of the whole step."""
-        super().begin_step()
+        super().drop_gradients()
         self._reducer.expect([grads for grads in self._grads if grads.stage is not None])
 
     @contextmanager

@@ -1,0 +1,65 @@
+"""When a backward begins, and when autograd is done with it: what a loop of one's own does not tell.
+
+    begin    the gradient of a wrapped module's output arrives, or, where the loss depends on parameters without it,
+             the gradient of a parameter
+    end      autograd has computed all gradients: a callback that it runs last, as torch's DDP and FSDP use it
+
+A backward within a backward (reentrant checkpoints) belongs to the outer one. Of a backward that failed there is no end;
+the next one begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Backwards"]
+
+
+class Backwards:
+    """The backwards through one module.
+
+    Args:
+        parameters: those whose gradients the backwards make.
+        begin, end: called in each backward.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], begin: Callable[[], None], end: Callable[[], None]
+    ) -> None:
+        self._begin, self._end = begin, end
+        self._task = -1  # autograd's number of the backward that is running
+        self._tasks = 0  # backwards that have begun
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._gradient)
+
+    def watch(self, output: Any) -> None:
+        """Let the backward begin when the gradient of this output arrives."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(self._output)
+
+    def _output(self, _gradient: Tensor) -> None:
+        if self._task != torch._C._current_graph_task_id():  # not begun, or an earlier one failed
+            self._start()
+
+    def _gradient(self, _parameter: Tensor) -> None:
+        if self._task < 0:
+            self._start()
+
+    def _start(self) -> None:
+        self._task = torch._C._current_graph_task_id()
+        self._tasks = number = self._tasks + 1
+        self._begin()
+
+        def last() -> None:
+            if number == self._tasks and self._task >= 0:
+                self._task = -1
+                self._end()
+
+        torch.autograd.Variable._execution_engine.queue_callback(last)  # type: ignore[attr-defined]

@@ -1,0 +1,130 @@
+"""mk.ddp: distributed data parallelism around a module, as torch's DistributedDataParallel.
+
+    forward     as the module's; buffers that have changed are the first rank's
+    backward    gradients are averaged over the ranks in buckets, while autograd goes on (`averaged`)
+    then        optimizer.step(), on each rank the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpkit.parallel.data_parallel.replicated import Replicated
+from mpkit.parallel.stage.stage import Stage
+from mpkit.plan.plan import Plan
+from mpkit.trace import Kind
+from mpkit.wrap.averaged import Averaged
+from mpkit.wrap.backward import Backwards
+from mpkit.wrap.replicas import Group, checked, context_for, replicas_of
+from mpkit.wrap.tensor_parallel import TensorParallel
+from mpkit.wrap.wrapped import Wrapped
+
+__all__ = ["DataParallel", "ddp"]
+
+
+def ddp(
+    module: nn.Module,
+    *,
+    bucket_mb: float = 25.0,
+    find_unused_parameters: bool = False,
+    group: Group = None,
+) -> DataParallel:
+    """Wrap a module so that its gradients are averaged over all ranks in each backward, as torch's DDP does.
+
+    Every rank calls this at the same time, in a function that `Cluster.run` calls or under torchrun after
+    `init_process_group`. Parameters and buffers become the first rank's. The loop stays as it is: each rank computes
+    the mean loss of its own samples, `loss.backward()`, `optimizer.step()`.
+
+    >>> import mpkit as mk
+    >>> def train(ctx):
+    ...     torch.manual_seed(ctx.rank)  # the first rank's weights count
+    ...     model = mk.ddp(nn.Linear(4, 1))
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     for step in range(3):
+    ...         optimizer.zero_grad()
+    ...         model(torch.full((2, 4), float(ctx.rank))).square().mean().backward()
+    ...         optimizer.step()
+    ...     return model.state_dict()["bias"].item()
+    >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+    ...     first, second = cluster.run(train)
+    >>> first == second
+    True
+
+    Args:
+        module: on this rank's device; changed in place.
+        bucket_mb: size of a bucket in MiB; torch's `bucket_cap_mb`.
+        find_unused_parameters: allow parameters that get no gradient in a backward. One that no rank used has none.
+        group: the ranks that hold the same module: a communicator, torch's process group, or a DeviceMesh of one
+            axis; None for all.
+
+    Returns:
+        The wrapper: `model.module` is the module.
+
+    Raises:
+        ValueError: there is no process group, the module has nothing to train, or it is wrapped already.
+    """
+    return DataParallel(
+        checked(module, "mk.ddp", within=(TensorParallel,)), bucket_mb, find_unused_parameters, group
+    )
+
+
+class DataParallel(Wrapped):
+    """A module whose gradients are averaged over ranks; made by `mk.ddp`."""
+
+    def __init__(self, module: nn.Module, bucket_mb: float, unused: bool, group: Group) -> None:
+        context = context_for(module)
+        replicas = replicas_of(context, group)
+        super().__init__(module)
+        plan = Plan(
+            dp=replicas.size, batchnorm="local", bucket_mb=bucket_mb, unused="allow" if unused else "error"
+        )
+        stage = Stage(0, [("", module)], context.device)
+        self._record = context.record
+        self._synchronizes = True
+        self._backward: AbstractContextManager[Any] | None = None
+        self._op = -1
+        # Before the reducer's own hooks, which need a backward that has begun.
+        self._backwards = Backwards(module.parameters(), self._begin, self._end)
+        self._sync = Averaged(
+            Replicated(context, plan, {0: stage}, replicas, allow_unused="find_unused_parameters=True in mk.ddp")
+        )
+        for parameter in module.parameters():
+            self._record.ledger.track(parameter, "params")
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within the block, gradients accumulate on each rank; the next backward outside averages their sum."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; the backward from its output averages gradients."""
+        if self._synchronizes:
+            self._sync.synchronize_buffers()
+        op = self._record.begin(Kind.FORWARD, "forward")
+        output = self.module(*args, **kwargs)
+        self._record.end(op)
+        if torch.is_grad_enabled():
+            self._backwards.watch(output)
+        return output
+
+    def _begin(self) -> None:
+        self._op = self._record.begin(Kind.BACKWARD, "backward")
+        self._sync.begin_backward()
+        self._backward = self._sync.backward(last=self._synchronizes)
+        self._backward.__enter__()
+
+    def _end(self) -> None:
+        assert self._backward is not None
+        self._backward.__exit__(None, None, None)
+        self._record.end(self._op)
+        if self._synchronizes:
+            self._sync.finish()

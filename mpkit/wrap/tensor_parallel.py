@@ -1,0 +1,2 @@
+from mpkit.wrap.wrapped import Wrapped
+class TensorParallel(Wrapped): pass
