@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from mpkit.models.nested import flatten
 
 __all__ = ["Backwards"]
 
@@ -40,7 +41,7 @@ class Backwards:
 
     def watch(self, output: Any) -> None:
         """Let the backward begin when the gradient of this output arrives."""
-        for tensor in tree_leaves(output):
+        for tensor in flatten(output)[0]:
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(self._output)
 

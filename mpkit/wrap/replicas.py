@@ -14,7 +14,7 @@ from mpkit.launch.process.context import Context
 from mpkit.launch.process.current import current_context
 from mpkit.wrap.wrapped import Wrapped
 
-__all__ = ["Group", "checked", "context_for", "replicas_of"]
+__all__ = ["Group", "checked", "context_for", "replicas_of", "size_of"]
 
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 """The ranks that work together: a communicator, torch's process group, a mesh of one axis, or None for all."""
@@ -67,6 +67,11 @@ def replicas_of(context: Context, group: Group) -> Communicator:
             f"rank {group.rank} is not in the group of ranks {list(group.ranks)}: only its ranks wrap the module"
         )
     return group if group.size > 1 else OneRank(comm.wire)
+
+
+def size_of(module: nn.Module, group: Group) -> int:
+    """Return the number of ranks in a group."""
+    return replicas_of(context_for(module), group).size
 
 
 def checked(module: nn.Module, what: str, within: tuple[type[Wrapped], ...] = ()) -> nn.Module:

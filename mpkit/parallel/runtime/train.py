@@ -40,6 +40,7 @@ from mpkit.parallel.stage.gradient_sync import GradientSync, named_parameters
 from mpkit.parallel.stage.partitioned import place_parts
 from mpkit.parallel.stage.shard import PartOfWhole
 from mpkit.parallel.stage.stage import PRECISIONS, Stage
+from mpkit.parallel.update.master_weights import narrow
 from mpkit.parallel.update.optimizer import trained_parameters
 from mpkit.parallel.update.update import Update
 from mpkit.parallel.zero import zero_sync
@@ -107,7 +108,7 @@ class Training:
         stages, self.rest = _place(context, job, axes, self.sync_cost)
         # DP counts the whole batch on rank 0; otherwise each replica counts its share.
         self._counting = axes.of() if job.plan.data_parallel == "dp" else axes.of("dp", "cp")
-        fp32_params = _narrow(job, stages)
+        fp32_params = narrow(job.plan, nn.ModuleList(stage.layers for stage in stages.values()))
         register(job.what.parameter_hooks, {trained[1][n]: p for n, p in named_parameters(stages).items()})
         self.sync, self.tied, self.pipeline, self.feed = assemble(context, job, axes, stages)
         self.update = Update(context, job, axes, self.sync, self.tied, fp32_params, trained)
@@ -199,19 +200,6 @@ def assemble(
     pipeline = Pipeline(context, job, axes, sync)
     feed = Feed(context, job, needed=pipeline.takes_data)
     return sync, TiedWeights(context, job.where.shared, rank_of, sync), pipeline, feed
-
-
-def _narrow(job: TrainJob, stages: dict[int, Stage]) -> dict[nn.Parameter, Tensor]:
-    """Cast the layers to 16 bits, if the plan says so; return the fp32 parameters from before."""
-    dtype = PRECISIONS.get(job.plan.precision)
-    if dtype is None:
-        return {}
-    held = nn.ModuleList(stage.layers for stage in stages.values())
-    fp32_params = {p: p.detach().to(torch.float32) for p in held.parameters() if p.is_floating_point()}
-    for parameter in held.parameters():
-        parameter.data = parameter.data.to(dtype) if parameter in fp32_params else parameter.data
-    held.to(dtype)  # buffers too
-    return fp32_params
 
 
 def _place(

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.parallel.stage.gradient_sync import Piece
+from mpkit.parallel.stage.stage import PRECISIONS
 from mpkit.plan.plan import Plan
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
 
-__all__ = ["Masters"]
+__all__ = ["Masters", "narrow"]
 
 
 class Masters:
@@ -96,3 +97,20 @@ class Masters:
             piece.held.copy_(master)
             master.grad = None
         self._record.end(op)
+
+
+def narrow(plan: Plan, held: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """Cast a module to 16 bits, if the plan says so; return the fp32 parameters from before.
+
+    Args:
+        plan: read for precision.
+        held: the layers that this rank computes with.
+    """
+    dtype = PRECISIONS.get(plan.precision)
+    if dtype is None:
+        return {}
+    fp32_params = {p: p.detach().to(torch.float32) for p in held.parameters() if p.is_floating_point()}
+    for parameter in held.parameters():
+        parameter.data = parameter.data.to(dtype) if parameter in fp32_params else parameter.data
+    held.to(dtype)  # buffers too
+    return fp32_params

@@ -44,12 +44,16 @@ class Site:
     around: bool = False
 
 
-def sites_of(stages: dict[int, Stage]) -> list[Site]:
+def sites_of(stages: dict[int, Stage], whole: Collection[nn.Parameter] = ()) -> list[Site]:
     """Return the sites of a model, in the order in which modules are registered.
 
     Sites are what FSDP users wrap: each repeated block (`mpkit.models.blocks`), and each module beside the blocks, such
     as embeddings and head. A layer of a chain is a site, unless there are blocks within it. A module around others is a
     site too, for the parameters that it has itself, and for those that are used while their own module is not called.
+
+    Args:
+        stages: the model's stages on this rank.
+        whole: parameters that are not sharded, and belong to no site.
     """
     found: dict[nn.Module, Site] = {}  # a module that is registered twice is one site
     for number, stage in stages.items():
@@ -61,7 +65,9 @@ def sites_of(stages: dict[int, Stage]) -> list[Site]:
             for site in sites:
                 found.setdefault(site.module, site)
     seen: set[nn.Parameter] = set()
+    unsharded = set(whole)  # compares identity, where a list would compare values
     for site in found.values():
+        site.uses = [parameter for parameter in site.uses if parameter not in unsharded]
         site.own = [parameter for parameter in site.uses if parameter not in seen]
         seen.update(site.own)
     return list(found.values())
@@ -115,6 +121,12 @@ def by_bucket(
     """Group the trained parameters as stages 1 and 2 of ZeRO do, the last used first.
 
     Frozen parameters have no gradient and are in no optimizer: they stay whole.
+
+    Args:
+        sites: the model's sites.
+        bucket_bytes: the most bytes in a unit.
+        tied: parameters that several stages of the model use.
+        unsharded: parameters that tensor parallelism leaves whole.
 
     >>> from mpkit.models import chain
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))

@@ -47,6 +47,7 @@ class Zero(GradientSync):
 
     Attributes:
         pieces: this rank's part of every trained parameter, possibly empty.
+        pieces_of: the pieces that lie in a flat tensor, by its layout.
         flat_params: how a unit's parameters are kept.
         flat_grads: how its gradients are kept.
     """
@@ -70,7 +71,7 @@ class Zero(GradientSync):
             if unit.parameters[0].requires_grad
         ]
         # ---- divide
-        self._pieces_of = self._divide()
+        self.pieces_of = self._divide()
         self._gradient_of = self._pair([grads.flat.parts for grads in self._grads])
         names = {piece.parameter: piece.name for piece, _ in self._gradient_of}
         self._reducer = Reducer(
@@ -123,7 +124,7 @@ class Zero(GradientSync):
         return [
             pair
             for grads, of_unit in zip(self._grads, parts, strict=True)
-            for pair in zip(self._pieces_of[grads.layout], of_unit, strict=True)
+            for pair in zip(self.pieces_of[grads.layout], of_unit, strict=True)
         ]
 
     # ---- a step: what the stages share

@@ -39,7 +39,8 @@ class Zero1(Zero):
     flat_grads = AccumulatedGradients
 
     def __init__(self, held: Replicated) -> None:
-        super().__init__(held, by_bucket(sites_of(held.stages), held.bucket_bytes, held.tied, held.unsharded))
+        sites = sites_of(held.stages, held.whole)
+        super().__init__(held, by_bucket(sites, held.bucket_bytes, held.tied, held.unsharded))
 
     def drop_gradients(self) -> None:
         """Drop all gradients, and expect those of the whole step."""

@@ -38,7 +38,8 @@ class Zero2(Zero):
     flat_grads = ShardedGradients
 
     def __init__(self, held: Replicated) -> None:
-        super().__init__(held, by_bucket(sites_of(held.stages), held.bucket_bytes, held.tied, held.unsharded))
+        sites = sites_of(held.stages, held.whole)
+        super().__init__(held, by_bucket(sites, held.bucket_bytes, held.tied, held.unsharded))
 
     @contextmanager
     def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:

@@ -40,7 +40,7 @@ class Zero3(Zero):
     flat_grads = ShardedGradients
 
     def __init__(self, held: Replicated) -> None:
-        sites = sites_of(held.stages)
+        sites = sites_of(held.stages, held.whole)
         super().__init__(held, by_site(sites, held.tied, held.unsharded))
         # From here on hooks gather a layer's parameters before its forward and its backward, and free them after.
         self._gathering = Gathering(held.replicas, sites, self._params, prefetch=held.plan.prefetch)
