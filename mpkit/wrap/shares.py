@@ -60,6 +60,8 @@ class Shares:
         self._sharded, self._replicas, self._ledger = sharded, replicas, ledger
         self._masters = masters
         self.of = {piece: self._share(piece) for piece in pieces}
+        for share in self.of.values():
+            share.is_share = True  # type: ignore[attr-defined]
         by_parameter = {piece.parameter: share for piece, share in self.of.items()}
         self._places = [
             Place(inner, key, parameter, by_parameter[parameter])
@@ -141,7 +143,8 @@ class Shares:
     @torch.no_grad()
     def full(self, values: Mapping[Piece, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors by name, from a tensor per piece that is like its share; every rank calls it."""
-        whole = {piece.name: value.detach().clone() for piece, value in values.items()}
+        apart = {piece for pieces in self._sharded.values() for piece in pieces}
+        whole = {piece.name: value.detach().clone() for piece, value in values.items() if piece not in apart}
         for layout, pieces in self._sharded.items():
             here = [piece for piece in pieces if piece in values]
             if not here:

@@ -18,7 +18,7 @@ sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -31,7 +31,7 @@ from mpkit.parallel.data_parallel.buffers import StatefulBuffers
 from mpkit.parallel.data_parallel.replicated import Replicated
 from mpkit.parallel.stage.gradient_sync import GradientSync, Half
 
-__all__ = ["DDP", "broadcast_all", "unused_error", "unused_message"]
+__all__ = ["DDP", "broadcast_all", "broadcast_tensors", "unused_error", "unused_message"]
 
 AT_ONCE = 8 * 2**20
 """Bytes per broadcast at the start: large enough to use the link well, and small beside a model."""
@@ -196,10 +196,16 @@ class DDP(GradientSync):
 
 
 def broadcast_all(replicas: Communicator, module: nn.Module) -> None:
-    """Broadcast the first replica's parameters and buffers, in few broadcasts, none of which needs much memory."""
+    """Broadcast the first replica's parameters and buffers."""
+    broadcast_tensors(replicas, (*module.parameters(), *module.buffers()))
+
+
+@torch.no_grad()
+def broadcast_tensors(replicas: Communicator, tensors: Iterable[Tensor], source: int = 0) -> None:
+    """Broadcast one replica's tensors to the others, in few broadcasts, none of which needs much memory."""
     groups: list[list[Tensor]] = []
     open_groups: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in tensors:
         group = open_groups.get(tensor.dtype, [])
         if not group or sum(t.nbytes for t in group) + tensor.nbytes > AT_ONCE:
             group = open_groups[tensor.dtype] = []
@@ -207,7 +213,7 @@ def broadcast_all(replicas: Communicator, module: nn.Module) -> None:
         group.append(tensor.detach())
     for group in groups:
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        replicas.broadcast(flat)
+        replicas.broadcast(flat, source)
         for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
