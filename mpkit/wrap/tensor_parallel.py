@@ -1,2 +1,184 @@
+"""mk.tensor_parallel: each layer divided by width over the ranks, for a loop of one's own.
+
+    divide       the module's parameters become this rank's parts of them, in place (`mpkit.parallel.tensor`)
+    forward      on the same inputs on every rank; what regions exchange is theirs
+    backward     every rank has the gradients of its parts; those of whole parameters are the same everywhere
+    then         optimizer.step(), on each rank its parts: nothing is averaged, since all compute the same batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.comm.communicator import Communicator
+from mpkit.comm.process_group import FakeGroup, ProcessGroup
+from mpkit.parallel.data_parallel.ddp import broadcast_all
+from mpkit.parallel.stage.shard import Shard, put_together
+from mpkit.parallel.tensor import by_hand
+from mpkit.parallel.tensor.finding import find_tensor_plan
+from mpkit.parallel.tensor.resolve import check
+from mpkit.parallel.tensor.shards import shards_of
+from mpkit.plan.tensor_plan import TensorPlan
+from mpkit.wrap.norm import clip
+from mpkit.wrap.replicas import Group, checked, context_for, replicas_of
 from mpkit.wrap.wrapped import Wrapped
-class TensorParallel(Wrapped): pass
+
+if TYPE_CHECKING:
+    from mpkit.launch.process.context import Context
+
+__all__ = ["TensorParallel", "tensor_parallel"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class TensorParallel(Wrapped):
+    """A module of which each rank holds a part of each layer; made by `mk.tensor_parallel`.
+
+    Args:
+        module: the module, already divided.
+        shards: for each rank of the group, which part of which parameter it holds, by every name.
+        comm: the ranks that hold the other parts.
+    """
+
+    def __init__(self, module: nn.Module, shards: list[dict[str, Shard]], comm: Communicator) -> None:
+        super().__init__(module)
+        self._shards, self._comm = shards, comm
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients down to a norm over all ranks' parts, and return the norm before; every rank calls it.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: p of the p-norm; inf for the largest element.
+        """
+        named = [(name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None]
+        mine = [gradient for name, gradient in named if name in self._shards[0]]
+        alike = [gradient for name, gradient in named if name not in self._shards[0]]
+        device = next(self.module.parameters()).device
+        return clip(mine, alike, max_norm, norm_type, self._comm, device)
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """Return the whole module's state on every rank; every rank calls it. Divided tensors are copies."""
+        state = self.module.state_dict(*args, prefix=prefix, **kwargs)
+        for name in self._shards[0]:
+            if prefix + name in state:
+                state[prefix + name] = self._whole(name, state[prefix + name])
+        return state
+
+    @torch.no_grad()
+    def _whole(self, name: str, local: Tensor) -> Tensor:
+        shards = [of_rank[name] for of_rank in self._shards]
+        sizes = [torch.Size(shard.shape).numel() for shard in shards]
+        padded = local.new_zeros(max(sizes))
+        padded[: local.numel()] = local.reshape(-1)
+        parts = self._comm.all_gather(padded).chunk(self._comm.size)
+        return put_together(
+            shards,
+            [
+                part[:size].view(shard.shape)
+                for part, size, shard in zip(parts, sizes, shards, strict=True)
+            ],
+        )
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the whole module's state, of which each rank takes its parts.
+
+        Raises:
+            ValueError: `assign` is set.
+            RuntimeError: names or shapes do not fit, as for any module.
+        """
+        mine = self._shards[self._comm.index]
+        fits = {n for n, s in mine.items() if n in state_dict and tuple(state_dict[n].shape) == s.whole}
+        local = {n: mine[n].take(value) if n in fits else value for n, value in state_dict.items()}
+        return super().load_state_dict(local, strict, assign)
+
+
+@overload
+def tensor_parallel(
+    module: nn.Module,
+    plan: TensorPlan | None = ...,
+    /,
+    *,
+    group: Group = ...,
+    sequence: bool = ...,
+    overlap: bool = ...,
+) -> TensorParallel: ...
+@overload
+def tensor_parallel(
+    ctx: Context,
+    model: Model,
+    plan: TensorPlan | None = ...,
+    *,
+    group: ProcessGroup | None = ...,
+    sequence: bool = ...,
+    overlap: bool = ...,
+) -> Model: ...
+def tensor_parallel(  # noqa: D417
+    module: Any,
+    model: Any = None,
+    plan: TensorPlan | None = None,
+    *,
+    group: Any = None,
+    sequence: bool = False,
+    overlap: bool = True,
+) -> Any:
+    """Divide each layer of a module over the ranks, which then compute together what it computed on one.
+
+    Every rank calls this at the same time, in a function that `Cluster.run` calls or under torchrun after
+    `init_process_group`. Parameters and buffers become the first rank's; then each rank keeps its parts, which it gives
+    to an optimizer. All ranks call the module with the same inputs and have the same outputs, so gradients need no
+    averaging.
+
+    >>> import mpkit as mk
+    >>> from mpkit.models import MLP
+    >>> def train(ctx):
+    ...     torch.manual_seed(ctx.rank)  # the first rank's weights count
+    ...     model = mk.tensor_parallel(MLP(2, 3))
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     model(torch.ones(1, 2)).square().mean().backward()
+    ...     optimizer.step()
+    ...     return model(torch.ones(1, 2)).tolist()
+    >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+    ...     first, second = cluster.run(train)
+    >>> first == second
+    True
+
+    `mk.tensor_parallel(ctx, model)` divides the model in place and returns it, without a wrapper and a broadcast.
+
+    Args:
+        module: the whole module; changed in place.
+        plan: what to divide; None for `mk.tensor.find_tensor_plan(module)`.
+        group: the ranks that share the module: a communicator, torch's process group, or a DeviceMesh of one axis; None
+            for all. `mk.ddp(mk.tensor_parallel(module, group=tp), group=dp)` is a mesh of both.
+        sequence: divide what is between regions by sequence.
+        overlap: sum gradients of inputs while those of weights are computed.
+
+    Returns:
+        The wrapper: `model.module` is the module. `state_dict()` returns whole tensors on every rank, and
+        `clip_grad_norm_` clips by the norm over all ranks.
+
+    Raises:
+        ValueError: there is no process group, the module cannot be divided in this way, or it is wrapped already.
+    """
+    if not isinstance(module, nn.Module) and isinstance(model, nn.Module):
+        return by_hand.tensor_parallel(
+            cast("Any", module), model, plan, group=group, sequence=sequence, overlap=overlap
+        )
+    plan = plan if model is None else model
+    checked(module, "mk.tensor_parallel")
+    context = context_for(module)
+    comm = replicas_of(context, group)
+    broadcast_all(comm, module)
+    shards: list[dict[str, Shard]] = [{}]
+    if comm.size > 1:
+        plan = find_tensor_plan(module) if plan is None else plan
+        resolved = check(module, comm.size, plan, sequence=sequence)
+        shards = [shards_of(module, FakeGroup(comm.size, i), resolved).found for i in range(comm.size)]
+    by_hand.tensor_parallel(context, module, plan, group=comm, sequence=sequence, overlap=overlap)
+    return TensorParallel(module, shards, comm)
