@@ -49,7 +49,8 @@ from mpkit.record.hooks import watch
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
 
-__all__ = ["Trained", "Training", "train"]
+
+__all__ = ["Trained", "Training", "place_stages", "train", "watch_stages"]
 
 
 class Trained(NamedTuple):
@@ -105,14 +106,14 @@ class Training:
         self.sync_cost: SyncCost | None = None
         if job.plan.dp > 1 and job.plan.batchnorm == "sync":
             self.sync_cost = SyncCost(context, axes.of("dp"), job.what.model)
-        stages, self.rest = _place(context, job, axes, self.sync_cost)
+        stages, self.rest = place_stages(context, job, axes, self.sync_cost)
         # DP counts the whole batch on rank 0; otherwise each replica counts its share.
         self._counting = axes.of() if job.plan.data_parallel == "dp" else axes.of("dp", "cp")
         fp32_params = narrow(job.plan, nn.ModuleList(stage.layers for stage in stages.values()))
         register(job.what.parameter_hooks, {trained[1][n]: p for n, p in named_parameters(stages).items()})
         self.sync, self.tied, self.pipeline, self.feed = assemble(context, job, axes, stages)
         self.update = Update(context, job, axes, self.sync, self.tied, fp32_params, trained)
-        _watch(context, job, stages)
+        watch_stages(context, job, stages)
         self._warned = False
         self.loss: float | None = None  # of the latest step, or this replica's share of it
         self.after = AfterStep(context, job, axes, self)
@@ -202,7 +203,7 @@ def assemble(
     return sync, TiedWeights(context, job.where.shared, rank_of, sync), pipeline, feed
 
 
-def _place(
+def place_stages(
     context: Context, job: TrainJob, axes: MeshAxes, cost: SyncCost | None
 ) -> tuple[dict[int, Stage], dict[str, Tensor]]:
     """Return this rank's stages by number, and the part of the model's state that belongs to no layer."""
@@ -251,7 +252,7 @@ def _hold(recomputed: list[RecomputedBlock], stages: dict[int, Stage]) -> None:
         stage.recomputed = [block for block in recomputed if block.block in here]
 
 
-def _watch(context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
+def watch_stages(context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
     """Record what the layers hold."""
     numbers = next(iter(job.where.numbers.values()))
     for number, stage in stages.items():
