@@ -28,7 +28,6 @@ from mpkit.launch.process.context import Context as Context
 from mpkit.loss.mean import mean_loss as mean_loss
 from mpkit.loss.whole_batch import whole_batch_loss as whole_batch_loss
 from mpkit.parallel import tensor as tensor
-from mpkit.parallel.tensor import tensor_parallel as tensor_parallel
 from mpkit.parallel.update import optimizer as optimizer
 from mpkit.plan.plan import Plan as Plan
 from mpkit.reference.reading import source as source
@@ -39,5 +38,10 @@ from mpkit.timeline.stage_times import stage_times as stage_times
 from mpkit.timeline.timeline import Timeline as Timeline
 from mpkit.trace import Trace as Trace
 from mpkit.watch.step import step as step
+from mpkit.wrap.data_parallel import ddp as ddp
+from mpkit.wrap.fully_shard import fully_shard as fully_shard
+from mpkit.wrap.pipeline import pipeline as pipeline
+from mpkit.wrap.tensor_parallel import tensor_parallel as tensor_parallel
+from mpkit.wrap.zero_optimizer import zero_optimizer as zero_optimizer
 
 __version__: str

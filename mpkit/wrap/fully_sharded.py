@@ -88,7 +88,9 @@ class FullySharded(Wrapped):
         in_zero = [piece for pieces in self._sync.pieces_of.values() for piece in pieces]
         rest = [piece for piece in self._sync.frozen if piece not in in_zero and piece.name not in small]
         pieces = [*in_zero, *rest, *self._small.pieces, *self._small.frozen]
-        masters = Masters(context, plan, [p for p in pieces if p.parameter.requires_grad], fp32_params)
+        # Of frozen ones too, which a state has in full precision.
+        numbers = [piece for piece in pieces if piece.parameter.is_floating_point()]
+        masters = Masters(context, plan, numbers, fp32_params)
         self._shares = Shares(
             module, pieces, self._sync.pieces_of, masters, self._replicas, context.record.ledger
         )

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.data.microbatch import batch_size, part, signature, split
@@ -271,4 +272,19 @@ class PipelineParallel(Wrapped):
             ValueError: `assign` is set.
             RuntimeError: names or shapes do not fit, as for any module.
         """
-        raise NotImplementedError
+        if assign:
+            return super().load_state_dict(state_dict, strict, assign)  # which refuses
+        names = self._job.what.names
+        missing = [name for name in names if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in names]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict: missing {missing or 'none'}, unexpected {unexpected or 'none'}"
+            )
+        with torch.no_grad():
+            for stage in self._sync.stages.values():
+                for name, live in stage.live_state().items():
+                    if name in state_dict and isinstance(live, Tensor):
+                        live.copy_(state_dict[name])
+        self._stale = True
+        return _IncompatibleKeys(missing, unexpected)

@@ -75,8 +75,8 @@ class Shares:
         self.show()
 
     def _share(self, piece: Piece) -> nn.Parameter:
-        if self._masters.copies and piece.parameter.requires_grad:
-            return self._masters.of(piece)
+        if self._masters.copies and piece.parameter.is_floating_point():
+            return self._masters.of(piece).requires_grad_(piece.parameter.requires_grad)
         return nn.Parameter(piece.held.detach(), piece.parameter.requires_grad)
 
     # ---- show, hide

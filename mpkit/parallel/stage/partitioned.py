@@ -152,14 +152,10 @@ class Part(Stage):
         """Yield the stage's parameters by their first names in the model."""
         yield from self._parameters.items()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return this stage's part of the model's state, on the CPU."""
+    def live_state(self) -> dict[str, Tensor]:
+        """Return this stage's part of the model's state: the parameters and buffers themselves."""
         whole = self._skeleton.model.state_dict(keep_vars=True)
-        entries = {name: whole[name] for name in self._state}
-        return {
-            name: value.detach().cpu() if isinstance(value, Tensor) else value
-            for name, value in entries.items()
-        }
+        return {name: whole[name] for name in self._state}
 
     def run(
         self, division: Division, data: Data, received: tuple[Tensor, ...], draws: Draws

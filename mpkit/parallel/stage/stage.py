@@ -93,10 +93,16 @@ class Stage:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers by the model's own names, on the CPU."""
+        return {
+            name: value.detach().cpu() if isinstance(value, Tensor) else value
+            for name, value in self.live_state().items()
+        }
+
+    def live_state(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers themselves, by the model's own names."""
         state: dict[str, Tensor] = {}
         for name, layer in zip(self.names, self.layers, strict=True):
-            for key, value in layer.state_dict(prefix=prefix_of(name)).items():
-                state[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+            state |= layer.state_dict(prefix=prefix_of(name), keep_vars=True)
         return state
 
 

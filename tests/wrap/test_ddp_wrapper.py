@@ -1,0 +1,344 @@
+"""mk.ddp in a loop of one's own: equal to one process that trains on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mpkit as mk
+from mpkit.trace import Kind
+
+sys.path.insert(0, str(Path(__file__).parent))
+from loops import (  # noqa: E402
+    Branches,
+    Normed,
+    Toy,
+    adamw,
+    apart,
+    data,
+    mine,
+    models,
+    momentum,
+    side_by_side,
+)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+Clusters = Callable[[int], mk.Cluster]
+
+
+def equals_serial(ctx: Any) -> list[float]:
+    return [
+        side_by_side(ctx, lambda module, mb=mb: mk.ddp(module, bucket_mb=mb), optimizer=optimizer, max_norm=norm)
+        for mb, optimizer, norm in ((25, momentum, None), (1e-6, momentum, 0.5), (3e-4, adamw, None), (1e-3, momentum, 0.1))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_equals_serial_training_with_buckets_of_any_size(clusters: Clusters, ranks: int) -> None:
+    for found in clusters(ranks).run(equals_serial):
+        assert max(found) < 1e-6, found
+
+
+def accumulates(ctx: Any, way: str) -> float:
+    module, plain = models(ctx)
+    model = mk.ddp(module, bucket_mb=3e-4)
+    x, y = data()
+    optimizer, its = momentum(model.parameters()), momentum(plain.parameters())
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        its.zero_grad()
+        F.mse_loss(plain(x), y).backward()
+        parts = list(zip(mine(ctx, x).chunk(2), mine(ctx, y).chunk(2), strict=True))
+        if way == "no_sync":
+            with model.no_sync():
+                (F.mse_loss(model(parts[0][0]), parts[0][1]) / 2).backward()
+            (F.mse_loss(model(parts[1][0]), parts[1][1]) / 2).backward()
+        elif way == "several backwards":
+            for part_x, part_y in parts:
+                (F.mse_loss(model(part_x), part_y) / 2).backward()
+        elif way == "forwards first":
+            losses = [F.mse_loss(model(part_x), part_y) / 2 for part_x, part_y in parts]
+            for loss in losses:
+                loss.backward()
+        else:  # one backward from two forwards
+            sum(F.mse_loss(model(part_x), part_y) / 2 for part_x, part_y in parts).backward()  # type: ignore[union-attr]
+        its.step()
+        optimizer.step()
+    return apart(model, plain)
+
+
+WAYS = ["no_sync", "several backwards", "forwards first", "one backward"]
+
+
+def test_gradients_accumulate_until_they_are_zeroed(clusters: Clusters) -> None:
+    def every_way(ctx: Any) -> list[float]:
+        return [accumulates(ctx, way) for way in WAYS]
+
+    for found in clusters(2).run(every_way):
+        assert max(found) < 1e-6, dict(zip(WAYS, found, strict=True))
+
+
+def in_no_sync_nothing_is_sent(ctx: Any) -> tuple[list[str], bool]:
+    torch.manual_seed(ctx.rank)
+    model = mk.ddp(nn.Linear(10, 5))
+    kinds = []
+    original = ctx.comm.wire.issue
+
+    def issue(numbered: Any, *arguments: Any, **options: Any) -> Any:
+        kinds.append(Kind(numbered.kind).name)
+        return original(numbered, *arguments, **options)
+
+    ctx.comm.wire.issue = issue
+    with model.no_sync():
+        model(torch.full((2, 10), float(ctx.rank))).sum().backward()
+    weight = dict(model.named_parameters())["weight"]
+    assert weight.grad is not None
+    local = bool((weight.grad == 2 * ctx.rank).all())
+    model(torch.zeros(2, 10)).sum().backward()
+    assert bool((weight.grad == 1).all())  # (0 + 2) / 2
+    return kinds, local
+
+
+def test_no_sync_keeps_gradients_on_the_rank(clusters: Clusters) -> None:
+    for kinds, local in clusters(2).run(in_no_sync_nothing_is_sent):
+        assert local
+        assert kinds.count("ALL_REDUCE") == 1, kinds
+
+
+def takes_branches(ctx: Any) -> list[tuple[bool, ...]]:
+    module, plain = models(ctx, Branches)
+    model = mk.ddp(module, find_unused_parameters=True, bucket_mb=1e-4)
+    x, y = data()
+    optimizer, its = momentum(model.parameters()), momentum(plain.parameters())
+    found = []
+    ways = [("left", "right"), ("left", "left"), ("", "right"), ("right", "left")]
+    for left, right in ways:
+        optimizer.zero_grad()
+        its.zero_grad()
+        for way, part_x, part_y in zip((left, right), x.chunk(2), y.chunk(2), strict=True):
+            (F.mse_loss(plain(part_x, way), part_y) / 2).backward()
+        F.mse_loss(model(mine(ctx, x), (left, right)[ctx.rank]), mine(ctx, y)).backward()
+        found.append(tuple(parameter.grad is None for parameter in model.parameters()))
+        assert found[-1] == tuple(parameter.grad is None for parameter in plain.parameters())
+        its.step()
+        optimizer.step()
+        assert apart(model, plain) < 1e-6
+    return found
+
+
+def test_parameters_that_no_rank_used_have_no_gradient(clusters: Clusters) -> None:
+    first, second = clusters(2).run(takes_branches)
+    assert first == second
+    assert all(unused[-1] for unused in first)
+
+
+def forgets_a_branch(ctx: Any) -> None:
+    model = mk.ddp(Branches())
+    model(torch.ones(2, 10), "left").sum().backward()
+
+
+def test_an_unused_parameter_is_named(clusters: Clusters) -> None:
+    with pytest.raises(
+        mk.RankFailed, match=r"No gradient came for right.weight.*find_unused_parameters=True in mk.ddp"
+    ):
+        clusters(2).run(forgets_a_branch)
+
+
+def keeps_buffers(ctx: Any) -> tuple[float, list[float]]:
+    torch.manual_seed(ctx.rank)
+    model = mk.ddp(Normed())
+    for step in range(3):
+        torch.manual_seed(10 * step + ctx.rank)
+        model(torch.randn(6, 10)).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        out = model(torch.ones(1, 10)).sum().item()
+    return out, model.state_dict()["inner.1.running_mean"].tolist()
+
+
+def test_buffers_are_the_first_ranks(clusters: Clusters) -> None:
+    first, second = clusters(2).run(keeps_buffers)
+    assert first == second
+
+
+def looks_like_the_module(ctx: Any) -> dict[str, Any]:
+    module = Toy()
+    plain = copy.deepcopy(module)
+    signature = inspect.signature(module.forward)
+    model = mk.ddp(module)
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in plain.state_dict().items()})
+    zeros = all(bool((value == 0).all()) for value in model.state_dict().values())
+    model.load_state_dict(plain.state_dict())
+    model.train(False)
+    return {
+        "signature": inspect.signature(model.forward) == signature,
+        "attributes": model.first is module.first and model.module is module,
+        "submodule": model.get_submodule("norm") is module.norm and model.get_parameter("first.bias") is module.first.bias,
+        "modes": (model.training, module.training, module.norm.training),
+        "names": list(model.state_dict()) == list(plain.state_dict()),
+        "zeros": zeros,
+        "keywords": torch.equal(model(torch.ones(1, 10), scale=2.0), 2 * plain(torch.ones(1, 10))),
+        "same device": model.to("cpu") is model,
+    }  # fmt: skip
+
+
+def test_the_wrapper_looks_like_the_module(clusters: Clusters) -> None:
+    for found in clusters(2).run(looks_like_the_module):
+        assert found.pop("modes") == (False, False, False)
+        assert all(found.values()), found
+
+
+def goes_on_after_a_failed_backward(ctx: Any) -> float:
+    module, plain = models(ctx)
+    model = mk.ddp(module)
+    x, y = data()
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, _dy: torch.Tensor) -> Any:
+            raise RuntimeError("on purpose")
+
+    hidden: Any = Fails.apply(mine(ctx, x).requires_grad_())
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model(hidden).sum().backward()
+    optimizer, its = momentum(model.parameters()), momentum(plain.parameters())
+    optimizer.zero_grad()
+    F.mse_loss(plain(x), y).backward()
+    F.mse_loss(model(mine(ctx, x).detach()), mine(ctx, y)).backward()
+    its.step()
+    optimizer.step()
+    return apart(model, plain)
+
+
+def test_a_backward_that_failed_leaves_nothing_behind(clusters: Clusters) -> None:
+    assert max(clusters(2).run(goes_on_after_a_failed_backward)) < 1e-6
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+        self.last, self.reentrant = nn.Linear(10, 5), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant).relu()  # type: ignore[union-attr]
+        y: torch.Tensor = self.last(x)
+        return y
+
+
+def checkpoints(ctx: Any, wrap: Callable[[nn.Module], Any]) -> list[float]:
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(out, y)
+
+    found = [side_by_side(ctx, wrap, lambda: Checkpointed(reentrant=False), loss=loss)]
+    torch.manual_seed(0)
+    module = Checkpointed(reentrant=True)
+    plain = copy.deepcopy(module)
+    model = wrap(module)
+    x, y = data()
+    loss(plain(x.requires_grad_()), y).backward()
+    loss(model(mine(ctx, x.detach()).requires_grad_()), mine(ctx, y)).backward()
+    optimizer, its = momentum(model.parameters()), momentum(plain.parameters())
+    optimizer.step()
+    its.step()
+    return [*found, apart(model, plain)]
+
+
+def test_checkpoints_belong_to_the_backward_around_them(clusters: Clusters) -> None:
+    assert max(max(found) for found in clusters(2).run(checkpoints, mk.ddp)) < 1e-6
+
+
+def in_pairs(ctx: Any, how: str) -> list[float]:
+    pairs: list[Any]
+    if how == "mesh":
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "dp"))
+        group = mesh["dp"]
+    else:
+        make = dist.new_group if how == "torch" else ctx.comm.group
+        pairs = [make([0, 1]), make([2, 3])]
+        group = pairs[ctx.rank // 2]
+    model = mk.ddp(nn.Linear(1, 1, bias=False), group=group)
+    model(torch.full((1, 1), float(ctx.rank))).sum().backward()
+    return [parameter.grad.item() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["torch", "mpkit", "mesh"])
+def test_a_group_of_ranks(cluster: mk.Cluster, how: str) -> None:
+    assert cluster.run(in_pairs, how) == [[0.5], [0.5], [2.5], [2.5]]
+
+
+def trains_a_step(ctx: Any) -> None:
+    model = mk.ddp(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), bucket_mb=0.02)
+    for step in range(3):
+        with ctx.record.step(step):
+            model(torch.ones(32, 64)).sum().backward()
+
+
+def test_the_timeline_shows_the_overlap(clusters: Clusters) -> None:
+    cluster = clusters(2)
+    cluster.run(trains_a_step)
+    timeline = cluster.timeline()
+    assert timeline.comm_bytes[0]["all_reduce"] == 6 * (64 * 64 + 64) * 4  # per step
+    ops = cluster.trace.ranks[0].ops
+    reduces = ops[(ops["kind"] == Kind.ALL_REDUCE) & (ops["step"] == 2)]
+    backward = ops[(ops["kind"] == Kind.BACKWARD) & (ops["step"] == 2)]
+    assert len(backward) == 1
+    assert (reduces["start"] < backward["end"][0]).sum() >= 2  # while the backward went on
+
+
+MISTAKES = {
+    "a context": (lambda ctx: mk.ddp(ctx), "takes a module, and was given Context"),
+    "nothing to train": (lambda _: mk.ddp(nn.ReLU()), r"nothing to train \(it has no parameters\)"),
+    "all frozen": (lambda _: mk.ddp(nn.Linear(2, 2).requires_grad_(False)), "all of its parameters are frozen"),
+    "twice": (lambda _: mk.ddp(mk.ddp(nn.Linear(2, 2))), r"it is wrapped already.*mk.ddp\(wrapped.module\)"),
+    "within": (lambda _: mk.ddp(nn.Sequential(mk.ddp(nn.Linear(2, 2)))), "0 in it is wrapped already"),
+    "torch's": (
+        lambda _: mk.ddp(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))),
+        "wrapped already .DistributedDataParallel",
+    ),
+    "moved": (lambda _: mk.ddp(nn.Linear(2, 2)).double(), r"module.to\(...\) comes before it is wrapped"),
+    "copied": (lambda _: copy.deepcopy(mk.ddp(nn.Linear(2, 2))), "cannot be copied or pickled"),
+    "assign": (lambda _: mk.ddp(nn.Linear(2, 2)).load_state_dict({}, assign=True), "assign=False"),
+    "a wrong group": (lambda _: mk.ddp(nn.Linear(2, 2), group=[0, 1]), "group=.* is list"),
+    "an attribute": (lambda _: mk.ddp(nn.Linear(2, 2)).weigth, "has no attribute 'weigth'"),
+}  # fmt: skip
+
+
+def mistaken(ctx: Any) -> dict[str, str]:
+    found = {}
+    for name, (mistake, _) in MISTAKES.items():
+        try:
+            mistake(ctx)
+        except (ValueError, AttributeError) as error:
+            found[name] = str(error)
+    return found
+
+
+def test_mistakes_are_explained(clusters: Clusters) -> None:
+    for found in clusters(2).run(mistaken):
+        assert found.keys() == MISTAKES.keys()
+        for name, (_, says) in MISTAKES.items():
+            with pytest.raises(ValueError, match=says):
+                raise ValueError(found[name])
+
+
+def test_outside_of_a_process_group() -> None:
+    with pytest.raises(ValueError, match=r"no process group.*init_process_group\(\) comes first"):
+        mk.ddp(nn.Linear(2, 2))
