@@ -27,7 +27,7 @@ from mpkit.parallel.job.feed import MicroBatch
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.pipeline import Pipeline
 from mpkit.parallel.runtime.train import place_stages, watch_stages
-from mpkit.parallel.stage.gradient_sync import GradientSync
+from mpkit.parallel.stage.gradient_sync import GradientSync, named_parameters
 from mpkit.plan.plan import Plan
 from mpkit.prepare.prepare import prepare
 from mpkit.record.silent import SilentRecorder
@@ -57,12 +57,10 @@ def pipeline(
     torch.distributed.pipelining.
 
     >>> import mpkit as mk
-    >>> from mpkit.models import MLP
     >>> def train(ctx):
     ...     x, y = torch.ones(4, 2), torch.zeros(4, 2)
-    ...     model = mk.pipeline(
-    ...         MLP(2, 3, 3, 2), "1f1b", example=(x, y), loss=nn.functional.mse_loss, microbatches=2
-    ...     )
+    ...     module = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+    ...     model = mk.pipeline(module, "1f1b", example=(x, y), loss=nn.functional.mse_loss)
     ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ...     losses = []
     ...     for step in range(3):
@@ -73,8 +71,8 @@ def pipeline(
     >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
     ...     for found in cluster.run(train):
     ...         print(found)
-    (True, ['linear0.weight', 'linear0.bias'])
-    (True, ['linear1.weight', 'linear1.bias', 'linear2.weight', 'linear2.bias'])
+    (True, ['0.weight', '0.bias'])
+    (True, ['2.weight', '2.bias'])
 
     Args:
         module: the whole module; changed in place.
@@ -110,9 +108,10 @@ def pipeline(
         pp=n, schedule=schedule, microbatches=n if microbatches is None else microbatches, **options
     )
     broadcast_all(context.comm, module)
+    batches = [example] if isinstance(example, tuple) else list(example)
     job = prepare(
-        module, [example] if isinstance(example, tuple) else example, plan,
-        loss=loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), steps=1, ranks=n,
+        module, batches, plan,
+        loss=loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), steps=len(batches), ranks=n,
         by_name=context.comm.wire.by_name,
     )  # fmt: skip
     return PipelineParallel(context, job)
@@ -135,6 +134,9 @@ class PipelineParallel(Wrapped):
         self._sync = GradientSync(stages)
         ranks = [self._comm.ranks[place] for place in job.where.schedule.stage_to_rank]
         self._tied = TiedWeights(context, job.where.shared, ranks, self._sync)
+        updated = {piece.parameter for piece in self._sync.pieces}
+        every = named_parameters(stages).values()
+        self._copies = [p for p in every if p not in updated]  # no optimizer has them
         self._pipeline = Pipeline(context, job, axes, self._sync)
         self._stale = True  # whether copies of tied weights may be out of date
         if not isinstance(context.record, SilentRecorder):
@@ -165,6 +167,8 @@ class PipelineParallel(Wrapped):
         self._send_tied()
         microbatches = self._split(inputs, targets)
         before = self._set_aside()
+        for copy in self._copies:
+            copy.grad = None
         mine = self._record.place()[2] < 0
         with self._record.step(self._number) if mine else self._record.span("pipeline"):
             returned = self._pipeline.step(self._number, microbatches)

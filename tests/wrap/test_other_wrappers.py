@@ -1,0 +1,365 @@
+"""mk.zero_optimizer, mk.tensor_parallel and mk.pipeline in a loop of one's own; all of them under torchrun."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.models import GPT, MLP
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from loops import Toy, adamw, apart, data, mine, models  # noqa: E402
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+Clusters = Callable[[int], mk.Cluster]
+
+
+# ---------------------------------------------------------------- mk.zero_optimizer
+
+
+def grouped(of: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in of.parameters() if parameter.requires_grad]
+    return make(
+        torch.optim.AdamW,
+        [{"params": trained[:3], "lr": 0.02}, {"params": trained[3:], "weight_decay": 0.3}],
+        lr=0.01,
+    )
+
+
+def plainly(
+    optimizer_class: type[torch.optim.Optimizer], params: Any, **options: Any
+) -> torch.optim.Optimizer:
+    return optimizer_class(params, **options)
+
+
+def divides_states(ctx: Any) -> tuple[float, int]:
+    module, plain = models(ctx)
+    model = mk.ddp(module)
+    optimizer, its = grouped(model, mk.zero_optimizer), grouped(plain, plainly)
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 20) for each in (optimizer, its)]
+    x, y = data()
+    for step in range(10):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        its.zero_grad()
+        F.mse_loss(plain(x), y).backward()
+        F.mse_loss(model(mine(ctx, x)), mine(ctx, y)).backward()
+        for each in (optimizer, its, *schedulers):
+            each.step()
+        if step == 5:  # states travel: to an optimizer without ranks, and back
+            saved, expected = optimizer.state_dict(), its.state_dict()
+            assert saved["param_groups"] == expected["param_groups"]
+            assert saved["state"].keys() == expected["state"].keys()
+            for number, state in expected["state"].items():
+                for name, value in state.items():
+                    assert torch.allclose(saved["state"][number][name], value, atol=1e-6)
+            optimizer = grouped(model, mk.zero_optimizer)
+            optimizer.load_state_dict(copy.deepcopy(expected))
+            schedulers[0].optimizer = optimizer
+    mine_only = sum(value.numel() for state in optimizer.state.values() for value in state.values())
+    return apart(model, plain), mine_only
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_sharded_adamw_equals_adamw(clusters: Clusters, ranks: int) -> None:
+    found = clusters(ranks).run(divides_states)
+    assert max(far for far, _ in found) < 1e-6
+    trained = sum(parameter.numel() for parameter in Toy().parameters() if parameter.requires_grad)
+    states = [count for _, count in found]
+    assert 2 * trained <= sum(states) < 2 * trained + 20
+    assert max(states) < 2 * trained
+
+
+def on_the_same_data(ctx: Any, with_group: bool) -> float:
+    """Without ddp: all ranks compute the same gradients, as in CS336's assignment."""
+    torch.manual_seed(42)
+    plain = Toy()
+    other = Toy()
+    other.load_state_dict(plain.state_dict())
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
+    sharded = mk.zero_optimizer(torch.optim.AdamW, other.parameters(), **options)
+    if with_group:
+        extra = nn.Parameter(torch.ones(3))
+        sharded.add_param_group({"params": [extra], "lr": 0.5})
+        extra.grad = torch.ones(3)
+    its = torch.optim.AdamW(plain.parameters(), **options)
+    x, y = data()
+    for step in range(10):
+        for model, optimizer in ((plain, its), (other, sharded)):
+            if not (with_group and step == 0):
+                optimizer.zero_grad()
+            ((model(x) - y) ** 2).sum().backward()
+            optimizer.step()
+    if with_group:
+        assert bool((extra < 0.6).all())
+    return apart(plain, other)
+
+
+def test_without_ddp_and_with_a_group_added(clusters: Clusters) -> None:
+    for with_group in (False, True):
+        assert clusters(2).run(on_the_same_data, with_group) == [0.0, 0.0]
+
+
+OPTIMIZER_MISTAKES = {
+    "an instance": (lambda m: mk.zero_optimizer(torch.optim.SGD(m.parameters()), m.parameters()), "takes a class first"),
+    "a module": (lambda m: mk.zero_optimizer(torch.optim.SGD, m), "was given a module: .*model.parameters()"),
+    "nothing": (lambda _: mk.zero_optimizer(torch.optim.SGD, []), "empty parameter list"),
+}  # fmt: skip
+
+
+def mistaken(_: Any) -> dict[str, str]:
+    found = {}
+    for name, (mistake, _says) in OPTIMIZER_MISTAKES.items():
+        try:
+            mistake(nn.Linear(2, 2))
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_mistakes_with_optimizers_are_explained(clusters: Clusters) -> None:
+    for found in clusters(2).run(mistaken):
+        for name, (_, says) in OPTIMIZER_MISTAKES.items():
+            with pytest.raises(ValueError, match=says):
+                raise ValueError(found[name])
+
+
+# ---------------------------------------------------------------- mk.tensor_parallel
+
+
+def gpt(heads: int = 3) -> GPT:
+    return GPT(layers=2, width=12, heads=heads)
+
+
+def language_loss(out: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), ids.flatten())
+
+
+def divided(ctx: Any, sequence: bool, mesh: bool) -> list[float]:
+    module, plain = models(ctx, lambda: gpt(2 if mesh else 3))
+    ids = torch.arange(32).view(4, 8)
+    rows, place = slice(None), None
+    if mesh:
+        place = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        rows = slice(2 * (ctx.rank // 2), 2 * (ctx.rank // 2) + 2)
+    model: Any = mk.tensor_parallel(module, group=place["tp"] if place else None, sequence=sequence)
+    model = mk.ddp(model, group=place["dp"]) if place else model
+    optimizer, its = (torch.optim.SGD(each.parameters(), lr=0.3) for each in (model, plain))
+    found = [apart(model, plain)]
+    for _ in range(3):
+        optimizer.zero_grad()
+        its.zero_grad()
+        language_loss(plain(ids), ids).backward()
+        language_loss(model(ids[rows]), ids[rows]).backward()
+        norms = (torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5), model.clip_grad_norm_(0.5))
+        found.append(abs(norms[0].item() - norms[1].item()))
+        its.step()
+        optimizer.step()
+        found.append(apart(model, plain))
+    model.load_state_dict(GPTS[2 if mesh else 3])
+    with torch.no_grad():
+        state = model.state_dict()
+    found.append(0.0 if all(torch.equal(state[n], v) for n, v in GPTS[2 if mesh else 3].items()) else 1.0)
+    held = sum(parameter.numel() for parameter in model.parameters())
+    found.append(0.0 if held < 0.7 * sum(parameter.numel() for parameter in plain.parameters()) else 1.0)
+    return found
+
+
+GPTS = {heads: gpt(heads).state_dict() for heads in (2, 3)}
+
+
+def test_tensor_parallel_equals_serial(cluster: mk.Cluster, clusters: Clusters) -> None:
+    for sequence in (False, True):  # three heads on two ranks: uneven parts
+        assert max(max(found) for found in clusters(2).run(divided, sequence, False)) < 2e-6
+    assert max(max(found) for found in cluster.run(divided, False, True)) < 2e-6
+
+
+def as_before(ctx: Any) -> bool:
+    model = MLP(2, 4)
+    return mk.tensor_parallel(ctx, model) is model and model(torch.ones(1, 2)).shape == (1, 4)
+
+
+def test_tensor_parallel_with_a_context_divides_in_place(clusters: Clusters) -> None:
+    assert all(clusters(2).run(as_before))
+
+
+def cannot_be_divided(_: Any) -> None:
+    mk.tensor_parallel(nn.Bilinear(3, 3, 3))
+
+
+def test_what_tensor_parallelism_cannot_divide_is_a_value_error(clusters: Clusters) -> None:
+    with pytest.raises(mk.RankFailed, match="ValueError"):
+        clusters(2).run(cannot_be_divided)
+
+
+# ---------------------------------------------------------------- mk.pipeline
+
+
+def staged(ctx: Any, schedule: str, options: dict[str, Any]) -> list[float]:
+    module, plain = models(ctx, lambda: GPT(layers=4, width=12, heads=3))
+    ids = torch.arange(64).view(8, 8)
+    example = [(ids, ids), (ids[:5], ids[:5])]
+    model = mk.pipeline(module, schedule, example=example, loss=language_loss, **options)
+    optimizer, its = (torch.optim.SGD(each.parameters(), lr=0.3) for each in (model, plain))
+    assert apart(model, plain) == 0
+    found = []
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        its.zero_grad()
+        batch = ids[:5] if step == 2 else ids
+        for part in (batch, batch.flip(0)):  # gradients add up
+            expected = language_loss(plain(part), part)
+            expected.backward()
+            found.append(abs(model.step(part, part) - expected.item()))
+        norms = (torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5), model.clip_grad_norm_(0.5))
+        found.append(abs(norms[0].item() - norms[1].item()))
+        its.step()
+        optimizer.step()
+        found.append(apart(model, plain))
+    state = {name: torch.full_like(value, 0.5) for name, value in plain.state_dict().items()}
+    model.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("1f1b", {"microbatches": 4}),
+        pytest.param("gpipe", {}, marks=pytest.mark.thorough),
+        pytest.param(
+            "interleaved_1f1b", {"microbatches": 4, "virtual_stages": 2}, marks=pytest.mark.thorough
+        ),
+        ("zbv", {"microbatches": 4}),
+    ],
+)
+def test_a_pipeline_equals_serial(clusters: Clusters, schedule: str, options: dict[str, Any]) -> None:
+    cluster = clusters(2)
+    assert max(max(found) for found in cluster.run(staged, schedule, options)) < 2e-6
+    assert 0 < cluster.timeline().bubble < 1
+
+
+class TiedEnds(nn.Module):
+    """No chain, and its head is its embedding: both stages use one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embedding(ids)
+        for block in self.blocks:
+            h = h + block(h)
+        return F.linear(h, self.embedding.weight)
+
+
+def tied(ctx: Any) -> list[float]:
+    module, plain = models(ctx, TiedEnds)
+    ids = torch.arange(16).view(4, 4)
+    model = mk.pipeline(module, "gpipe", example=(ids, ids), loss=language_loss)
+    optimizer, its = adamw(model.parameters()), adamw(plain.parameters())
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        its.zero_grad()
+        expected = language_loss(plain(ids), ids)
+        expected.backward()
+        found.append(abs(model.step(ids, ids) - expected.item()))
+        its.step()
+        optimizer.step()
+        found.append(apart(model, plain))
+    state = {name: torch.full_like(value, 0.25) for name, value in plain.state_dict().items()}
+    model.load_state_dict(state)
+    plain.load_state_dict(state)
+    found.append(abs(model.step(ids, ids) - language_loss(plain(ids), ids).item()))
+    return found
+
+
+def test_tied_weights_on_two_stages(clusters: Clusters) -> None:
+    assert max(max(found) for found in clusters(2).run(tied)) < 1e-5
+
+
+def counts(ctx: Any) -> list[float]:
+    def loss(out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        each = F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=0, reduction="sum")
+        return each, (y != 0).sum()
+
+    module, plain = models(ctx, TiedEnds)
+    ids = torch.arange(16).view(4, 4) * torch.tensor([[0], [1], [1], [1]])
+    model = mk.pipeline(module, "1f1b", example=(ids, ids), loss=loss)
+    for _ in range(2):  # the second is added to the first
+        total, count = loss(plain(ids), ids)
+        (total / count).backward()
+        assert abs(model.step(ids, ids) - (total / count).item()) < 1e-6
+    expected = {
+        name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None
+    }
+    return [
+        (parameter.grad - expected[name]).abs().max().item()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    ]
+
+
+def test_a_loss_that_counts(clusters: Clusters) -> None:
+    found = clusters(2).run(counts)
+    assert all(found)
+    assert max(map(max, found)) < 1e-6
+
+
+def pipeline_mistakes(_: Any) -> list[str]:
+    x, y = torch.ones(4, 2), torch.ones(4, 3)
+    how: dict[str, Any] = {"example": (x, y), "loss": F.mse_loss}
+    model = mk.pipeline(MLP(2, 3, width=3), **how)
+    found = []
+    for mistake in (
+        lambda: model(x),
+        lambda: model.step(torch.ones(3, 2), torch.ones(3, 3)),
+        lambda: mk.pipeline(MLP(2, 3, width=3), "1f2b", **how),
+        lambda: mk.pipeline(MLP(2, 3, width=3), **{**how, "loss": None}),
+        lambda: mk.pipeline(MLP(2, 3, width=3), dp=2, **how),
+        lambda: mk.pipeline(nn.ReLU(), **how),
+    ):
+        with pytest.raises(ValueError) as caught:
+            mistake()
+        found.append(str(caught.value))
+    return found
+
+
+def test_mistakes_with_pipelines_are_explained(clusters: Clusters) -> None:
+    for found in clusters(2).run(pipeline_mistakes):
+        says = (
+            r"loss = model.step\(inputs, targets\)", "shapes that the example had not", "1f2b",
+            "the last stage computes the loss", r"mk.pipeline\(dp=...\)", "it has no parameters",
+        )  # fmt: skip
+        for message, pattern in zip(found, says, strict=True):
+            with pytest.raises(ValueError, match=pattern):
+                raise ValueError(message)
+
+
+# ---------------------------------------------------------------- torchrun
+
+
+def test_all_of_them_under_torchrun() -> None:
+    """Without a Cluster and a ctx: in the process group that the program has made."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, str(HERE / "under_torchrun.py")], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: equal", "rank 1 of 2: equal"]
