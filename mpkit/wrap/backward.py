@@ -4,8 +4,8 @@
              the gradient of a parameter
     end      autograd has computed all gradients: a callback that it runs last, as torch's DDP and FSDP use it
 
-A backward within a backward (reentrant checkpoints) belongs to the outer one. Of a backward that failed there is no end;
-the next one begins anew.
+A backward within a backward (reentrant checkpoints) belongs to the outer one. A backward that failed has no end; the
+next one begins anew.
 """
 
 from __future__ import annotations
@@ -63,4 +63,4 @@ class Backwards:
                 self._task = -1
                 self._end()
 
-        torch.autograd.Variable._execution_engine.queue_callback(last)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(last)

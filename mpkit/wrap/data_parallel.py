@@ -1,8 +1,8 @@
 """mk.ddp: distributed data parallelism around a module, as torch's DistributedDataParallel.
 
-    forward     as the module's; buffers that have changed are the first rank's
-    backward    gradients are averaged over the ranks in buckets, while autograd goes on (`averaged`)
-    then        optimizer.step(), on each rank the same
+forward     as the module's; buffers that have changed are the first rank's
+backward    gradients are averaged over the ranks in buckets, while autograd goes on (`averaged`)
+then        optimizer.step(), on each rank the same
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class DataParallel(Wrapped):
         # Before the reducer's own hooks, which need a backward that has begun.
         self._backwards = Backwards(module.parameters(), self._begin, self._end)
         self._sync = Averaged(
-            Replicated(context, plan, {0: stage}, replicas, allow_unused="find_unused_parameters=True in mk.ddp")
+            Replicated(
+                context, plan, {0: stage}, replicas, allow_unused="find_unused_parameters=True in mk.ddp"
+            )
         )
         for parameter in module.parameters():
             self._record.ledger.track(parameter, "params")

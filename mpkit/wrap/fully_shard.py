@@ -10,7 +10,6 @@ from torch import nn
 from mpkit.plan.plan import Plan
 from mpkit.wrap.fully_sharded import FullySharded
 from mpkit.wrap.replicas import Group, checked, size_of
-from mpkit.wrap.tensor_parallel import TensorParallel
 
 __all__ = ["fully_shard"]
 
@@ -34,9 +33,9 @@ def fully_shard(
     """Wrap a module of which each rank keeps a part: ZeRO's stages 1 to 3, of which FSDP is the third.
 
     Every rank calls this at the same time, in a function that `Cluster.run` calls or under torchrun after
-    `init_process_group`. Parameters and buffers become the first rank's. The loop is that of `mk.ddp`, and the optimizer
-    is made afterwards, from `model.parameters()`: these are this rank's shares, under the model's names and in its order.
-    It has to treat each element by itself, as SGD and AdamW do.
+    `init_process_group`. Parameters and buffers become the first rank's. The loop is that of `mk.ddp`, and the
+    optimizer is made afterwards, from `model.parameters()`: these are this rank's shares, under the model's names and
+    in its order. It has to treat each element by itself, as SGD and AdamW do.
 
     >>> import mpkit as mk
     >>> def train(ctx):
@@ -54,8 +53,9 @@ def fully_shard(
     Args:
         module: on this rank's device; changed in place.
         stage: 1 divides the optimizer states, 2 the gradients too, 3 the parameters too.
-        precision: "fp32" keeps the module's dtype; "bf16" and "fp16" compute and communicate in 16 bits. Shares are then
-            fp32 master weights, outputs are fp32, and gradients in fp16 are scaled inside: no GradScaler is needed.
+        precision: "fp32" keeps the module's dtype; "bf16" and "fp16" compute and communicate in 16 bits. Shares are
+            then fp32 master weights, outputs are fp32, and gradients in fp16 are scaled inside: no GradScaler is
+            needed.
         bucket_mb: the most MiB that are reduced together, in stages 1 and 2.
         prefetch: number of layers that stage 3 gathers ahead.
         find_unused_parameters: allow parameters that get no gradient in a backward. One that no rank used has none.
@@ -64,24 +64,29 @@ def fully_shard(
 
     Returns:
         The wrapper: `model.module` is the module. `state_dict()` returns whole tensors on every rank,
-        `summon_full_params()` has the module whole inside its block, `clip_grad_norm_` clips by the norm over all ranks.
+        `summon_full_params()` has the module whole inside its block, `clip_grad_norm_` clips by the norm over all
+        ranks.
 
     Raises:
         ValueError: there is no process group, no such stage or precision, nothing to train, or it is wrapped already.
     """
-    checked(module, "mk.fully_shard", within=(TensorParallel,))
+    checked(module, "mk.fully_shard")
+    _check(stage, precision)
+    plan = Plan(
+        dp=size_of(module, group), zero=stage, precision=PRECISIONS[precision], batchnorm="local",
+        bucket_mb=bucket_mb, prefetch=prefetch, unused="allow" if find_unused_parameters else "error",
+    )  # fmt: skip
+    return FullySharded(module, plan, group)
+
+
+def _check(stage: Any, precision: Any) -> None:
     if stage not in (1, 2, 3) or isinstance(stage, bool):
         raise ValueError(
-            f"mk.fully_shard(stage={stage!r}): ZeRO has stage 1 (optimizer states are divided), 2 (gradients too) and 3 "
-            "(parameters too, which is FSDP). mk.ddp(module) divides nothing"
+            f"mk.fully_shard(stage={stage!r}): ZeRO has stage 1 (optimizer states are divided), 2 (gradients too) "
+            "and 3 (parameters too, which is FSDP). mk.ddp(module) divides nothing"
         )
     if precision not in PRECISIONS:
         raise ValueError(
             f"mk.fully_shard(precision={precision!r}): there are 'fp32', 'bf16' and 'fp16' (or torch.bfloat16, "
             "torch.float16)"
         )
-    plan = Plan(
-        dp=size_of(module, group), zero=stage, precision=PRECISIONS[precision], batchnorm="local",
-        bucket_mb=bucket_mb, prefetch=prefetch, unused="allow" if find_unused_parameters else "error",
-    )  # fmt: skip
-    return FullySharded(module, plan, group)

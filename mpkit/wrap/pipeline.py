@@ -91,22 +91,10 @@ def pipeline(
             does not fit the number of ranks.
     """
     checked(module, "mk.pipeline")
-    unknown = sorted(set(options) - {"virtual_stages", "recompute", "cut"})
-    if unknown:
-        raise ValueError(
-            f"mk.pipeline({unknown[0]}=...): of a Plan's fields it takes virtual_stages, recompute and cut. For replicas of "
-            "pipelines, 16 bits and all else Cluster.train takes a whole Plan"
-        )
-    if not callable(loss):
-        raise ValueError(
-            f"mk.pipeline(loss={loss!r}): the last stage computes the loss, so it is needed here: "
-            "loss=torch.nn.functional.cross_entropy, or any loss(outputs, targets) -> scalar"
-        )
+    _check(loss, options)
     context = context_for(module)
     n = context.world_size
-    plan = Plan(
-        pp=n, schedule=schedule, microbatches=n if microbatches is None else microbatches, **options
-    )
+    plan = Plan(pp=n, schedule=schedule, microbatches=n if microbatches is None else microbatches, **options)
     broadcast_all(context.comm, module)
     batches = [example] if isinstance(example, tuple) else list(example)
     job = prepare(
@@ -115,6 +103,20 @@ def pipeline(
         by_name=context.comm.wire.by_name,
     )  # fmt: skip
     return PipelineParallel(context, job)
+
+
+def _check(loss: Any, options: Mapping[str, Any]) -> None:
+    unknown = sorted(set(options) - {"virtual_stages", "recompute", "cut"})
+    if unknown:
+        raise ValueError(
+            f"mk.pipeline({unknown[0]}=...): of a Plan's fields it takes virtual_stages, recompute and cut. For "
+            "replicas of pipelines, 16 bits and all else Cluster.train takes a whole Plan"
+        )
+    if not callable(loss):
+        raise ValueError(
+            f"mk.pipeline(loss={loss!r}): the last stage computes the loss, so it is needed here: "
+            "loss=torch.nn.functional.cross_entropy, or any loss(outputs, targets) -> scalar"
+        )
 
 
 class PipelineParallel(Wrapped):
@@ -256,7 +258,15 @@ class PipelineParallel(Wrapped):
 
     def _from(self, owner: int, tensor: Tensor | None) -> Tensor:
         """Return one rank's tensor on all ranks."""
-        kinds = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
+        kinds = [
+            torch.float32,
+            torch.float64,
+            torch.float16,
+            torch.bfloat16,
+            torch.int64,
+            torch.int32,
+            torch.bool,
+        ]
         facts = torch.zeros(10, dtype=torch.int64)
         if self._comm.index == owner:
             assert tensor is not None

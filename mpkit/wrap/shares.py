@@ -76,7 +76,9 @@ class Shares:
 
     def _share(self, piece: Piece) -> nn.Parameter:
         if self._masters.copies and piece.parameter.is_floating_point():
-            return self._masters.of(piece).requires_grad_(piece.parameter.requires_grad)
+            share = self._masters.of(piece)
+            share.requires_grad_(piece.parameter.requires_grad)
+            return share
         return nn.Parameter(piece.held.detach(), piece.parameter.requires_grad)
 
     # ---- show, hide

@@ -1,15 +1,15 @@
 """mk.tensor_parallel: each layer divided by width over the ranks, for a loop of one's own.
 
-    divide       the module's parameters become this rank's parts of them, in place (`mpkit.parallel.tensor`)
-    forward      on the same inputs on every rank; what regions exchange is theirs
-    backward     every rank has the gradients of its parts; those of whole parameters are the same everywhere
-    then         optimizer.step(), on each rank its parts: nothing is averaged, since all compute the same batch
+divide       the module's parameters become this rank's parts of them, in place (`mpkit.parallel.tensor`)
+forward      on the same inputs on every rank; what regions exchange is theirs
+backward     every rank has the gradients of its parts; those of whole parameters are the same everywhere
+then         optimizer.step(), on each rank its parts: nothing is averaged, since all compute the same batch
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -78,10 +78,7 @@ class TensorParallel(Wrapped):
         parts = self._comm.all_gather(padded).chunk(self._comm.size)
         return put_together(
             shards,
-            [
-                part[:size].view(shard.shape)
-                for part, size, shard in zip(parts, sizes, shards, strict=True)
-            ],
+            [part[:size].view(shard.shape) for part, size, shard in zip(parts, sizes, shards, strict=True)],
         )
 
     def load_state_dict(
@@ -111,15 +108,26 @@ def tensor_parallel(
 ) -> TensorParallel: ...
 @overload
 def tensor_parallel(
+    module: nn.Module,
+    /,
+    *,
+    plan: TensorPlan | None,
+    group: Group = ...,
+    sequence: bool = ...,
+    overlap: bool = ...,
+) -> TensorParallel: ...
+@overload
+def tensor_parallel(
     ctx: Context,
     model: Model,
+    /,
     plan: TensorPlan | None = ...,
     *,
     group: ProcessGroup | None = ...,
     sequence: bool = ...,
     overlap: bool = ...,
 ) -> Model: ...
-def tensor_parallel(  # noqa: D417
+def tensor_parallel(
     module: Any,
     model: Any = None,
     plan: TensorPlan | None = None,
@@ -152,7 +160,8 @@ def tensor_parallel(  # noqa: D417
     `mk.tensor_parallel(ctx, model)` divides the model in place and returns it, without a wrapper and a broadcast.
 
     Args:
-        module: the whole module; changed in place.
+        module: the whole module; changed in place. Or the rank's context, and the model after it.
+        model: the model, where the context comes first.
         plan: what to divide; None for `mk.tensor.find_tensor_plan(module)`.
         group: the ranks that share the module: a communicator, torch's process group, or a DeviceMesh of one axis; None
             for all. `mk.ddp(mk.tensor_parallel(module, group=tp), group=dp)` is a mesh of both.
@@ -166,11 +175,15 @@ def tensor_parallel(  # noqa: D417
     Raises:
         ValueError: there is no process group, the module cannot be divided in this way, or it is wrapped already.
     """
-    if not isinstance(module, nn.Module) and isinstance(model, nn.Module):
-        return by_hand.tensor_parallel(
-            cast("Any", module), model, plan, group=group, sequence=sequence, overlap=overlap
-        )
-    plan = plan if model is None else model
+    how: dict[str, Any] = {"group": group, "sequence": sequence, "overlap": overlap}
+    if isinstance(model, nn.Module) and not isinstance(module, nn.Module):
+        return by_hand.tensor_parallel(module, model, plan, **how)
+    return _wrapped(module, model if plan is None else plan, **how)
+
+
+def _wrapped(
+    module: nn.Module, plan: TensorPlan | None = None, *, group: Group, sequence: bool, overlap: bool
+) -> TensorParallel:
     checked(module, "mk.tensor_parallel")
     context = context_for(module)
     comm = replicas_of(context, group)

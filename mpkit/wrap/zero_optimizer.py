@@ -4,9 +4,9 @@
     step    a rank's own optimizer updates its parameters, and has states for these only
     send    each rank broadcasts what it has updated
 
-Gradients are the same on all ranks before: `mk.ddp` averages them, or all ranks compute the same. Parameters are updated
-whole, so this takes any optimizer that treats each parameter by itself, Muon and Adafactor too. `mk.fully_shard(stage=1)`
-divides the states evenly to the element, and reduces gradients to the shards only.
+Gradients are the same on all ranks before: `mk.ddp` averages them, or all ranks compute the same. Parameters are
+updated whole, so this takes any optimizer that treats each parameter by itself, Muon and Adafactor too.
+`mk.fully_shard(stage=1)` divides the states evenly to the element, and reduces gradients to the shards only.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section
 5.1; torch's ZeroRedundancyOptimizer divides in the same way.
@@ -33,7 +33,7 @@ APART = ("params", "param_names")
 
 
 def zero_optimizer(
-    optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], *, group: Group = None, **kwargs: Any
+    optimizer_class: Any, params: Iterable[Any], *, group: Group = None, **kwargs: Any
 ) -> ZeroOptimizer:
     """Make an optimizer whose states are divided among ranks: with AdamW, 8 bytes per parameter become 8 / n.
 
@@ -168,7 +168,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # ---- states
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all parameters, on the CPU, as the optimizer would without ranks; every rank calls it."""
+        """Return the states of all parameters, on the CPU, as an optimizer without ranks has them.
+
+        Every rank calls it.
+        """
         number = {parameter: i for i, parameter in enumerate(self._every())}
         mine = {number[parameter]: state for parameter, state in self.state.items()}
         states: dict[int, Any] = {}

@@ -118,9 +118,7 @@ def side_by_side(
         if max_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
             clip = getattr(wrapped, "clip_grad_norm_", None)
-            same = (
-                clip(max_norm) if clip else torch.nn.utils.clip_grad_norm_(wrapped.parameters(), max_norm)
-            )
+            same = clip(max_norm) if clip else torch.nn.utils.clip_grad_norm_(wrapped.parameters(), max_norm)
             worst = max(worst, abs(norm.item() - same.item()))
         its.step()
         mine_of.step()

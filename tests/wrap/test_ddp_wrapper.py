@@ -6,6 +6,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import mpkit as mk
 from mpkit.trace import Kind
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loops import (  # noqa: E402
+from loops import (
     Branches,
     Normed,
     Toy,
@@ -39,10 +40,13 @@ Clusters = Callable[[int], mk.Cluster]
 
 
 def equals_serial(ctx: Any) -> list[float]:
-    return [
-        side_by_side(ctx, lambda module, mb=mb: mk.ddp(module, bucket_mb=mb), optimizer=optimizer, max_norm=norm)
-        for mb, optimizer, norm in ((25, momentum, None), (1e-6, momentum, 0.5), (3e-4, adamw, None), (1e-3, momentum, 0.1))
+    cases: list[tuple[float, Any, float | None]] = [
+        (25, momentum, None), (1e-6, momentum, 0.5), (3e-4, adamw, None), (1e-3, momentum, 0.1)
     ]  # fmt: skip
+    return [
+        side_by_side(ctx, partial(mk.ddp, bucket_mb=mb), optimizer=optimizer, max_norm=norm)
+        for mb, optimizer, norm in cases
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -185,7 +189,8 @@ def looks_like_the_module(ctx: Any) -> dict[str, Any]:
     return {
         "signature": inspect.signature(model.forward) == signature,
         "attributes": model.first is module.first and model.module is module,
-        "submodule": model.get_submodule("norm") is module.norm and model.get_parameter("first.bias") is module.first.bias,
+        "submodule": model.get_submodule("norm") is module.norm,
+        "parameter": model.get_parameter("first.bias") is module.first.bias,
         "modes": (model.training, module.training, module.norm.training),
         "names": list(model.state_dict()) == list(plain.state_dict()),
         "zeros": zeros,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mpkit.models import GPT
 from mpkit.trace import Kind
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loops import (  # noqa: E402
+from loops import (
     Branches,
     Normed,
     Toy,
@@ -31,7 +32,7 @@ from loops import (  # noqa: E402
     momentum,
     side_by_side,
 )
-from test_ddp_wrapper import checkpoints  # noqa: E402
+from test_ddp_wrapper import checkpoints
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Clusters = Callable[[int], mk.Cluster]
@@ -40,7 +41,7 @@ STAGES = (1, 2, 3)
 
 def equals_serial(ctx: Any, stages: tuple[int, ...]) -> list[float]:
     return [
-        side_by_side(ctx, lambda module: mk.fully_shard(module, stage), optimizer=optimizer, max_norm=norm)
+        side_by_side(ctx, partial(mk.fully_shard, stage=stage), optimizer=optimizer, max_norm=norm)
         for stage in stages
         for optimizer, norm in ((momentum, None), (adamw, 0.5))
     ]
@@ -59,9 +60,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def in_16_bits(ctx: Any, precision: str) -> list[Any]:
     found: list[Any] = []
     for stage in STAGES:
-        far = side_by_side(
-            ctx, lambda module: mk.fully_shard(module, stage, precision=precision), optimizer=sgd
-        )
+        far = side_by_side(ctx, partial(mk.fully_shard, stage=stage, precision=precision), optimizer=sgd)
         torch.manual_seed(0)
         model = mk.fully_shard(Toy(), stage, precision=precision)
         out = model(torch.ones(2, 10))
@@ -152,7 +151,9 @@ def scheduled(ctx: Any, stage: int) -> float:
     model = mk.fully_shard(module, stage)
 
     def grouped(of: nn.Module) -> torch.optim.Optimizer:  # by modules, as nanoGPT and others do
-        linear = {id(p) for m in of.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
+        linear = {
+            id(p) for m in of.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)
+        }
         trained = [p for p in of.parameters() if p.requires_grad]
         return torch.optim.AdamW(
             [

@@ -113,7 +113,7 @@ def test_without_ddp_and_with_a_group_added(clusters: Clusters) -> None:
 
 
 OPTIMIZER_MISTAKES = {
-    "an instance": (lambda m: mk.zero_optimizer(torch.optim.SGD(m.parameters()), m.parameters()), "takes a class first"),
+    "an instance": (lambda m: mk.zero_optimizer(torch.optim.SGD(m.parameters()), []), "takes a class first"),
     "a module": (lambda m: mk.zero_optimizer(torch.optim.SGD, m), "was given a module: .*model.parameters()"),
     "nothing": (lambda _: mk.zero_optimizer(torch.optim.SGD, []), "empty parameter list"),
 }  # fmt: skip

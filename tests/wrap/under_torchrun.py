@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ def main() -> None:
     ctx = SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size())
     assert side_by_side(ctx, lambda module: mk.ddp(module, bucket_mb=1e-3)) < 1e-6
     for stage in (1, 2, 3):
-        assert side_by_side(ctx, lambda module: mk.fully_shard(module, stage), max_norm=0.5) < 1e-6
+        assert side_by_side(ctx, partial(mk.fully_shard, stage=stage), max_norm=0.5) < 1e-6
     assert side_by_side(ctx, lambda module: mk.fully_shard(module, 3, precision="fp16")) < 2e-3
 
     module, plain = models(ctx)

@@ -152,7 +152,7 @@ class Part(Stage):
         """Yield the stage's parameters by their first names in the model."""
         yield from self._parameters.items()
 
-    def live_state(self) -> dict[str, Tensor]:
+    def live_state(self) -> dict[str, Any]:
         """Return this stage's part of the model's state: the parameters and buffers themselves."""
         whole = self._skeleton.model.state_dict(keep_vars=True)
         return {name: whole[name] for name in self._state}

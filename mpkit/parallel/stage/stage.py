@@ -91,16 +91,16 @@ class Stage:
         for prefix, layer in zip(self.names, self.layers, strict=True):
             yield from layer.named_parameters(prefix)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """Return parameters and buffers by the model's own names, on the CPU."""
         return {
             name: value.detach().cpu() if isinstance(value, Tensor) else value
             for name, value in self.live_state().items()
         }
 
-    def live_state(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers themselves, by the model's own names."""
-        state: dict[str, Tensor] = {}
+    def live_state(self) -> dict[str, Any]:
+        """Return the parameters and buffers themselves, by the model's own names; a module's extra state as it is."""
+        state: dict[str, Any] = {}
         for name, layer in zip(self.names, self.layers, strict=True):
             state |= layer.state_dict(prefix=prefix_of(name), keep_vars=True)
         return state
