@@ -373,6 +373,15 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(train: Train, zero: int) 
 # ---------------------------------------------------------------- a learner's own loop
 
 
+def in_fp16(ctx: Any) -> None:
+    shard(ctx, nn.Linear(4, 4), precision="fp16")
+
+
+def test_a_precision_is_not_ignored(clusters: Callable[[int], mk.Cluster]) -> None:
+    with pytest.raises(mk.RankFailed, match=r"(?s)ValueError: shard\(precision='fp16'\).*mk.fully_shard"):
+        clusters(2).run(in_fp16)
+
+
 def look(ctx: Any, zero: int) -> dict[str, Any]:
     """A step by hand; what a look at parameters gives inside and outside of `gathered`."""
     torch.manual_seed(13)

@@ -31,6 +31,9 @@ def shard(context: Context, model: nn.Module, stage: int = 3, **options: Any) ->
         stage: ZeRO stage, 1 to 3.
         options: other fields of a Plan, such as prefetch.
 
+    Raises:
+        ValueError: a precision is asked for, or the options are no Plan.
+
     >>> import torch, mpkit as mk
     >>> def train(ctx):
     ...     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -48,7 +51,13 @@ def shard(context: Context, model: nn.Module, stage: int = 3, **options: Any) ->
     ...     cluster.run(train)[0]
     ([(20,), (0,), (9,), (0,)], torch.Size([8, 4]))
     """
-    plan = Plan(dp=context.world_size, zero=stage, **options)
+    if options.get("precision", "full") != "full":
+        raise ValueError(
+            f"shard(precision={options['precision']!r}): 16 bits need fp32 master weights for the optimizer, and here "
+            "it is given the shards themselves, by hand. mk.fully_shard(model, stage, precision='fp16') has both, and the "
+            "loop of an ordinary model."
+        )
+    plan = Plan(dp=context.world_size, zero=stage, **{"batchnorm": "local", **options})
     stages = {0: Stage(0, layers_of(model), context.device)}
     replicas = MeshAxes(context.comm, context.device, plan.mesh).of("dp")
     return zero_sync(Replicated(context, plan, stages, replicas))
