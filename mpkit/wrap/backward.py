@@ -4,6 +4,10 @@
              the gradient of a parameter
     end      autograd has computed all gradients: a callback that it runs last, as torch's DDP and FSDP use it
 
+torch.autograd.grad with respect to inputs makes no gradients of parameters, and is none of these backwards. A graph of
+a backward (create_graph=True), for second derivatives, is refused where parameters are sharded: autograd would read
+what has been freed.
+
 A backward within a backward (reentrant checkpoints) belongs to the outer one. A backward that failed has no end; the
 next one begins anew.
 """
@@ -15,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from mpkit.models.nested import flatten
 
@@ -27,17 +32,25 @@ class Backwards:
     Args:
         parameters: those whose gradients the backwards make.
         begin, end: called in each backward.
+        second: whether second derivatives with respect to inputs are possible.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], begin: Callable[[], None], end: Callable[[], None]
+        self,
+        parameters: Iterable[nn.Parameter],
+        begin: Callable[[], None],
+        end: Callable[[], None],
+        *,
+        second: bool = True,
     ) -> None:
-        self._begin, self._end = begin, end
+        self._begin, self._end, self._second = begin, end, second
+        self._nodes: list[Any] = []  # where autograd accumulates the gradients
         self._task = -1  # autograd's number of the backward that is running
         self._tasks = 0  # backwards that have begun
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._gradient)
+                self._nodes.append(get_gradient_edge(parameter).node)
 
     def watch(self, output: Any) -> None:
         """Let the backward begin when the gradient of this output arrives."""
@@ -46,7 +59,11 @@ class Backwards:
                 tensor.register_hook(self._output)
 
     def _output(self, _gradient: Tensor) -> None:
-        if self._task != torch._C._current_graph_task_id():  # not begun, or an earlier one failed
+        if self._task == torch._C._current_graph_task_id():
+            return
+        if torch.is_grad_enabled() and not self._second:
+            raise _no_second()
+        if any(map(_is_executed, self._nodes)):  # not begun, or an earlier one failed
             self._start()
 
     def _gradient(self, _parameter: Tensor) -> None:
@@ -54,6 +71,8 @@ class Backwards:
             self._start()
 
     def _start(self) -> None:
+        if torch.is_grad_enabled():
+            raise _no_second()
         self._task = torch._C._current_graph_task_id()
         self._tasks = number = self._tasks + 1
         self._begin()
@@ -64,3 +83,19 @@ class Backwards:
                 self._end()
 
         torch.autograd.Variable._execution_engine.queue_callback(last)
+
+
+def _is_executed(node: Any) -> bool:
+    """Return whether the backward that is running accumulates the gradient of a parameter."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+    except RuntimeError:  # torch.autograd.grad with respect to this parameter, which accumulates nothing
+        return False
+
+
+def _no_second() -> ValueError:
+    return ValueError(
+        "backward(create_graph=True): gradients of a wrapped module's parameters are sent to other ranks, and have no "
+        "graph. Second derivatives with respect to inputs work under mk.ddp: torch.autograd.grad(outputs, inputs, "
+        "create_graph=True)"
+    )

@@ -63,18 +63,19 @@ class FullySharded(Wrapped):
 
     def __init__(self, module: nn.Module, plan: Plan, group: Group) -> None:
         context = context_for(module)
-        self_replicas = replicas_of(context, group)
+        replicas = replicas_of(context, group)
         super().__init__(module)
-        self._replicas, self._record = self_replicas, context.record
+        self._replicas, self._record = replicas, context.record
         self._stage = plan.zero
         small = {name: p for name, p in module.named_parameters() if p.dim() < 2}
-        # Before the hooks of strategies, which need a backward that has begun.
-        self._backwards = Backwards(module.parameters(), self._begin, self._end)
         # ---- 16 bits: the first rank's parameters, before they are cast
         if plan.precision != "full":
             broadcast_all(self._replicas, module)
         fp32_params = narrow(plan, module)
         self._half = Half(plan.precision, self._replicas, context.device)
+        # Before the hooks of strategies, which need a backward that has begun; after the cast, since autograd remembers
+        # the dtype.
+        self._backwards = Backwards(module.parameters(), self._begin, self._end, second=plan.zero < 3)
         # ---- shard what is large, replicate what is small
         stage = Stage(0, [("", module)], context.device)
         self._sync = zero_sync(

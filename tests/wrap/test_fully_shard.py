@@ -47,7 +47,7 @@ def equals_serial(ctx: Any, stages: tuple[int, ...]) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (3, 4))])
 def test_equals_serial_training(clusters: Clusters, ranks: int) -> None:
     for found in clusters(ranks).run(equals_serial, STAGES if ranks == 2 else (3,)):
         assert max(found) < 1e-6, found
@@ -89,6 +89,7 @@ def test_fp16_has_fp32_master_weights_and_needs_no_scaler(clusters: Clusters) ->
             assert alive
 
 
+@pytest.mark.thorough
 def test_bf16_too(clusters: Clusters) -> None:
     for found in clusters(2).run(in_16_bits, "bf16"):
         assert max(far for far, *_ in found) < 2e-3
@@ -219,12 +220,84 @@ def every_model(ctx: Any, stage: int) -> list[float]:
     ]
 
 
+# ---------------------------------------------------------------- two modules, second derivatives
+
+
+Wrap = Callable[[nn.Module], Any]
+
+
+def two_modules(wraps: tuple[Wrap, Wrap], x: Tensor, z: Tensor) -> dict[str, Tensor]:
+    """A GAN: backwards that go through both modules, or one of them, and two optimizers."""
+    torch.manual_seed(0)
+    generator = wraps[0](nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 10)))
+    critic = wraps[1](nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 1)))
+    optimizers = adamw(generator.parameters()), adamw(critic.parameters())
+    for _ in range(3):
+        optimizers[1].zero_grad()
+        real, fake = critic(x), critic(generator(z).detach())
+        (real.mean() - fake.mean() + fake.square().mean() + real.square().mean()).backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        critic(generator(z)).mean().backward()
+        optimizers[0].step()
+    return {f"{i}.{n}": v for i, m in enumerate((generator, critic)) for n, v in m.state_dict().items()}
+
+
+def every_pair(ctx: Any) -> list[float]:
+    source = torch.Generator().manual_seed(1)
+    x, z = torch.randn(8, 10, generator=source), torch.randn(8, 4, generator=source)
+    expected = two_modules((lambda m: m, lambda m: m), x, z)
+    pairs: list[tuple[Wrap, Wrap]] = [
+        (mk.ddp, mk.ddp), (mk.fully_shard, mk.ddp), (partial(mk.fully_shard, stage=1), mk.fully_shard)
+    ]  # fmt: skip
+    found = (two_modules(pair, mine(ctx, x), mine(ctx, z)) for pair in pairs)
+    return [max((state[n] - v).abs().max().item() for n, v in expected.items()) for state in found]
+
+
+def test_two_modules_in_one_backward(clusters: Clusters) -> None:
+    assert max(max(found) for found in clusters(2).run(every_pair)) < 1e-6
+
+
+def penalized(model: Any, x: Tensor) -> Tensor:
+    """WGAN-GP: the square of the gradient with respect to the input is part of the loss."""
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    loss: Tensor = model(x).mean() + gradient.square().sum(1).mean()
+    return loss
+
+
+def second_derivatives(ctx: Any) -> list[Any]:
+    found: list[Any] = []
+    x, _ = data()
+    for wrap in (mk.ddp, partial(mk.fully_shard, stage=1), partial(mk.fully_shard, stage=2)):
+        module, plain = models(ctx, OneLayer)
+        model: Any = wrap(module)
+        optimizer, its = sgd(model.parameters()), sgd(plain.parameters())
+        penalized(plain, x).backward()
+        penalized(model, mine(ctx, x)).backward()
+        its.step()
+        optimizer.step()
+        found.append(apart(model, plain))
+    for refused in (
+        lambda: penalized(mk.fully_shard(OneLayer()), x),
+        lambda: mk.ddp(OneLayer())(x).sum().backward(create_graph=True),
+    ):
+        with pytest.raises(ValueError, match="have no graph"):
+            refused()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_second_derivatives_are_right_or_refused(clusters: Clusters) -> None:
+    assert max(max(found) for found in clusters(2).run(second_derivatives)) < 1e-6
+
+
 class OneLayer(nn.Linear):
     def __init__(self) -> None:
         super().__init__(10, 5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [3, *(pytest.param(s, marks=pytest.mark.thorough) for s in (1, 2))])
 def test_models_of_many_kinds(clusters: Clusters, stage: int) -> None:
     assert max(max(found) for found in clusters(2).run(every_model, stage)) < 1e-6
 

@@ -72,7 +72,7 @@ def divides_states(ctx: Any) -> tuple[float, int]:
     return apart(model, plain), mine_only
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_a_sharded_adamw_equals_adamw(clusters: Clusters, ranks: int) -> None:
     found = clusters(ranks).run(divides_states)
     assert max(far for far, _ in found) < 1e-6
