@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from mpkit.launch.process.as_torchrun import OWN
+from mpkit.launch.process.joined import OWN
 
 __all__ = ["refuse_second_launcher"]
 

@@ -88,7 +88,7 @@ class Backwards:
 def _is_executed(node: Any) -> bool:
     """Return whether the backward that is running accumulates the gradient of a parameter."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad with respect to this parameter, which accumulates nothing
         return False
 

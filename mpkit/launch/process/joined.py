@@ -6,14 +6,36 @@ join           `init_process_group` in the program joins the group that this ran
 
 from __future__ import annotations
 
+import os
 from typing import Any
-
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from mpkit.support.replaced import Replaced
 
-__all__ = ["join"]
+__all__ = ["OWN", "as_torchrun", "join"]
+
+OWN = "mpkit-"
+"""How TORCHELASTIC_RUN_ID begins in the ranks of a Cluster."""
+
+
+def as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for this rank of a run on one machine.
+
+    Args:
+        rank: this rank.
+        ranks: the world size.
+        port: a free port; nothing listens there unless the program opens a store of its own.
+
+    >>> as_torchrun(1, 4, 29500)["LOCAL_RANK"]
+    '1'
+    """
+    return {
+        "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "ROLE_RANK": f"{rank}",
+        "WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}", "ROLE_WORLD_SIZE": f"{ranks}",
+        "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "NODE_RANK": "0", "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}",
+        "TORCHELASTIC_RUN_ID": f"{OWN}{os.getppid()}", "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }  # fmt: skip
 
 
 def join(rank: int, ranks: int, backend: str, store: Any) -> None:
@@ -25,6 +47,9 @@ def join(rank: int, ranks: int, backend: str, store: Any) -> None:
         backend: the backend of the group.
         store: where the ranks find each other.
     """
+    import torch.distributed as dist  # the launching process, which imports this module, may do without
+    from torch.distributed import distributed_c10d
+
     make = dist.init_process_group
     times = 0
 

@@ -32,11 +32,10 @@ from mpkit.comm.call_checks import CallChecks
 from mpkit.comm.communicator import Communicator
 from mpkit.comm.wire import Wire
 from mpkit.errors import CommMismatch
-from mpkit.launch.process.as_torchrun import as_torchrun
 from mpkit.launch.process.context import Context
 from mpkit.launch.process.current import joined
 from mpkit.launch.process.folder import UNREPORTED, Settings, part, write_error, write_note
-from mpkit.launch.process.joined import join
+from mpkit.launch.process.joined import as_torchrun, join
 from mpkit.launch.process.memory_picture import is_out_of_memory, picture_of
 from mpkit.launch.process.output import Labelled
 from mpkit.launch.process.stacks import answer_requests
