@@ -36,6 +36,7 @@ class Averaged(DDP):
         """Expect the gradients of one backward."""
         self._next = 0
         for bucket in self._buckets:
+            bucket.wait()  # of a backward that failed
             bucket.missing = set(bucket.views)
 
     def _on_grad_ready(self, parameter: Tensor) -> None:

@@ -107,6 +107,13 @@ class FullySharded(Wrapped):
         """Number of backwards whose gradients were dropped on all ranks, since they were not finite in fp16."""
         return self._half.skipped
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's shares, by the names of their parameters in the user's module."""
+        self._forget_failed()
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within the block gradients accumulate, as outside of it: each backward reduces its own.
@@ -126,6 +133,7 @@ class FullySharded(Wrapped):
         return output
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._forget_failed()
         if not self._shares.hidden:
             self._update()
             self._sync.synchronize_buffers()
@@ -162,13 +170,21 @@ class FullySharded(Wrapped):
 
         A forward does this itself after an optimizer's step. It is for parameters that are changed in another way.
         """
+        self._forget_failed()
         self._shares.give()
         self._sync.renew()
         self._stale = False
 
     # ---- backward -------------------------------------------------------------------------------------------
 
+    def _forget_failed(self, *, now: bool = False) -> None:
+        """Give up a backward that began and failed; `now` if another begins, and otherwise outside of any."""
+        if self._open is not None and (now or torch._C._current_graph_task_id() == -1):
+            self._open = None
+            self._shares.show()
+
     def _begin(self) -> None:
+        self._forget_failed(now=True)
         self._op = self._record.begin(Kind.BACKWARD, "backward")
         self._half.begin_backward()
         self._shares.hide()  # a checkpoint calls the module's layers again
@@ -182,6 +198,7 @@ class FullySharded(Wrapped):
     def _end(self) -> None:
         assert self._open is not None
         self._open.close()
+        self._open = None
         self._shares.show()
         self._record.end(self._op)
         self._sync.finish()
@@ -217,6 +234,7 @@ class FullySharded(Wrapped):
 
         Every rank calls it; the tensors are gathered, and are copies.
         """
+        self._forget_failed()
         state = self.module.state_dict(*args, prefix=prefix, **kwargs)
         whole = self._shares.full(self._shares.of)
         first = {id(share): piece.name for piece, share in self._shares.of.items()}

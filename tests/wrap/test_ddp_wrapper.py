@@ -205,9 +205,9 @@ def test_the_wrapper_looks_like_the_module(clusters: Clusters) -> None:
         assert all(found.values()), found
 
 
-def goes_on_after_a_failed_backward(ctx: Any) -> float:
+def goes_on_after_a_failed_backward(ctx: Any, wrap: Callable[[nn.Module], Any]) -> float:
     module, plain = models(ctx)
-    model = mk.ddp(module)
+    model = wrap(module)
     x, y = data()
 
     class Fails(torch.autograd.Function):
@@ -232,7 +232,8 @@ def goes_on_after_a_failed_backward(ctx: Any) -> float:
 
 
 def test_a_backward_that_failed_leaves_nothing_behind(clusters: Clusters) -> None:
-    assert max(clusters(2).run(goes_on_after_a_failed_backward)) < 1e-6
+    for wrap in (partial(mk.ddp, bucket_mb=3e-4), partial(mk.fully_shard, stage=2), mk.fully_shard):
+        assert max(clusters(2).run(goes_on_after_a_failed_backward, wrap)) < 1e-6
 
 
 class Checkpointed(nn.Module):

@@ -65,6 +65,9 @@ class Gradients(ABC):
 
     def begin_step(self) -> None:
         """Drop all gradients and their memory; the backward allocates it as the forward's activations go."""
+        if self._work is not None:  # of a backward that failed
+            self._work.wait()
+            self._work = None
         self.ready.clear()
         self.flat.drop()
 
