@@ -43,6 +43,15 @@ class SilentLedger(Ledger):
     def change(self, *deltas: tuple[str, int]) -> None:
         """Count nothing."""
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count nothing."""
+
+    def forget(self) -> None:
+        """Do nothing."""
+
+    def clear(self) -> None:
+        """Do nothing."""
+
 
 class SilentRecorder(Recorder):
     """A Recorder without files: strategies call it as they call any other.
@@ -79,6 +88,20 @@ class SilentRecorder(Recorder):
         """Record nothing."""
 
     def loss(self, value: float) -> None:
+        """Record nothing."""
+
+    def costs(self, index: int, flops: float, nbytes: int) -> None:
+        """Record nothing."""
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Record nothing."""
+
+    @property
+    def count(self) -> int:
+        """The number of ops: none."""
+        return 0
+
+    def idle(self, idle: bool) -> None:
         """Record nothing."""
 
     def span(self, name: str, *, flops: float = 0.0, nbytes: int = 0) -> Any:
