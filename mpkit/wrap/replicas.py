@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from mpkit.comm.communicator import Communicator
+from mpkit.comm.current import current_communicator
 from mpkit.comm.one_rank import OneRank
 from mpkit.launch.process.context import Context
-from mpkit.launch.process.current import current_context
 from mpkit.wrap.wrapped import Wrapped
 
-__all__ = ["Group", "checked", "context_for", "replicas_of", "size_of"]
+__all__ = ["Group", "checked", "context_for", "context_on", "replicas_of", "size_of"]
 
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 """The ranks that work together: a communicator, torch's process group, a mesh of one axis, or None for all."""
@@ -27,7 +27,7 @@ def context_for(module: nn.Module) -> Context:
         ValueError: there is no process group, or its backend cannot send tensors from the module's device.
     """
     first = next((*module.parameters(), *module.buffers()).__iter__(), None)
-    context = current_context(first.device if first is not None else torch.device("cpu"))
+    context = context_on(first.device if first is not None else torch.device("cpu"))
     if first is not None and first.device != context.device:
         module.to(context.device)
     backend = "gloo" if context.comm.wire.gloo else "nccl"
@@ -37,6 +37,12 @@ def context_for(module: nn.Module) -> Context:
             "module.cuda() comes before it is wrapped, or init_process_group('gloo')"
         )
     return context
+
+
+def context_on(device: torch.device) -> Context:
+    """Return this rank's context, for tensors on a device."""
+    comm = current_communicator(device)
+    return Context(comm.rank, comm.world_size, comm.wire.device, comm, comm.wire.record)
 
 
 def replicas_of(context: Context, group: Group) -> Communicator:

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.launch.process.current import current_context
 from mpkit.parallel.data_parallel.ddp import broadcast_tensors
 from mpkit.record.hooks import watch_optimizer
-from mpkit.wrap.replicas import Group, replicas_of
+from mpkit.wrap.replicas import Group, context_on, replicas_of
 
 __all__ = ["ZeroOptimizer", "zero_optimizer"]
 
@@ -90,7 +89,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._local: torch.optim.Optimizer | None = None
         super().__init__(params, {})
         first: Tensor = self.param_groups[0]["params"][0]
-        context = current_context(first.device)
+        context = context_on(first.device)
         self._replicas, self._device = replicas_of(context, group), first.device
         # ---- own
         self._owner: dict[Tensor, int] = {}

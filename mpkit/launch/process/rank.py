@@ -30,10 +30,10 @@ import torch.distributed as dist
 
 from mpkit.comm.call_checks import CallChecks
 from mpkit.comm.communicator import Communicator
+from mpkit.comm.current import joined
 from mpkit.comm.wire import Wire
 from mpkit.errors import CommMismatch
 from mpkit.launch.process.context import Context
-from mpkit.launch.process.current import joined
 from mpkit.launch.process.folder import UNREPORTED, Settings, part, write_error, write_note
 from mpkit.launch.process.joined import as_torchrun, join
 from mpkit.launch.process.memory_picture import is_out_of_memory, picture_of
@@ -60,7 +60,7 @@ def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -
         checks = CallChecks(place, rank) if settings.compares else None
         comm = Communicator(Wire(rank, settings.ranks, recorder, device, settings.backend, checks))
         context = Context(rank, settings.ranks, device, comm, recorder)
-        joined(context)
+        joined(comm)
         work(context, place)
         recorder.close("finished")
         leave(fds)
