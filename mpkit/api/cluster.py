@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,10 @@ from mpkit.api.import_ahead import import_ahead
 from mpkit.api.train_example import EXAMPLE, MEANT
 from mpkit.devices.local.table import devices_html, devices_text
 from mpkit.errors import MpkitError
+from mpkit.launch.external.environment import is_launched, place_here
+from mpkit.launch.external.launched import refuse_second_launcher
 from mpkit.launch.hang.hang import GRACE
 from mpkit.launch.launch import Launch
-from mpkit.launch.launched import refuse_second_launcher
 from mpkit.launch.process.fork_server_client import ForkServerClient
 from mpkit.launch.process.payload import here, pack
 from mpkit.support.calls import answers
@@ -29,7 +31,10 @@ if TYPE_CHECKING:
 
     from mpkit.api.run import Run
     from mpkit.devices.hardware import Hardware
+    from mpkit.launch.external.external_launch import ExternalLaunch
+    from mpkit.launch.external.session import Session
     from mpkit.plan.plan import Plan
+    from mpkit.prepare.prepare import TrainJob
     from mpkit.timeline.timeline import Timeline
     from mpkit.trace import Trace
 
@@ -51,7 +56,8 @@ class Cluster:
     [[1.0, 1.0], [1.0, 1.0]]
 
     Args:
-        ranks: the number of processes; with `devices` one per device by default.
+        ranks: the number of processes; with `devices` one per device by default. None where a launcher has started
+            them (torchrun, srun, mpirun): see `from_env`.
         device: "auto" (GPUs if there are any, else CPU processes), "cpu", "cuda", another kind of accelerator ("xpu",
             "hpu", "mps"), or one of them ("cuda:1"), which all ranks share. Ranks on GPUs use nccl if each has a GPU
             of its own; else, and on other accelerators, gloo through the host's memory.
@@ -70,10 +76,17 @@ class Cluster:
         self, ranks: int | None = None, device: str = "auto", *, devices: Any = None, layers: bool = False,
         start: str | None = None,
     ) -> None:  # fmt: skip
-        refuse_second_launcher()
-        self._chosen = chosen = place_ranks(ranks, device, devices)
+        launched = ranks is None and is_launched()
+        if not launched:
+            refuse_second_launcher()
+        self._chosen = chosen = place_ranks(1 if launched and devices is None else ranks, device, devices)
         self.ranks, self.device, self.devices = chosen.ranks or 0, chosen.kind, len(chosen.numbers)
         self.backend = "nccl" if self.device == "cuda" and chosen.one_each(self.ranks) else "gloo"
+        self._session: Session | None = None
+        if launched:
+            from mpkit.launch.external.session import Session
+
+            self._session = Session(self.device, self.devices)
         self.layers = layers
         if start not in (None, "fork", "spawn"):
             raise ValueError(
@@ -82,12 +95,37 @@ class Cluster:
         import sys
 
         self._fork = start == "fork" if start else sys.platform == "linux"
-        self._fork_server: ForkServerClient | None = ForkServerClient(self._fork)
+        self._fork_server: ForkServerClient | None = None
+        if self._session is None:
+            self._fork_server = ForkServerClient(self._fork)
+        else:
+            self.ranks, self.backend = self._session.ranks, self._session.backend
         self._imports = import_ahead()
-        self._current: Launch | None = None
+        self._current: Launch | ExternalLaunch | None = None
         self._training: Run | None = None  # the latest training
         self._launching = threading.Lock()  # one thread at a time checks whether it is busy, and launches
         self._closed = False
+
+    @classmethod
+    def from_env(cls, device: str = "auto", *, layers: bool = False) -> Cluster:
+        """Return the cluster of the ranks that a launcher has started, of which this process is one.
+
+        Under torchrun, SLURM's srun or mpirun, on one machine or several, every process runs the same script and makes
+        the same calls. `train` and `run` then run this process's rank here, and return when all ranks have finished.
+        The results of `run`, `run.losses` and `run.state_dict()` are the same on every rank; `run.trace` and
+        `run.timeline()` are those of rank 0. See docs/many-machines.md.
+
+        Raises:
+            ValueError: no launcher's variables are set.
+            MpkitError: not all processes came.
+        """
+        place_here()  # says what is missing
+        return cls(None if is_launched() else 1, device, layers=layers)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank under a launcher; 0 where this process starts the ranks itself."""
+        return 0 if self._session is None else self._session.rank
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.backend
@@ -118,6 +156,11 @@ class Cluster:
         """
         if self._closed:
             raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={ranks})")
+        if self._session is not None and ranks != self.ranks:
+            raise ValueError(
+                f"the launcher has started {self.ranks} ranks, and {ranks} are asked for: start the script with as "
+                "many (torchrun --nproc-per-node), or without a launcher, where a Cluster starts its ranks itself"
+            )
         other = copy.copy(self)
         other.ranks, other._current, other._training = check_ranks(ranks), None, None
         other.backend = "nccl" if other.device == "cuda" and self._chosen.one_each(ranks) else "gloo"
@@ -169,7 +212,7 @@ class Cluster:
 
             fn, args, modules = watched, (fn, check_watch(watch), *args), NEEDED
         launch = self.launch(fn, args, timeout=timeout, sink=print, modules=modules)
-        launch.finish()
+        launch.work()
         return launch.results()
 
     @property
@@ -242,14 +285,29 @@ class Cluster:
             from mpkit.api.run import Run
             from mpkit.prepare.prepare import prepare
 
-            job = prepare(
-                model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", loss=loss, optimizer=optimizer,
-                steps=steps, seed=seed, max_grad_norm=max_grad_norm, lr_schedule=lr_schedule,
+            job = self._agreed(
+                prepare, model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", loss=loss,
+                optimizer=optimizer, steps=steps, seed=seed, max_grad_norm=max_grad_norm, lr_schedule=lr_schedule,
                 checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, checkpoint_keep=checkpoint_keep,
                 resume_from=resume_from, on_step=on_step, evaluate=evaluate, every=every, ema=ema,
             )  # fmt: skip
         self._training = Run(self, job, timeout=timeout, show=show)
-        return self._training
+        return self._worked(self._training)
+
+    def _agreed(self, prepare: Callable[..., TrainJob], *args: Any, **kwargs: Any) -> TrainJob:
+        """Return what `prepare` returns; under a launcher, once all processes have found that they ask for the same."""
+        if self._session is None:
+            return prepare(*args, **kwargs)
+        from mpkit.api.launched_cluster import facts_in_common
+
+        return self._session.same("this training", partial(prepare, *args, **kwargs), facts_in_common)
+
+    def _worked(self, training: Run) -> Run:
+        """Return the Run; under a launcher, once this process's rank and all others have finished."""
+        if self._session is not None and self._current is not None:
+            self._current.work()
+            training.wait()
+        return training
 
     @property
     def _busy(self) -> bool:
@@ -313,7 +371,7 @@ class Cluster:
         modules: Sequence[str] = (),
         grace: float = GRACE,
         compares: bool = True,
-    ) -> Launch:
+    ) -> Launch | ExternalLaunch:
         """Start `fn(ctx, *args)` on every rank and return its `Launch`; `run` and `train` are built on this.
 
         Args:
@@ -326,13 +384,20 @@ class Cluster:
         """
         if self._closed:
             raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={self.ranks})")
-        refuse_second_launcher()
         timeout = check_timeout(timeout)
         self._make_free("raise")
         payload = pack(fn, args)
         settings = here(
             self.ranks, self.device, self.backend, self.devices, self.layers, compares, self._chosen.numbers
         )
+        if self._session is not None:
+            from mpkit.launch.external.external_launch import ExternalLaunch
+
+            self._current = ExternalLaunch(
+                self._session, settings, payload, timeout=timeout, sink=sink, meta=meta or {}, grace=grace
+            )
+            return self._current
+        refuse_second_launcher()
         with self._launching:
             self._make_free("raise")  # another thread may have launched first
             if self._fork_server is None or not self._fork_server.alive:

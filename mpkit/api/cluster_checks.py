@@ -91,7 +91,10 @@ def place_ranks(ranks: Any, device: Any, devices: Any) -> Chosen:
         for note in there.notes if there is not None else ():
             print(f"mpkit: {note}")
     if chosen.ranks is None:
-        raise ArgumentError("mk.Cluster() lacks ranks. Such as:\n    mk.Cluster(ranks=4)")
+        raise ArgumentError(
+            "mk.Cluster() lacks ranks. Such as:\n    mk.Cluster(ranks=4)\n"
+            "(Without a number it is the ranks that torchrun, srun or mpirun have started, and none of these has.)"
+        )
     check_ranks(chosen.ranks)
     return chosen
 

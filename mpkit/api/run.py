@@ -13,8 +13,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpkit.api.launched_cluster import ProgressLine
 from mpkit.api.observer import Observer, Observers
 from mpkit.api.run_results import RunResults
+from mpkit.launch.external.external_launch import ExternalLaunch
 from mpkit.parallel.checkpoint.lock import FolderLock
 from mpkit.support.display import draw
 from mpkit.support.tracebacks import public
@@ -84,7 +86,10 @@ class Run(RunResults):
         try:
             self._saves_alone = self._lock()
             self._feeder = self._fed_by(job)
-            if show or (show is None and in_notebook()):
+            if isinstance(launch, ExternalLaunch):
+                if launch.leads and (show or (show is None and sys.stderr.isatty())):
+                    self._observers.add(ProgressLine())
+            elif show or (show is None and in_notebook()):
                 self.show()
         except BaseException:
             self._launch.end()
@@ -95,7 +100,9 @@ class Run(RunResults):
 
     def _lock(self) -> FolderLock | None:
         """Lock the checkpoint folder against other trainings; called before any rank is started."""
-        return None if self._job.how.saving is None else FolderLock(Path(self._job.how.saving.folder))
+        if self._job.how.saving is None or not self._launch.leads:
+            return None
+        return FolderLock(Path(self._job.how.saving.folder))
 
     # ---- while it runs ------------------------------------------------------------------------------------
 
@@ -203,12 +210,12 @@ class Run(RunResults):
         """Start a reader that feeds streamed data to the ranks; None if the data is no stream."""
         from mpkit.data.stream import Stream
 
-        if not isinstance(job.what.batches, Stream):
+        if not isinstance(job.what.batches, Stream) or not self._launch.feeds:
             return None
         from mpkit.data.feeding import Feeder
 
         steps = range(job.how.first_step, job.how.steps)
-        return Feeder(job.what.batches, self._launch.folder, steps, self._launch.ranks)
+        return Feeder(job.what.batches, self._launch.folder, steps, self._launch.feeds)
 
     def _look_at_data(self) -> None:
         """End the run with the data's error if the stream failed or ran out."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from mpkit.analysis.placed_ranks import Placement
     from mpkit.devices.hardware import Hardware
+    from mpkit.launch.external.external_launch import ExternalLaunch
     from mpkit.launch.launch import Launch
     from mpkit.prepare.prepare import TrainJob
     from mpkit.timeline.live_timeline import LiveFeed
@@ -34,7 +35,7 @@ class RunResults:
         launch: its ranks.
     """
 
-    def __init__(self, job: TrainJob, launch: Launch) -> None:
+    def __init__(self, job: TrainJob, launch: Launch | ExternalLaunch) -> None:
         self.plan = job.plan
         self.steps = job.how.steps
         self.first_step = job.how.first_step
@@ -72,7 +73,7 @@ class RunResults:
         The list says that it is incomplete when it is shown while the run goes on.
         """
         going = not self.done  # before the losses are read, which may be complete by then
-        losses = self.trace.losses
+        losses = self._launch.losses
         return Losses(losses, self._so_far(len(losses), going))
 
     @property
@@ -86,7 +87,7 @@ class RunResults:
     @property
     def stopped_early(self) -> Stop | None:
         """Where and why `on_step` ended the training early: step, rank and reason; None if it did not."""
-        return self.trace.stop
+        return self.trace.stop if self._launch.leads else None  # under a launcher, rank 0 knows
 
     def _so_far(self, done: int, going: bool) -> str:
         """Say why there are no losses after `done` steps; "" if all requested steps are done."""
@@ -108,7 +109,7 @@ class RunResults:
         A rank without samples, such as one in the middle of a pipeline, has the digest of no data. The steps are
         those that every rank has begun, from `first_step` on.
         """
-        return read_taken(self._launch.folder, self._launch.ranks)[0]
+        return self._taken()[0]
 
     @property
     def samples_seen(self) -> list[list[list[str]]]:
@@ -117,7 +118,12 @@ class RunResults:
         No sample was lost and none seen twice if the digests of all ranks together are those of the whole batch,
         and over an epoch those that `mk.digest.sample_digests` returns for the whole dataset.
         """
-        return read_taken(self._launch.folder, self._launch.ranks)[1]
+        return self._taken()[1]
+
+    def _taken(self) -> tuple[list[list[str]], list[list[list[str]]]]:
+        if not self._launch.leads:
+            raise MpkitError("what all ranks took is known on rank 0: `if cluster.rank == 0:`")
+        return read_taken(self._launch.folder, self._launch.ranks)
 
     @property
     def trace(self) -> Trace:
@@ -152,7 +158,7 @@ class RunResults:
                 "is in none of these times; mk.Batches(dataset, batch_size) loads on the ranks, where it counts."
             )
         if going:
-            timeline.so_far = self._so_far(len(self.trace.losses), going)
+            timeline.so_far = self._so_far(len(self._launch.losses), going)
             timeline.notes.append(f"So far: {timeline.so_far}.")
         return timeline
 

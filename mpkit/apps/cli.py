@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=_demo)
     _add_watch(commands)
+    _add_launch(commands)
     _add_classroom(commands)
     add_doctor(commands)
     return parser
@@ -91,6 +92,25 @@ def _add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     watch.add_argument("program", help="the script")
     watch.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     watch.set_defaults(run=_watch)
+
+
+def _add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    launch = commands.add_parser(
+        "launch",
+        help="print the commands that start a script on several machines",
+        description="Prints the commands that start SCRIPT on several machines, with each flag explained: torchrun, a "
+        "SLURM batch file, accelerate, deepspeed. It starts nothing.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    launch.add_argument("--nodes", type=int, default=1, help="machines")
+    launch.add_argument("--gpus", type=int, default=8, help="GPUs per machine, a process for each")
+    launch.add_argument("--address", default="NODE0", help="name or address of the first machine")
+    launch.add_argument("--port", type=int, default=29500, help="a free port there")
+    launch.add_argument("--hours", type=float, default=1.0, help="time limit of the SLURM job")
+    launch.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as after python -m")
+    launch.add_argument("program", metavar="SCRIPT", help="train.py")
+    launch.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    launch.set_defaults(run=_launch)
 
 
 def _add_classroom(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -147,6 +167,16 @@ def _watch(options: argparse.Namespace) -> None:
         program, ranks=options.ranks, device=options.device, depth=options.depth, timeout=options.timeout,
         html=options.html, trace=options.trace,
     )  # fmt: skip
+
+
+def _launch(options: argparse.Namespace) -> None:
+    from mpkit.apps.launch_commands import LaunchPlan, commands
+    from mpkit.apps.watch import Program
+
+    program = Program(options.program, tuple(options.arguments), options.module)
+    plan = LaunchPlan(program, options.nodes, options.gpus, options.address, options.port, options.hours)
+    plan.check()
+    print(commands(plan))
 
 
 def _grade(options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpkit.api.cluster import Cluster
+from mpkit.launch.external.environment import is_launched
 
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
@@ -81,17 +82,29 @@ def watch(
         RankFailed: the program failed on a rank.
     """
     program.check()
-    with Cluster(ranks or _gpus() or 2, device) as cluster:
+    with _cluster(ranks, device) as cluster:
         try:
             cluster.run(program.run, timeout=timeout, watch=True if depth is None else depth)
         finally:
-            if trace is not None:
+            if trace is not None and cluster.rank == 0:
                 print(f"mpkit: the trace is in {cluster.trace.save(trace)}")
+        if cluster.rank:
+            return
         timeline = cluster.timeline()
         print(timeline)
         if html is not None:
             timeline.to_html(html)
             print(f"mpkit: an interactive timeline is in {html}")
+
+
+def _cluster(ranks: int | None, device: str) -> Cluster:
+    """Return the ranks: those that torchrun, srun or mpirun have started, if one of these has started this process."""
+    if not is_launched():
+        return Cluster(ranks or _gpus() or 2, device)
+    cluster = Cluster.from_env(device)
+    if ranks not in (None, cluster.ranks):
+        raise ValueError(f"--ranks {ranks}: the launcher has started {cluster.ranks}; leave --ranks out here")
+    return cluster
 
 
 def _gpus() -> int:

@@ -16,7 +16,7 @@ from mpkit.comm.communicator import Communicator
 from mpkit.comm.wire import Wire
 from mpkit.record.silent import SilentRecorder
 
-__all__ = ["current_communicator", "joined"]
+__all__ = ["current_communicator", "joined", "left"]
 
 _JOINED: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]] = WeakKeyDictionary()
 """By torch's default process group, which is the state of this process that these belong to."""
@@ -25,6 +25,11 @@ _JOINED: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]] 
 def joined(comm: Communicator) -> None:
     """Note that this process has joined the default process group, whose communicator this is."""
     _JOINED[_world()] = {comm.wire.device: comm}
+
+
+def left() -> None:
+    """Forget what `joined` noted: the process group stays, and the rank's recorder is closed."""
+    _JOINED.pop(_world(), None)
 
 
 def current_communicator(device: torch.device) -> Communicator:

@@ -20,7 +20,7 @@ from mpkit.support.disk import full_disk
 from mpkit.support.tracebacks import fold_stack, internals_shown
 from mpkit.trace import Kind, RankTrace, Trace
 
-__all__ = ["failure"]
+__all__ = ["failure", "last_seen", "lost"]
 
 
 class Place(TypedDict):
@@ -80,8 +80,9 @@ def _raised(rank: int, errors: dict[int, dict[str, Any]], trace: Trace) -> RankF
         )
     picture = error.get("memory")
     memory = "" if picture is None else f"\n\n{out_of_memory_text(rank, picture, trace)}"
+    who = f"rank {rank} of {trace.world_size}{_on(rank, trace)}"
     return RankFailed(
-        f"rank {rank} of {trace.world_size} failed{_place(place)}: {error['type']}: {error['message']}\n\n"
+        f"{who} failed{_place(place)}: {error['type']}: {error['message']}\n\n"
         f"rank {rank}'s own traceback:\n{error['traceback' if internals_shown() else 'folded'].rstrip()}{memory}",
         rank=rank,
         **place,
@@ -100,8 +101,29 @@ def crash_stack(path: Path) -> str:
     return fold_stack(main) if main else ""
 
 
+def lost(rank: int, trace: Trace, name: str, seconds: float, others: int = 0) -> RankFailed:
+    """Return the error of a rank on some host of which nothing has been heard for a while.
+
+    Args:
+        rank: the rank.
+        trace: what has arrived of the trace.
+        name: the rank and its host in words.
+        seconds: how long nothing has been heard.
+        others: how many further ranks are as silent.
+    """
+    place, last = last_seen(trace.ranks[rank])
+    more = f" So have {others} more ranks: a host or the network may have died." if others > 1 else ""
+    more = " So has 1 more rank: a host or the network may have died." if others == 1 else more
+    return RankFailed(
+        f"{name} has not been heard of for {seconds:.1f} s{_place(place)}: its process was killed or stopped, or its "
+        f"host or the network to it has died.{more} {last}, as far as its trace has arrived.",
+        rank=rank,
+        **place,
+    )
+
+
 def _killed(rank: int, name: str, trace: Trace, stack: str) -> RankFailed:
-    place, last = _last_seen(trace.ranks[rank])
+    place, last = last_seen(trace.ranks[rank])
     why = {
         "SIGKILL": "Out of memory, or somebody killed it: `dmesg` tells; smaller micro-batches, more stages or "
         "recompute='full' need less memory.",
@@ -121,7 +143,7 @@ def _killed(rank: int, name: str, trace: Trace, stack: str) -> RankFailed:
 
 
 def _left(rank: int, status: int, trace: Trace) -> RankFailed:
-    place, last = _last_seen(trace.ranks[rank])
+    place, last = last_seen(trace.ranks[rank])
     return RankFailed(
         f"rank {rank} of {trace.world_size} left with exit code {status} before it had finished{_place(place)}. "
         f"{last}. Something called os._exit; a function on a rank ends by returning.",
@@ -130,8 +152,8 @@ def _left(rank: int, status: int, trace: Trace) -> RankFailed:
     )
 
 
-def _last_seen(rank: RankTrace) -> tuple[Place, str]:
-    """Return the step, stage and micro-batch of the newest op, and that op in words."""
+def last_seen(rank: RankTrace) -> tuple[Place, str]:
+    """Return the step, stage and micro-batch of a rank's newest op, and that op in words."""
     if not len(rank.ops):
         return Place(step=None, stage=None, microbatch=None), "It had recorded nothing yet"
     last = rank.ops[-1]
@@ -142,6 +164,12 @@ def _last_seen(rank: RankTrace) -> tuple[Place, str]:
         Place(step=step, stage=stage, microbatch=m),
         f"Its last recorded op: {words}" + (f" at {where}" if where else ""),
     )
+
+
+def _on(rank: int, trace: Trace) -> str:
+    """Return " on HOST" for a run on several nodes, "" otherwise."""
+    hosts = trace.meta.get("hosts", [])
+    return f" on {hosts[rank]}" if rank < len(hosts) else ""
 
 
 def _place(place: Place) -> str:

@@ -54,9 +54,14 @@ class Launch:
         meta: data for the trace's meta.
         modules: modules that the ranks need; see `ForkServerClient.launch`.
 
+    Attributes:
+        leads: whether this process has the trace of all ranks; on one machine it always has.
+
     Raises:
         OSError: the disk has no space for the files that the ranks need.
     """
+
+    leads = True
 
     def __init__(
         self,
@@ -94,6 +99,16 @@ class Launch:
     def pids(self) -> list[int]:
         """The ranks' process ids; empty until the ranks are started."""
         return self._processes.pids
+
+    @property
+    def feeds(self) -> int:
+        """The number of ranks that this process reads streamed data for."""
+        return self.ranks
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step so far."""
+        return self.trace.losses
 
     @property
     def waiting_for(self) -> str | None:
@@ -155,6 +170,10 @@ class Launch:
         except BaseException as error:
             self.end(error)
             raise
+
+    def work(self) -> None:
+        """Let the ranks do their work, and return when they have ended."""
+        self.finish()
 
     def _take_events(self, wait: float) -> None:
         assert self._id is not None

@@ -68,7 +68,9 @@ class RankSession:
         self._began: dict[
             int, int
         ] = {}  # by rank, the ops that its trace had before the latest cell that added some
-        self._launch: Launch = self.cluster.launch(serve, (), sink=print)
+        launch = self.cluster.launch(serve, (), sink=print)
+        assert isinstance(launch, Launch)  # these ranks are started here, by no launcher
+        self._launch = launch
         try:
             self._wait(list(range(ranks)), 0, None)
         except BaseException:

@@ -16,6 +16,7 @@ from mpkit.support.disk import write_whole
 from mpkit.support.display import data_frame, draw, written
 from mpkit.support.tracebacks import public
 from mpkit.timeline import metrics
+from mpkit.timeline.clock_notes import clock_notes
 from mpkit.timeline.figures import Figures
 from mpkit.timeline.replay import Replayed, replay
 from mpkit.trace import Kind, Lane
@@ -68,7 +69,9 @@ class Timeline(Replayed, Figures):
         Raises:
             ValueError: there is no such hardware or clock.
         """
-        return cls.from_replay(replay(trace, hardware, clock))
+        timeline = cls.from_replay(replay(trace, hardware, clock))
+        timeline.notes += clock_notes(timeline.meta)
+        return timeline
 
     @classmethod
     def from_replay(cls, replayed: Replayed) -> Timeline:

@@ -36,7 +36,7 @@ def test_ranks_have_the_environment_of_the_launch(
     [
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, r"RANK=1 and WORLD_SIZE=2 .* as torchrun sets"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, r"as srun sets them: 4 copies"),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, r"Start it once, with `python \S+\.py`"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, r"start it once, with `python \S+\.py`"),
     ],
 )
 def test_copies_of_a_program_start_no_ranks(

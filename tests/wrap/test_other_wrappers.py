@@ -363,5 +363,7 @@ def test_all_of_them_under_torchrun() -> None:
         [*launcher, str(HERE / "under_torchrun.py")], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    said = sorted(re.findall("rank . of 2: equal", done.stdout))  # two processes, whose lines may run together
+    said = sorted(
+        re.findall("rank . of 2: equal", done.stdout)
+    )  # two processes, whose lines may run together
     assert said == ["rank 0 of 2: equal", "rank 1 of 2: equal"]

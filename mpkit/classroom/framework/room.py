@@ -27,6 +27,7 @@ from mpkit.classroom.framework.exercise import Case
 from mpkit.classroom.framework.sealed import sealed, unsealed
 from mpkit.classroom.framework.seen import Seen
 from mpkit.errors import CommMismatch, Deadlock, RankFailed
+from mpkit.launch.launch import Launch
 
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
@@ -125,6 +126,7 @@ class Room:
         launch = self.cluster(case.ranks).launch(
             on_rank, (play, answer.packed, case, self.limits), sink=printed.append, grace=self.limits.grace
         )
+        assert isinstance(launch, Launch)  # exercises start their own ranks
         launch.poll(0.0)  # starts the ranks, once torch is imported
         deadline = time.monotonic() + self.limits.seconds
         try:

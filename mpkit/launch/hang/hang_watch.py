@@ -8,6 +8,8 @@ verdict   the error of ranks that hang, with a report of which rank waits where
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +27,10 @@ __all__ = ["HangWatch", "Watched"]
 
 SAID_RANKS = 4
 """The number of awaited ranks whose location is reported."""
+
+
+Ask = Callable[[Sequence[int], Callable[[float], bool]], dict[int, str] | None]
+"""Takes ranks and `Watched.goes_on`; returns their stacks, or None if the launch ends meanwhile."""
 
 
 class Watched(Protocol):
@@ -49,13 +55,17 @@ class HangWatch:
         ranks: the number of ranks.
         processes: the ranks' processes.
         patience: decides when to give up.
+        ask: asks ranks for their stacks, as `ask_stacks` does on this machine.
 
     Attributes:
         waiting_for: the notice of a long wait, in words; None while there is none.
     """
 
-    def __init__(self, folder: Path, ranks: int, processes: RankProcesses, patience: Patience) -> None:
-        self._folder, self._ranks, self._processes = folder, ranks, processes
+    def __init__(
+        self, folder: Path, ranks: int, processes: RankProcesses, patience: Patience, ask: Ask | None = None
+    ) -> None:
+        self._ranks, self._processes = ranks, processes
+        self._ask: Ask = ask or partial(ask_stacks, folder, processes)
         self._patience, self._watch = patience, Watch(folder, ranks)
         self._waiting = Waiting(NOTICE_AFTER)
         self._said: set[str] = set()
@@ -76,7 +86,7 @@ class HangWatch:
         return False
 
     def _notice(self, launch: Watched, waiting: list[int], others: list[int]) -> None:
-        stacks = ask_stacks(self._folder, self._processes, others, launch.goes_on)
+        stacks = self._ask(others, launch.goes_on)
         if stacks is None:
             return
         stopped = self._processes.stopped()
@@ -106,7 +116,7 @@ class HangWatch:
         """Return the error of ranks that hang; None if the launch ends while they are asked where they are."""
         trace, now, stopped = launch.trace, time.monotonic_ns(), self._processes.stopped()
         still = self._patience.still
-        stacks = ask_stacks(self._folder, self._processes, range(self._ranks), launch.goes_on)
+        stacks = self._ask(range(self._ranks), launch.goes_on)
         if stacks is None:
             return None
         return first_mismatch(trace) or Deadlock(explain(trace, stacks, still, now, stopped))

@@ -38,7 +38,7 @@ def as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def join(rank: int, ranks: int, backend: str, store: Any) -> None:
+def join(rank: int, ranks: int, backend: str, store: Any) -> Replaced:
     """Let `init_process_group` join the group that exists, or make it anew once the program has destroyed it.
 
     Args:
@@ -46,6 +46,9 @@ def join(rank: int, ranks: int, backend: str, store: Any) -> None:
         ranks: the world size.
         backend: the backend of the group.
         store: where the ranks find each other.
+
+    Returns:
+        What was replaced, to be restored if the process outlives the rank.
     """
     import torch.distributed as dist  # the launching process, which imports this module, may do without
     from torch.distributed import distributed_c10d
@@ -66,9 +69,10 @@ def join(rank: int, ranks: int, backend: str, store: Any) -> None:
             make(backend, store=again, rank=rank, world_size=ranks, **kept)
 
     init_process_group.__doc__ = make.__doc__
-    replaced = Replaced()  # for as long as the rank lives
+    replaced = Replaced()
     for module in (dist, distributed_c10d):
         replaced.put(module, "init_process_group", init_process_group)
+    return replaced
 
 
 def _check(asked: str | None, as_rank: int, of: int, rank: int, ranks: int, backend: str) -> None:

@@ -45,7 +45,7 @@ from mpkit.support.caught import one_line
 from mpkit.support.disk import FULL, full_disk, write_whole
 from mpkit.support.tracebacks import fold_chain
 
-__all__ = ["main", "spawned"]
+__all__ = ["context_of", "device_of", "main", "report", "spawned"]
 
 
 def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -> None:
@@ -57,10 +57,7 @@ def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -
         device = device_of(rank, settings)
         recorder = Recorder(place, rank, device, layers=settings.layers)
         store = meet(rank, settings, place)
-        checks = CallChecks(place, rank) if settings.compares else None
-        comm = Communicator(Wire(rank, settings.ranks, recorder, device, settings.backend, checks))
-        context = Context(rank, settings.ranks, device, comm, recorder)
-        joined(comm)
+        context = context_of(rank, settings, device, recorder, settings.compares)
         work(context, place)
         recorder.close("finished")
         leave(fds)
@@ -154,6 +151,17 @@ def meet(rank: int, settings: Settings, folder: Path) -> Any:
     )
     join(rank, settings.ranks, settings.backend, store)
     return store
+
+
+def context_of(
+    rank: int, settings: Settings, device: torch.device, recorder: Recorder, compares: bool
+) -> Context:
+    """Return what the function on this rank is called with; the process group exists by now."""
+    checks = CallChecks(recorder.folder, rank) if compares else None
+    comm = Communicator(Wire(rank, settings.ranks, recorder, device, settings.backend, checks))
+    context = Context(rank, settings.ranks, device, comm, recorder)
+    joined(comm)
+    return context
 
 
 def work(context: Context, folder: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from mpkit.launch.process.folder import part
 from mpkit.support.tracebacks import fold_stack
 
-__all__ = ["answer_requests", "place_of", "read_stack", "request_stack"]
+__all__ = ["answer_requests", "place_of", "read_stack", "request_stack", "stack_of"]
 
 
 # ---- on the rank ----------------------------------------------------------------------------------------------
@@ -44,14 +44,19 @@ def answer_requests(folder: Path, rank: int) -> int:
 def _answer(asked: int, stack: int, main: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
     while os.read(asked, 1):
-        frame = sys._current_frames().get(main)
-        lines = ["Thread (most recent call first):"]
-        while frame is not None:
-            code = frame.f_code
-            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
-            frame = frame.f_back
         with contextlib.suppress(OSError):  # the disk may be full
-            os.write(stack, ("\n".join(lines) + "\n\n").encode("utf-8", "replace"))
+            os.write(stack, f"{stack_of(main)}\n\n".encode("utf-8", "replace"))
+
+
+def stack_of(thread: int) -> str:
+    """Return the stack of one of this process's threads, most recent call first, as faulthandler writes it."""
+    frame = sys._current_frames().get(thread)
+    lines = ["Thread (most recent call first):"]
+    while frame is not None:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+        frame = frame.f_back
+    return "\n".join(lines)
 
 
 # ---- in the launching process ---------------------------------------------------------------------------------

@@ -6,17 +6,9 @@ import os
 import sys
 from collections.abc import Mapping
 
-from mpkit.launch.process.joined import OWN
+from mpkit.launch.external.environment import LAUNCHERS, within_cluster
 
 __all__ = ["refuse_second_launcher"]
-
-LAUNCHERS = {
-    "WORLD_SIZE": ("RANK", "torchrun"),
-    "SLURM_STEP_NUM_TASKS": ("SLURM_PROCID", "srun"),
-    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "mpirun"),
-    "PMI_SIZE": ("PMI_RANK", "mpiexec"),
-}
-"""By the variable with the number of processes: the variable with this process's number, and the launcher."""
 
 
 def refuse_second_launcher(environment: Mapping[str, str] = os.environ) -> None:
@@ -31,15 +23,18 @@ def refuse_second_launcher(environment: Mapping[str, str] = os.environ) -> None:
     Raises:
         ValueError: this process is one of several.
     """
-    if environment.get("TORCHELASTIC_RUN_ID", "").startswith(OWN):
+    if within_cluster(environment):
         return  # a rank of a Cluster may make a Cluster of its own
-    for size, (rank, launcher) in LAUNCHERS.items():
+    for known in LAUNCHERS:
+        size, rank, launcher = known.size, known.rank, known.name
         count = environment.get(size, "")
         if rank in environment and count.isdecimal() and int(count) > 1:
             script = sys.argv[0] if sys.argv and sys.argv[0].endswith(".py") else "train.py"
             raise ValueError(
                 f"{rank}={environment[rank]} and {size}={count} are set, as {launcher} sets them: {count} copies of "
-                "this program run, and each would start all ranks and train a model of its own. Start it once, with "
-                f"`python {script}`: mk.Cluster(ranks={count}) starts every rank itself. (If they are left over from "
-                f"something else: del os.environ[{rank!r}], os.environ[{size!r}])"
+                "this program run, and each would start all ranks and train a model of its own. To train on the ranks "
+                f"that {launcher} has started, leave the number out: mk.Cluster(), or mk.Cluster.from_env(). "
+                f"Or start it once, with `python {script}`, and mk.Cluster(ranks={count}) starts every rank "
+                "itself. (If they are left over from something else: "
+                f"del os.environ[{rank!r}], os.environ[{size!r}])"
             )

@@ -1,0 +1,184 @@
+"""Which rank this process is, from the variables of the launcher that started it."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpkit.launch.process.joined import OWN
+
+__all__ = ["LAUNCHERS", "Place", "first_host", "is_launched", "place_here", "within_cluster"]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables with which a launcher describes a process.
+
+    Attributes:
+        name: the command.
+        rank, size: the variables of this process's number and of the number of processes.
+        local_rank, local_size: the variables of the same on this node.
+        node: the variable of the node's number; "" if there is none.
+    """
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    node: str = ""
+
+
+LAUNCHERS = (
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_NODEID"),
+    Launcher(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+PORT = 29500
+"""The port of the rendezvous where the environment names none; torchrun's default too."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those that the launcher started.
+
+    Attributes:
+        launcher: the launcher's command.
+        rank, world_size: this process's number, and the number of processes.
+        local_rank: its number on its node.
+        node: what tells nodes apart: the launcher's number of the node, or else the host's name.
+        host: the host's name.
+        address, port: where rank 0 can be reached.
+        attempt: how often torchrun has restarted the processes.
+        agent_store: whether torchrun's agent serves the store; otherwise rank 0 does.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    node: str
+    host: str
+    address: str
+    port: int
+    attempt: int = 0
+    agent_store: bool = False
+
+
+def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a launcher has started this process as one of several, or torchrun as the only one.
+
+    >>> is_launched({"RANK": "0", "WORLD_SIZE": "4"}), is_launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+    (True, False)
+    """
+    if within_cluster(environment):
+        return False
+    for launcher in LAUNCHERS:
+        if launcher.rank in environment and environment.get(launcher.size, "").isdecimal():
+            return launcher.name == "torchrun" or int(environment[launcher.size]) > 1
+    return False
+
+
+def within_cluster(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process is a rank of a Cluster, which looks to programs like one of torchrun's."""
+    return environment.get("TORCHELASTIC_RUN_ID", "").startswith(OWN)
+
+
+def place_here(environment: Mapping[str, str] = os.environ) -> Place:
+    """Return this process's place.
+
+    >>> place = place_here({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    ...                     "SLURM_STEP_NODELIST": "n[03-05]"})
+    >>> place.rank, place.world_size, place.local_rank, place.node, place.address
+    (5, 8, 1, '1', 'n03')
+
+    Raises:
+        ValueError: no launcher's variables are set, or they contradict each other.
+    """
+    if within_cluster(environment):
+        raise ValueError(
+            "mk.Cluster.from_env() is called on a rank of a cluster, within cluster.run(fn): this function is running "
+            "on all ranks already; ctx.rank, ctx.world_size and ctx.comm are this rank's"
+        )
+    launcher = next((each for each in LAUNCHERS if each.rank in environment), None)
+    if launcher is None:
+        raise ValueError(
+            "mk.Cluster.from_env() reads which rank this process is from the launcher's variables, and none is set: "
+            "RANK and WORLD_SIZE (torchrun), SLURM_PROCID (srun), OMPI_COMM_WORLD_RANK (mpirun). Start the script with "
+            "`torchrun --standalone --nproc-per-node 4 train.py`; or without a launcher: mk.Cluster(ranks=4) starts "
+            "the ranks itself, with `python train.py`"
+        )
+    rank = _number(environment, launcher.rank)
+    size = _number(environment, launcher.size)
+    local_rank = _number(environment, launcher.local_rank, rank)
+    if not rank < size:
+        raise ValueError(
+            f"{launcher.rank}={rank} and {launcher.size}={size}: ranks are numbered from 0 to {launcher.size} - 1, so "
+            f"there is no rank {rank}; {launcher.name} sets both"
+        )
+    host = socket.gethostname()
+    alone = size == _number(environment, launcher.local_size, size if size == 1 else 0)
+    return Place(
+        launcher.name,
+        rank,
+        size,
+        local_rank,
+        environment.get(launcher.node) or host,
+        host,
+        _address(environment, launcher, alone),
+        _number(environment, "MASTER_PORT", PORT),
+        _number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
+        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a SLURM node list.
+
+    >>> first_host("gpu[007-009,12],cpu1"), first_host("a1,a2")
+    ('gpu007', 'a1')
+    """
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?", nodes)
+    return "" if match is None else match[1] + (match[2] or "")
+
+
+def _address(environment: Mapping[str, str], launcher: Launcher, alone: bool) -> str:
+    if environment.get("MASTER_ADDR"):
+        return environment["MASTER_ADDR"]
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
+    if launcher.name == "srun" and nodes:
+        return first_host(nodes)
+    if alone:
+        return "127.0.0.1"
+    raise ValueError(
+        f"{launcher.rank} is set, as {launcher.name} sets it, and MASTER_ADDR is not: the processes do not know where "
+        "rank 0 is. Before the launcher's command: export MASTER_ADDR=<name or address of the first node> "
+        f"MASTER_PORT={PORT}"
+        + (" (mpirun passes them on with -x MASTER_ADDR -x MASTER_PORT)" if launcher.name == "mpirun" else "")
+    )
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name, "") if name else ""
+    if text.isdecimal():
+        return int(text)
+    if not text and default is not None:
+        return default
+    raise ValueError(
+        f"{name}={text!r}: a whole number is wanted here, which the launcher sets; set by hand, both are needed: "
+        "RANK=0 WORLD_SIZE=2"
+        if text
+        else f"the launcher's variable {name} is not set, and others of the same launcher are: are they left over "
+        "from something else? torchrun sets RANK, WORLD_SIZE and LOCAL_RANK together"
+    )

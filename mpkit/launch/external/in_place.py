@@ -1,0 +1,147 @@
+"""This process's own rank: the code that forked ranks run, in the process that the launcher started.
+
+meet      form the process group through the store, unless the user has made it
+call      call the function, with what a forked rank's context has
+share     give every process all results
+leave     free the process group and whatever the rank changed in this process
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from mpkit.comm.current import left
+from mpkit.launch.external.environment import Place
+from mpkit.launch.process.folder import Settings, part
+from mpkit.launch.process.joined import join
+from mpkit.launch.process.packing import dumps
+from mpkit.launch.process.rank import context_of, device_of, report
+from mpkit.record.recorder import Recorder
+from mpkit.support.disk import write_whole
+
+__all__ = ["note_termination", "run_rank"]
+
+
+def run_rank(
+    place: Place, settings: Settings, folder: Path, store: Store, payload: bytes, results: Path
+) -> None:
+    """Run this process's rank, and write what every rank returned into this process's folder `results`.
+
+    Raises:
+        BaseException: whatever the function raised; it has been reported into the folder.
+    """
+    recorder: Recorder | None = None
+    with _unchanged_process():
+        try:
+            device = device_of(place.local_rank, settings)
+            recorder = Recorder(folder, place.rank, device, layers=settings.layers)
+            with _group(place, settings, store):
+                context = context_of(place.rank, settings, device, recorder, settings.compares)
+                function, args = pickle.loads(payload)
+                result = dumps(function(context, *args))
+                recorder.close("finished")
+                _share(place, settings, results, store, result)
+        except BaseException as error:
+            with suppress(OSError):  # the disk may be full; the error goes on here anyway
+                report(error, place.rank, folder, recorder)
+            raise
+
+
+@contextmanager
+def _group(place: Place, settings: Settings, store: Store) -> Iterator[None]:
+    """Form the process group; afterwards free it and the groups of the mesh. After an error, everything stays."""
+    own, hook = not dist.is_initialized(), sys.excepthook  # each init_process_group wraps the hook once more
+    if own:
+        _form(place, settings, PrefixStore("group", store))
+    before = set(dist.distributed_c10d._world.pg_map)
+    joined = join(place.rank, place.world_size, settings.backend, PrefixStore("program", store))
+    try:
+        yield
+    finally:
+        joined.restore()
+        if dist.is_initialized():
+            left()
+    if own:
+        dist.destroy_process_group()  # and all groups within it
+        sys.excepthook = hook
+        return
+    for group in [each for each in dist.distributed_c10d._world.pg_map if each not in before]:
+        dist.destroy_process_group(group)
+
+
+def _form(place: Place, settings: Settings, store: Store) -> None:
+    dist.init_process_group(
+        settings.backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(days=1),  # a hang is reported far sooner
+    )
+
+
+def _share(place: Place, settings: Settings, results: Path, store: Store, result: bytes) -> None:
+    """Write every rank's result."""
+    if not dist.is_initialized():  # a program frees its groups at its end
+        _form(place, settings, PrefixStore("share", store))
+    everyone: list[Any] = [None] * place.world_size
+    dist.all_gather_object(everyone, result)
+    for rank, each in enumerate(everyone):
+        write_whole(part(results, rank, "result"), each)
+
+
+@contextmanager
+def _unchanged_process() -> Iterator[None]:
+    """Restore afterwards what a rank changes in its process: random numbers and threads."""
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        torch.set_num_threads(threads)
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+
+
+@contextmanager
+def note_termination(wake: int) -> Iterator[None]:
+    """Let a launcher's SIGTERM be a byte in a pipe, even while this process is stuck in C code.
+
+    A launcher ends the other processes of a node as soon as one has died. So this process survives for the seconds
+    that it takes to learn, and to say, which rank died and where.
+
+    Args:
+        wake: the pipe's end for writing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def noted(number: int, frame: Any) -> None:
+        """Do nothing: the pipe has told the monitor."""
+
+    before: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, noted)
+    pipe = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(pipe)
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+def ended_by_launcher() -> None:
+    """End as a process does that the launcher's SIGTERM ends."""
+    sys.stdout.flush()
+    os._exit(128 + signal.SIGTERM)

@@ -1,0 +1,90 @@
+"""torchrun on one node with 4 ranks: every plan of the demo, and what a script does besides. One launch for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mpkit as mk
+from mpkit.apps.demo import STRATEGIES
+from tests.nodes.demo_plans import job
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.thorough
+
+
+def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command],
+        capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("torchrun")
+    done = torchrun(4, str(HERE / "demo_plans.py"), str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 3 of 3" in done.stderr  # rank 0's line
+    return [json.loads((folder / f"told{rank}.json").read_text()) for rank in range(4)]
+
+
+def test_every_plan_of_the_demo_equals_serial(told: list[dict[str, Any]], cluster: mk.Cluster) -> None:
+    serial = cluster.resized(1).train(plan=mk.Plan.serial(), **job()).wait()
+    weights = {key: value.double().sum().item() for key, value in serial.state_dict().items()}
+    for each in told:
+        for name in STRATEGIES:
+            assert each[name]["status"] == "finished"
+            assert each[name]["losses"] == pytest.approx(list(serial.losses), rel=1e-4), name
+        assert each["weights"] == pytest.approx(weights, abs=1e-3)
+    for name in STRATEGIES:
+        assert told[0][name]["states"] == ["finished"] * 4
+        assert 0 <= told[0][name]["bubble"] < 1
+
+
+def test_results_are_the_same_on_every_rank(told: list[dict[str, Any]]) -> None:
+    for each in told:
+        assert each["results"] == [[rank, 8.0] for rank in range(4)]
+        assert each["streamed"] == told[0]["streamed"] and len(each["streamed"]) == 3
+        assert each["resumed"] == [2, 1]
+
+
+def test_the_users_own_group_is_joined_and_left(told: list[dict[str, Any]]) -> None:
+    for each in told:
+        assert each["joined"] == [4.0] * 4 and each["still_there"] == 4.0
+
+
+def test_mistakes_are_the_same_error_on_every_rank(told: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(told):
+        assert "mk.Cluster.from_env()" in each["second_launcher"]
+        assert each["wrong_size"] == told[0]["wrong_size"] and "the cluster has 4" in each["wrong_size"]
+        assert each["weights_differ"] == told[0]["weights_differ"]
+        assert "torch.manual_seed(0) before it is made" in each["weights_differ"]
+        assert ("if cluster.rank == 0" in each["elsewhere"]) == (rank > 0)
+
+
+def test_an_unchanged_program_is_watched(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.randn(4, 8)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = torchrun(2, "-m", "mpkit", "watch", "--trace", str(tmp_path / "t.mpkit"), str(program))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 1 (CPU)" in done.stdout and "3 steps in all" in done.stdout
+    assert mk.Trace.load(tmp_path / "t.mpkit").world_size == 2
