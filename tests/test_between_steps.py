@@ -103,18 +103,18 @@ def check(run: mk.Run, expected: Any, metric: str = "eval accuracy") -> None:
 # ---- every family of plans ----------------------------------------------------------------------------------------
 
 QUICK: list[dict[str, Any]] = [
-    {"microbatches": 3},
     {"dp": 4, "microbatches": 2},
-    {"dp": 2, "zero": 1},
-    {"dp": 4, "zero": 3, "microbatches": 2},
-    {"pp": 2, "schedule": "gpipe", "microbatches": 4},
     {"pp": 4, "schedule": "1f1b", "microbatches": 8},
-    {"tp": 2, "sequence_parallel": True},
-    {"cp": 2},
     {"pp": 2, "dp": 2, "schedule": "1f1b", "microbatches": 4, "zero": 3},
     {"dp": 2, "data_parallel": "dp", "microbatches": 2},
 ]
 THOROUGH: list[dict[str, Any]] = [
+    {"cp": 2},
+    {"tp": 2, "sequence_parallel": True},
+    {"dp": 4, "zero": 3, "microbatches": 2},
+    {"pp": 2, "schedule": "gpipe", "microbatches": 4},
+    {"dp": 2, "zero": 1},
+    {"microbatches": 3},
     {"dp": 3, "zero": 2, "microbatches": 2},
     {"dp": 2, "zero": 3, "prefetch": 0, "offload": "params"},
     {"dp": 4, "data_parallel": "dp"},

@@ -177,6 +177,12 @@ def test_a_hang_is_reported_and_new_ranks_start(run: Run, shell: InteractiveShel
     shown = run("%%ranks 0,1\ncomm.barrier()", fails=True)
     assert "rank 2 never came to barrier" in shown.stdout and "ran on ranks 0-1 of 3 only" in shown.stdout
     assert "their variables are gone" in shown.stdout
+
+
+@pytest.mark.thorough
+def test_ranks_that_are_gone_are_replaced(run: Run, shell: InteractiveShell) -> None:
+    if not session(shell).over:
+        run("%%ranks\nif rank == 1:\n    comm.barrier()", fails=True)
     shown = run("%%ranks\nrank", fails=False)
     assert "3 new ranks" in shown.stdout and len(texts(shown)) == 3
     shown = run("%%ranks\nif rank == 1:\n    raise KeyError('mine')\ncomm.barrier()", fails=True)
