@@ -179,8 +179,16 @@ def test_a_hang_is_reported_and_new_ranks_start(run: Run, shell: InteractiveShel
     assert "their variables are gone" in shown.stdout
 
 
+def test_a_rank_that_cannot_be_interrupted_is_ended(run: Run, shell: InteractiveShell) -> None:
+    run("%%ranks 3 --device cpu\npass")
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    shown = run("%%ranks 3\nimport time\ncomm.barrier() if rank == 0 else time.sleep(60)", fails=True)
+    assert "rank 0 could not be interrupted" in shown.stdout and "their variables are gone" in shown.stdout
+
+
 @pytest.mark.thorough
 def test_ranks_that_are_gone_are_replaced(run: Run, shell: InteractiveShell) -> None:
+    run("%%ranks 3 --device cpu\npass")
     if not session(shell).over:
         run("%%ranks\nif rank == 1:\n    comm.barrier()", fails=True)
     shown = run("%%ranks\nrank", fails=False)

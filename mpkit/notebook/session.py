@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpkit.api.cluster import Cluster
-from mpkit.errors import MpkitError
+from mpkit.errors import Deadlock, MpkitError
 from mpkit.launch.launch import Launch
 from mpkit.notebook.exchange import Answer, Request, read_answer, wake, write_request
 from mpkit.notebook.selection import spelt
@@ -184,7 +184,8 @@ class RankSession:
                     self._launch.show_output()
                     break
                 if self._launch.poll(POLL):
-                    raise self._ended(ranks, answers)
+                    stuck = deadline is not None and isinstance(self._launch.error, Deadlock)
+                    raise self._gave_up(ranks, answers, None) if stuck else self._ended(ranks, answers)
                 late = timeout is not None and time.monotonic() - began > timeout
                 if late or (deadline is not None and time.monotonic() > deadline):
                     self._launch.end()
@@ -227,8 +228,7 @@ class RankSession:
         if timeout is not None:
             return SessionEnded(f"{late} did not finish the cell within {timeout:g} s. {LOST}")
         return SessionEnded(
-            f"{late} could not be interrupted within {INTERRUPT_TAKES:g} s: a rank that waits for a peer in C++ code "
-            f"hears nothing. {LOST}"
+            f"{late} could not be interrupted: a rank that waits for a peer in C++ code hears nothing. {LOST}"
         )
 
 
