@@ -150,9 +150,10 @@ def test_ranks_that_wait_for_a_cell_use_no_cpu_and_do_not_hang(run: Run, shell: 
             sum(map(int, Path(f"/proc/{p}/stat").read_text().rsplit(")", 1)[1].split()[11:13])) for p in pids
         )
 
+    time.sleep(0.3)  # after their answers they have a few lines to run
     before = ticks()
     time.sleep(1.5)
-    assert ticks() - before <= 2  # hundredths of a second
+    assert ticks() - before <= 5  # hundredths of a second; busy waiting would take 450
     assert texts(run("%ranks idle")) == ["[ranks 0-2] 1"]
 
 
