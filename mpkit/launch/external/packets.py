@@ -70,7 +70,7 @@ class Sender:
         axes = self._new_axes()
         all_read = until == len(rows) and all(len(new) < MOST_OPS for new in grown.values())
         state = head if all_read else 0
-        news = [*grown.values(), *texts.values()]
+        news: list[Any] = [*grown.values(), *texts.values()]
         if not (len(which) or any(len(each) for each in news) or error or axes or state != self._state):
             return None
         self._state, self._error = state, error is not None or self._error
