@@ -48,6 +48,7 @@ def _power_sum(gradients: Sequence[Tensor], p: float, device: torch.device) -> T
     """Return the sum of |g|^p over all elements, or the largest |g| for inf, (1,) in float64."""
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for gradient in gradients:
+        gradient = gradient.as_subclass(Tensor)  # of a part, whose norm users must not take
         if not gradient.numel():
             continue
         if p == inf:

@@ -28,6 +28,7 @@ from mpkit.parallel.runtime.pipeline import Pipeline
 from mpkit.parallel.runtime.train import place_stages, watch_stages
 from mpkit.parallel.stage.gradient_sync import GradientSync, named_parameters
 from mpkit.record.silent import SilentRecorder
+from mpkit.wrap.gradient_part import marked
 from mpkit.wrap.norm import clip
 from mpkit.wrap.wrapped import Wrapped
 
@@ -92,7 +93,11 @@ class PipelineParallel(Wrapped):
             self._tied.sum_gradients()
         self._number += 1
         self._stale = True
-        return self._counted(returned, before)
+        loss = self._counted(returned, before)
+        for piece in self._sync.pieces:
+            if piece.held.grad is not None:
+                piece.held.grad = marked(piece.held.grad)  # other stages have the rest
+        return loss
 
     def _split(self, inputs: Any, targets: Any) -> list[MicroBatch]:
         size = batch_size(inputs)

@@ -23,6 +23,7 @@ from mpkit.parallel.stage.gradient_sync import Piece
 from mpkit.parallel.update.master_weights import Masters
 from mpkit.parallel.zero.flat import Layout
 from mpkit.record.ledger import Ledger
+from mpkit.wrap.gradient_part import marked
 
 __all__ = ["Shares"]
 
@@ -59,6 +60,9 @@ class Shares:
     ) -> None:
         self._sharded, self._replicas, self._ledger = sharded, replicas, ledger
         self._masters = masters
+        self._apart = {
+            piece for parts in sharded.values() for piece in parts
+        }  # of which other ranks have the rest
         self.of = {piece: self._share(piece) for piece in pieces}
         for share in self.of.values():
             share.is_share = True  # type: ignore[attr-defined]
@@ -113,7 +117,7 @@ class Shares:
             new = piece.held.grad.to(share.dtype, copy=True).div_(divisor)
             if share.grad is None:
                 self._ledger.track(new, "grads")
-                share.grad = new
+                share.grad = marked(new) if piece in self._apart else new
             else:
                 share.grad.add_(new)
 
@@ -145,8 +149,9 @@ class Shares:
     @torch.no_grad()
     def full(self, values: Mapping[Piece, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors by name, from a tensor per piece that is like its share; every rank calls it."""
-        apart = {piece for pieces in self._sharded.values() for piece in pieces}
-        whole = {piece.name: value.detach().clone() for piece, value in values.items() if piece not in apart}
+        whole = {
+            piece.name: value.detach().clone() for piece, value in values.items() if piece not in self._apart
+        }
         for layout, pieces in self._sharded.items():
             here = [piece for piece in pieces if piece in values]
             if not here:

@@ -23,6 +23,7 @@ from mpkit.parallel.tensor.finding import find_tensor_plan
 from mpkit.parallel.tensor.resolve import check
 from mpkit.parallel.tensor.shards import shards_of
 from mpkit.plan.tensor_plan import TensorPlan
+from mpkit.wrap.gradient_part import marked_when_ready
 from mpkit.wrap.norm import clip
 from mpkit.wrap.replicas import Group, checked, context_for, replicas_of
 from mpkit.wrap.wrapped import Wrapped
@@ -47,6 +48,9 @@ class TensorParallel(Wrapped):
     def __init__(self, module: nn.Module, shards: list[dict[str, Shard]], comm: Communicator) -> None:
         super().__init__(module)
         self._shards, self._comm = shards, comm
+        for name, parameter in module.named_parameters():
+            if name in shards[0] and parameter.requires_grad:
+                marked_when_ready(parameter)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients down to a norm over all ranks' parts, and return the norm before; every rank calls it.
