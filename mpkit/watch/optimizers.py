@@ -40,12 +40,30 @@ class Optimizers:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.seen.add(optimizer)
-        self._open.append(self._actions.begin(Kind.OPTIMIZER, type(optimizer).__name__))
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._open.append(self._begin(optimizer))
+            return None
+        place = len(self._open)
+        self._open.append(-1)
+
+        def around() -> Any:
+            """Call the closure: its forward and backward are actions of their own, what follows is the optimizer's."""
+            if self._open[place] >= 0:
+                self._actions.end(self._open[place])
+            result = closure()
+            self._open[place] = self._begin(optimizer)
+            return result
+
+        return (args[0], around, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
+
+    def _begin(self, optimizer: Optimizer) -> int:
+        return self._actions.begin(Kind.OPTIMIZER, type(optimizer).__name__)
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._open:
-            self._actions.end(self._open.pop())
+        if self._open and (op := self._open.pop()) >= 0:
+            self._actions.end(op)
         if not self._open:
             self._actions.optimizer_stepped()

@@ -20,7 +20,9 @@ from tests.systems.systems import Sizes, System
 
 FOLDER = Path(__file__).parents[2] / "examples" / "systems"
 PROFILED = 6  # runs at most; gloo's threads keep the tensors of their last collective for a while, or not
-LIMIT = 20  # seconds for a run
+NORMS = 1e-4  # of the norm of a weight, relative: Adam divides by small numbers
+MEMORY = 0.03
+LIMIT = 30  # seconds for a run
 
 
 class Reported(NamedTuple):
@@ -34,7 +36,8 @@ class Measured(NamedTuple):
     """What came of a system.
 
     Attributes:
-        timeline: of the step before the last: after the last one scripts gather the weights that they report.
+        timeline: of the run.
+        step: of the step before the last: after the last one scripts gather the weights that they report.
         calls: communications by kind, on rank 0.
         sent: payload bytes by kind, averaged over ranks.
         expected: the same by the formula; None without one.
@@ -44,12 +47,34 @@ class Measured(NamedTuple):
     """
 
     timeline: Timeline
+    step: Timeline
     calls: dict[str, int]
     sent: dict[str, float]
     expected: dict[str, float] | None
     profiled: list[int]
     differs: tuple[float, float]
     compared: int
+
+    @property
+    def memory_differs(self) -> float:
+        """The relative difference of the profiler's peak, on the rank where it is largest."""
+        held = [peak["total"] for peak in self.timeline.peak_memory_of_run]
+        return max((one / other - 1 for one, other in zip(self.profiled, held, strict=True)), key=abs)
+
+    def wrong(self, system: System) -> list[str]:
+        """Return what is not as it should be."""
+        found = []
+        loss, norm = self.differs
+        if loss > system.rtol:
+            found.append(f"losses differ from serial training's by {loss:.1e}, at most {system.rtol:.0e} is right")
+        if norm > max(NORMS, system.rtol):
+            found.append(f"norms of weights differ from serial training's by {norm:.1e}")
+        for kind, nbytes in (self.expected or {}).items():
+            if abs(self.sent.get(kind, 0) - nbytes) > 0.005 * nbytes:
+                found.append(f"{kind} of {self.sent.get(kind, 0):,.0f} bytes, by the formula {nbytes:,.0f}")
+        if abs(self.memory_differs) > (system.memory or MEMORY):
+            found.append(f"peak memory differs from torch.profiler's by {self.memory_differs:+.1%}")
+        return found
 
 
 # ---- scripts, as ranks run them
@@ -151,18 +176,18 @@ def measure(cluster: mk.Cluster, system: System, serial: Serial) -> Measured:
         watched = _reported(folder)
     timeline = cluster.timeline()
     step = timeline.step(timeline.steps[-2])
-    held = [peak["total"] for peak in step.peak_memory]
+    held = [peak["total"] for peak in timeline.peak_memory_of_run]
     profiled = [2**62] * system.ranks
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(PROFILED):
             profiled = list(map(min, profiled, cluster.run(_profiled, system, folder, timeout=LIMIT)))
-            if all(abs(one / other - 1) <= 0.03 for one, other in zip(held, profiled, strict=True)):
+            if all(abs(one / other - 1) <= (system.memory or MEMORY) for one, other in zip(held, profiled, strict=True)):
                 break
         alone = _reported(folder)
     if watched != alone:
         raise AssertionError(f"watching changes the results: {watched.losses}, unwatched {alone.losses}")
     return Measured(
-        timeline, _calls(step), _sent(step), None if system.formula is None else dict(system.formula(sizes)),
+        timeline, step, _calls(step), _sent(step), None if system.formula is None else dict(system.formula(sizes)),
         profiled, *_compare(watched, reference),
     )  # fmt: skip
 

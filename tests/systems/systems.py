@@ -35,6 +35,7 @@ class System(NamedTuple):
         needs: packages that it imports besides torch.
         model: which model `serial.py` trains.
         rtol: how far losses may be from serial training's.
+        memory: how far torch.profiler's peak may be, where that is more than 3 %; `why` says what is not seen.
     """
 
     script: str
@@ -45,6 +46,8 @@ class System(NamedTuple):
     needs: tuple[str, ...] = ()
     model: str = "tiny"
     rtol: float = 1e-5
+    memory: float = 0.0
+    why: str = ""
 
     @property
     def name(self) -> str:

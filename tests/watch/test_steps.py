@@ -169,3 +169,26 @@ def test_a_group_that_cannot_be_joined_is_refused(
     backend, rank, size = asked
     with pytest.raises(mk.RankFailed, match=message):
         clusters(1).run(lambda ctx: dist.init_process_group(backend, rank=rank, world_size=size))
+
+
+def with_closures(ctx: Any) -> None:
+    """The forward and the backward within the optimizer's step, as Lightning and L-BFGS have them."""
+    model = DistributedDataParallel(nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+
+
+def test_a_forward_within_an_optimizers_step_is_an_action_of_its_own(clusters: Clusters) -> None:
+    clusters(2).run(with_closures, watch=True)
+    ops = clusters(2).trace.check().ranks[0].ops
+    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER):
+        of_kind = ops[(ops["kind"] == kind) & (ops["depth"] == 0)]
+        assert of_kind["step"].tolist() == [0, 1, 2]
