@@ -9,7 +9,7 @@ PY := .venv/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PYTHON CHROMIUM
 
-.PHONY: help setup demo lab test test-all test-classroom test-browser test-zoo check format hooks exercises notebooks bench clean distclean
+.PHONY: help setup demo lab test test-all test-classroom test-browser test-zoo test-systems check format hooks exercises notebooks bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -37,6 +37,9 @@ test-browser: setup  ## the notebooks in a headless Chromium
 
 test-zoo: setup  ## some 60 architectures of transformers by each strategy, against plain PyTorch
 	@$(PY) -m tests.zoo $(ARGS)
+
+test-systems: setup  ## programs of other systems (DDP, FSDP, pipelining, Accelerate, ...) watched, against serial training
+	@$(PY) -m tests.systems $(ARGS)
 
 check: setup  ## ruff, format, strict mypy
 	@$(PY) -m ruff check .

@@ -1,6 +1,6 @@
 """Accelerate: `prepare` wraps the model for DDP and gives each rank its share of a DataLoader.
 
-    torchrun --nproc-per-node 2 accelerated.py        or: accelerate launch --cpu --num_processes 2 accelerated.py
+torchrun --nproc-per-node 2 accelerated.py        or: accelerate launch --cpu --num_processes 2 accelerated.py
 """
 
 import torch

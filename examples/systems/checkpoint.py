@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint: FSDP2 is saved after two steps, and another model goes on from the files.
 
-    torchrun --nproc-per-node 2 checkpoint.py
+torchrun --nproc-per-node 2 checkpoint.py
 """
 
 import os

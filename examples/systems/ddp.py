@@ -1,11 +1,11 @@
 """torch's DistributedDataParallel.
 
-    torchrun --nproc-per-node 2 ddp.py              buckets of 0.2 MB, gradients as views of them
-    torchrun --nproc-per-node 2 ddp.py static       static_graph=True
-    torchrun --nproc-per-node 2 ddp.py unused       find_unused_parameters=True: each step leaves another block out
-    torchrun --nproc-per-node 2 ddp.py hook         a communication hook: all-reduce
-    torchrun --nproc-per-node 2 ddp.py fp16         a communication hook: all-reduce in 16 bits
-    torchrun --nproc-per-node 2 ddp.py compiled     the same under torch.compile
+torchrun --nproc-per-node 2 ddp.py              buckets of 0.2 MB, gradients as views of them
+torchrun --nproc-per-node 2 ddp.py static       static_graph=True
+torchrun --nproc-per-node 2 ddp.py unused       find_unused_parameters=True: each step leaves another block out
+torchrun --nproc-per-node 2 ddp.py hook         a communication hook: all-reduce
+torchrun --nproc-per-node 2 ddp.py fp16         a communication hook: all-reduce in 16 bits
+torchrun --nproc-per-node 2 ddp.py compiled     the same under torch.compile
 """
 
 import sys

@@ -1,7 +1,7 @@
 """FullyShardedDataParallel, the first: each child of the model is a unit with one flat parameter.
 
-    torchrun --nproc-per-node 2 fsdp1.py             FULL_SHARD, which is ZeRO-3
-    torchrun --nproc-per-node 2 fsdp1.py zero2       SHARD_GRAD_OP: parameters stay whole until the backward is over
+torchrun --nproc-per-node 2 fsdp1.py             FULL_SHARD, which is ZeRO-3
+torchrun --nproc-per-node 2 fsdp1.py zero2       SHARD_GRAD_OP: parameters stay whole until the backward is over
 """
 
 import functools

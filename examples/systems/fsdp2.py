@@ -1,8 +1,8 @@
 """fully_shard: each child of the model is a unit, its parameters are DTensors sharded along their first dimension.
 
-    torchrun --nproc-per-node 2 fsdp2.py             reshard_after_forward=True, which is ZeRO-3
-    torchrun --nproc-per-node 2 fsdp2.py keep        reshard_after_forward=False: gathered once a step, as in ZeRO-2
-    torchrun --nproc-per-node 2 fsdp2.py offload     shards and optimizer in host memory, where there is a device
+torchrun --nproc-per-node 2 fsdp2.py             reshard_after_forward=True, which is ZeRO-3
+torchrun --nproc-per-node 2 fsdp2.py keep        reshard_after_forward=False: gathered once a step, as in ZeRO-2
+torchrun --nproc-per-node 2 fsdp2.py offload     shards and optimizer in host memory, where there is a device
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Two dimensions on four ranks: fully_shard over dp, tensor parallelism over tp.
 
-    torchrun --nproc-per-node 4 fsdp2_tensor_parallel.py
+torchrun --nproc-per-node 4 fsdp2_tensor_parallel.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """PyTorch Lightning with its DDP strategy, on ranks that torchrun has started.
 
-    torchrun --nproc-per-node 2 lightning_ddp.py
+torchrun --nproc-per-node 2 lightning_ddp.py
 """
 
 import warnings

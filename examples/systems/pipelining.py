@@ -1,9 +1,9 @@
 """torch.distributed.pipelining: two ranks, two or four stages, micro-batches of two samples.
 
-    torchrun --nproc-per-node 2 pipelining.py gpipe
-    torchrun --nproc-per-node 2 pipelining.py 1f1b
-    torchrun --nproc-per-node 2 pipelining.py interleaved     two stages per rank: 0 and 2, 1 and 3
-    torchrun --nproc-per-node 2 pipelining.py zbv             two stages per rank in a V: 0 and 3, 1 and 2
+torchrun --nproc-per-node 2 pipelining.py gpipe
+torchrun --nproc-per-node 2 pipelining.py 1f1b
+torchrun --nproc-per-node 2 pipelining.py interleaved     two stages per rank: 0 and 2, 1 and 3
+torchrun --nproc-per-node 2 pipelining.py zbv             two stages per rank in a V: 0 and 3, 1 and 2
 """
 
 import sys

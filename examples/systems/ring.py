@@ -1,9 +1,9 @@
 """Data parallelism with Horovod's ring all-reduce (Sergeev and Del Balso 2018), by hand: sends and receives only.
 
-    reduce-scatter    n - 1 times: send a part to the right, receive one from the left and add it
-    all-gather        n - 1 times: send the part that is complete, receive another one
+reduce-scatter    n - 1 times: send a part to the right, receive one from the left and add it
+all-gather        n - 1 times: send the part that is complete, receive another one
 
-    torchrun --nproc-per-node 2 ring.py
+torchrun --nproc-per-node 2 ring.py
 """
 
 import torch

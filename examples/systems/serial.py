@@ -1,8 +1,8 @@
 """One process, no parallelism: what every other script here must equal.
 
-    python serial.py                 the GPT of tiny.py
-    python serial.py unused          the same, each step without another block
-    python serial.py transformers    GPT-2 of transformers, as trainer.py trains it
+python serial.py                 the GPT of tiny.py
+python serial.py unused          the same, each step without another block
+python serial.py transformers    GPT-2 of transformers, as trainer.py trains it
 """
 
 import sys

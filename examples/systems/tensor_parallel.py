@@ -1,7 +1,7 @@
 """DTensor's tensor parallelism, with sequence parallelism: between the divided layers each rank has half of the words.
 
-    torchrun --nproc-per-node 2 tensor_parallel.py            Megatron's, with sequence parallelism
-    torchrun --nproc-per-node 2 tensor_parallel.py whole      without: every rank has all words between layers
+torchrun --nproc-per-node 2 tensor_parallel.py            Megatron's, with sequence parallelism
+torchrun --nproc-per-node 2 tensor_parallel.py whole      without: every rank has all words between layers
 """
 
 import sys
@@ -26,15 +26,22 @@ words, everything = Shard(1), Replicate()
 
 plan = {name: ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "mlp.up")}
 plan |= {name: RowwiseParallel() for name in ("attention.out", "mlp.down")}
+# q, k and v read one DTensor, so that the gradients of their inputs are added before they are reduced, once.
+plan["attention"] = PrepareModuleInput(input_layouts=everything, desired_input_layouts=everything)
 model = build()
 if sys.argv[1:] != ["whole"]:
     gather = PrepareModuleInput(input_layouts=words, desired_input_layouts=everything)
     scatter = RowwiseParallel(output_layouts=words)
     plan |= {"norm1": SequenceParallel(), "norm2": SequenceParallel(), "attention": gather, "mlp": gather}
     plan |= {"attention.out": scatter, "mlp.down": scatter}
-    split = PrepareModuleOutput(output_layouts=everything, desired_output_layouts=words, use_local_output=True)
+    split = PrepareModuleOutput(
+        output_layouts=everything, desired_output_layouts=words, use_local_output=True
+    )
     parallelize_module(model[0], mesh, split)
-    head = {"norm": SequenceParallel(), "logits": ColwiseParallel(input_layouts=words, output_layouts=everything)}
+    head = {
+        "norm": SequenceParallel(),
+        "logits": ColwiseParallel(input_layouts=words, output_layouts=everything),
+    }
     parallelize_module(model[-1], mesh, head)
 for block in model[1:-1]:
     parallelize_module(block, mesh, plan)

@@ -1,6 +1,6 @@
 """Hugging Face's Trainer with a small GPT-2: torchrun's environment makes it data parallel.
 
-    torchrun --nproc-per-node 2 trainer.py
+torchrun --nproc-per-node 2 trainer.py
 """
 
 import tempfile

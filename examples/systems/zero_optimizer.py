@@ -1,6 +1,6 @@
 """ZeroRedundancyOptimizer: DDP's gradients, but each rank keeps the optimizer states of its parameters only: ZeRO-1.
 
-    torchrun --nproc-per-node 2 zero_optimizer.py
+torchrun --nproc-per-node 2 zero_optimizer.py
 """
 
 import torch

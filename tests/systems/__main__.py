@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 import mpkit as mk
-from tests.systems.measure import Measured, Serial, measure, missing
+from tests.systems.measure import MEMORY, Measured, Serial, measure, missing
 from tests.systems.systems import SYSTEMS, System
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
@@ -98,13 +98,17 @@ def _row(system: System, measured: Measured) -> list[str]:
     step = measured.step
     loss, norm = measured.differs
     equal = "yes" if loss <= system.rtol else "NO"
-    lines[0] += f"{step.bubble:7.3f}{step.overlap:7.0%}  {equal}: losses {loss:.0e}, {measured.compared} weights {norm:.0e}"
+    lines[0] += (
+        f"{step.bubble:7.3f}{step.overlap:7.0%}  {equal}: losses {loss:.0e}, {measured.compared} weights {norm:.0e}"
+    )
     held = step.peak_memory[0]
     parts = ", ".join(f"{name} {held[name] / 1e6:.2f}" for name in CATEGORIES)
     lines.append(
         f"{'':24}{held['total'] / 1e6:.2f} MB at its peak ({parts}); the profiler {measured.memory_differs:+.1%}"
         + (f"; formula: {system.words}" if system.words else "")
     )
+    if system.why and abs(measured.memory_differs) > MEMORY:
+        lines.append(f"{'':24}not seen: {system.why}")
     return lines
 
 

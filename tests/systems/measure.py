@@ -66,7 +66,9 @@ class Measured(NamedTuple):
         found = []
         loss, norm = self.differs
         if loss > system.rtol:
-            found.append(f"losses differ from serial training's by {loss:.1e}, at most {system.rtol:.0e} is right")
+            found.append(
+                f"losses differ from serial training's by {loss:.1e}, at most {system.rtol:.0e} is right"
+            )
         if norm > max(NORMS, system.rtol):
             found.append(f"norms of weights differ from serial training's by {norm:.1e}")
         for kind, nbytes in (self.expected or {}).items():
@@ -151,9 +153,11 @@ def _sizes(model: str) -> Sizes:
         return Sizes(sum(p.nbytes for p in parameters), 0, 0, 4, len(parameters))
     built = tiny.build()
     blocks = [child for child in built if isinstance(child, tiny.Block)]
-    in_blocks = sum(p.nbytes for block in blocks for p in block.parameters())
+    matrices = sum(p.nbytes for block in blocks for p in block.parameters() if p.dim() == 2)
     whole = sum(p.nbytes for p in built.parameters())
-    return Sizes(whole, in_blocks, 4 * tiny.BATCH * tiny.TIME * tiny.WIDTH, len(blocks), len(list(built.parameters())))
+    return Sizes(
+        whole, in_blocks, 4 * tiny.BATCH * tiny.TIME * tiny.WIDTH, len(blocks), len(list(built.parameters()))
+    )
 
 
 # ---- a system
@@ -181,7 +185,10 @@ def measure(cluster: mk.Cluster, system: System, serial: Serial) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(PROFILED):
             profiled = list(map(min, profiled, cluster.run(_profiled, system, folder, timeout=LIMIT)))
-            if all(abs(one / other - 1) <= (system.memory or MEMORY) for one, other in zip(held, profiled, strict=True)):
+            if all(
+                abs(one / other - 1) <= (system.memory or MEMORY)
+                for one, other in zip(held, profiled, strict=True)
+            ):
                 break
         alone = _reported(folder)
     if watched != alone:
@@ -200,7 +207,9 @@ def _calls(step: Timeline) -> dict[str, int]:
 
 def _sent(step: Timeline) -> dict[str, float]:
     kinds = {kind for sent in step.comm_bytes for kind, nbytes in sent.items() if nbytes}
-    return {kind: sum(sent.get(kind, 0) for sent in step.comm_bytes) / step.world_size for kind in sorted(kinds)}
+    return {
+        kind: sum(sent.get(kind, 0) for sent in step.comm_bytes) / step.world_size for kind in sorted(kinds)
+    }
 
 
 def _compare(found: Reported, reference: Reported) -> tuple[tuple[float, float], int]:

@@ -7,14 +7,22 @@ x those of the activations between two blocks (of the whole batch), n the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Sizes(NamedTuple):
-    """What formulas are about: bytes of all parameters, of the blocks' parameters, of activations; numbers of blocks, parameters."""
+    """What formulas are about.
+
+    Attributes:
+        P: bytes of all parameters.
+        matrices: bytes of the matrices in blocks, which tensor parallelism divides.
+        x: bytes of the activations of the whole batch between two blocks.
+        blocks: the number of blocks.
+        parameters: the number of parameter tensors.
+    """
 
     P: int
-    in_blocks: int
+    matrices: int
     x: int
     blocks: int
     parameters: int
@@ -67,6 +75,22 @@ def _gathered_once(s: Sizes) -> dict[str, float]:
     return {"all_gather": s.P, "reduce_scatter": s.P}
 
 
+def _megatron(s: Sizes) -> dict[str, float]:
+    """Two all-reduces in a block's forward, two in its backward."""
+    return {"all_reduce": 4 * s.x * s.blocks}
+
+
+def _sequence(s: Sizes) -> dict[str, float]:
+    """Each all-reduce in two halves; x is gathered for the head, as logits, and where the embedding ends (backward)."""
+    return {"all_gather": (4 * s.blocks + 3) * s.x, "reduce_scatter": (4 * s.blocks + 1) * s.x}
+
+
+def _two_dimensions(s: Sizes) -> dict[str, float]:
+    """Over tp Megatron's, of half of the batch; over dp ZeRO-3's, of the parameters that a tp rank has."""
+    held = s.P - s.matrices / 2
+    return {"all_reduce": 4 * s.x / 2 * s.blocks, "all_gather": 2 * held, "reduce_scatter": held}
+
+
 def _pipeline(boundaries: int) -> Formula:
     """Messages of a rank with two ranks: at each boundary x is sent or received in the forward, and in the backward."""
     return lambda s: {"send": boundaries * s.x, "recv": boundaries * s.x}
@@ -74,16 +98,30 @@ def _pipeline(boundaries: int) -> Formula:
 
 DDP = ("P", _ddp)
 ZERO3 = ("2P gathered, P reduced", _zero3)
+GLOO = "gloo's threads keep the tensors of their last collective for a while"
+HELD = "DDP holds the hook's futures, and they the 16-bit copies, beyond the backward in which they are seen"
+RECEIVED: dict[str, Any] = {
+    "memory": 0.15, "why": "torch makes the buffers in which gradients arrive before the first action"
+}  # fmt: skip
+MEGATRON = ("4x a block", _megatron)
+SEQUENCE = ("(4 blocks + 3)x gathered, (4 blocks + 1)x scattered", _sequence)
+TWO_DIMENSIONS = ("4x/2 a block reduced over tp, 2P' and P' over dp", _two_dimensions)
 ONCE = ("P gathered, P reduced", _gathered_once)
 
 SYSTEMS = (
     System("ddp", "", *DDP),
     System("ddp", "static", *DDP),
     System(
-        "ddp", "unused", "P, 4 per parameter", lambda s: {"all_reduce": s.P + 4 * s.parameters}, model="unused"
-    ),
+        "ddp",
+        "unused",
+        "P, 4 per parameter",
+        lambda s: {"all_reduce": s.P + 4 * s.parameters},
+        model="unused",
+        memory=0.05,
+        why="the second step makes states that the first one lacked; later ones are taken to repeat it",
+    ),  # fmt: skip
     System("ddp", "hook", *DDP),
-    System("ddp", "fp16", "P/2", lambda s: {"all_reduce": s.P / 2}, rtol=1e-3),
+    System("ddp", "fp16", "P/2", lambda s: {"all_reduce": s.P / 2}, rtol=1e-3, memory=0.05, why=HELD),
     System("ddp", "compiled", *DDP),
     System("fsdp1", "", *ZERO3),
     System("fsdp1", "zero2", *ONCE),
@@ -91,13 +129,13 @@ SYSTEMS = (
     System("fsdp2", "keep", *ONCE),
     System("fsdp2", "offload", *ZERO3),
     System("zero_optimizer", "", "P reduced, P sent", lambda s: {"all_reduce": s.P, "broadcast": s.P}),
-    System("tensor_parallel", ""),
-    System("tensor_parallel", "whole", "4x a block", lambda s: {"all_reduce": 4 * s.x * s.blocks}),
-    System("pipelining", "gpipe", "x each way", _pipeline(1)),
-    System("pipelining", "1f1b", "x each way", _pipeline(1)),
-    System("pipelining", "interleaved", "3x each way", _pipeline(3)),
-    System("pipelining", "zbv", "2x each way", _pipeline(2)),
-    System("fsdp2_tensor_parallel", "", ranks=4),
+    System("tensor_parallel", "", *SEQUENCE, memory=0.15, why=GLOO),
+    System("tensor_parallel", "whole", *MEGATRON, memory=0.05, why=GLOO),
+    System("pipelining", "gpipe", "x each way", _pipeline(1), **RECEIVED),
+    System("pipelining", "1f1b", "x each way", _pipeline(1), **RECEIVED),
+    System("pipelining", "interleaved", "3x each way", _pipeline(3), **RECEIVED),
+    System("pipelining", "zbv", "2x each way", _pipeline(2), **RECEIVED),
+    System("fsdp2_tensor_parallel", "", *TWO_DIMENSIONS, ranks=4, memory=0.05, why=GLOO),
     System("checkpoint", "", *ZERO3),
     System("ring", "", "2P(n-1)/n", lambda s: {"send": s.P, "recv": s.P}),
     System("accelerated", "", *DDP, needs=("accelerate",)),

@@ -1,0 +1,37 @@
+"""DeepSpeed's ZeRO on CPUs.
+
+torchrun --nproc-per-node 2 deepspeed_zero.py 1        or 2, or 3
+"""
+
+import os
+import sys
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
+from tiny import BATCH, STEPS, batch, build, loss_of, report  # noqa: E402
+
+stage = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+deepspeed.init_distributed(dist_backend="gloo")
+rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+config = {
+    "train_micro_batch_size_per_gpu": BATCH // ranks,
+    "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    "zero_allow_untested_optimizer": True,
+    "wall_clock_breakdown": False,
+}
+model = build()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+losses = []
+for step in range(STEPS):
+    x, y = batch(step, rank, ranks)
+    loss = loss_of(engine(x), y)
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+
+with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+    report(losses, {name: p.detach().clone() for name, p in engine.module.named_parameters()})
