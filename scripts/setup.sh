@@ -99,7 +99,7 @@ say "$what (the first time takes some minutes; log: $log)"
 if ! {
     { [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"; } &&
         PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-            "$venv/bin/python" -m pip install --no-input --progress-bar off -e '.[notebook,dev]'
+            "$venv/bin/python" -m pip install --no-input --progress-bar off -e '.[notebook,dev,systems]'
 } >"$log" 2>&1; then
     tail -n 15 "$log" >&2
     die "set-up failed; the lines above end $log. It starts afresh the next time."

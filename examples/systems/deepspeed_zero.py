@@ -8,9 +8,9 @@ import sys
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
-from tiny import BATCH, STEPS, batch, build, loss_of, report  # noqa: E402
+import deepspeed
+import torch
+from tiny import BATCH, STEPS, batch, build, loss_of, report
 
 stage = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 deepspeed.init_distributed(dist_backend="gloo")

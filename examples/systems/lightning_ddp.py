@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import DDPStrategy
 from tiny import BATCH, STEPS, batch, build, loss_of, report
-from torch.utils.data import DataLoader, SequentialSampler, TensorDataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
@@ -33,13 +33,21 @@ class Tiny(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-x, y = (torch.cat(parts) for parts in zip(*map(batch, range(STEPS)), strict=True))
-model = Tiny()
 trainer = pl.Trainer(
-    accelerator="cpu", devices=2, max_epochs=1, strategy=DDPStrategy(process_group_backend="gloo"),
-    plugins=[TorchElasticEnvironment()], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    accelerator="cpu",
+    devices=2,
+    max_epochs=1,
+    strategy=DDPStrategy(process_group_backend="gloo"),
+    plugins=[TorchElasticEnvironment()],
+    use_distributed_sampler=False,  # Lightning's own shuffles
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
     enable_model_summary=False,
-)  # fmt: skip
-# Lightning gives rank r the samples r, r + 2, ...: the same batches as a whole.
-trainer.fit(model, DataLoader(TensorDataset(x, y), batch_size=BATCH // 2, shuffle=False))
+)
+x, y = (torch.cat(parts) for parts in zip(*map(batch, range(STEPS)), strict=True))
+samples = TensorDataset(x, y)
+mine = DistributedSampler(samples, trainer.world_size, trainer.global_rank, shuffle=False)
+model = Tiny()
+trainer.fit(model, DataLoader(samples, batch_size=BATCH // 2, sampler=mine))
 report(model.losses, dict(model.gpt.named_parameters()))

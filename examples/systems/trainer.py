@@ -70,7 +70,8 @@ def main() -> None:
         arguments = TrainingArguments(
             folder, use_cpu=True, max_steps=STEPS, per_device_train_batch_size=BATCH // 2, learning_rate=1e-3,
             lr_scheduler_type="constant", weight_decay=0.01, max_grad_norm=0.0, optim="adamw_torch",
-            save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True, ddp_find_unused_parameters=False,
+            save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True,
+            ddp_find_unused_parameters=False,
         )  # fmt: skip
         InOrder(model, arguments, train_dataset=Sequences()).train()
     report(losses, dict(model.named_parameters()))

@@ -10,8 +10,8 @@ Each script of examples/systems is watched on 2 (or 4) processes, unchanged. Its
     bytes       payload per rank and step, beside the papers' formula (P: parameters, x: activations of the whole batch
                 between blocks, n: ranks)
     bubble      idle share of the step, on the virtual clock; hidden: share of the communication under compute
-    memory      peak of rank 0 in MB, with params, grads, optimizer, activations and buffers each at its own peak; and by
-                how much torch.profiler's peak of the same script, unwatched, differs (at most 3 %, on the worst rank)
+    memory      peak of rank 0 in MB, and each category at its own peak; and by how much torch.profiler's peak of the same
+                script, unwatched, differs on the worst rank: at most 3 %, or more with what is not seen and why
     serial      the largest relative difference of a loss from serial training, and of the norm of a weight
 
 The exit status is 0 if every script that could run trains as one process does, with the bytes of its formula and the

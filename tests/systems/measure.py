@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 import mpkit as mk
 from mpkit.apps.watch import Program
 from mpkit.timeline.timeline import Timeline
@@ -91,9 +89,8 @@ def _run(ctx: Any, system: System, folder: str) -> None:
 
 def _profiled(ctx: Any, system: System, folder: str) -> int:
     """Return the most bytes that torch's allocator held while the script ran."""
-    from torch.autograd import profiler
-
     import torch.distributed as dist
+    from torch.autograd import profiler
 
     # Kineto's callback wants Python's lock in gloo's threads; destroying the group holds it while it waits for them.
     dist.destroy_process_group = lambda *_: None
@@ -156,7 +153,7 @@ def _sizes(model: str) -> Sizes:
     matrices = sum(p.nbytes for block in blocks for p in block.parameters() if p.dim() == 2)
     whole = sum(p.nbytes for p in built.parameters())
     return Sizes(
-        whole, in_blocks, 4 * tiny.BATCH * tiny.TIME * tiny.WIDTH, len(blocks), len(list(built.parameters()))
+        whole, matrices, 4 * tiny.BATCH * tiny.TIME * tiny.WIDTH, len(blocks), len(list(built.parameters()))
     )
 
 

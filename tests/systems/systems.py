@@ -119,7 +119,7 @@ SYSTEMS = (
         model="unused",
         memory=0.05,
         why="the second step makes states that the first one lacked; later ones are taken to repeat it",
-    ),  # fmt: skip
+    ),
     System("ddp", "hook", *DDP),
     System("ddp", "fp16", "P/2", lambda s: {"all_reduce": s.P / 2}, rtol=1e-3, memory=0.05, why=HELD),
     System("ddp", "compiled", *DDP),
@@ -140,5 +140,8 @@ SYSTEMS = (
     System("ring", "", "2P(n-1)/n", lambda s: {"send": s.P, "recv": s.P}),
     System("accelerated", "", *DDP, needs=("accelerate",)),
     System("trainer", "", *DDP, needs=("transformers", "accelerate"), model="transformers"),
+    System("deepspeed_zero", "1", needs=("deepspeed",)),
+    System("deepspeed_zero", "2", needs=("deepspeed",)),
+    System("deepspeed_zero", "3", needs=("deepspeed",)),
     System("lightning_ddp", "", *DDP, needs=("pytorch_lightning",)),
 )
