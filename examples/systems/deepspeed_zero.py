@@ -17,7 +17,14 @@ deepspeed.init_distributed(dist_backend="gloo")
 rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
 config = {
     "train_micro_batch_size_per_gpu": BATCH // ranks,
-    "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    "zero_optimization": {
+        "stage": stage,
+        "reduce_bucket_size": 100_000,  # elements; the default takes 2 GB
+        "stage3_prefetch_bucket_size": 50_000,
+        "stage3_param_persistence_threshold": 0,  # small parameters are sharded as well,
+        "stage3_max_live_parameters": 0,  # and none stays whole after its forward
+        "stage3_max_reuse_distance": 0,
+    },
     "zero_allow_untested_optimizer": True,
     "wall_clock_breakdown": False,
 }

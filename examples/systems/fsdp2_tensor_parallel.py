@@ -9,13 +9,21 @@ from tiny import STEPS, batch, build, loss_of, report
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 dist.init_process_group()
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 plan = {name: ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "mlp.up")}
 plan |= {name: RowwiseParallel() for name in ("attention.out", "mlp.down")}
+# q, k and v read one DTensor, so that the gradients of their inputs are added before they are reduced, once.
+plan["attention"] = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
 model = build()
 for block in model[1:-1]:
     parallelize_module(block, mesh["tp"], plan)

@@ -7,11 +7,11 @@
 Each script of examples/systems is watched on 2 (or 4) processes, unchanged. Its table:
 
     calls       communications of rank 0 in a step, by kind
-    bytes       payload per rank and step, beside the papers' formula (P: parameters, x: activations of the whole batch
-                between blocks, n: ranks)
+    bytes       payload per rank and step, beside the papers' formula (P: parameters, x: activations of the
+                whole batch between blocks, n: ranks)
     bubble      idle share of the step, on the virtual clock; hidden: share of the communication under compute
-    memory      peak of rank 0 in MB, and each category at its own peak; and by how much torch.profiler's peak of the same
-                script, unwatched, differs on the worst rank: at most 3 %, or more with what is not seen and why
+    memory      peak of rank 0 in MB, and each category at its own peak; and by how much torch.profiler's peak of the
+                same script, unwatched, differs on the worst rank: at most 3 %, or more with what is not seen and why
     serial      the largest relative difference of a loss from serial training, and of the norm of a weight
 
 The exit status is 0 if every script that could run trains as one process does, with the bytes of its formula and the

@@ -98,14 +98,17 @@ def _pipeline(boundaries: int) -> Formula:
 
 DDP = ("P", _ddp)
 ZERO3 = ("2P gathered, P reduced", _zero3)
-GLOO = "gloo's threads keep the tensors of their last collective for a while"
-HELD = "DDP holds the hook's futures, and they the 16-bit copies, beyond the backward in which they are seen"
+GLOO = "presumably tensors that gloo's threads keep after their collective (not traced)"
+HELD = (
+    "presumably the hook's 16-bit copies, which futures hold beyond their backward (of that size; not traced)"
+)
 RECEIVED: dict[str, Any] = {
-    "memory": 0.15, "why": "torch makes the buffers in which gradients arrive before the first action"
+    "memory": 0.15, "why": "presumably the buffers in which gradients arrive, made before the first action (of that size; not traced)"
 }  # fmt: skip
 MEGATRON = ("4x a block", _megatron)
 SEQUENCE = ("(4 blocks + 3)x gathered, (4 blocks + 1)x scattered", _sequence)
 TWO_DIMENSIONS = ("4x/2 a block reduced over tp, 2P' and P' over dp", _two_dimensions)
+ZERO1 = ("P reduced, P gathered", lambda s: {"all_reduce": s.P, "all_gather": s.P})
 ONCE = ("P gathered, P reduced", _gathered_once)
 
 SYSTEMS = (
@@ -140,8 +143,8 @@ SYSTEMS = (
     System("ring", "", "2P(n-1)/n", lambda s: {"send": s.P, "recv": s.P}),
     System("accelerated", "", *DDP, needs=("accelerate",)),
     System("trainer", "", *DDP, needs=("transformers", "accelerate"), model="transformers"),
-    System("deepspeed_zero", "1", needs=("deepspeed",)),
-    System("deepspeed_zero", "2", needs=("deepspeed",)),
-    System("deepspeed_zero", "3", needs=("deepspeed",)),
+    System("deepspeed_zero", "1", *ZERO1, needs=("deepspeed",)),
+    System("deepspeed_zero", "2", *ZERO1, needs=("deepspeed",)),
+    System("deepspeed_zero", "3", *ZERO3, needs=("deepspeed",)),
     System("lightning_ddp", "", *DDP, needs=("pytorch_lightning",)),
 )

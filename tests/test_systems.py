@@ -1,0 +1,21 @@
+"""The scripts of examples/systems are whole programs of their own; `make test-systems` runs them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.systems.measure import FOLDER
+from tests.systems.systems import SYSTEMS
+
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+def test_every_script_is_watched() -> None:
+    assert {system.script for system in SYSTEMS} == {*SCRIPTS} - {"tiny", "serial"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_knows_nothing_of_mpkit(script: str) -> None:
+    text = (FOLDER / f"{script}.py").read_text()
+    assert "mpkit" not in text
+    assert len(text.splitlines()) <= 110
