@@ -103,7 +103,8 @@ HELD = (
     "presumably the hook's 16-bit copies, which futures hold beyond their backward (of that size; not traced)"
 )
 RECEIVED: dict[str, Any] = {
-    "memory": 0.15, "why": "presumably the buffers in which gradients arrive, made before the first action (of that size; not traced)"
+    "memory": 0.15,
+    "why": "presumably the buffers in which gradients arrive, made before the first action (of that size; not traced)"
 }  # fmt: skip
 MEGATRON = ("4x a block", _megatron)
 SEQUENCE = ("(4 blocks + 3)x gathered, (4 blocks + 1)x scattered", _sequence)
