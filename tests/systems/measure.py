@@ -92,7 +92,7 @@ def _profiled(ctx: Any, system: System, folder: str) -> int:
     import torch.distributed as dist
     from torch.autograd import profiler
 
-    # Kineto's callback wants Python's lock in gloo's threads; destroying the group holds it while it waits for them.
+    # A profiled rank hung once without this, in the script's end or just before; why was not traced.
     dist.destroy_process_group = lambda *_: None
     with profiler.profile(profile_memory=True) as profile:
         _run(ctx, system, folder)
