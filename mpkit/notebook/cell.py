@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import linecache
 import traceback
-from contextlib import suppress
 from typing import Any
 
 from mpkit.notebook.exchange import Answer
+from mpkit.support.caught import one_line, report
 from mpkit.support.tracebacks import fold_chain
 
 __all__ = ["complete", "run_cell"]
@@ -59,10 +59,13 @@ def _shown(value: Any) -> dict[str, str]:
         return {}
     shown = {"text/plain": repr(value)}
     for kind, method in RICH.items():
-        with suppress(Exception):  # the text is there
+        try:
             rich = getattr(value, method, lambda: None)()
-            if isinstance(rich, str):
-                shown[kind] = rich
+        except Exception as error:  # of the user's own class; the text is there
+            report(f"{type(value).__name__}.{method} raised {one_line(error)}; the value is shown as text")
+            continue
+        if isinstance(rich, str):
+            shown[kind] = rich
     return shown
 
 
@@ -87,10 +90,10 @@ def complete(text: str, namespace: dict[str, Any]) -> list[str]:
 
     completer = rlcompleter.Completer(namespace)
     found: dict[str, None] = {}
-    with suppress(Exception):  # attributes are looked up, which may run the user's code
-        while (one := completer.complete(text, len(found))) is not None:
+    try:
+        while len(found) < MOST and (one := completer.complete(text, len(found))) is not None:
             found[one.rstrip("( )")] = None
-            if len(found) == MOST:
-                break
+    except Exception as error:  # attributes are looked up, which may run the user's code
+        report(f"looking for names that begin with {text!r} raised {one_line(error)}; some may be missing")
     hidden = text.rpartition(".")[2].startswith("_")
     return [name for name in found if hidden or not name.rpartition(".")[2].startswith("_")]

@@ -102,7 +102,7 @@ class ExternalLaunch:
         self._store.set(f"ready{session.rank}", "")
         session.wait(self._store, "ready")
         self._monitor.start()
-        state = "failed"
+        state, raised = "failed", None
         with note_termination(self._monitor.wake):
             try:
                 run_rank(
@@ -113,10 +113,12 @@ class ExternalLaunch:
             except KeyboardInterrupt:
                 self._interrupted()
                 raise
-            except (Exception, SystemExit):
-                pass  # it has been reported, and comes back with the verdict
+            except (Exception, SystemExit) as error:
+                raised = error  # it has been reported, and comes back with the verdict
             verdict = self._monitor.come_out(state)
             self.error = verdict.error
+            if raised is not None and self.error is None:
+                raise raised
             self._losses = verdict.losses
             self._finish()
         if self._monitor.terminated and self.error is None:

@@ -18,6 +18,7 @@ __all__ = ["SeveralOptimizers", "kind_of", "parts_of"]
 class SeveralOptimizers(Optimizer):
     """Optimizers that step one after the other; no parameter belongs to two of them.
 
+    >>> import torch
     >>> w, b = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
     >>> both = SeveralOptimizers([torch.optim.SGD([w], lr=0.1), torch.optim.AdamW([b])])
     >>> kind_of(both), [group["lr"] for group in both.param_groups]
