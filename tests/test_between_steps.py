@@ -274,6 +274,7 @@ def test_callbacks_log_and_any_rank_may_end_the_training(
     )
 
 
+@pytest.mark.thorough
 def test_a_training_goes_on_from_a_checkpoint_with_its_average_and_the_state_of_its_callback(
     train: Train, tmp_path: Path
 ) -> None:

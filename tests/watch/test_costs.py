@@ -57,7 +57,13 @@ def profiled(ctx: Any, program: Callable[[], list[float]]) -> int:
 
 @pytest.mark.parametrize(
     "program",
-    [programs.ddp, programs.fsdp2, programs.fsdp1, programs.zero_optimizer, programs.pipeline],
+    [
+        programs.ddp,
+        *[
+            pytest.param(program, marks=pytest.mark.thorough)
+            for program in (programs.fsdp2, programs.fsdp1, programs.zero_optimizer, programs.pipeline)
+        ],
+    ],
     ids=lambda program: program.__name__,
 )
 def test_peak_memory_is_the_profilers(program: Any, clusters: Callable[[int], mk.Cluster]) -> None:

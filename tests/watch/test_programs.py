@@ -28,7 +28,14 @@ def counts(trace: Trace, rank: int = 0) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+SLOW = (programs.fsdp1, programs.ddp_static_with_hook, programs.compiled)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(program, marks=pytest.mark.thorough if program in SLOW else ()) for program in PROGRAMS],
+    ids=lambda program: program.__name__,
+)
 def test_a_watched_program_does_what_it_did_and_leaves_a_complete_trace(
     program: Program, clusters: Callable[[int], mk.Cluster]
 ) -> None:
