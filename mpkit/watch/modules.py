@@ -50,6 +50,7 @@ class Modules:
         self._handles: list[RemovableHandle] = []
         self._finder: RemovableHandle | None = None
         self._new = False
+        self._inside = 0  # how many roots are being called, one within another
         self._forwards = 0  # since the last backward
         self._backward = -1  # the op of the layer whose backward is running
 
@@ -82,7 +83,10 @@ class Modules:
     # ---- roots
 
     def _find(self, module: nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_compiling() or self._actions.running or module in self.roots:
+        actions = self._actions
+        if torch.compiler.is_compiling() or self._inside or actions.backwards or module in self.roots:
+            return
+        if actions.running and actions.place == (-1, -1):  # within something else than a pipeline's action
             return
         if not any(True for _ in module.parameters()) and not isinstance(module, nn.modules.loss._Loss):
             return  # a ReLU that is called by hand says little
@@ -95,12 +99,14 @@ class Modules:
             if torch.compiler.is_compiling():
                 return
             kind = Kind.RECOMPUTE if self._actions.backwards else Kind.FORWARD
+            self._inside += 1
             ops.append(self._actions.begin(kind, name, (inputs, given)))
 
         def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if torch.compiler.is_compiling() or not ops:
                 return
             self._forwards += 1
+            self._inside -= 1
             self._actions.end(ops.pop())
             if torch.is_grad_enabled() and output is not None:
                 self._actions.begin_loss()

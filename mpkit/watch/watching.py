@@ -2,6 +2,7 @@
 
     communication    every operator of c10d                          `communication`, `completion`
     actions          forward, loss, backward, optimizer, steps       `modules`, `engine`, `optimizers`, `actions`
+    stages           stage and micro-batch, under torch's pipelining  `pipelining`
     data             the time until samples are there                `loading`
     costs            FLOPs, bytes and memory of each action            `costs`, `measuring`
     names            what the program says it is doing               `annotations`
@@ -31,6 +32,7 @@ from mpkit.watch.lines import Lines
 from mpkit.watch.loading import Loading
 from mpkit.watch.modules import Modules
 from mpkit.watch.optimizers import Optimizers
+from mpkit.watch.pipelining import Stages
 from mpkit.watch.step import WATCHED
 
 __all__ = ["Watching"]
@@ -57,6 +59,7 @@ class Watching:
         self.optimizers = Optimizers(self.actions, optimizers)
         self.backwards = Backwards(self._backward_begins, self._backward_ends)
         self.loading = Loading(record, self.actions)
+        self.stages = Stages(self.actions)
         self._backward_ops: list[int] = []
 
     def __enter__(self) -> Self:
@@ -77,11 +80,20 @@ class Watching:
     def _parts(
         self,
     ) -> tuple[
-        Annotations | Completion | Communication | Modules | Optimizers | Backwards | Costs | Loading, ...
+        Annotations
+        | Completion
+        | Communication
+        | Modules
+        | Optimizers
+        | Backwards
+        | Costs
+        | Loading
+        | Stages,
+        ...,
     ]:
         return (
             self.annotations, self.completion, self.communication, self.modules, self.optimizers, self.backwards,
-            self.costs, self.loading,
+            self.costs, self.loading, self.stages,
         )  # fmt: skip
 
     def _backward_begins(self, outputs: Any) -> None:

@@ -53,6 +53,7 @@ def main() -> int:
     serial = Serial()
     failed: list[str] = []
     left_out: list[str] = []
+    beyond: list[str] = []
     print(f"{'system':24}{'calls, bytes beside the formula':58}{'bubble':>7}{'hidden':>7}  serial")
     for system in chosen:
         if lacks := missing(system):
@@ -67,13 +68,15 @@ def main() -> int:
             print(f"{system.name:24}ERROR, below", flush=True)
             continue
         failed += [f"{system.name}: {what}" for what in measured.wrong(system)]
+        beyond += [f"{system.name}: {what}" for what in measured.unseen(system)]
         print("\n".join(_row(system, measured)), flush=True)
         if options.draw:
             _draw(options.draw, system, measured)
     for cluster in clusters.values():
         cluster.close()
     print(f"\n{len(chosen) - len(left_out)} systems, {time.monotonic() - begun:.0f} s")
-    print("\n".join([f"not run: {line}" for line in left_out] + [f"FAILED: {line}" for line in failed]))
+    for said, lines in (("not run", left_out), ("MEMORY", beyond), ("FAILED", failed)):
+        print("\n".join(f"{said}: {line}" for line in lines))
     return 1 if failed else 0
 
 

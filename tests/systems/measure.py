@@ -72,9 +72,13 @@ class Measured(NamedTuple):
         for kind, nbytes in (self.expected or {}).items():
             if abs(self.sent.get(kind, 0) - nbytes) > 0.005 * nbytes:
                 found.append(f"{kind} of {self.sent.get(kind, 0):,.0f} bytes, by the formula {nbytes:,.0f}")
-        if abs(self.memory_differs) > (system.memory or MEMORY):
-            found.append(f"peak memory differs from torch.profiler's by {self.memory_differs:+.1%}")
         return found
+
+    def unseen(self, system: System) -> list[str]:
+        """Return by how much the profiler's peak lies beyond what is right. The backend's threads make it vary."""
+        if abs(self.memory_differs) <= (system.memory or MEMORY):
+            return []
+        return [f"peak memory differs from torch.profiler's by {self.memory_differs:+.1%}"]
 
 
 # ---- scripts, as ranks run them

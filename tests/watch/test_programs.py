@@ -57,6 +57,16 @@ def test_a_watched_program_does_what_it_did_and_leaves_a_complete_trace(
         assert timeline.step_time > 0
 
 
+def test_stages_and_micro_batches_of_a_pipeline_are_named(clusters: Callable[[int], mk.Cluster]) -> None:
+    clusters(2).run(started, programs.pipeline, watch=True)
+    for number, rank in enumerate(clusters(2).trace.ranks):
+        ops = rank.ops[(rank.ops["depth"] == 0) & (rank.ops["step"] == STEPS - 1)]
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            these = ops[ops["kind"] == kind]
+            assert these["microbatch"].tolist() == [0, 1, 2, 3] and set(these["stage"]) == {number}
+        assert (ops["kind"] == Kind.COMPUTE).sum() == (4 if number else 0)  # the losses, on the last stage
+
+
 def test_each_kind_of_communication_is_on_the_trace_once(clusters: Callable[[int], mk.Cluster]) -> None:
     clusters(2).run(started, programs.collectives, watch=True)
     trace = clusters(2).trace
