@@ -124,9 +124,16 @@ class Costs:
                 self._mode.flops - flops, self._mode.nbytes - nbytes, before, self._mode.forget_peak(),
                 dict(self._ledger.held),
             )  # fmt: skip
+            self._new |= self._leaves_more(self._known.get(self._sequence), cost)
             self._known[self._sequence] = cost
             self._record.costs(op, cost.flops, cost.nbytes)
             self._before = None
+
+    @staticmethod
+    def _leaves_more(before: Cost | None, cost: Cost) -> bool:
+        """Return whether the action left other model states than the last time: a state was made in between."""
+        lasting = ("params", "grads", "optimizer")
+        return before is None or any(before.after[name] != cost.after[name] for name in lasting)
 
     # ---- measuring, and not
 

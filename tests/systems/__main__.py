@@ -14,8 +14,9 @@ Each script of examples/systems is watched on 2 (or 4) processes, unchanged. Its
                 same script, unwatched, differs on the worst rank: at most 3 %, or more with what is not seen and why
     serial      the largest relative difference of a loss from serial training, and of the norm of a weight
 
-The exit status is 0 if every script that could run trains as one process does, with the bytes of its formula and the
-profiler's memory. What cannot run is listed with its reason. tests/systems is not part of `make test`.
+The exit status is 0 if every script that could run trains as one process does, with the bytes of its formula. Memory
+that differs by more is listed: the backend's threads make it vary. What cannot run is listed with its reason.
+tests/systems is not part of `make test`.
 """
 
 from __future__ import annotations

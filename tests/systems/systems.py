@@ -104,7 +104,7 @@ HELD = (
 )
 RECEIVED: dict[str, Any] = {
     "memory": 0.15,
-    "why": "presumably the buffers in which gradients arrive, made before the first action (of that size; not traced)"
+    "why": "presumably the buffers in which gradients arrive (of that size; not traced)"
 }  # fmt: skip
 MEGATRON = ("4x a block", _megatron)
 SEQUENCE = ("(4 blocks + 3)x gathered, (4 blocks + 1)x scattered", _sequence)
@@ -121,8 +121,6 @@ SYSTEMS = (
         "P, 4 per parameter",
         lambda s: {"all_reduce": s.P + 4 * s.parameters},
         model="unused",
-        memory=0.05,
-        why="the second step makes states that the first one lacked; later ones are taken to repeat it",
     ),
     System("ddp", "hook", *DDP),
     System("ddp", "fp16", "P/2", lambda s: {"all_reduce": s.P / 2}, rtol=1e-3, memory=0.05, why=HELD),
