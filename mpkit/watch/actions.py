@@ -35,12 +35,14 @@ class Actions:
     Attributes:
         place: stage and micro-batch of what runs now, in a pipeline; -1 for none.
         backwards: how many backwards are running, one within another.
+        step_ended: called after each step.
     """
 
     def __init__(self, record: Recorder, costs: Costs, before: Callable[[], None] = lambda: None) -> None:
         self._record, self._costs, self._before = record, costs, before
         self.place = -1, -1
         self.backwards = 0
+        self.step_ended: Callable[[], None] = lambda: None
         self._depth = 0
         self._loss = -1
         self._step, self._in_step, self._stepped = 0, False, False
@@ -134,6 +136,7 @@ class Actions:
                 self._record.loss(sum(loss.item() for loss in self._losses))
             self._record.end_step()
             self._step += 1
+            self.step_ended()
         self._in_step = self._stepped = False
         self._losses.clear()
 

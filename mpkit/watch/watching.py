@@ -56,6 +56,7 @@ class Watching:
         self.costs = Costs(record, self.annotations, roots, optimizers)
         self.actions = Actions(record, self.costs, self.completion.settle)
         self.modules = Modules(record, self.actions, roots, depth)
+        self.actions.step_ended = self.modules.step_ended
         self.optimizers = Optimizers(self.actions, optimizers)
         self.backwards = Backwards(self._backward_begins, self._backward_ends)
         self.loading = Loading(record, self.actions)
