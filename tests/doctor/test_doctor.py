@@ -30,6 +30,7 @@ def test_this_machine(quick: bool) -> None:
     assert "left out (quick)" in str(found) or not quick
 
 
+@pytest.mark.thorough
 def test_two_ranks_measure_their_link_and_a_dataset(cluster: mk.Cluster) -> None:
     class Slow(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:

@@ -356,6 +356,7 @@ def test_mistakes_with_pipelines_are_explained(clusters: Clusters) -> None:
 # ---------------------------------------------------------------- torchrun
 
 
+@pytest.mark.thorough
 def test_all_of_them_under_torchrun() -> None:
     """Without a Cluster and a ctx: in the process group that the program has made."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
