@@ -71,7 +71,7 @@ def test_variables_stay_on_each_rank(run: Run, shell: InteractiveShell) -> None:
     assert shell.user_ns["ranks"]["total"][2].tolist() == [18]
     shell.user_ns["ranks"]["rate"] = 0.5
     assert texts(run("%ranks rate")) == ["[ranks 0-2] 0.5"]
-    with pytest.raises(NameError, match="on rank \d, NameError: name 'nothing'"):
+    with pytest.raises(NameError, match=r"on rank \d, NameError: name 'nothing'"):
         shell.user_ns["ranks"]["nothing"]
     assert "cells run on ranks 1-2 from here on" in run("%ranks 1:").stdout
 
