@@ -34,13 +34,16 @@ __all__ = ["Cost", "Costs"]
 
 
 class Cost(NamedTuple):
-    """What an action costs, and the memory before it, at its peak and after it, in bytes by category."""
+    """What an action costs, and the memory before it and after it, in bytes by category.
+
+    `changes` lead from the one to the other by way of the peak.
+    """
 
     flops: float
     nbytes: int
     before: dict[str, int]
-    peak: dict[str, int]
     after: dict[str, int]
+    changes: list[tuple[str, int]]
 
 
 class Costs:
@@ -97,7 +100,8 @@ class Costs:
         cost = self._known.get(self._sequence)
         self._new |= cost is None
         if cost is not None and self._mode is None:
-            self._level(cost.before)
+            if cost.before != self._ledger.held:
+                self._ledger.change(*_changes(self._ledger.held, cost.before))
             return cost.flops
         self._measure()
         if self._mode is not None:
@@ -112,17 +116,17 @@ class Costs:
         if self._mode is None:
             cost = self._known.get(self._sequence)
             if cost is not None:
-                self._level(cost.peak)
-                self._level(cost.after)
+                self._ledger.change(*cost.changes)
                 self._record.costs(op, cost.flops, cost.nbytes)
             return
         self._sort()
         self._kind = Kind.DATA
         if self._before is not None:
             flops, nbytes, before = self._before
+            peak, after = self._mode.forget_peak(), dict(self._ledger.held)
             cost = Cost(
-                self._mode.flops - flops, self._mode.nbytes - nbytes, before, self._mode.forget_peak(),
-                dict(self._ledger.held),
+                self._mode.flops - flops, self._mode.nbytes - nbytes, before, after,
+                _changes(before, peak) + _changes(peak, after),
             )  # fmt: skip
             self._new |= self._leaves_more(self._known.get(self._sequence), cost)
             self._known[self._sequence] = cost
@@ -152,13 +156,6 @@ class Costs:
             self._mode = None
             self._ledger.forget()
 
-    def _level(self, target: dict[str, int]) -> None:
-        held = self._ledger.held
-        deltas = [(category, target[category] - held[category]) for category in target]
-        self._ledger.change(
-            *sorted(deltas, key=itemgetter(1))
-        )  # less first: the sum never exceeds both levels
-
     # ---- categories
 
     def _category(self) -> str:
@@ -181,6 +178,12 @@ class Costs:
                 for value in state.values() if isinstance(state, dict) else ():
                     if isinstance(value, torch.Tensor) and value.dim():
                         move(_local(value), "optimizer")
+
+
+def _changes(before: dict[str, int], after: dict[str, int]) -> list[tuple[str, int]]:
+    """Return what leads from one level to another; less first, so that the sum never exceeds both."""
+    deltas = [(category, after[category] - before[category]) for category in after]
+    return sorted([change for change in deltas if change[1]], key=itemgetter(1))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
