@@ -1,8 +1,7 @@
 """Two sides in the same processes, alternating step by step: the measurements behind a ratio.
 
-Peak memory is the most that torch's allocator held, according to its profiler, from before the model is made until
-after the last step. Each side is measured on its own, as the median of 5 runs, since the profiler does not see what
-Gloo's own thread happens to free last.
+Peak memory is the most that torch's allocator held (`benchmarks.allocator`), from before the model is made until after
+the last step. Each side is measured on its own, as the median of 5 runs.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 import mpkit as mk
+from benchmarks.allocator import peak_of
 
 __all__ = ["Step", "compared", "compared_peaks", "pairs", "peak_memory"]
 
@@ -57,18 +57,13 @@ def compared(name: str, against: str, by_rank: list[list[tuple[float, float]]]) 
 
 def peak_memory(make: Callable[[], Step]) -> int:
     """Return the most bytes that the allocator held while a side is made and runs 3 steps."""
-    from torch.autograd import profiler
 
-    with profiler.profile(profile_memory=True) as profile:
+    def run() -> None:
         step = make()
         for number in range(3):
             step(number)
-    held = peak = 0
-    for event in sorted(profile.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
+
+    return peak_of(run).most
 
 
 def compared_peaks(

@@ -9,12 +9,13 @@ A step's actions are known by their sequence: each one's kind, name and shapes o
 
 Categories: parameters and buffers when their module is first called; gradients after a backward; states after the
 optimizer's step. What a forward, a loss or a backward takes besides counts as activations, as do batches; what is
-gathered or sent (annotated "FSDP::") and what the optimizer takes for a moment counts as buffers. What a backend
-copies or keeps for itself is not seen (gloo does both), nor what is there before the first action and is no input.
+gathered or sent (annotated "FSDP::"), what the optimizer takes for a moment and what the program made before its first
+action counts as buffers, unless it is a parameter. What a backend copies for itself is not seen.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -145,6 +146,7 @@ class Costs:
         if self._mode is not None or torch.compiler.is_compiling():
             return
         self._ledger.clear()
+        self._count_what_is_held()
         self._sort()
         self._mode = Measuring(self._ledger, self._category)
         self._mode.__enter__()
@@ -155,6 +157,13 @@ class Costs:
             self._mode.__exit__(None, None, None)
             self._mode = None
             self._ledger.forget()
+
+    def _count_what_is_held(self) -> None:
+        """Count what the program made before its first action: all tensors that Python knows of."""
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor):
+                category = "params" if issubclass(type(thing), nn.Parameter) else "buffers"
+                self._ledger.track(_local(thing), category)
 
     # ---- categories
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mpkit as mk
+from benchmarks.allocator import Peak, peak_of
 from mpkit.apps.watch import Program
 from mpkit.timeline.timeline import Timeline
 from tests.systems.systems import Sizes, System
 
 FOLDER = Path(__file__).parents[2] / "examples" / "systems"
-PROFILED = 6  # runs at most; gloo's threads keep the tensors of their last collective for a while, or not
 NORMS = 1e-4  # of the norm of a weight, relative: Adam divides by small numbers
 MEMORY = 0.03
 LIMIT = 30  # seconds for a run
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
         calls: communications by kind, on rank 0.
         sent: payload bytes by kind, averaged over ranks.
         expected: the same by the formula; None without one.
-        profiled: by rank, torch.profiler's peak in bytes.
+        profiled: by rank, the peak of torch's allocator.
         differs: the largest relative difference of a loss from serial training's, and of a weight's norm.
         compared: how many weights were compared.
     """
@@ -49,15 +49,15 @@ class Measured(NamedTuple):
     calls: dict[str, int]
     sent: dict[str, float]
     expected: dict[str, float] | None
-    profiled: list[int]
+    profiled: list[Peak]
     differs: tuple[float, float]
     compared: int
 
     @property
     def memory_differs(self) -> float:
-        """The relative difference of the profiler's peak, on the rank where it is largest."""
+        """The relative difference of the allocator's peak, on the rank where it is largest."""
         held = [peak["total"] for peak in self.timeline.peak_memory_of_run]
-        return max((one / other - 1 for one, other in zip(self.profiled, held, strict=True)), key=abs)
+        return max((peak.off(nbytes) for peak, nbytes in zip(self.profiled, held, strict=True)), key=abs)
 
     def wrong(self, system: System) -> list[str]:
         """Return what is not as it should be."""
@@ -72,13 +72,9 @@ class Measured(NamedTuple):
         for kind, nbytes in (self.expected or {}).items():
             if abs(self.sent.get(kind, 0) - nbytes) > 0.005 * nbytes:
                 found.append(f"{kind} of {self.sent.get(kind, 0):,.0f} bytes, by the formula {nbytes:,.0f}")
+        if abs(self.memory_differs) > MEMORY:
+            found.append(f"peak memory differs from torch.profiler's by {self.memory_differs:+.1%}")
         return found
-
-    def unseen(self, system: System) -> list[str]:
-        """Return by how much the profiler's peak lies beyond what is right. The backend's threads make it vary."""
-        if abs(self.memory_differs) <= (system.memory or MEMORY):
-            return []
-        return [f"peak memory differs from torch.profiler's by {self.memory_differs:+.1%}"]
 
 
 # ---- scripts, as ranks run them
@@ -91,21 +87,9 @@ def _run(ctx: Any, system: System, folder: str) -> None:
     Program(str(FOLDER / f"{system.script}.py"), arguments).run(ctx)
 
 
-def _profiled(ctx: Any, system: System, folder: str) -> int:
-    """Return the most bytes that torch's allocator held while the script ran."""
-    import torch.distributed as dist
-    from torch.autograd import profiler
-
-    # A profiled rank hung once without this, in the script's end or just before; why was not traced.
-    dist.destroy_process_group = lambda *_: None
-    with profiler.profile(profile_memory=True) as profile:
-        _run(ctx, system, folder)
-    held = peak = 0
-    for event in sorted(profile.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
+def _profiled(ctx: Any, system: System, folder: str) -> Peak:
+    """Return the peak of torch's allocator while the script ran."""
+    return peak_of(lambda: _run(ctx, system, folder))
 
 
 def _reported(folder: str) -> Reported:
@@ -181,16 +165,8 @@ def measure(cluster: mk.Cluster, system: System, serial: Serial) -> Measured:
         watched = _reported(folder)
     timeline = cluster.timeline()
     step = timeline.step(timeline.steps[-2])
-    held = [peak["total"] for peak in timeline.peak_memory_of_run]
-    profiled = [2**62] * system.ranks
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(PROFILED):
-            profiled = list(map(min, profiled, cluster.run(_profiled, system, folder, timeout=LIMIT)))
-            if all(
-                abs(one / other - 1) <= (system.memory or MEMORY)
-                for one, other in zip(held, profiled, strict=True)
-            ):
-                break
+        profiled = cluster.run(_profiled, system, folder, timeout=LIMIT)
         alone = _reported(folder)
     if watched != alone:
         raise AssertionError(f"watching changes the results: {watched.losses}, unwatched {alone.losses}")

@@ -7,7 +7,7 @@ x those of the activations between two blocks (of the whole batch), n the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
@@ -43,7 +43,6 @@ class System(NamedTuple):
         needs: packages that it imports besides torch.
         model: which model `serial.py` trains.
         rtol: how far losses may be from serial training's.
-        memory: how far torch.profiler's peak may be, where that is more than 3 %; `why` says what is not seen.
     """
 
     script: str
@@ -54,8 +53,6 @@ class System(NamedTuple):
     needs: tuple[str, ...] = ()
     model: str = "tiny"
     rtol: float = 1e-5
-    memory: float = 0.0
-    why: str = ""
 
     @property
     def name(self) -> str:
@@ -98,14 +95,6 @@ def _pipeline(boundaries: int) -> Formula:
 
 DDP = ("P", _ddp)
 ZERO3 = ("2P gathered, P reduced", _zero3)
-GLOO = "presumably tensors that gloo's threads keep after their collective (not traced)"
-HELD = (
-    "presumably the hook's 16-bit copies, which futures hold beyond their backward (of that size; not traced)"
-)
-RECEIVED: dict[str, Any] = {
-    "memory": 0.15,
-    "why": "presumably the buffers in which gradients arrive (of that size; not traced)"
-}  # fmt: skip
 MEGATRON = ("4x a block", _megatron)
 SEQUENCE = ("(4 blocks + 3)x gathered, (4 blocks + 1)x scattered", _sequence)
 TWO_DIMENSIONS = ("4x/2 a block reduced over tp, 2P' and P' over dp", _two_dimensions)
@@ -123,7 +112,7 @@ SYSTEMS = (
         model="unused",
     ),
     System("ddp", "hook", *DDP),
-    System("ddp", "fp16", "P/2", lambda s: {"all_reduce": s.P / 2}, rtol=1e-3, memory=0.05, why=HELD),
+    System("ddp", "fp16", "P/2", lambda s: {"all_reduce": s.P / 2}, rtol=1e-3),
     System("ddp", "compiled", *DDP),
     System("fsdp1", "", *ZERO3),
     System("fsdp1", "zero2", *ONCE),
@@ -131,13 +120,13 @@ SYSTEMS = (
     System("fsdp2", "keep", *ONCE),
     System("fsdp2", "offload", *ZERO3),
     System("zero_optimizer", "", "P reduced, P sent", lambda s: {"all_reduce": s.P, "broadcast": s.P}),
-    System("tensor_parallel", "", *SEQUENCE, memory=0.15, why=GLOO),
-    System("tensor_parallel", "whole", *MEGATRON, memory=0.05, why=GLOO),
-    System("pipelining", "gpipe", "x each way", _pipeline(1), **RECEIVED),
-    System("pipelining", "1f1b", "x each way", _pipeline(1), **RECEIVED),
-    System("pipelining", "interleaved", "3x each way", _pipeline(3), **RECEIVED),
-    System("pipelining", "zbv", "2x each way", _pipeline(2), **RECEIVED),
-    System("fsdp2_tensor_parallel", "", *TWO_DIMENSIONS, ranks=4, memory=0.05, why=GLOO),
+    System("tensor_parallel", "", *SEQUENCE),
+    System("tensor_parallel", "whole", *MEGATRON),
+    System("pipelining", "gpipe", "x each way", _pipeline(1)),
+    System("pipelining", "1f1b", "x each way", _pipeline(1)),
+    System("pipelining", "interleaved", "3x each way", _pipeline(3)),
+    System("pipelining", "zbv", "2x each way", _pipeline(2)),
+    System("fsdp2_tensor_parallel", "", *TWO_DIMENSIONS, ranks=4),
     System("checkpoint", "", *ZERO3),
     System("ring", "", "2P(n-1)/n", lambda s: {"send": s.P, "recv": s.P}),
     System("accelerated", "", *DDP, needs=("accelerate",)),
