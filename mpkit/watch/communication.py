@@ -35,6 +35,7 @@ __all__ = ["Communication"]
 
 _COMPARED = {*Kind} - {Kind.ALL_TO_ALL}  # whose parts may differ from rank to rank
 _NOTHING = torch.empty(0)
+_REDUCTIONS = {int(number): name.lower() for name, number in dist.ReduceOp.RedOpType.__members__.items()}
 
 
 class Communication:
@@ -135,7 +136,11 @@ class Communication:
         if checks is not None and self._lines.is_direct and kind in _COMPARED and group.size > 1:
             tensor = tensors[0] if tensors else _NOTHING
             if operator.tag < 0:
-                call = checks.collective(group.ranks, number, kind, tensor, peer, "")
+                reduction = _REDUCTIONS[args[operator.reduces].op()] if operator.reduces >= 0 else ""
+                if reduction == "sum" and kind != Kind.ALL_REDUCE:  # `ctx.comm` names only that of an all_reduce
+                    reduction = ""
+                call = checks.collective(group.ranks, number, kind, tensor, peer, reduction)
+                text += f', op="{reduction}"' if reduction else ""
             elif peer >= 0 and tag < LIMIT:
                 call = checks.message(kind, name, number, peer, tag, tensor)
         elif said:

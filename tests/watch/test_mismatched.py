@@ -32,6 +32,10 @@ def roots(ctx: Any) -> None:
     dist.broadcast(torch.ones(4), ctx.rank)
 
 
+def reductions(ctx: Any) -> None:
+    dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX if ctx.rank else dist.ReduceOp.SUM)
+
+
 def messages(ctx: Any) -> None:
     if ctx.rank:
         dist.recv(torch.empty(4), 0)
@@ -46,6 +50,7 @@ def messages(ctx: Any) -> None:
         dtypes: r"(int64|float32)\[4\].*where rank \d calls all_reduce\((int64|float32)\[4\]",
         shapes: r"all_gather\(float32\[(8|12)\].*float32\[(8|12)\]",
         roots: r"All ranks name the same root",
+        reductions: r'op="(max|sum)".*op="(max|sum)"',
         messages: r"rank 1 receives float32\[4\] at .* what rank 0 sent as int64\[2\]",
     }.items(),
     ids=lambda value: getattr(value, "__name__", ""),
