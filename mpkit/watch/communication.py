@@ -137,7 +137,9 @@ class Communication:
             tensor = tensors[0] if tensors else _NOTHING
             if operator.tag < 0:
                 reduction = _REDUCTIONS[args[operator.reduces].op()] if operator.reduces >= 0 else ""
-                if reduction == "sum" and kind != Kind.ALL_REDUCE:  # `ctx.comm` names only that of an all_reduce
+                if (
+                    reduction == "sum" and kind != Kind.ALL_REDUCE
+                ):  # `ctx.comm` names only that of an all_reduce
                     reduction = ""
                 call = checks.collective(group.ranks, number, kind, tensor, peer, reduction)
                 text += f', op="{reduction}"' if reduction else ""
