@@ -38,7 +38,8 @@ test-browser: setup  ## the notebooks in a headless Chromium
 test-zoo: setup  ## some 60 architectures of transformers by each strategy, against plain PyTorch
 	@$(PY) -m tests.zoo $(ARGS)
 
-test-systems: setup  ## programs of other systems (DDP, FSDP, pipelining, Accelerate, ...) watched, against serial training
+test-systems: setup  ## programs of other systems (DDP, FSDP, DeepSpeed, TensorFlow, ...) watched, against serial training
+	@sh scripts/systems.sh
 	@$(PY) -m tests.systems $(ARGS)
 
 check: setup  ## ruff, format, strict mypy

@@ -37,6 +37,7 @@ from mpkit.timeline.simulation import simulate as simulate
 from mpkit.timeline.stage_times import stage_times as stage_times
 from mpkit.timeline.timeline import Timeline as Timeline
 from mpkit.trace import Trace as Trace
+from mpkit.watch.span import span as span
 from mpkit.watch.step import step as step
 from mpkit.wrap.data_parallel import ddp as ddp
 from mpkit.wrap.fully_shard import fully_shard as fully_shard

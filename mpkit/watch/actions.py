@@ -12,13 +12,14 @@ and several optimizers may step. `mk.step()` says instead where a step ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from mpkit.record.recorder import Recorder
-from mpkit.trace import Kind
+from mpkit.trace import Kind, Lane, lane_of
 from mpkit.watch.costs import Costs
 
 __all__ = ["Actions"]
@@ -36,6 +37,7 @@ class Actions:
         place: stage and micro-batch of what runs now, in a pipeline; -1 for none.
         backwards: how many backwards are running, one within another.
         step_ended: called after each step.
+        alone: the group of communications by hand: this rank.
     """
 
     def __init__(self, record: Recorder, costs: Costs, before: Callable[[], None] = lambda: None) -> None:
@@ -43,11 +45,13 @@ class Actions:
         self.place = -1, -1
         self.backwards = 0
         self.step_ended: Callable[[], None] = lambda: None
+        self.alone = "0"
         self._depth = 0
         self._loss = -1
         self._step, self._in_step, self._stepped = 0, False, False
         self._by_hand = False
         self._losses: list[torch.Tensor] = []
+        self._spans = 0  # communications by hand
 
     # ---- actions
 
@@ -74,6 +78,32 @@ class Actions:
         self._record.end(op)
         if not self._depth:
             self._costs.ends(op)
+
+    @contextmanager
+    def span(self, kind: Kind, name: str, flops: float, nbytes: int) -> Iterator[None]:
+        """Record what the body does by other means than torch's; see `mpkit.watch.span`."""
+        record = self._record
+        if lane_of(kind) == Lane.COMPUTE:
+            op = inner = self.begin(kind, name)
+        else:
+            self.end_loss()
+            self._begin_step(kind)
+            op = record.begin(kind, name, group=self.alone, number=self._spans, nbytes=nbytes)
+            inner = record.begin(Kind.WAIT, ref=op)
+            self._spans += 1
+        try:
+            yield
+        except BaseException:
+            record.drop(inner)
+            raise
+        if inner == op:
+            self.end(op)
+            record.costs(op, flops, nbytes)
+        else:
+            record.end(inner)
+            record.end(op)
+        if kind == Kind.OPTIMIZER:
+            self.optimizer_stepped()
 
     def begin_loss(self) -> None:
         """Begin what is computed between a forward and the backward that follows it."""

@@ -35,7 +35,8 @@ __all__ = ["Communication"]
 
 _COMPARED = {*Kind} - {Kind.ALL_TO_ALL}  # whose parts may differ from rank to rank
 _NOTHING = torch.empty(0)
-_REDUCTIONS = {int(number): name.lower() for name, number in dist.ReduceOp.RedOpType.__members__.items()}
+_MEMBERS: dict[str, Any] = dict(dist.ReduceOp.RedOpType.__members__)
+_REDUCTIONS = {int(number): name.lower() for name, number in _MEMBERS.items()}
 
 
 class Communication:

@@ -55,6 +55,7 @@ class Watching:
         optimizers: WeakSet[Optimizer] = WeakSet()
         self.costs = Costs(record, self.annotations, roots, optimizers)
         self.actions = Actions(record, self.costs, self.completion.settle)
+        self.actions.alone = str(comm.rank)
         self.modules = Modules(record, self.actions, roots, depth)
         self.actions.step_ended = self.modules.step_ended
         self.optimizers = Optimizers(self.actions, optimizers)

@@ -41,8 +41,9 @@ class System(NamedTuple):
         formula: the formula, None where no paper has one.
         ranks: on how many ranks it runs.
         needs: packages that it imports besides torch.
-        model: which model `serial.py` trains.
+        model: what it is compared with: the model that `serial.py` trains, or the kit's own `Plan.ddp`.
         rtol: how far losses may be from serial training's.
+        allocates: whether torch allocates its memory.
     """
 
     script: str
@@ -53,6 +54,7 @@ class System(NamedTuple):
     needs: tuple[str, ...] = ()
     model: str = "tiny"
     rtol: float = 1e-5
+    allocates: bool = True
 
     @property
     def name(self) -> str:
@@ -135,4 +137,5 @@ SYSTEMS = (
     System("deepspeed_zero", "2", *ZERO1, needs=("deepspeed",)),
     System("deepspeed_zero", "3", *ZERO3, needs=("deepspeed",)),
     System("lightning_ddp", "", *DDP, needs=("pytorch_lightning",)),
+    System("mirrored", "", *DDP, ranks=1, needs=("tensorflow",), model="Plan.ddp", allocates=False),
 )
