@@ -187,10 +187,9 @@ class Cluster:
                 slowest op if all ranks wait for each other or are stopped, 600 s otherwise. After 10 s a line says
                 which rank the others wait for, and where it is.
             on_busy: as in `train`; by default an earlier training is left alone, unless "stop" or "wait" is passed.
-
             watch: record what `fn` does although it does not know of mpkit: communication of torch.distributed, DDP,
                 FSDP and pipelining; forwards, backwards and optimizer steps; memory. True records a model's repeated
-                blocks, a number its modules down to that depth. `cluster.timeline()` shows it.
+                blocks, a number its modules down to that depth. A notebook shows it live; `cluster.timeline()` has it.
 
         Returns:
             What `fn` returned, by rank.
@@ -206,13 +205,29 @@ class Cluster:
                 f"run(fn) takes a function of a context, such as `lambda ctx: ctx.rank`, not {fn!r}"
             )
         self._make_free(on_busy)
-        modules: tuple[str, ...] = ()
         if watch is not False:
-            from mpkit.watch.watched import NEEDED, check_watch, watched
-
-            fn, args, modules = watched, (fn, check_watch(watch), *args), NEEDED
-        launch = self.launch(fn, args, timeout=timeout, sink=print, modules=modules)
+            return self._watched(fn, args, watch, timeout)
+        launch = self.launch(fn, args, timeout=timeout, sink=print)
         launch.work()
+        return launch.results()
+
+    def _watched(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], watch: bool | int, timeout: float | None
+    ) -> list[Any]:
+        from mpkit.api.observer import Observers
+        from mpkit.api.watched_run import WatchedRun
+        from mpkit.support.display import in_notebook
+        from mpkit.watch.watched import NEEDED, check_watch, watched
+
+        observers, shown = Observers(), in_notebook()
+        launch = self.launch(
+            watched, (fn, check_watch(watch), *args), timeout=timeout, modules=NEEDED,
+            sink=observers.output if shown else print,
+        )  # fmt: skip
+        if shown:
+            WatchedRun(fn, launch, observers).follow()
+        else:
+            launch.work()
         return launch.results()
 
     @property
@@ -344,7 +359,7 @@ class Cluster:
 
         If the new training is refused, the earlier one is shown again, since both may belong to the same cell.
         """
-        from mpkit.api.run import in_notebook
+        from mpkit.support.display import in_notebook
 
         on_busy = check_on_busy(on_busy) or ("stop" if in_notebook() else "raise")
         if on_busy == "raise":

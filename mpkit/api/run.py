@@ -18,7 +18,7 @@ from mpkit.api.observer import Observer, Observers
 from mpkit.api.run_results import RunResults
 from mpkit.launch.external.external_launch import ExternalLaunch
 from mpkit.parallel.checkpoint.lock import FolderLock
-from mpkit.support.display import draw
+from mpkit.support.display import draw, in_notebook
 from mpkit.support.tracebacks import public
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpkit.data.feeding import Feeder
     from mpkit.prepare.prepare import TrainJob
 
-__all__ = ["Observer", "Run", "in_notebook"]
+__all__ = ["Observer", "Run"]
 
 TICK = 0.1
 """Seconds between two ticks."""
@@ -235,10 +235,3 @@ class Run(RunResults):
             )
         finally:
             self.stop()
-
-
-def in_notebook() -> bool:
-    """Whether output goes to a Jupyter front end."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and getattr(shell, "kernel", None) is not None

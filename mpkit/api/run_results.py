@@ -43,6 +43,22 @@ class RunResults:
         self._launch = launch
         self._ended = False
 
+    # ---- how a view shows it -----------------------------------------------------------------------------
+
+    blocks = False
+    """Whether its cell runs until the run is over."""
+
+    @property
+    def title(self) -> str:
+        """The plan, in a few words."""
+        return self.plan.describe().split(". ")[0].rstrip(".")
+
+    @property
+    def theory(self) -> float | None:
+        """The bubble according to the schedule's formula, or None."""
+        theory = self.plan.bubble_in_theory
+        return float(theory) if theory else None
+
     # ---- how it stands ------------------------------------------------------------------------------------
 
     @property

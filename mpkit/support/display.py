@@ -6,6 +6,7 @@ requested form ("text", "svg", "chart", ...), in a table that the package itself
 
 from __future__ import annotations
 
+import sys
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -21,7 +22,7 @@ from mpkit.support.visible import escape
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Charted", "Drawn", "HasChart", "data_frame", "draw", "image", "look_in", "written"]
+__all__ = ["Charted", "Drawn", "HasChart", "data_frame", "draw", "image", "in_notebook", "look_in", "written"]
 
 _tables: list[str] = []
 
@@ -146,3 +147,10 @@ def data_frame(rows: Mapping[str, Any] | Iterable[Any], columns: list[str] | Non
 
     # Columns given by name are arrays, and are passed on as they are.
     return pd.DataFrame(rows if isinstance(rows, Mapping) else list(rows), columns=columns)
+
+
+def in_notebook() -> bool:
+    """Whether output goes to a Jupyter front end."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and getattr(shell, "kernel", None) is not None

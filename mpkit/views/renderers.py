@@ -14,6 +14,7 @@ RENDERERS = {
         "bundle": "mpkit.views.timeline.fallback:static_bundle",
     },
     "Run": {"widget": "mpkit.views.dashboard.widget:show_run"},
+    "WatchedRun": {"widget": "mpkit.views.dashboard.widget:show_run"},
     "CommMatrix": {
         "text": "mpkit.views.traffic.text:traffic_text",
         "svg": "mpkit.views.traffic.svg:traffic_svg",

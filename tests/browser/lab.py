@@ -19,6 +19,32 @@ RANKS = (
 )
 """The code of `ranks.ipynb`, likewise."""
 
+WATCHED = (
+    """import mpkit as mk
+import torch
+
+cluster = mk.Cluster(ranks=2, device="cpu")""",
+    """def program(ctx):
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(100):
+        loss = model(torch.randn(256, 512)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 25 == 0:
+            print("begun:", step)
+    return dist.get_world_size()
+
+
+cluster.run(program, watch=True)""",
+    "cluster.run(lambda ctx: 1 / ctx.rank, watch=True)",
+)
+"""The code of `watched.ipynb`, likewise."""
+
 RUN_ALL = """() => {
   window.ran = undefined;
   window.jupyterapp.commands.execute('notebook:run-all-cells').then((ok) => { window.ran = ok; });

@@ -39,9 +39,9 @@ def head(title: str, status: str) -> str:
     )
 
 
-def progress(step: int, steps: int, losses: Sequence[float]) -> str:
+def progress(step: int, steps: int | None, losses: Sequence[float]) -> str:
     """Return the number of steps, the latest loss, and all losses as a line."""
-    words = f"step <b>{step}</b> of {steps}"
+    words = f"step <b>{step}</b>" + (f" of {steps}" if steps is not None else "")
     if losses:
         words += f' <span style="{_FAINT}">&nbsp;loss</span> <b>{losses[-1]:.4f}</b> {sparkline(losses)}'
     return f'<div style="font-variant-numeric:tabular-nums;margin:0 12px;white-space:nowrap">{words}</div>'

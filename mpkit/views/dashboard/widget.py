@@ -35,6 +35,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from mpkit.api.run import Run
+    from mpkit.api.watched_run import WatchedRun
 
 __all__ = ["Dashboard", "RunView", "show_run"]
 
@@ -48,8 +49,8 @@ class Dashboard:
     Args:
         title: what the run is called.
         labels: the labels of the timeline's lanes, one per rank.
-        steps: the total number of steps.
-        on_stop: called, in a thread of its own, when the stop button is pressed.
+        steps: the total number of steps; None if it is unknown.
+        on_stop: called, in a thread of its own, when the stop button is pressed; None: there is no button.
         theory: the bubble according to the formula, to show next to the measured one.
         groups: the groups of the ranks.
     """
@@ -58,8 +59,8 @@ class Dashboard:
         self,
         title: str,
         labels: Sequence[str],
-        steps: int,
-        on_stop: Callable[[], object],
+        steps: int | None,
+        on_stop: Callable[[], object] | None,
         *,
         theory: float | None = None,
         groups: Sequence[LaneGroup] = (),
@@ -72,12 +73,16 @@ class Dashboard:
         self._handle: Any = None
         self._losses: list[float] = []
         self._head = ipywidgets.HTML(parts.head(title, "running"))
-        self._bar = ipywidgets.IntProgress(value=0, max=max(steps, 1), layout={"width": "220px"})
+        self._bar = ipywidgets.IntProgress(value=0, max=max(steps or 1, 1), layout={"width": "220px"})
+        if steps is None:
+            self._bar.layout.display = "none"
         self._words = ipywidgets.HTML(parts.progress(0, steps, []))
         self._stop = ipywidgets.Button(
             description="Stop", icon="stop", layout={"width": "90px"}, tooltip=parts.STOP_HINT
         )
         self._stop.on_click(self._pressed)
+        if on_stop is None:
+            self._stop.layout.display = "none"
         self.timeline = TimelineView(labels=labels, groups=groups)
         self.timeline.live = True
         self.timeline.note = self._note()
@@ -188,25 +193,25 @@ class Dashboard:
         self._stop.disabled = True
         self._stop.description = "Stopping"
         # Not in this thread: it is the kernel's, or one that the kernel must not wait for.
+        assert self._on_stop is not None
         threading.Thread(target=self._on_stop, name="mpkit-stop", daemon=True).start()
 
 
 class RunView:
-    """Observes a Run (`mpkit.api.run.Observer`), and fills a Dashboard."""
+    """Observes a training or a watched program (`mpkit.api.run.Observer`), and fills a Dashboard."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run | WatchedRun) -> None:
         self.run = run
         self.cell_id = _cell_id()
         self._feed, self._cell = run.feed(), _cell()
         self._loss_pace, self._memory_pace = Pace(0.3), Pace(0.8, first=1.5)
         so_far = self._feed.timeline()
-        theory = run.plan.bubble_in_theory
         self.dashboard = Dashboard(
-            run.plan.describe().split(". ")[0].rstrip("."),
+            run.title,
             [rank_label(so_far, rank) for rank in range(so_far.world_size)],
             run.steps,
-            run.stop,
-            theory=float(theory) if theory else None,
+            None if run.blocks else run.stop,
+            theory=run.theory,
             groups=groups_of(so_far),
         )
 
@@ -214,7 +219,7 @@ class RunView:
         """Return whether its cell was run in an earlier execution than that of another view."""
         return self._cell < other._cell
 
-    def tick(self, run: Run) -> None:
+    def tick(self, run: Run | WatchedRun) -> None:
         """Show what is new."""
         self.dashboard.add_spans(self._feed.advance(), self._feed.names)
         self._loss_pace(lambda: self._progress(run))
@@ -224,7 +229,7 @@ class RunView:
         """Show a line that a rank printed."""
         self.dashboard.add_output(line)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: Run | WatchedRun) -> None:
         """Show the whole run, which has finished, been stopped, or failed."""
         self._progress(run)
         self.dashboard.finish(run.timeline(), str(run.error or ""), status=run.status)
@@ -235,7 +240,7 @@ class RunView:
             return {"text/plain": f"<Run: {self.dashboard.title}; shown above>"}
         return self.dashboard.mimebundle()
 
-    def _progress(self, run: Run) -> None:
+    def _progress(self, run: Run | WatchedRun) -> None:
         losses = run.losses
         self.dashboard.set_progress(run.first_step + len(losses), losses)
         self.dashboard.set_charts(losses, run.first_step, run.metrics)
@@ -257,7 +262,7 @@ def _cell_id() -> str:
     return str(parent.get("metadata", {}).get("cellId", ""))
 
 
-def show_run(run: Run) -> RunView:
+def show_run(run: Run | WatchedRun) -> RunView:
     """Display a run's dashboard here, and return its view, which has to be notified of the run's progress.
 
     If this cell was run before, the front end has cleared its output. A run from then that is still going, on a cluster
