@@ -31,10 +31,10 @@ __all__ = ["Demo", "Outcome"]
 
 STRATEGIES: dict[str, Callable[[int, int], tuple[str, Plan]]] = {
     "naive": lambda n, m: ("naive MP", Plan.naive_mp(n)),
-    "gpipe": lambda n, m: (f"GPipe, {m} micro-batches", Plan.gpipe(n, m)),
+    "gpipe": lambda n, m: (f"GPipe, m={m}", Plan.gpipe(n, m)),
     "gpipe-recompute": lambda n, m: ("GPipe, recomputing", Plan.gpipe(n, m, recompute="full")),
-    "1f1b": lambda n, m: (f"1F1B, {m} micro-batches", Plan.pipeline("1f1b", n, m)),
-    "zb-h1": lambda n, m: (f"ZB-H1, {m} micro-batches", Plan.pipeline("zb_h1", n, m)),
+    "1f1b": lambda n, m: (f"1F1B, m={m}", Plan.pipeline("1f1b", n, m)),
+    "zb-h1": lambda n, m: (f"ZB-H1, m={m}", Plan.pipeline("zb_h1", n, m)),
     "dp": lambda n, m: ("DP", Plan(dp=n, data_parallel="dp")),
     "ddp": lambda n, m: ("DDP", Plan.ddp(n)),
     "zero1": lambda n, m: ("ZeRO-1", Plan(dp=n, zero=1)),
@@ -134,7 +134,8 @@ class Demo:
                 outcomes.append(self._train(name, plan, all_ranks, model, data))
         self.console.print()
         self.console.print(self.table(outcomes))
-        self.console.print(f"[dim]{self._explain(outcomes)}[/dim]", highlight=False)
+        for sentence in self._explain(outcomes):
+            self.console.print(f"[dim]{sentence}[/dim]", highlight=False)
         if self.html:
             self._keep(outcomes)
         return outcomes
@@ -182,7 +183,7 @@ class Demo:
         row("step time", [seconds(t.step_time) for t in each])
         row("speed-up", [f"{serial.typical.step_time / t.step_time:.2f} x" for t in each])
         table.add_section()
-        row("peak memory per GPU", [bytes_text(_fullest(t)["total"]) for t in each])
+        row("peak memory", [bytes_text(_fullest(t)["total"]) for t in each])
         for category in CATEGORIES:
             row(f"  {category}", [bytes_text(_fullest(t).get(category, 0)) for t in each])
         row("bytes sent", [bytes_text(_sent(t)) for t in each])
@@ -191,14 +192,18 @@ class Demo:
         row("equal to serial", ["-", *("yes" if _equal(o, serial) else "NO" for o in outcomes[1:])])
         return table
 
-    def _explain(self, outcomes: list[Outcome]) -> str:
-        clock = outcomes[-1].timeline.clock
-        if clock == "measured":
-            return "Times are the wall clock's, from CUDA events."
-        return (
+    def _explain(self, outcomes: list[Outcome]) -> list[str]:
+        """Say what the figures are: what all timelines note, once, and how the table was made."""
+        notes = list(dict.fromkeys(note for outcome in outcomes for note in outcome.timeline.notes))
+        how = "Shown is the step with the median bubble. Memory is that of the rank that holds most; m: micro-batches."
+        if outcomes[-1].timeline.clock == "measured":
+            return [how, "Times are the wall clock's, from CUDA events.", *notes]
+        return [
+            how,
             "Times are on the virtual clock: each rank has a core of its own, as a GPU would, although here all share "
-            "this machine's. An op takes the CPU time that it really used. Shown is the step with the median bubble."
-        )
+            "this machine's. An op takes the CPU time that it really used.",
+            *notes,
+        ]
 
     def _keep(self, outcomes: list[Outcome]) -> None:
         from mpkit.views.timeline.html import html

@@ -87,7 +87,9 @@ class TerminalView:
 
 
 def watch(run: Run, title: str, console: Console | None = None, *, live: bool = True) -> Run:
-    """Draw a run until it is over; returns it. Without a terminal, or with `live` off, only its end is drawn.
+    """Draw a run until it is over, without the timeline's notes; returns it.
+
+    Without a terminal, or with `live` off, only its end is drawn.
 
     Raises:
         RankFailed: as `Run.wait`.
@@ -100,7 +102,7 @@ def watch(run: Run, title: str, console: Console | None = None, *, live: bool = 
     run.wait()
     view.console.print(f"{title}: loss {run.losses[-1]:.4f} after {run.steps} steps")
     view.console.print(
-        plain(run.timeline(), min(view.console.width, WIDEST), fold=run.plan.ranks > FOLDED),
+        plain(run.timeline(), min(view.console.width, WIDEST), fold=run.plan.ranks > FOLDED, notes=False),
         highlight=False,
         soft_wrap=True,
     )

@@ -55,6 +55,7 @@ def text(
     comm: bool = False,
     ascii: bool = False,
     fold: bool = False,
+    notes: bool = True,
 ) -> str:
     """Return the timeline as lines of text.
 
@@ -65,6 +66,7 @@ def text(
         comm: give communication a line of its own under each rank.
         ascii: use no character beyond ASCII.
         fold: draw only the first rank of each group.
+        notes: write the timeline's notes below it.
 
     Raises:
         ValueError: the width is too small for any picture.
@@ -89,7 +91,7 @@ def text(
     shown = {key for row in drawn for key in row.keys.tolist()}
     lines.append("  ".join(f"{fill[key]} {INKS[key].word}" for key in pic.keys if key in shown))
     lines.append(_caption(pic, step, len(steps)))
-    lines += timeline.notes
+    lines += timeline.notes if notes else []
     whole = "\n".join(lines)
     return whole.replace("·", "-").replace("µ", "u").encode("ascii", "replace").decode() if ascii else whole
 
