@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mpkit.api.cluster_checks import check_on_busy, check_ranks, check_timeout, place_ranks
+from mpkit.api.cluster_checks import check_ranks, check_timeout, place_ranks
 from mpkit.api.import_ahead import import_ahead
 from mpkit.api.train_example import EXAMPLE, MEANT
+from mpkit.api.turns import Turns
 from mpkit.devices.local.table import devices_html, devices_text
 from mpkit.errors import MpkitError
 from mpkit.launch.external.environment import is_launched, place_here
@@ -101,8 +101,7 @@ class Cluster:
         else:
             self.ranks, self.backend = self._session.ranks, self._session.backend
         self._imports = import_ahead()
-        self._current: Launch | ExternalLaunch | None = None
-        self._training: Run | None = None  # the latest training
+        self._turns = Turns()
         self._launching = threading.Lock()  # one thread at a time checks whether it is busy, and launches
         self._closed = False
 
@@ -162,7 +161,7 @@ class Cluster:
                 "many (torchrun --nproc-per-node), or without a launcher, where a Cluster starts its ranks itself"
             )
         other = copy.copy(self)
-        other.ranks, other._current, other._training = check_ranks(ranks), None, None
+        other.ranks, other._turns = check_ranks(ranks), Turns()
         other.backend = "nccl" if other.device == "cuda" and self._chosen.one_each(ranks) else "gloo"
         return other
 
@@ -204,30 +203,13 @@ class Cluster:
             raise ValueError(
                 f"run(fn) takes a function of a context, such as `lambda ctx: ctx.rank`, not {fn!r}"
             )
-        self._make_free(on_busy)
+        self._turns.make_free(on_busy)
         if watch is not False:
-            return self._watched(fn, args, watch, timeout)
+            from mpkit.api.watched_run import run_watched
+
+            return run_watched(self.launch, fn, args, watch, timeout)
         launch = self.launch(fn, args, timeout=timeout, sink=print)
         launch.work()
-        return launch.results()
-
-    def _watched(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], watch: bool | int, timeout: float | None
-    ) -> list[Any]:
-        from mpkit.api.observer import Observers
-        from mpkit.api.watched_run import WatchedRun
-        from mpkit.support.display import in_notebook
-        from mpkit.watch.watched import NEEDED, check_watch, watched
-
-        observers, shown = Observers(), in_notebook()
-        launch = self.launch(
-            watched, (fn, check_watch(watch), *args), timeout=timeout, modules=NEEDED,
-            sink=observers.output if shown else print,
-        )  # fmt: skip
-        if shown:
-            WatchedRun(fn, launch, observers).follow()
-        else:
-            launch.work()
         return launch.results()
 
     @property
@@ -237,9 +219,9 @@ class Cluster:
         Raises:
             MpkitError: nothing has run on this cluster yet.
         """
-        if self._current is None:
+        if self._turns.latest is None:
             raise MpkitError("this cluster has no trace yet: cluster.run(fn) or cluster.train(...) first")
-        return self._current.trace
+        return self._turns.latest.trace
 
     def timeline(self, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
         """Put the latest run on a clock; see `Run.timeline`."""
@@ -295,7 +277,7 @@ class Cluster:
             ValueError: an argument cannot work; raised before any process starts.
         """
         timeout = check_timeout(timeout)
-        with self._instead_of_earlier(on_busy):
+        with self._turns.instead_of_earlier(on_busy):
             self._imports.join()
             from mpkit.api.run import Run
             from mpkit.prepare.prepare import prepare
@@ -306,8 +288,8 @@ class Cluster:
                 checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, checkpoint_keep=checkpoint_keep,
                 resume_from=resume_from, on_step=on_step, evaluate=evaluate, every=every, ema=ema,
             )  # fmt: skip
-        self._training = Run(self, job, timeout=timeout, show=show)
-        return self._worked(self._training)
+        self._turns.training = Run(self, job, timeout=timeout, show=show)
+        return self._worked(self._turns.training)
 
     def _agreed(self, prepare: Callable[..., TrainJob], *args: Any, **kwargs: Any) -> TrainJob:
         """Return what `prepare` returns; under a launcher, once all processes have found that they ask for the same."""
@@ -319,60 +301,10 @@ class Cluster:
 
     def _worked(self, training: Run) -> Run:
         """Return the Run; under a launcher, once this process's rank and all others have finished."""
-        if self._session is not None and self._current is not None:
-            self._current.work()
+        if self._session is not None and self._turns.latest is not None:
+            self._turns.latest.work()
             training.wait()
         return training
-
-    @property
-    def _busy(self) -> bool:
-        return self._current is not None and not self._current.over
-
-    def _make_free(self, on_busy: str) -> None:
-        """Stop an earlier training, wait for its end, or raise.
-
-        Raises:
-            ValueError: the cluster is busy, and `on_busy` is "raise".
-        """
-        if not self._busy:
-            return
-        earlier = self._training if self._training is not None and not self._training.done else None
-        check_on_busy(on_busy)
-        if earlier is None or on_busy == "raise":
-            raise ValueError(
-                "this cluster is still busy with an earlier run: run.wait() for its end, or run.stop() it, or "
-                'cluster.train(..., on_busy="stop") or "wait"; for runs side by side make another Cluster'
-            )
-        done = f"after step {earlier.first_step + len(earlier.losses)} of {earlier.steps}"
-        if on_busy == "stop":
-            print(
-                f'mpkit: the earlier run of {earlier.plan} was stopped {done} for this one (on_busy="stop")'
-            )
-            earlier.stop()
-        else:
-            print(f'mpkit: waiting for the end of the earlier run of {earlier.plan} (on_busy="wait")')
-            earlier.join()
-
-    @contextmanager
-    def _instead_of_earlier(self, on_busy: str | None) -> Iterator[None]:
-        """Prepare a new training in the body while an earlier one still runs; then make the cluster free for it.
-
-        If the new training is refused, the earlier one is shown again, since both may belong to the same cell.
-        """
-        from mpkit.support.display import in_notebook
-
-        on_busy = check_on_busy(on_busy) or ("stop" if in_notebook() else "raise")
-        if on_busy == "raise":
-            self._make_free(on_busy)
-        try:
-            yield
-        except Exception:
-            earlier = self._training
-            if earlier is not None and not earlier.done and earlier.shown:
-                print("mpkit: the earlier run goes on; this is its view")
-                earlier.show()
-            raise
-        self._make_free(on_busy)
 
     def launch(
         self,
@@ -400,7 +332,7 @@ class Cluster:
         if self._closed:
             raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={self.ranks})")
         timeout = check_timeout(timeout)
-        self._make_free("raise")
+        self._turns.make_free("raise")
         payload = pack(fn, args)
         settings = here(
             self.ranks, self.device, self.backend, self.devices, self.layers, compares, self._chosen.numbers
@@ -408,18 +340,18 @@ class Cluster:
         if self._session is not None:
             from mpkit.launch.external.external_launch import ExternalLaunch
 
-            self._current = ExternalLaunch(
+            self._turns.latest = ExternalLaunch(
                 self._session, settings, payload, timeout=timeout, sink=sink, meta=meta or {}, grace=grace
             )
-            return self._current
+            return self._turns.latest
         refuse_second_launcher()
         with self._launching:
-            self._make_free("raise")  # another thread may have launched first
+            self._turns.make_free("raise")  # another thread may have launched first
             if self._fork_server is None or not self._fork_server.alive:
                 if self._fork_server is not None:
                     self._fork_server.close()
                 self._fork_server = ForkServerClient(self._fork)
-            self._current = Launch(
+            self._turns.latest = Launch(
                 self._fork_server,
                 replace(settings, environment=self._fork_server.environment_since()),
                 payload,
@@ -430,4 +362,4 @@ class Cluster:
                 modules=modules,
                 grace=grace,
             )
-            return self._current
+            return self._turns.latest

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpkit.api.observer import Observers
-from mpkit.support.display import draw
+from mpkit.support.display import draw, in_notebook
 from mpkit.timeline.live_timeline import LiveFeed
 from mpkit.timeline.timeline import Timeline
 
@@ -15,10 +15,34 @@ if TYPE_CHECKING:
     from mpkit.launch.launch import Launch
     from mpkit.trace.metrics import Metrics
 
-__all__ = ["WatchedRun"]
+__all__ = ["WatchedRun", "run_watched"]
 
 TICK = 0.1
 """Seconds between two ticks."""
+
+
+def run_watched(
+    launch: Callable[..., Launch | ExternalLaunch], fn: Callable[..., Any], args: tuple[Any, ...], watch: bool | int,
+    timeout: float | None,
+) -> list[Any]:  # fmt: skip
+    """Run `fn(ctx, *args)` on every rank, recorded, and in a notebook shown meanwhile; return the results by rank.
+
+    Args:
+        launch: `Cluster.launch`.
+        fn, args, watch, timeout: as in `Cluster.run`.
+    """
+    from mpkit.watch.watched import NEEDED, check_watch, watched
+
+    observers, shown = Observers(), in_notebook()
+    launched = launch(
+        watched, (fn, check_watch(watch), *args), timeout=timeout, modules=NEEDED,
+        sink=observers.output if shown else print,
+    )  # fmt: skip
+    if shown:
+        WatchedRun(fn, launched, observers).follow()
+    else:
+        launched.work()
+    return launched.results()
 
 
 class WatchedRun:

@@ -7,10 +7,12 @@ from collections import OrderedDict
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpkit.models.sized_chain import SizedChain
+
 __all__ = ["ConvNet"]
 
 
-class ConvNet(nn.Sequential):
+class ConvNet(SizedChain):
     """Map images [batch, channels, height, width] to [batch, outputs]; a chain of `stem`, `block0`, ..., `head`.
 
     The residual blocks follow He et al., "Deep Residual Learning for Image Recognition", CVPR 2016. They normalize by

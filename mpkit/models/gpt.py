@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpkit.models.sized_chain import SizedChain
+
 __all__ = ["GPT", "GPTConfig", "next_token_loss"]
 
 
@@ -45,7 +47,7 @@ class GPTConfig:
             )
 
 
-class GPT(nn.Sequential):
+class GPT(SizedChain):
     """A decoder-only transformer: tokens [batch, time] to logits [batch, time, vocab].
 
     It is an nn.Sequential of `embedding`, `block0`, `block1`, ..., `head`, so it can be cut into stages.

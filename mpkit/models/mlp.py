@@ -7,10 +7,12 @@ from collections import OrderedDict
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpkit.models.sized_chain import SizedChain
+
 __all__ = ["MLP"]
 
 
-class MLP(nn.Sequential):
+class MLP(SizedChain):
     """Map [batch, inputs] to [batch, outputs] through `layers` hidden layers; a chain of `hidden0`, ..., `head`.
 
     >>> MLP(inputs=2, outputs=3, width=16, layers=4)(__import__("torch").zeros(5, 2)).shape
