@@ -43,7 +43,7 @@ def trained(hosts: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         wait_for([folder / f"wants-slow-link{rank}" for rank in range(4)], running)
         # Not every kernel has netem; without it the link has a rate, and no delay of its own.
         delayed = hosts.shape("netem", "delay", "2ms", "rate", "100mbit")
-        assert delayed or hosts.shape("tbf", "rate", "100mbit", "burst", "32kbit", "latency", "400ms")
+        assert delayed or hosts.shape("tbf", "rate", "100mbit", "burst", "64kb", "latency", "400ms")
         (folder / "link-is-slow").touch()
         codes = running.wait()
     finally:
