@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +70,24 @@ def test_mistakes_are_the_same_error_on_every_rank(told: list[dict[str, Any]]) -
         assert each["weights_differ"] == told[0]["weights_differ"]
         assert "torch.manual_seed(0) before it is made" in each["weights_differ"]
         assert ("if cluster.rank == 0" in each["elsewhere"]) == (rank > 0)
+
+
+def test_what_came_before_rank_0_was_killed_can_be_read(tmp_path: Path) -> None:
+    done = torchrun(4, str(HERE / "fail.py"), "kill0", str(tmp_path))
+    text = done.stdout + done.stderr
+    assert done.returncode != 0
+    folders = set(
+        re.findall(r"What came together of all ranks is on rank 0's host: mk\.Trace\.load\('(.+?)'\)", text)
+    )
+    assert len(folders) == 1, text
+    folder = Path(folders.pop())
+    try:
+        trace = mk.Trace.load(folder)
+        assert trace.world_size == 4 and trace.meta["backend"] == "gloo"
+        assert all(len(rank.ops) >= 6 for rank in trace.ranks)
+        assert list(mk.Timeline.of(trace, clock="measured").steps) == [0, 1, 2, 3, 4]  # it died in step 5
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_an_unchanged_program_is_watched(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -170,6 +171,13 @@ def test_a_killed_rank_ends_the_others(hosts: TwoHosts, tmp_path: Path, how: str
     rank, host = (3, "node-b") if how == "kill" else (0, "node-a")
     assert text.count(f"rank {rank} of 4 on {host} (node {'1' if rank else '0'}) has not been heard of") >= 3
     assert re.search(r"[Ii]ts last recorded op: \w+ at .*fail\.py:\d+ in work", text)
+    loads = re.findall(r"mk\.Trace\.load\('(.+?)'\)", text)
+    assert bool(loads) == (how == "kill0")
+    for folder in map(Path, set(loads)):  # rank 0's, with what had arrived of node-b, and that of node-b
+        recorded = [len(rank.ops) for rank in mk.Trace.load(folder).ranks]
+        assert min(recorded[2:]) > 0
+        shutil.rmtree(folder)
+    assert len(set(loads)) == (2 if how == "kill0" else 0)
 
 
 def test_a_host_that_dies_ends_the_other(hosts: TwoHosts, tmp_path: Path) -> None:

@@ -89,8 +89,7 @@ class ExternalLaunch:
             )
         self._collector = collector
         self._monitor = Monitor(
-            clone(self._store), session.rank, session.names, self.folder, session.rank in self._folders.remote,
-            collector, timeout, self._remove,
+            clone(self._store), session.rank, session.names, self._folders, collector, timeout, self._remove
         )  # fmt: skip
         self._monitor.announce()
 

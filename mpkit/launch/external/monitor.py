@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from mpkit.errors import RankFailed
 from mpkit.launch.external.collector import BEAT, LOST_AFTER, LOST_SOON, Collector
 from mpkit.launch.external.packets import Sender
+from mpkit.launch.external.run_folders import Folders
 from mpkit.launch.external.verdict import Verdict
 from mpkit.launch.failure import last_seen
 from mpkit.launch.process.stacks import stack_of
@@ -44,8 +44,7 @@ class Monitor:
         store: the launch's part of the store, with a connection that no other thread uses.
         rank: this process's rank.
         names: the ranks in words.
-        folder: where this rank writes its trace.
-        sends: whether rank 0 reads another folder, and so wants packets.
+        folders: where this rank writes its trace, and whether rank 0 reads another folder and so wants packets.
         collector: rank 0's part; None on the other ranks.
         timeout: see `Cluster.run`.
         cleanup: called before the process is ended.
@@ -59,14 +58,13 @@ class Monitor:
         store: Store,
         rank: int,
         names: list[str],
-        folder: Path,
-        sends: bool,
+        folders: Folders,
         collector: Collector | None,
         timeout: float | None = None,
         cleanup: Callable[[], object] = lambda: None,
     ) -> None:
-        self._store, self._rank, self._names, self._folder = store, rank, names, folder
-        self._sender = Sender(folder, rank) if sends else None
+        self._store, self._rank, self._names, self._folders = store, rank, names, folders
+        self._sender = Sender(folders.folder, rank) if rank in folders.remote else None
         self._collector, self._cleanup = collector, cleanup
         self._limit = LOST_AFTER if timeout is None else min(LOST_AFTER, timeout)
         self._main = threading.get_ident()
@@ -215,5 +213,15 @@ class Monitor:
         )
 
     def _here(self) -> str:
-        _, last = last_seen(read_rank(self._folder, self._rank))
-        return f"{self._names[self._rank]} was here: {last[0].lower()}{last[1:]}."
+        """Say what this rank did last, and where the traces are, which rank 0 can no longer be asked for."""
+        _, last = last_seen(read_rank(self._folders.folder, self._rank))
+        return f"{self._names[self._rank]} was here: {last[0].lower()}{last[1:]}. {self._kept()}"
+
+    def _kept(self) -> str:
+        """Keep this node's folder, and say how its trace and rank 0's can be read."""
+        self._folders.keep()
+        gathered = f"What came together of all ranks is on rank 0's host: mk.Trace.load({str(self._folders.first)!r})"
+        if self._sender is None:  # rank 0 and this rank write into the same folder
+            return f"{gathered}."
+        own = f"mk.Trace.load({str(self._folders.folder)!r})"
+        return f"{gathered}; what the ranks of this node recorded is here: {own}."

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class Folders:
         remote: the ranks that do not write into rank 0's folder.
         leaders: the first rank of each node but rank 0's.
         offsets: on rank 0, what to add to the times of remote ranks.
+        first: rank 0's folder, in which all traces come together, on rank 0's node.
+        kept: set once the folder is to outlive the launch, because rank 0 can no longer be asked for the trace.
     """
 
     folder: Path
@@ -41,10 +44,16 @@ class Folders:
     remote: frozenset[int]
     leaders: tuple[int, ...]
     offsets: dict[int, Offset]
+    first: Path
+    kept: threading.Event = field(default_factory=threading.Event)
+
+    def keep(self) -> None:
+        """Let the folder outlive the launch."""
+        self.kept.set()
 
     def remove(self) -> None:
-        """Remove the folder, if this process made it."""
-        if self.made:
+        """Remove the folder, if this process made it and nobody wants it kept."""
+        if self.made and not self.kept.is_set():
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -66,7 +75,7 @@ def open_folders(session: Session, store: Store) -> Folders:
     offsets = measure(session, store, leaders, "start")
     by_rank = {r: offsets.get(session.nodes.index(session.nodes[r]), Offset()) for r in sorted(remote)}
     local = tuple(r for r in range(ranks) if places[r] == places[rank]) if made else ()
-    return Folders(folder, made, local, remote, leaders, by_rank if rank == 0 else {})
+    return Folders(folder, made, local, remote, leaders, by_rank if rank == 0 else {}, Path(places[0][1]))
 
 
 def measure(session: Session, store: Store, leaders: tuple[int, ...], round: str) -> dict[int, Offset]:
