@@ -19,6 +19,8 @@ def work(ctx: mk.Context, how: str, folder: str) -> None:
                 (Path(folder) / "there").write_text(str(os.getpid()))
                 if how == "raise":
                     raise RuntimeError("the disk of rank 3 is on fire")
+                if how == "interrupt":
+                    os.kill(os.getpid(), signal.SIGINT)
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "hang":

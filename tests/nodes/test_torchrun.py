@@ -72,6 +72,15 @@ def test_mistakes_are_the_same_error_on_every_rank(told: list[dict[str, Any]]) -
         assert ("if cluster.rank == 0" in each["elsewhere"]) == (rank > 0)
 
 
+def test_an_interrupt_of_one_rank_ends_all(tmp_path: Path) -> None:
+    done = torchrun(4, str(HERE / "fail.py"), "interrupt", str(tmp_path))
+    text = done.stdout + done.stderr
+    assert done.returncode != 0
+    said = re.findall(r"rank 3 of 4 on \S+ failed in step 5: KeyboardInterrupt", text)
+    assert len(said) >= 3, text  # by each of the others
+    assert re.search(r"^(\[rank3\]: )?KeyboardInterrupt$", text, re.MULTILINE)
+
+
 def test_what_came_before_rank_0_was_killed_can_be_read(tmp_path: Path) -> None:
     done = torchrun(4, str(HERE / "fail.py"), "kill0", str(tmp_path))
     text = done.stdout + done.stderr

@@ -117,7 +117,10 @@ class Collector:
             self._taken[rank] += 1
 
     def goes_on(self, wait: float) -> bool:
-        """Receive what comes within some seconds; the launch goes on."""
+        """Receive what comes within some seconds; the launch goes on.
+
+        Polled: heartbeats are values that change, and a store can wait only for a key that is not there yet.
+        """
         time.sleep(max(wait, 0.05))
         self.other_work()
         self.receive()

@@ -13,19 +13,24 @@ import os
 import pickle
 import shutil
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+import torch.distributed as dist
+
 from mpkit.errors import MpkitError
-from mpkit.launch.external.collector import BEAT, Collector
+from mpkit.launch.external.collector import LOST_SOON, Collector
 from mpkit.launch.external.in_place import ended_by_launcher, note_termination, run_rank
 from mpkit.launch.external.monitor import Monitor
 from mpkit.launch.external.rendezvous import clone
 from mpkit.launch.external.run_folders import Folders, clocks_in_words, measure, open_folders
 from mpkit.launch.external.session import Session
+from mpkit.launch.external.verdict import Verdict
 from mpkit.launch.hang.hang import GRACE
 from mpkit.launch.process.folder import Settings, part, write_error
 from mpkit.trace import Trace
@@ -64,7 +69,7 @@ class ExternalLaunch:
         session.check()
         self._session, self._payload = session, payload
         self.ranks, self.leads, self.pids = session.ranks, session.rank == 0, [os.getpid()]
-        self.over = self.stopped = False
+        self._over, self.stopped = threading.Event(), False
         self.error: Exception | None = None
         # ---- agree
         self._store = session.part("launch")
@@ -126,9 +131,13 @@ class ExternalLaunch:
 
     def _interrupted(self) -> None:
         """Let the other ranks end with this process's KeyboardInterrupt, unless they have one of their own."""
-        self._monitor.fail()
-        time.sleep(3 * BEAT)
-        self._session.broken = self.over = self.stopped = True
+        verdict = self._monitor.give_up(2 * LOST_SOON)
+        with suppress(
+            dist.DistError, RuntimeError
+        ):  # the store may be gone, which is why the user interrupts
+            self._let_read(verdict)
+        self._session.broken = self.stopped = True
+        self._over.set()
 
     def _measure_drift(self) -> None:
         """Measure the clocks again, and let rank 0 correct times for the difference."""
@@ -150,26 +159,40 @@ class ExternalLaunch:
             (self.folder / "meta.json").write_text(json.dumps(self.meta))
 
     def _finish(self) -> None:
-        """Let every process have read the verdict before the process that serves the store goes on."""
+        """End the launch in this process, once the others know the verdict too."""
         self._session.broken = self.error is not None
-        self._store.set(f"gone{self._session.rank}", "")
-        if self.leads:
-            until = time.monotonic() + (5.0 if self.error is None else 1.0)  # a dead rank reads nothing
-            gone = [f"gone{rank}" for rank in range(self.ranks)]
-            while not self._store.check(gone) and time.monotonic() < until:
-                time.sleep(0.02)
+        self._let_read(self._monitor.verdict)
         if self._collector is not None:
             self._trace = self._collector.trace
             self._collector.close()
-        self.over = True
+        self._over.set()
+
+    def _let_read(self, verdict: Verdict | None) -> None:
+        """Let every process have read the verdict before rank 0, whose process may serve the store, goes on.
+
+        Polled: the store's own wait leaves Ctrl-C unanswered, and prints a warning of C++ code when its time is over.
+        """
+        self._store.set(f"gone{self._session.rank}", "")
+        if not self.leads:
+            return
+        finished = verdict is not None and verdict.error is None
+        until = time.monotonic() + (5.0 if finished else 1.0)  # a dead rank reads nothing
+        gone = [f"gone{rank}" for rank in range(self.ranks)]
+        while not self._store.check(gone) and time.monotonic() < until:
+            time.sleep(0.02)
 
     # ---- what Cluster and Run ask of a launch ---------------------------------------------------------------
 
     def finish(self, pause: float = 0.1, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until the launch is over, in another thread than the one that works."""
-        while not self.over:
+        tick()
+        while not self._over.wait(pause):
             tick()
-            time.sleep(pause)
+
+    @property
+    def over(self) -> bool:
+        """Whether the launch has ended in this process."""
+        return self._over.is_set()
 
     @property
     def waiting_for(self) -> str | None:

@@ -95,13 +95,24 @@ class Monitor:
 
     def come_out(self, state: str) -> Verdict:
         """Say that this process's own code is done, "finished" or "failed", and wait for the verdict."""
-        self._state = state
-        self._out.set()
-        os.write(self.wake, b"\0")
-        while not self._decided.wait(0.2):
+        self._say_out(state)
+        while not self._decided.wait(
+            0.2
+        ):  # in parts, since a wait without a limit would not see Ctrl-C everywhere
             pass
         assert self.verdict is not None
         return self.verdict
+
+    def give_up(self, seconds: float) -> Verdict | None:
+        """Say that this process's own code has failed, and wait so long for the verdict; None if there is none."""
+        self._say_out("failed")
+        self._decided.wait(seconds)
+        return self.verdict
+
+    def _say_out(self, state: str) -> None:
+        self._state = state
+        self._out.set()
+        os.write(self.wake, b"\0")
 
     def fail(self) -> None:
         """Let all ranks end with the error that has been written into this rank's file; any thread may call this."""

@@ -115,7 +115,9 @@ def wait_for(
     """
     begun = looked = time.monotonic()
     pause = FIRST_PAUSE
-    while not store.check(list(keys)):  # `wait` would print a warning of C++ code when its time is over
+    # Polled: within the store's own wait nobody would notice that a process has left, or Ctrl-C, and it prints a
+    # warning of C++ code when its time is over.
+    while not store.check(list(keys)):
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
         now = time.monotonic()
