@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,6 +17,7 @@ from mpkit.devices.local.choose import Chosen, choose
 from mpkit.devices.local.inventory import Inventory, LocalDevice, inventory_of_gpus, unnamed
 from mpkit.devices.local.nvidia_smi import Gpu
 from mpkit.devices.local.visible import visible
+from mpkit.launch.external.node_devices import all_alone, check_named, tell
 from mpkit.launch.process.folder import Settings
 from mpkit.launch.process.payload import here
 from mpkit.launch.process.rank import device_of
@@ -174,6 +176,84 @@ def test_ranks_take_the_devices_that_their_settings_name(monkeypatch: pytest.Mon
     assert [str(device_of(rank, read)) for rank in range(3)] == ["cuda:2", "cuda:0", "cuda:2"]
     torch.set_num_threads(threads)
     assert [device.index for device in set_to] == [2, 0, 2]
+
+
+# ---------------------------------------------------------------- ranks that a launcher has started
+
+
+def greetings(devices: object, nodes: list[str]) -> list[dict[str, Any]]:
+    """What the ranks of these nodes, of four A100 each, tell each other about their devices."""
+    chosen = choose(devices, None, FOUR)
+    return [tell(chosen, nodes[:rank].count(node)) for rank, node in enumerate(nodes)]
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "inventory_of", FOUR)
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "on", "alone"),
+    [
+        ([2, 0], ["a", "a", "b", "b"], [2, 0, 2, 0], True),  # by the number on the node
+        ("cuda", ["a", "a", "b", "b"], [0, 1, 0, 1], True),
+        ([2, 0], ["a", "b", "a", "b"], [2, 2, 0, 0], True),
+        ([2, 2], ["a", "a"], [2, 2], False),
+        ("cuda:1", ["a", "a"], [1, 1], False),
+        ("cuda:1", ["a", "b"], [1, 1], True),
+        ([2, 0], ["a", "a", "a"], [2, 0, 2], False),
+    ],
+)
+def test_launched_ranks_take_devices_by_their_number_on_the_node(
+    four_gpus: None, devices: object, nodes: list[str], on: list[int], alone: bool
+) -> None:
+    told = greetings(devices, nodes)
+    assert [each["row"][0] for each in told] == [f"cuda:{number}" for number in on]
+    assert [each["is"] for each in told] == [f"GPU-{number}a5f" for number in on]
+    assert all_alone(told, nodes) is alone
+    check_named(told, nodes, [f"rank {rank}" for rank in range(len(nodes))])
+
+
+def test_ranks_that_see_one_gpu_each_are_told_apart_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    for number in ("0", "1"):  # srun --gpus-per-task=1
+        monkeypatch.setattr(local, "inventory_of", machine(A100, CUDA_VISIBLE_DEVICES=number))
+        told += [tell(choose("cuda", None, local.inventory_of), int(number))]
+    assert [each["row"][0] for each in told] == ["cuda:0", "cuda:0"]
+    assert all_alone(told, ["a", "a"])
+
+
+def test_more_devices_than_ranks_of_a_node_are_refused(four_gpus: None) -> None:
+    nodes, names = ["a", "a", "b"], ["rank 0 of 3 on a", "rank 1 of 3 on a", "rank 2 of 3 on b"]
+    with pytest.raises(
+        ValueError, match=r"names 2 devices.*1 rank on the node of rank 2 of 3 on b.*start 2 per node"
+    ):
+        check_named(greetings([2, 0], nodes), nodes, names)
+    with pytest.raises(ValueError, match=r"names 3 devices.*2 ranks on the node of rank 0"):
+        check_named(greetings(["cpu"] * 3, nodes), nodes, names)
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_launched_cluster_on_gpus_prints_what_each_rank_says(
+    monkeypatch: pytest.MonkeyPatch, four_gpus: None, free_port: int
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**place, "MASTER_PORT": str(free_port)}.items():
+        monkeypatch.setenv(name, value)
+    with mk.Cluster(devices=[2]) as cluster:
+        assert (cluster.ranks, cluster.backend) == (1, "nccl")
+        assert str(cluster).splitlines()[2].split() == ["0", "cuda:2", "A100", "GPU-2a5f", "80", "GiB"]
+        assert cluster.resized(1).backend == "nccl"
+    with pytest.raises(
+        ValueError, match="devices= names 2 devices, and the launcher has started 1 rank on the node"
+    ):
+        mk.Cluster(devices=[2, 0])
 
 
 def test_devices_of_cpus() -> None:

@@ -64,6 +64,7 @@ class Cluster:
         devices: which device each rank is on: [2, 0] puts rank 0 on the GPU that torch counts as 2; "cuda:1",
             ["xpu:0", "xpu:1"], or "cuda" for all. More ranks than devices share them in turn. What
             CUDA_VISIBLE_DEVICES hides is not there; `print(cluster)` says who is where, and which variable decided.
+            Under a launcher the list is for the ranks of one node, by LOCAL_RANK.
         layers: record every layer of the model, not only whole actions.
         start: "fork" (fast) or "spawn" (a fresh interpreter per rank; the default where forking is not safe).
 
@@ -86,7 +87,7 @@ class Cluster:
         if launched:
             from mpkit.launch.external.session import Session
 
-            self._session = Session(self.device, self.devices)
+            self._session = Session(chosen)
         self.layers = layers
         if start not in (None, "fork", "spawn"):
             raise ValueError(
@@ -129,10 +130,18 @@ class Cluster:
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.backend
         first = f"Cluster(ranks={self.ranks}, device={self.device!r})  # {state}"
-        return first if self.device == "cpu" else f"{first}\n{devices_text(self._chosen, self.ranks)}"
+        return (
+            first
+            if self.device == "cpu"
+            else f"{first}\n{devices_text(self._chosen, self.ranks, self._rows)}"
+        )
 
     def _repr_html_(self) -> str | None:
-        return None if self.device == "cpu" else devices_html(self._chosen, self.ranks)
+        return None if self.device == "cpu" else devices_html(self._chosen, self.ranks, self._rows)
+
+    @property
+    def _rows(self) -> list[list[str]] | None:
+        return None if self._session is None else self._session.devices
 
     def __enter__(self) -> Cluster:
         return self
@@ -162,6 +171,8 @@ class Cluster:
             )
         other = copy.copy(self)
         other.ranks, other._turns = check_ranks(ranks), Turns()
+        if self._session is not None:
+            return other
         other.backend = "nccl" if other.device == "cuda" and self._chosen.one_each(ranks) else "gloo"
         return other
 

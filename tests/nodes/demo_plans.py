@@ -46,6 +46,7 @@ if __name__ == "__main__":
     out = Path(sys.argv[1])
     told: dict = {"second_launcher": refusal(lambda: mk.Cluster(4))}
     cluster = mk.Cluster.from_env(device="cpu")
+    told["too_many_devices"] = refusal(lambda: mk.Cluster(devices=["cpu"] * 5))
     told["results"] = cluster.run(lambda ctx, x: (ctx.rank, ctx.comm.all_reduce(torch.ones(1)).item() * x), 2)
     plans = {name: make(4, 4)[1] for name, make in STRATEGIES.items() if name != "3d"}  # which takes 8 ranks
     plans["3d"] = mk.Plan(pp=2, tp=2, schedule="1f1b", microbatches=4)

@@ -66,6 +66,7 @@ def test_the_users_own_group_is_joined_and_left(told: list[dict[str, Any]]) -> N
 def test_mistakes_are_the_same_error_on_every_rank(told: list[dict[str, Any]]) -> None:
     for rank, each in enumerate(told):
         assert "mk.Cluster.from_env()" in each["second_launcher"]
+        assert "names 5 devices, and the launcher has started 4 ranks on the node" in each["too_many_devices"]
         assert each["wrong_size"] == told[0]["wrong_size"] and "the cluster has 4" in each["wrong_size"]
         assert each["weights_differ"] == told[0]["weights_differ"]
         assert "torch.manual_seed(0) before it is made" in each["weights_differ"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from mpkit.devices.local.inventory import KINDS, Inventory
@@ -27,11 +27,13 @@ class Chosen:
         kind: "cpu", or the kind of accelerator.
         numbers: the devices' numbers, as torch counts; rank r is on numbers[r % len(numbers)]. () on CPUs.
         ranks: the number of ranks: what was asked, or one per device; None where neither says.
+        named: how many devices were named one by one; "cuda" names none.
     """
 
     kind: str
     numbers: tuple[int, ...] = ()
     ranks: int | None = None
+    named: int = field(default=0, repr=False, compare=False)
 
     def number_of(self, rank: int) -> int:
         """Return the number of a rank's device."""
@@ -76,7 +78,8 @@ def choose(devices: object, ranks: int | None, inventory: Callable[[str], Invent
         )
     kind = kinds[0] if kinds else next((each for each in KINDS if inventory(each) is not None), "cuda")
     if kind == "cpu":
-        return Chosen("cpu", (), _fitting(devices, ranks, 0 if isinstance(devices, str) else len(asked)))
+        named = 0 if isinstance(devices, str) else len(asked)
+        return Chosen("cpu", (), _fitting(devices, ranks, named), named)
     there = inventory(kind)
     if there is None:
         raise ValueError(_none(devices, kind, ranks or len(asked), inventory))
@@ -88,7 +91,8 @@ def choose(devices: object, ranks: int | None, inventory: Callable[[str], Invent
     for number in numbers:
         if number >= len(there.devices):
             raise ValueError(_beyond(devices, number, there))
-    return Chosen(kind, tuple(numbers), _fitting(devices, ranks, len(numbers)))
+    named = sum(one is not None for _, one in asked)
+    return Chosen(kind, tuple(numbers), _fitting(devices, ranks, len(numbers)), named)
 
 
 def _each(devices: object) -> list[object]:

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
 from mpkit.devices.local import ask
 from mpkit.devices.local.choose import Chosen
 from mpkit.devices.local.inventory import Inventory, LocalDevice
 from mpkit.support.visible import escape, visible
 
-__all__ = ["devices_html", "devices_text", "html_table", "text_table"]
+__all__ = ["Row", "devices_html", "devices_text", "html_table", "row_of", "text_table"]
 
 HEAD = ("rank", "device", "name", "UUID or bus id", "memory")
 
 
-def devices_text(chosen: Chosen, ranks: int) -> str:
-    """Return the table of ranks on this machine as text."""
-    return text_table(chosen, ranks, ask.inventory_of(chosen.kind))
+class Row(NamedTuple):
+    """A rank's device, in words."""
+
+    device: str
+    name: str
+    identity: str
+    memory: str
 
 
-def devices_html(chosen: Chosen, ranks: int) -> str:
-    """Return the table of ranks on this machine as HTML."""
-    return html_table(chosen, ranks, ask.inventory_of(chosen.kind))
+def devices_text(chosen: Chosen, ranks: int, told: Sequence[Sequence[str]] | None = None) -> str:
+    """Return the table of ranks as text; `told` has their rows where a launcher has started them."""
+    inventory = ask.inventory_of(chosen.kind)
+    return _text(told or [row_of(chosen, rank, inventory) for rank in range(ranks)], inventory)
+
+
+def devices_html(chosen: Chosen, ranks: int, told: Sequence[Sequence[str]] | None = None) -> str:
+    """Return the table of ranks as HTML; `told` has their rows where a launcher has started them."""
+    inventory = ask.inventory_of(chosen.kind)
+    return _html(told or [row_of(chosen, rank, inventory) for rank in range(ranks)], inventory)
 
 
 def text_table(chosen: Chosen, ranks: int, inventory: Inventory | None) -> str:
@@ -32,7 +46,26 @@ def text_table(chosen: Chosen, ranks: int, inventory: Inventory | None) -> str:
     1     cuda:0  T4    GPU-0a          15 GiB
     decided by: no variable is set
     """
-    rows = [HEAD, *_rows(chosen, ranks, inventory)]
+    return _text([row_of(chosen, rank, inventory) for rank in range(ranks)], inventory)
+
+
+def html_table(chosen: Chosen, ranks: int, inventory: Inventory | None) -> str:
+    """Return the table as HTML."""
+    return _html([row_of(chosen, rank, inventory) for rank in range(ranks)], inventory)
+
+
+def row_of(chosen: Chosen, rank: int, inventory: Inventory | None) -> Row:
+    """Return the row of a rank, which is its number on its node where a launcher has started it."""
+    there = inventory.devices if inventory is not None else ()
+    number = chosen.number_of(rank)
+    device = there[number] if number < len(there) else LocalDevice()
+    memory = f"{device.memory / 2**30:.3g} GiB" if device.memory else "?"
+    name = "mps" if chosen.kind == "mps" else f"{chosen.kind}:{number}"
+    return Row(name, device.name or "?", device.identity or "?", memory)
+
+
+def _text(each: Iterable[Sequence[str]], inventory: Inventory | None) -> str:
+    rows = [HEAD, *((str(rank), *row) for rank, row in enumerate(each))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -40,27 +73,14 @@ def text_table(chosen: Chosen, ranks: int, inventory: Inventory | None) -> str:
     return visible("\n".join([*lines, *_below(inventory)]))
 
 
-def html_table(chosen: Chosen, ranks: int, inventory: Inventory | None) -> str:
-    """Return the table as HTML."""
+def _html(each: Iterable[Sequence[str]], inventory: Inventory | None) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in HEAD)
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for row in _rows(chosen, ranks, inventory)
+        for row in ((str(rank), *row) for rank, row in enumerate(each))
     )
     below = "<br>".join(map(escape, _below(inventory)))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{below}</p>"
-
-
-def _rows(chosen: Chosen, ranks: int, inventory: Inventory | None) -> list[tuple[str, ...]]:
-    there = inventory.devices if inventory is not None else ()
-    rows: list[tuple[str, ...]] = []
-    for rank in range(ranks):
-        number = chosen.number_of(rank)
-        device = there[number] if number < len(there) else LocalDevice()
-        memory = f"{device.memory / 2**30:.3g} GiB" if device.memory else "?"
-        name = "mps" if chosen.kind == "mps" else f"{chosen.kind}:{number}"
-        rows.append((str(rank), name, device.name or "?", device.identity or "?", memory))
-    return rows
 
 
 def _below(inventory: Inventory | None) -> list[str]:

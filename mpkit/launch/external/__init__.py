@@ -3,6 +3,7 @@
 environment     which rank this process is, from the launcher's variables
 launched        refuses to start further ranks where a launcher has started them
 rendezvous      the store through which the processes find each other, and the interface they use
+node_devices    which device each of them is on
 session         all processes as one cluster, and what they must have in common
 run_folders     where the ranks of each node write, and the clocks of the nodes
 clock_offset    how far a node's clock is from rank 0's, measured over the store

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from mpkit.devices.local.choose import Chosen
 from mpkit.errors import MpkitError
 from mpkit.launch.external.environment import Place, place_here
+from mpkit.launch.external.node_devices import all_alone, check_named, tell
 from mpkit.launch.external.rendezvous import clone, rendezvous, use_interface_to, wait_for
 
 __all__ = ["Session"]
@@ -27,22 +29,23 @@ class Session:
     """This process's membership. Every process makes one, and then makes the same calls in the same order.
 
     Args:
-        device: "cpu" or "cuda".
-        devices: the number of GPUs on this node.
+        chosen: the devices of this node's ranks, by their number on the node.
 
     Attributes:
         place: this process among all.
         hosts, nodes: the host and the node of each rank.
         names: the ranks in words, for messages.
+        devices: by rank, its device in words (`mpkit.devices.local.table.Row`); [] on CPUs.
         backend: the backend that suits all processes; that of the process group if there is one already.
         broken: whether a launch has failed: its ranks may wait in its collectives still.
 
     Raises:
-        ValueError: no launcher started this process, or the processes differ in what they run.
+        ValueError: no launcher started this process, the processes differ in what they run, or more devices are named
+            than a node has ranks.
         MpkitError: not all processes came.
     """
 
-    def __init__(self, device: str, devices: int) -> None:
+    def __init__(self, chosen: Chosen) -> None:
         self.place: Place = place_here()
         use_interface_to(self.place.address)
         self.store: Store = rendezvous(self.place)
@@ -54,8 +57,7 @@ class Session:
         hello = {
             "host": self.place.host,
             "node": self.place.node,
-            "device": device,
-            "devices": devices,
+            **tell(chosen, self.place.local_rank),
             "versions": [platform.python_version(), torch.__version__],
         }
         self.store.set(f"hello{rank}", json.dumps(hello))
@@ -69,10 +71,9 @@ class Session:
             for each in range(ranks)
         ]
         self._check_alike(told)
-        enough = all(
-            each["device"] == "cuda" and self.nodes.count(each["node"]) <= each["devices"] for each in told
-        )
-        self.backend = "nccl" if enough else "gloo"
+        check_named(told, self.nodes, self.names)
+        self.devices: list[list[str]] = [each["row"] for each in told if each["row"]]
+        self.backend = "nccl" if all_alone(told, self.nodes) else "gloo"
         if dist.is_initialized():
             self.backend = dist.get_backend()
 
