@@ -244,7 +244,8 @@ def test_a_launched_cluster_on_gpus_prints_what_each_rank_says(
     monkeypatch: pytest.MonkeyPatch, four_gpus: None, free_port: int
 ) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**place, "MASTER_PORT": str(free_port)}.items():
+    interface = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # which a session would set for good
+    for name, value in {**place, **interface, "MASTER_PORT": str(free_port)}.items():
         monkeypatch.setenv(name, value)
     with mk.Cluster(devices=[2]) as cluster:
         assert (cluster.ranks, cluster.backend) == (1, "nccl")
