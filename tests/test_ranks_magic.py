@@ -136,8 +136,8 @@ def test_an_interrupt_ends_the_cell_and_leaves_variables(run: Run, shell: Intera
     run("%%ranks\nkept = rank")
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = time.monotonic()
-    run("%%ranks\nimport time\ntime.sleep(30)", fails=True)
-    assert time.monotonic() - began < 5
+    run("%%ranks\nimport time\ntime.sleep(600)", fails=True)
+    assert time.monotonic() - began < 30
     assert texts(run("%ranks kept")) == ["[rank 0] 0", "[rank 1] 1", "[rank 2] 2"]
 
 
