@@ -13,8 +13,12 @@ from mpkit.apps.explorer import explore as explore
 from mpkit.checkup.doctor import doctor as doctor
 from mpkit.classroom.check import check as check
 from mpkit.classroom.check import progress as progress
+from mpkit.cost_model.calibrate import calibrate as calibrate
+from mpkit.cost_model.estimate import estimate as estimate
+from mpkit.cost_model.fits import fits as fits
 from mpkit.data import digest as digest
 from mpkit.data.batches import Batches as Batches
+from mpkit.devices.catalogue import cluster_of as cluster_of
 from mpkit.devices.catalogue import hardware as hardware
 from mpkit.errors import CommMismatch as CommMismatch
 from mpkit.errors import Deadlock as Deadlock

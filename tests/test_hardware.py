@@ -138,7 +138,7 @@ def test_the_order_of_ranks_decides_who_talks_across_nodes() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("8x-h100", "'8x-h100'.*'8x-h100-pcie', '8x-h100-nvlink'"),
+        ("8x-h10", "'8x-h10'.*'8x-h100-pcie'.*mpkit.cluster_of"),
         ("8X-A100-NVLINK", "nearest: '8x-a100-nvlink'"),
         ("abacus", "none of that name"),
         (8, "give a name"),

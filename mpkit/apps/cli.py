@@ -1,4 +1,4 @@
-"""The command line: `python -m mpkit demo`, `watch`, `grade`, `exercises`, `doctor`."""
+"""The command line: `python -m mpkit demo`, `watch`, `grade`, `exercises`, `doctor`, `estimate`, `fits`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpkit.apps.doctor import add_doctor
+from mpkit.apps.predict import add_predict
 from mpkit.errors import MpkitError
 
 __all__ = ["main"]
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_launch(commands)
     _add_classroom(commands)
     add_doctor(commands)
+    add_predict(commands)
     return parser
 
 

@@ -101,6 +101,7 @@ class Device:
         memory: bytes of its memory; 0 if unknown.
         host: bytes per second between it and the host's memory.
         sources: by attribute, where its value is from: published, fitted or assumed.
+        peak: published floating-point operations per second, by dtype: the unit of model FLOPs utilization.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Device:
     memory: int = 0
     host: float = 10e9
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
+    peak: Mapping[str, float] = field(default_factory=dict, hash=False, compare=False)
 
     def rate(self, dtype: str = "float32") -> float:
         """Return the FLOPs per second in a dtype; a dtype for which the device has no units runs as float32.

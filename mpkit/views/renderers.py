@@ -39,6 +39,10 @@ RENDERERS = {
         "html": "mpkit.views.checkup.html:report_html",
         "terminal": "mpkit.views.checkup.text:print_report",
     },
+    "Fits": {
+        "text": "mpkit.views.memory.fits:fits_text",
+        "svg": "mpkit.views.memory.fits:fits_svg",
+    },
     "Scaling": {"chart": "mpkit.views.comparison.scaling:scaling_figure"},
     "MemoryByStrategy": {
         "svg": "mpkit.views.memory.strategies_svg:strategies_svg",

@@ -6,15 +6,35 @@ machines    each machine, and where its figures come from
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from functools import partial
 from typing import overload
 
+from mpkit.devices.catalogue.clusters import by_name, cluster_of
 from mpkit.devices.catalogue.machines import MACHINES
 from mpkit.devices.hardware import Hardware
 from mpkit.support.visible import escape
 
-__all__ = ["Catalogue", "hardware"]
+__all__ = ["Catalogue", "cluster_of", "hardware"]
+
+_OTHERS = (
+    "8x-a100-40-nvlink", "8x-a100-pcie", "8x-b300-nvlink", "8x-gb200-nvlink", "8x-mi300x", "8x-l40s", "2x-v100-nvlink",
+    "2x-v100-pcie", "4x-t4", "4x-a10g", "2x-rtx-3090", "2x-rtx-5090", "4x-tpu-v5e", "8x-gaudi2", "8x-gaudi3",
+    "4x8-a100-hdr", "4x8-h100-ndr",
+)  # fmt: skip
+
+
+def _others(name: str) -> Hardware:
+    machine = by_name(name)
+    assert machine is not None, name
+    return machine
+
+
+_ALL: Mapping[str, Callable[[], Hardware]] = {
+    **MACHINES,
+    **{name: partial(_others, name) for name in _OTHERS},
+}
 
 
 class Catalogue(Mapping[str, Hardware]):
@@ -25,13 +45,13 @@ class Catalogue(Mapping[str, Hardware]):
     """
 
     def __getitem__(self, name: str) -> Hardware:
-        return MACHINES[name]()
+        return _ALL[name]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(MACHINES)
+        return iter(_ALL)
 
     def __len__(self) -> int:
-        return len(MACHINES)
+        return len(_ALL)
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the head of the table and one row per machine."""
@@ -88,7 +108,8 @@ def hardware(name: str | Hardware) -> Hardware: ...
 def hardware(name: str | Hardware | None = None) -> Hardware | Catalogue:
     """Return the machine with this name; a `Hardware` is returned as it is, and without a name the whole catalogue.
 
-    Every figure has its source: `hardware("8x-a100-nvlink").link.sources`.
+    Every figure has its source: `hardware("8x-a100-nvlink").link.sources`. Names of the forms "8x-l40s" and
+    "64x8-h100-ndr" (nodes, devices per node, device, network card) make machines of any size.
 
     Raises:
         ValueError: there is no machine with that name.
@@ -107,11 +128,11 @@ def hardware(name: str | Hardware | None = None) -> Hardware | Catalogue:
             "mpkit.devices.Hardware of your own. "
             "hardware() lists the names."
         )
-    found = MACHINES.get(name)
+    found = _ALL[name]() if name in _ALL else by_name(name)
     if found is None:
-        near = get_close_matches(name.lower(), MACHINES, 3, 0.4) or list(MACHINES)
+        near = get_close_matches(name.lower(), _ALL, 3, 0.4) or list(_ALL)
         raise ValueError(
             f"hardware({name!r}): there is none of that name. The nearest: {', '.join(map(repr, near))}; "
-            "mpkit.hardware() lists all."
+            "mpkit.hardware() lists all. mpkit.cluster_of('h100', nodes=16, nic='ndr') makes one of any size."
         )
-    return found()
+    return found

@@ -13,14 +13,14 @@ from mpkit.devices.catalogue.tables import fit_all_reduce, fit_loopback, one, ro
 from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.trace import Kind
 
-__all__ = ["MACHINES"]
+__all__ = ["GIGA", "MACHINES", "gpu"]
 
 GIGA = 1e9
 ONE_NODE = 1 << 30
 """Devices of the local machine: more than there can be ranks."""
 
 
-def _gpu(name: str, mamf: str | None, guess: float = 0.8) -> Device:
+def gpu(name: str, mamf: str | None, guess: float = 0.8) -> Device:
     """Build a device from devices.csv, its rates scaled by the share of the peak that large matrix products reach."""
     row = one("devices", device=name)
     if mamf is not None:
@@ -29,14 +29,22 @@ def _gpu(name: str, mamf: str | None, guess: float = 0.8) -> Device:
         how = f"published peak, times {share:.3f}, which is reached in bfloat16 ({best['source']})"
     else:
         share, how = guess, f"published peak, times {guess}, which is assumed: no measurement is at hand"
-    columns = {"float32": "float32_tflops", "tfloat32": "tfloat32_tflops", "bfloat16": "bfloat16_tflops"}
+    columns = {
+        "float32": "float32_tflops",
+        "tfloat32": "tfloat32_tflops",
+        "bfloat16": "bfloat16_tflops",
+        "float8": "float8_tflops",
+    }
     rates = {dtype: float(row[column]) * 1e12 * share for dtype, column in columns.items() if row[column]}
     rates["float16"] = rates["bfloat16"]
+    rates.setdefault("float32", rates["bfloat16"] / 4)  # not published: matrix units work in 16 bits
+    peak = {dtype: rate / share for dtype, rate in rates.items()}
     published = f"published: {row['source']}" + (f" ({row['marks']})" if row["marks"] else "")
     return Device(
         name, rates, float(row["memory_GBps"]) * GIGA, int(float(row["memory_GB"]) * GIGA),
-        float(row["host_GBps"]) * GIGA,
+        float(row["host_GBps"] or 16) * GIGA,
         {"flops": f"{how}; {published}", "bandwidth": published, "memory": published, "host": published},
+        peak=peak,
     )  # fmt: skip
 
 
@@ -80,7 +88,7 @@ def titan_rtx(nvlink: bool) -> Hardware:
     Two figures are fitted by `mpkit.experiments.hugging_face.fit`, one to each of the guide's DDP runs, which it plays
     on tensors without content. The guide's third run, DP, was not used.
     """
-    card = _gpu("TITAN RTX", None)
+    card = gpu("TITAN RTX", None)
     guide = "by mpkit.experiments.hugging_face.fit to the guide's DDP"
     peak = float(one("devices", device="TITAN RTX")["float32_tflops"]) * 1e12
     rates = {"float32": 0.504 * peak, "float16": card.flops["float16"]}
@@ -114,14 +122,14 @@ def rtx_4090() -> Hardware:
     source = f"published: {row['note']} ({row['source']})"
     link = Link("PCIe 4 through the host", 10.9e-6, float(row["GBps"]) * GIGA, {},
                 {"latency": source, "bandwidth": source})  # fmt: skip
-    return Hardware("2x-rtx-4090", _gpu("RTX 4090", None), link, per_node=2)
+    return Hardware("2x-rtx-4090", gpu("RTX 4090", None), link, per_node=2)
 
 
 def a100() -> Hardware:
     """Build eight A100 SXM on NVLink 3."""
     assumed = "assumed: 0.88 of the line rate, as a pair reaches on NVLink 4"
     link = _nvlink("NVLink 3", "NVLink 3 (A100, 12 links)", "8xA100 NVLink3", assumed)
-    return Hardware("8x-a100-nvlink", _gpu("A100 SXM 80GB", "A100 SXM"), link)
+    return Hardware("8x-a100-nvlink", gpu("A100 SXM 80GB", "A100 SXM"), link)
 
 
 def _nvlink_4() -> Link:
@@ -135,13 +143,13 @@ def _nvlink_4() -> Link:
 
 def h100() -> Hardware:
     """Build eight H100 SXM on NVLink 4."""
-    return Hardware("8x-h100-nvlink", _gpu("H100 SXM", "H100 SXM"), _nvlink_4())
+    return Hardware("8x-h100-nvlink", gpu("H100 SXM", "H100 SXM"), _nvlink_4())
 
 
 def h200() -> Hardware:
     """Build eight H200 SXM on NVLink 4."""
     # H200 has H100's arithmetic and more memory.
-    return Hardware("8x-h200-nvlink", _gpu("H200 SXM", "H100 SXM"), _nvlink_4())
+    return Hardware("8x-h200-nvlink", gpu("H200 SXM", "H100 SXM"), _nvlink_4())
 
 
 def h100_pcie() -> Hardware:
@@ -163,7 +171,7 @@ def h100_pcie() -> Hardware:
         "PCIe 5 x16", 10e-6, 0.88 * line, {kind: share * line for kind, share in shares.items()}, sources
     )
     # The PCIe card is assumed to reach the same share of its peak as the SXM card.
-    return Hardware("8x-h100-pcie", _gpu("H100 PCIe", "H100 SXM"), link)
+    return Hardware("8x-h100-pcie", gpu("H100 PCIe", "H100 SXM"), link)
 
 
 def b200() -> Hardware:
@@ -171,7 +179,7 @@ def b200() -> Hardware:
     assumed = "assumed: 0.88 of the line rate, as a pair reaches on NVLink 4"
     ring = float(one("collectives", system="B200 NVLS off (ring)", ranks="8")["bus_GBps"]) * GIGA
     link = _nvlink("NVLink 5", "NVLink 5 (B200, 18 links)", "8xB200 NVLink5", assumed, ring)
-    return Hardware("8x-b200-nvlink", _gpu("B200 SXM", "B200 SXM"), link)
+    return Hardware("8x-b200-nvlink", gpu("B200 SXM", "B200 SXM"), link)
 
 
 def _cards(name: str, source: str) -> Link:
@@ -187,13 +195,13 @@ def two_h100_nodes() -> Hardware:
         "assumed: as 4x8 B200 over EFA, whose cards have the same line rate of 50 GB/s (fitted to nccl-tests)"
     )
     between = _cards("InfiniBand NDR, a card a GPU", source)
-    return Hardware("2x8-h100-ib", _gpu("H100 SXM", "H100 SXM"), _nvlink_4(), between, nodes=2)
+    return Hardware("2x8-h100-ib", gpu("H100 SXM", "H100 SXM"), _nvlink_4(), between, nodes=2)
 
 
 def four_b200_nodes() -> Hardware:
     """Build four nodes of eight B200, with a 400 Gb/s EFA card for each GPU."""
     between = _cards("EFA v4, a card a GPU", "fitted to nccl-tests on 4x8 B200 over EFA, from 512 KiB on")
-    return Hardware("4x8-b200-efa", _gpu("B200 SXM", "B200 SXM"), b200().link, between, nodes=4)
+    return Hardware("4x8-b200-efa", gpu("B200 SXM", "B200 SXM"), b200().link, between, nodes=4)
 
 
 MACHINES: Mapping[str, Callable[[], Hardware]] = {

@@ -1,0 +1,239 @@
+"""Predictions beside published training steps: `python -m benchmarks.published FOLDER [--write] [--readme]`.
+
+For each table and each preset: the error of the presets that ship, the error where each row is left out of the fit, the
+share of rows within 10 % and within the band, the order of efficiencies, and the peak memory where it was measured.
+`--write` fits the presets anew to the rows in FOLDER and writes `mpkit/cost_model/presets.csv`; `--readme` writes the
+table of README.md.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.published_rows import read_folder
+from mpkit.cost_model.calibrate import Observation, left_out, preset_of
+from mpkit.cost_model.memory import stage_memory
+from mpkit.cost_model.preset import Preset, preset_for
+from mpkit.cost_model.shares import Shares
+from mpkit.cost_model.stack import PRIOR, Constants
+
+__all__ = ["allocated", "fit_all", "key_of", "main", "readme_table"]
+
+PRESETS = Path(__file__).parents[1] / "mpkit" / "cost_model" / "presets.csv"
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- python -m benchmarks.published benchmarks/rows --readme -->", "<!-- end -->"
+
+Key = tuple[str, str]
+
+LIKE: dict[Key, Key] = {
+    ("A100 SXM 80GB", "llm-foundry-pure"): ("A100 SXM 40GB", "llm-foundry-pure"),
+    ("A100 SXM 80GB", "deepspeed-2021"): ("A100 SXM 80GB", "megatron-2021"),
+    ("A100 SXM 40GB", "megatron-2021"): ("A100 SXM 80GB", "megatron-2021"),
+    ("H100 SXM 96GB HBM2e", "torchtitan"): ("H100 SXM 96GB HBM2e", "torchtitan-compile"),
+    ("H200 SXM", "torchtitan-compile"): ("H100 SXM 96GB HBM2e", "torchtitan-compile"),
+}
+"""Where few rows are at hand: the preset that is the prior of this one."""
+EAGER = 2.0
+"""How much more elementwise operators move where torch.compile does not fuse them: the prior of eager stacks."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; return the exit code."""
+    asked = list(sys.argv[1:] if argv is None else argv)
+    write = "--write" in asked
+    folders = [each for each in asked if not each.startswith("-")]
+    if len(folders) != 1:
+        print(__doc__)
+        return 2
+    steps, left = read_folder(Path(folders[0]))
+    if not steps:
+        print(f"{folders[0]} has no table of a known format:", *left, sep="\n  ")
+        return 1
+    if write:
+        _write(fit_all(steps).values())
+        preset_for.__globals__["presets"].cache_clear()
+    if "--readme" in asked:
+        _write_readme(steps)
+    _report(steps, left)
+    return 0
+
+
+def fit_all(steps: Sequence[Observation]) -> dict[Key, Preset]:
+    """Return a preset for each device and stack."""
+    groups = _grouped(steps, key_of)
+    fitted: dict[Key, Preset] = {}
+    for key in sorted(groups, key=lambda key: key in LIKE):
+        fitted[key] = preset_of(groups[key], _prior(key, fitted))
+    return fitted
+
+
+def key_of(step: Observation) -> Key:
+    """Return the device and the stack of a step."""
+    return step.hardware.device.name, step.stack.name
+
+
+def _prior(key: Key, fitted: dict[Key, Preset]) -> Constants:
+    near = LIKE.get(key)
+    if near not in fitted:
+        return PRIOR
+    constants = fitted[near].constants
+    return replace(constants, traffic=EAGER * constants.traffic) if key[1] == "torchtitan" else constants
+
+
+def _grouped(steps: Iterable[Observation], by: Callable[[Observation], Key]) -> dict[Key, list[Observation]]:
+    groups: dict[Key, list[Observation]] = defaultdict(list)
+    for step in steps:
+        groups[by(step)].append(step)
+    return dict(groups)
+
+
+def readme_table(steps: Sequence[Observation]) -> str:
+    """Return the table of README.md: what is fitted, and how far off predictions are."""
+    lines = [
+        "| stack on device | steps | fitted | of the fit | left out | band |",
+        "|---|---|---|---|---|---|",
+    ]
+    for key, rows in sorted(_grouped(steps, key_of).items(), key=lambda item: -len(item[1])):
+        preset = preset_for(*key)
+        errors = [abs(row.predicted(preset.constants) / row.seconds - 1) for row in rows]
+        lines.append(
+            f"| {key[1]} on {key[0]} | {len(rows)} | {', '.join(preset.fitted)} | {np.mean(errors):.1%} "
+            f"| {preset.error:.1%} | ±{preset.band:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def _write_readme(steps: Sequence[Observation]) -> None:
+    text = README.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    README.write_text(f"{before}{BEGIN}\n{readme_table(steps)}\n{END}{after}", encoding="utf-8")
+
+
+def _report(steps: list[Observation], left: list[str]) -> None:
+    console = Console(width=130)
+    shipped = {
+        id(step): step.predicted(preset_for(*key_of(step)).constants) / step.seconds - 1 for step in steps
+    }
+    band = {id(step): preset_for(*key_of(step)).band for step in steps}
+    groups = _grouped(steps, key_of)
+    fitted = fit_all(steps)
+    out: dict[int, float] = {}
+    for key, rows in groups.items():
+        errors = left_out(rows, _prior(key, fitted))
+        out.update({id(row): error for row, error in zip(rows, errors, strict=True)})
+
+    table = Table(title="Predicted step time against measured", title_justify="left")
+    for name in (
+        "rows of",
+        "n",
+        "presets: error",
+        "bias",
+        "within 10 %",
+        "in the band",
+        "left out: error",
+        "order",
+    ):
+        table.add_column(name, justify="left" if name == "rows of" else "right")
+
+    def add(name: str, rows: list[Observation]) -> None:
+        errors = np.array([shipped[id(row)] for row in rows])
+        covered = np.mean([abs(shipped[id(row)]) <= band[id(row)] for row in rows])
+        table.add_row(
+            name, str(len(rows)), f"{np.abs(errors).mean():.1%}", f"{errors.mean():+.1%}",
+            f"{np.mean(np.abs(errors) <= 0.1):.0%}", f"{covered:.0%}",
+            f"{np.mean([abs(out[id(row)]) for row in rows]):.1%}", _order(rows, shipped),
+        )  # fmt: skip
+
+    for source in dict.fromkeys(step.source for step in steps):
+        add(source, [step for step in steps if step.source == source])
+    table.add_section()
+    for key, rows in groups.items():
+        add(f"{key[1]} on {key[0]}", rows)
+    table.add_section()
+    add("up to 128 devices", [step for step in steps if step.layout.ranks <= 128])
+    if beyond := [step for step in steps if step.layout.ranks > 128]:
+        add("more than 128", beyond)
+    add("all", steps)
+    console.print(table)
+    _worst(console, steps, shipped)
+    _memory(console, steps)
+    console.print("Presets:")
+    for key in groups:
+        console.print("  " + str(preset_for(*key)), highlight=False)
+    console.print(f"Not expressed: {'; '.join(left) if left else 'nothing'}", highlight=False)
+
+
+def _worst(console: Console, steps: list[Observation], errors: dict[int, float]) -> None:
+    worst = sorted(steps, key=lambda step: -abs(errors[id(step)]))[:8]
+    console.print(
+        "Furthest off: " + "; ".join(f"{step.name} {errors[id(step)]:+.0%}" for step in worst),
+        highlight=False,
+    )
+
+
+def _order(rows: list[Observation], errors: dict[int, float]) -> str:
+    """Return the rank correlation of efficiency: model FLOPs per second and device, predicted and measured."""
+    if len(rows) < 3:
+        return ""
+    flops = [
+        3 * row.layout.global_batch * row.model.forward_flops(row.sequence, causal=False) / row.layout.ranks
+        for row in rows
+    ]
+    measured = [each / row.seconds for each, row in zip(flops, rows, strict=True)]
+    predicted = [each / (row.seconds * (1 + errors[id(row)])) for each, row in zip(flops, rows, strict=True)]
+    a, b = (np.argsort(np.argsort(values)) for values in (measured, predicted))
+    return f"{np.corrcoef(a, b)[0, 1]:.2f}"
+
+
+def allocated(step: Observation) -> float:
+    """Return the predicted bytes that the rank with most has allocated by torch at its peak."""
+    shares = Shares(step.model, step.layout, step.stack)
+    stages = stage_memory(step.model, step.layout, step.sequence, step.stack, shares)
+    return max(sum(memory.values()) - memory["context"] for memory in stages)
+
+
+def _memory(console: Console, steps: list[Observation]) -> None:
+    known = [step for step in steps if step.memory]
+    if not known:
+        return
+    table = Table(title="Predicted peak memory against measured (allocated by torch)", title_justify="left")
+    for name in ("step", "measured GiB", "predicted GiB", "error"):
+        table.add_column(name, justify="left" if name == "step" else "right")
+    by_stack: dict[str, list[float]] = defaultdict(list)
+    for step in known:
+        error = allocated(step) / step.memory - 1
+        by_stack[step.stack.name].append(abs(error))
+        table.add_row(
+            step.name, f"{step.memory / 2**30:.1f}", f"{allocated(step) / 2**30:.1f}", f"{error:+.1%}"
+        )
+    console.print(table)
+    for stack, errors in by_stack.items():
+        console.print(f"memory, {stack}: {np.mean(errors):.1%} off in the mean of {len(errors)} rows")
+
+
+def _write(presets: Iterable[Preset]) -> None:
+    names = ("matmul", "attention", "traffic", "fixed", "straggle")
+    with PRESETS.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["device", "stack", *names, "fitted", "rows", "error", "band", "sources"])
+        for preset in sorted(presets, key=lambda each: (each.stack, each.device)):
+            values = [f"{getattr(preset.constants, name):.4g}" for name in names]
+            writer.writerow(
+                [preset.device, preset.stack, *values, " ".join(preset.fitted), preset.rows, f"{preset.error:.4f}",
+                 f"{preset.band:.4f}", preset.sources]
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

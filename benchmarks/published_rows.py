@@ -1,0 +1,221 @@
+"""Published training steps: from the rows of a table to what was measured.
+
+A table is known by its columns, whatever its file is called. Each format is a function from a row to an Observation;
+what a paper calls TFLOP/s or MFU is turned into seconds by that paper's own convention.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from mpkit.cost_model.architecture import Architecture
+from mpkit.cost_model.calibrate import Observation
+from mpkit.cost_model.known_models import known_models
+from mpkit.cost_model.layout import Layout
+from mpkit.cost_model.stack import stack_of
+from mpkit.devices.catalogue import cluster_of
+from mpkit.devices.hardware import Hardware
+
+__all__ = ["read_folder"]
+
+Row = dict[str, str]
+
+
+def read_folder(folder: Path) -> tuple[list[Observation], list[str]]:
+    """Return the measured steps of all tables in a folder, and what could not be expressed, each with its reason."""
+    steps, left = [], []
+    for path in sorted(folder.rglob("*.csv")):
+        with path.open(encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        if not rows:
+            continue
+        columns = {name.split("(")[0].strip('" ') for name in rows[0]}
+        read = next((read for needed, read in FORMATS if needed <= columns), None)
+        if read is None:
+            left.append(f"{path.name}: {len(rows)} rows of no known format: {', '.join(sorted(columns))}")
+            continue
+        for number, row in enumerate(rows, 2):
+            short = {name.split("(")[0].strip('" '): value for name, value in row.items() if name}
+            try:
+                steps.extend(replace(step, source=path.stem) for step in read(short))
+            except (KeyError, ValueError) as error:
+                left.append(f"{path.name}, line {number}: {type(error).__name__}: {error}")
+    return steps, left
+
+
+def _ints(row: Row, *names: str) -> list[int]:
+    return [int(float(row[name])) for name in names]
+
+
+def _machine(device: str, gpus: int, nic: str) -> Hardware:
+    return cluster_of(device, nodes=max(1, gpus // 8), per_node=min(8, gpus), nic=nic)
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocabulary: int, sequence: int) -> Architecture:
+    return Architecture(
+        layers, hidden, heads, vocabulary=vocabulary, positions=sequence, tied=True, bias=True
+    )
+
+
+def megatron_flops(model: Architecture, batch: int, sequence: int) -> float:
+    """Return the FLOPs of a step with full recomputation as Megatron counts them.
+
+    Source: Narayanan et al. 2021, equation 3.
+    """
+    h, per_token = model.hidden, 96.0 * batch * sequence * model.layers * model.hidden**2
+    return per_token * (1 + sequence / (6 * h) + model.vocabulary / (16 * model.layers * h))
+
+
+def _megatron(row: Row) -> Iterator[Observation]:
+    """SC'21, table 1: interleaved where a rank has several chunks."""
+    layers, hidden, heads, tp, pp, mbs, batch, gpus = _ints(
+        row, "layers", "hidden", "heads", "tp", "pp", "mbs", "gbs", "gpus"
+    )
+    sequence, vocabulary = int(row.get("seq") or 2048), int(row.get("vocab") or 51200)
+    chunks = int(row.get("vpp_chunks") or 1)
+    model = _gpt(layers, hidden, heads, vocabulary, sequence)
+    dp = gpus // tp // pp
+    layout = Layout(
+        pp=pp, dp=dp, tp=tp, microbatch=mbs, microbatches=batch // dp // mbs, virtual_stages=chunks,
+        schedule="interleaved_1f1b" if chunks > 1 else "1f1b", recompute=row.get("recompute") or "full",
+    )  # fmt: skip
+    seconds = megatron_flops(model, batch, sequence) / gpus / (float(row["tflops_per_gpu"]) * 1e12)
+    device = "a100-40" if "40" in row.get("gpu", "").replace("A100-80GB", "") else "a100"
+    yield Observation(
+        row["model"],
+        model,
+        layout,
+        sequence,
+        _machine(device, gpus, "hdr"),
+        stack_of("megatron-2021"),
+        seconds,
+    )
+
+
+def _megatron_zero3(row: Row) -> Iterator[Observation]:
+    """SC'21, table 2: ZeRO-3 without model parallelism beside PTD; 175B and 530B of table 1's sizes."""
+    sizes = {"174.6": (96, 12288, 96), "529.6": (105, 20480, 128)}
+    model = _gpt(*sizes[row["params_B"]], 51200, 2048)
+    gpus, batch, mbs, parallel = _ints(row, "gpus", "gbs", "mbs", "model_parallel")
+    if row["scheme"] == "PTD":
+        pp = parallel // 8
+        dp, stack = gpus // parallel, "megatron-2021"
+        layout = Layout(pp=pp, dp=dp, tp=8, microbatch=mbs, microbatches=batch // dp // mbs, recompute="full")
+    else:
+        stack = "deepspeed-2021"
+        layout = Layout(dp=gpus, zero=3, microbatch=mbs, microbatches=batch // gpus // mbs, recompute="full")
+    seconds = megatron_flops(model, batch, 2048) / gpus / (float(row["tflops_per_gpu"]) * 1e12)
+    name = f"{row['scheme']} {row['params_B']}B on {gpus}"
+    yield Observation(name, model, layout, 2048, _machine("a100", gpus, "hdr"), stack_of(stack), seconds)
+
+
+def _llm_foundry(row: Row) -> Iterator[Observation]:
+    """llm-foundry's throughput tables: FSDP, `SHARD_GRAD_OP` is ZeRO-2; its network of H100 is not named."""
+    layers, hidden, heads, vocabulary, sequence, gpus, mbs, accumulated = _ints(
+        row, "n_layers", "d_model", "n_heads", "vocab", "seq_len", "gpus", "microbatch", "grad_accum"
+    )
+    model = Architecture(layers, hidden, heads, vocabulary=vocabulary, positions=sequence, tied=True)
+    layout = Layout(
+        dp=gpus, zero=3 if row["sharding"] == "FULL_SHARD" else 2, microbatch=mbs, microbatches=accumulated,
+        recompute="full" if row["act_ckpt"] == "True" else "none",
+    )  # fmt: skip
+    device = {"h100_80gb": "h100", "a100_80gb": "a100", "a100_40gb": "a100-40"}[row["gpu"]]
+    eight = row["precision"] == "amp_fp8"
+    stack = stack_of("llm-foundry-pure" if row["mp_mode"] == "PURE" else "llm-foundry", fp8=eight)
+    seconds = float(row["global_batch_tokens"]) / float(row["tok_per_s_per_gpu"]) / gpus
+    name = f"{row['model']} s={sequence} on {gpus} {device}" + (" fp8" if eight else "")
+    machine = _machine(device, gpus, "ndr" if device == "h100" else "roce-1600")
+    yield Observation(name, model, layout, sequence, machine, stack, seconds)
+
+
+def _nanotron(row: Row) -> Iterator[Observation]:
+    """Nanotron's benchmark: MFU counts attention as if it were not causal; EFA between nodes."""
+    layers, hidden, heads, ffn, vocabulary, sequence, gpus = _ints(
+        row, "layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus"
+    )
+    dp, tp, pp, accumulated, mbs, zero = _ints(row, "dp", "tp", "pp", "grad_accum", "mbs", "zero")
+    model = Architecture(layers, hidden, heads, ffn=ffn, vocabulary=vocabulary, gated=True)
+    layout = Layout(
+        pp=pp, dp=dp, tp=tp, zero=zero, microbatch=mbs, microbatches=accumulated, sequence_parallel=tp > 1
+    )
+    flops = 3 * layout.global_batch * model.forward_flops(sequence, causal=False)
+    seconds = flops / gpus / (989e12 * float(row["mfu_pct"]) / 100)
+    name = f"{row['model']} dp{dp} tp{tp} pp{pp} on {gpus}"
+    machine = _machine("h100", gpus, "efa")
+    yield Observation(name, model, layout, sequence, machine, stack_of("nanotron"), seconds)
+
+
+def _simumax(row: Row) -> Iterator[Observation]:
+    """SimuMax's measured steps of Megatron on one node of B200: models of a few layers, sequences of 4096."""
+    case = row["case"]
+
+    def number(name: str, default: int = 1) -> int:
+        found = re.search(rf"(?:^|_){name}(\d+)", case)
+        return int(found[1]) if found else default
+
+    sequence, layers = number("seq", 4096), number("l", 0)
+    known = known_models()
+    name = next(key for key in ("llama3_70b", "llama3_405b", "deepseekv2", "deepseekv3") if key in case)
+    model = {
+        "llama3_70b": replace(known["llama3-70b"], layers=layers),
+        "llama3_405b": replace(known["llama3-405b"], layers=layers, kv_heads=16),
+        "deepseekv2": replace(known["deepseek-v2"], layers=layers, dense=1),
+        "deepseekv3": replace(known["deepseek-v3"], layers=layers, dense=1),
+    }[name]
+    tp = number("tp")
+    layout = Layout(
+        pp=number("pp"), dp=number("dp"), cp=number("cp"), tp=tp, ep=number("ep"), zero=1,
+        microbatches=number("mbc"), sequence_parallel=tp > 1,
+    )  # fmt: skip
+    memory = float(row.get("real_alloc_GiB") or 0) * 2**30
+    yield Observation(
+        case, model, layout, sequence, cluster_of("b200"), stack_of("megatron"), float(row["real_ms"]) / 1e3, memory
+    )  # fmt: skip
+
+
+def _torchtitan(row: Row) -> Iterator[Observation]:
+    """Torchtitan's benchmarks: FSDP2, tensor, context and pipeline parallelism; a pipeline has p micro-batches."""
+    gpus, fsdp, tp, pp, cp, local = _ints(row, "gpus", "fsdp", "tp", "pp", "cp", "local_batch")
+    sequence = int(row["seq_len"])
+    model = known_models()[row["model"].lower().replace("3.1", "3")]
+    batch = int(row["global_batch"] or local * fsdp)
+    keeps = {"none": "none", "full": "full"}.get(row["act_ckpt"], "products")
+    dp = gpus // (tp * pp * cp)
+    schedule = {"": "1f1b", "1F1B": "1f1b", "Interleaved 1F1B": "interleaved_1f1b"}[row["pp_schedule"]]
+    layout = Layout(
+        pp=pp, dp=dp, cp=cp, tp=tp, zero=3 if pp == 1 else 2, microbatch=max(1, local // pp),
+        microbatches=pp if pp > 1 else max(1, batch // (local * dp)), recompute=keeps, sequence_parallel=tp > 1,
+        schedule=schedule, virtual_stages=2 if schedule == "interleaved_1f1b" else 1,
+    )  # fmt: skip
+    stack = stack_of(
+        "torchtitan-compile" if row["compile"] == "1" else "torchtitan",
+        fp8=row["float8"] not in {"0", "none", ""},
+        async_tp=row["async_tp"] not in {"0", ""},
+    )
+    device = "h200" if row["gpu"] == "H200" else "h100-hbm2e"
+    seconds = batch * sequence / gpus / float(row["tok_per_s_per_gpu"])
+    name = f"{row['table']} {row['model']} on {gpus}" + (" fp8" if stack.fp8 else "")
+    memory = float(row["mem_GiB"] or 0) * 2**30
+    yield Observation(name, model, layout, sequence, _machine(device, gpus, "ndr"), stack, seconds, memory)
+
+
+def _nothing_measured(_row: Row) -> Iterator[Observation]:
+    """Rates of single kernels, which `mpkit.cost_model.kernels` reads, or errors of another tool: no measured step."""
+    return iter(())
+
+
+FORMATS: list[tuple[set[str], Callable[[Row], Iterator[Observation]]]] = [
+    ({"layers", "hidden", "heads", "tp", "pp", "mbs", "gbs", "tflops_per_gpu"}, _megatron),
+    ({"scheme", "params_B", "model_parallel", "tflops_per_gpu"}, _megatron_zero3),
+    ({"n_layers", "d_model", "sharding", "tok_per_s_per_gpu"}, _llm_foundry),
+    ({"layers", "dp", "tp", "pp", "grad_accum", "mfu_pct"}, _nanotron),
+    ({"case", "real_ms"}, _simumax),
+    ({"fsdp", "local_batch", "tok_per_s_per_gpu"}, _torchtitan),
+    ({"op", "shape", "efficiency"}, _nothing_measured),
+    ({"mem_err_pct", "tflops_err_pct"}, _nothing_measured),
+]
+"""The columns by which a table is known, and how its rows are read."""

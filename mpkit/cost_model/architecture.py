@@ -1,0 +1,241 @@
+"""Architecture: the sizes of a transformer, from which its parameters and FLOPs follow.
+
+    attention    multi-head, grouped-query (fewer key and value heads), or latent (MLA: DeepSeek-V2, section 2.1)
+    MLP          two matrices, or three where it is gated (SwiGLU: Shazeer 2020); or experts of which each token
+                 visits top_k (Shazeer et al. 2017), beside shared ones that every token visits
+    head         one matrix from hidden to vocabulary, or the embedding itself where they are tied
+
+A decoder of a translation model (T5) attends twice, to itself and to the encoder: its layers have `cross` set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+__all__ = ["Architecture", "Matmul"]
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """A product of [tokens, k] and [k, n] matrices for each token; `count` of them, of which each token takes `share`.
+
+    Attributes:
+        name: the weight's role, such as "qkv".
+        k, n: the sizes of the weight.
+        divided: which of them tensor parallelism divides: "n" (by columns), "k" (by rows), "" (none).
+        experts: 0, or the number of experts that have such a weight each.
+        top_k: of these, the number that a token visits.
+    """
+
+    name: str
+    k: int
+    n: int
+    divided: str = ""
+    experts: int = 0
+    top_k: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the weight, of all experts."""
+        return self.k * self.n * max(1, self.experts)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the forward per token."""
+        return 2.0 * self.k * self.n * max(1, self.top_k)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The sizes of a transformer; what is 0 follows from the others.
+
+    Attributes:
+        layers: the number of blocks, l.
+        hidden: the width of the residual stream, h.
+        heads: attention heads, a.
+        kv_heads: key and value heads; 0: as many as heads.
+        ffn: the width inside the MLP; 0: 4 h.
+        vocabulary: V; for a model of images, the classes.
+        gated: whether the MLP has a third matrix that gates.
+        causal: whether a token sees only those before it.
+        tied: whether the head is the embedding.
+        bias: whether products add a bias.
+        positions: learned positions; 0 for none (rotary or ALiBi).
+        head_dim: the width of a head; 0: h / a.
+        patch: numbers per patch of an image, which a product embeds; 0 for tokens.
+        encoder: of the layers, those of an encoder; the others attend to it too (T5).
+        experts, top_k, expert_ffn, shared_ffn, dense: experts per layer, those that a token visits, the width of each,
+            of those that all tokens visit, and the number of first layers without experts.
+        q_rank, kv_rank, rope_dim, v_dim: the ranks of latent attention, the rotary part and the values' width.
+        name: what it is called.
+
+    >>> llama = Architecture(32, 4096, 32, kv_heads=8, ffn=14336, vocabulary=128256, gated=True)
+    >>> round(llama.parameters / 1e9, 2)
+    8.03
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int = 0
+    ffn: int = 0
+    vocabulary: int = 0
+    gated: bool = False
+    causal: bool = True
+    tied: bool = False
+    bias: bool = False
+    positions: int = 0
+    head_dim: int = 0
+    patch: int = 0
+    encoder: int = 0
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    dense: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0
+    v_dim: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"Architecture({name}={value!r}): {name} is a whole number, 1 or more, such as "
+                    "Architecture(layers=32, hidden=4096, heads=32, vocabulary=32000)"
+                )
+        for field in fields(self)[3:-1]:
+            value = getattr(self, field.name)
+            if not isinstance(value, bool) and (not isinstance(value, int) or value < 0):
+                raise ValueError(
+                    f"Architecture({field.name}={value!r}): {field.name} is a whole number, 0 or more"
+                )
+        if not self.head_dim and self.hidden % self.heads:
+            raise ValueError(
+                f"Architecture(hidden={self.hidden}, heads={self.heads}): heads share the hidden size equally, so "
+                "heads divides it; or give head_dim, the width of one head"
+            )
+        derived = {
+            "kv_heads": self.heads,
+            "ffn": 4 * self.hidden,
+            "head_dim": self.hidden // self.heads,
+            "v_dim": self.head_dim or self.hidden // self.heads,
+        }
+        for name, value in derived.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"Architecture(heads={self.heads}, kv_heads={self.kv_heads}): several heads share one key and value "
+                "head, so kv_heads divides heads"
+            )
+
+    # ---- weights
+
+    @property
+    def qk_dim(self) -> int:
+        """The width of a query and a key: with latent attention, the rotary part is beside the other."""
+        return self.head_dim + (self.rope_dim if self.kv_rank else 0)
+
+    def attention(self) -> Iterator[Matmul]:
+        """Yield the products of an attention's weights."""
+        h, a, d = self.hidden, self.heads, self.head_dim
+        if not self.kv_rank:
+            yield Matmul("qkv", h, (a + 2 * self.kv_heads) * d, "n")
+        else:
+            if self.q_rank:
+                yield Matmul("q down", h, self.q_rank)
+                yield Matmul("q up", self.q_rank, a * self.qk_dim, "n")
+            else:
+                yield Matmul("q", h, a * self.qk_dim, "n")
+            yield Matmul("kv down", h, self.kv_rank + self.rope_dim)
+            yield Matmul("kv up", self.kv_rank, a * (d + self.v_dim), "n")
+        yield Matmul("attention out", a * self.v_dim, h, "k")
+
+    def mlp(self, layer: int = 0) -> Iterator[Matmul]:
+        """Yield the products of an MLP's weights, or of the router and the experts.
+
+        Args:
+            layer: the number of the layer; the first `dense` ones have no experts.
+        """
+        h, gate = self.hidden, 2 if self.gated else 1
+        if not self.experts or layer < self.dense:
+            yield Matmul("mlp up", h, gate * self.ffn, "n")
+            yield Matmul("mlp down", self.ffn, h, "k")
+            return
+        wide = self.expert_ffn or self.ffn
+        yield Matmul("router", h, self.experts)
+        yield Matmul("experts up", h, gate * wide, "n", self.experts, self.top_k)
+        yield Matmul("experts down", wide, h, "k", self.experts, self.top_k)
+        if self.shared_ffn:
+            yield Matmul("shared up", h, gate * self.shared_ffn, "n")
+            yield Matmul("shared down", self.shared_ffn, h, "k")
+
+    def matmuls(self, layer: int = 0) -> list[Matmul]:
+        """Return the products with weights of a layer."""
+        crossed = self.attention() if self.encoder and layer >= self.encoder else ()
+        return [*self.attention(), *crossed, *self.mlp(layer)]
+
+    # ---- parameters
+
+    def layer_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a layer, with its norms and biases."""
+        products = self.matmuls(layer)
+        norms = (3 if self.encoder and layer >= self.encoder else 2) * (1 + self.bias) * self.hidden
+        biases = sum(m.n * max(1, m.experts) for m in products) if self.bias else 0
+        return sum(m.parameters for m in products) + norms + biases + self.q_rank + self.kv_rank
+
+    def expert_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a layer's experts, without those that all tokens visit."""
+        return sum(m.parameters for m in self.mlp(layer) if m.experts)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """The parameters before the first layer: of tokens or patches, and of positions."""
+        return (self.patch or self.vocabulary) * self.hidden + self.positions * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """The parameters after the last layer: its norm and the head, unless that is the embedding."""
+        return (0 if self.tied else self.vocabulary * self.hidden) + (1 + self.bias) * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, psi."""
+        layers = sum(count * self.layer_parameters(layer) for layer, count in self.kinds())
+        return self.embedding_parameters + layers + self.head_parameters
+
+    def kinds(self) -> list[tuple[int, int]]:
+        """Return the kinds of layers: the number of the first of a kind, and how many there are.
+
+        >>> Architecture(61, 7168, 128, experts=256, top_k=8, expert_ffn=2048, dense=3).kinds()
+        [(0, 3), (3, 58)]
+        """
+        borders = sorted({0, min(self.dense, self.layers), min(self.encoder, self.layers), self.layers})
+        return [(start, end - start) for start, end in pairwise(borders)]
+
+    # ---- FLOPs
+
+    def forward_flops(self, sequence: int, *, causal: bool | None = None) -> float:
+        """Return the floating-point operations of a forward per sequence: products with weights, attention and head.
+
+        Training takes three times as many, and a fourth share where everything is recomputed.
+
+        Args:
+            sequence: its length in tokens, s.
+            causal: whether to count only what a causal attention needs; None: as the model has it. Model FLOPs
+                utilization is mostly counted with False (Chowdhery et al., "PaLM", 2022, appendix B).
+        """
+        half = 0.5 if (self.causal if causal is None else causal) else 1.0
+        per_layer = 2.0 * sequence * sequence * self.heads * (self.qk_dim + self.v_dim) * half
+        total = 0.0
+        for layer, count in self.kinds():
+            weights = sum(m.flops for m in self.matmuls(layer)) * sequence
+            twice = 2 if self.encoder and layer >= self.encoder else 1
+            total += count * (weights + twice * per_layer)
+        return total + 2.0 * sequence * self.hidden * self.vocabulary

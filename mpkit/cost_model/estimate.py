@@ -1,0 +1,227 @@
+"""Estimate: a step's time and memory of any plan on any hardware, with the band that the prediction keeps within.
+
+read        the architecture, the layout of the plan, the machine, the stack and its preset
+check       what cannot be: too few devices, heads that do not divide, more stages than layers
+time        layers priced once and composed (`mpkit.cost_model.step`)
+memory      by rank and category (`mpkit.cost_model.memory`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from mpkit.cost_model.architecture import Architecture
+from mpkit.cost_model.calibrate import Observation
+from mpkit.cost_model.check import check_plan, checked_layout
+from mpkit.cost_model.kernels import peak_of
+from mpkit.cost_model.known_models import architecture_of
+from mpkit.cost_model.layout import Layout
+from mpkit.cost_model.memory import CATEGORIES, stage_memory
+from mpkit.cost_model.preset import Preset, preset_for
+from mpkit.cost_model.shares import Shares
+from mpkit.cost_model.stack import Stack, stack_of
+from mpkit.cost_model.step import StepTime, step_time
+from mpkit.devices.catalogue import hardware as machine_of
+from mpkit.devices.hardware import Hardware
+from mpkit.plan.plan import Plan
+from mpkit.support.tracebacks import public
+from mpkit.support.units import percent, seconds
+
+if TYPE_CHECKING:
+    from mpkit.timeline.timeline import Timeline
+
+__all__ = ["Estimate", "estimate", "estimated"]
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The prediction of a step; it prints with its band and where the time goes.
+
+    Attributes:
+        model, plan, hardware, sequence: what was asked for.
+        layout: the plan's degrees, with the samples of a micro-batch.
+        stack, preset: what the software does, and the constants with what they were fitted on.
+        step: seconds by stage and by cause.
+    """
+
+    model: Architecture
+    plan: Plan
+    hardware: Hardware
+    sequence: int
+    layout: Layout
+    stack: Stack
+    preset: Preset
+    step: StepTime = field(repr=False)
+
+    # ---- time
+
+    @property
+    def step_time(self) -> float:
+        """Seconds per step."""
+        return self.step.seconds
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """The seconds between which nine of ten such steps should lie: the preset's band, or 30 % either way."""
+        return self.step_time * (1 - self.preset.band), self.step_time * (1 + self.preset.band)
+
+    @property
+    def because(self) -> dict[str, float]:
+        """Where the time goes: seconds by cause on the slowest stage's rank, in descending order."""
+        return self.step.because
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all ranks together."""
+        return self.layout.global_batch * self.sequence / self.step_time
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """Model TFLOP/s per device: three forwards, attention counted as if not causal, nothing for recomputation.
+
+        That is the convention of Chowdhery et al., "PaLM", 2022, appendix B. Megatron's published figures count a
+        fourth forward where everything is recomputed.
+        """
+        flops = 3 * self.layout.global_batch * self.model.forward_flops(self.sequence, causal=False)
+        return flops / self.step_time / self.layout.ranks / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: `tflops_per_gpu` as a share of the device's published peak in the compute dtype."""
+        dtype = "bfloat16" if self.stack.element == 2 else "float32"
+        return self.tflops_per_gpu * 1e12 / peak_of(self.hardware.device, dtype)
+
+    # ---- memory
+
+    @cached_property
+    def stage_memory(self) -> list[dict[str, float]]:
+        """Bytes by category for a rank of each stage."""
+        shares = Shares(self.model, self.layout, self.stack)
+        return stage_memory(self.model, self.layout, self.sequence, self.stack, shares)
+
+    @property
+    def memory(self) -> Sequence[dict[str, float]]:
+        """Bytes at the peak by rank and category; ranks of one stage hold the same."""
+        per_stage = self.layout.ranks // self.layout.pp
+        return [memory for memory in self.stage_memory for _ in range(per_stage)]
+
+    @property
+    def peak_memory(self) -> float:
+        """Bytes at the peak of the rank with most."""
+        return max(sum(memory.values()) for memory in self.stage_memory)
+
+    # ---- pictures
+
+    def timeline(self) -> Timeline:
+        """Return the step as a simulated Timeline, one row per stage."""
+        from mpkit.timeline.simulation import simulate
+
+        backward = list(self.step.backward)
+        plan = Plan(
+            pp=self.plan.pp, schedule=self.plan.schedule, microbatches=self.plan.microbatches,
+            virtual_stages=self.plan.virtual_stages,
+        )  # fmt: skip
+        chunks = self.plan.stages // self.plan.pp
+        forward = [time / chunks for _ in range(chunks) for time in self.step.forward]
+        halves = [time / 2 / chunks for _ in range(chunks) for time in backward]
+        return simulate(plan, forward, halves, halves, self.step.hop)
+
+    def measured(self, seconds: float, memory: float = 0.0) -> Observation:
+        """Return this step with its measured time, for `mk.calibrate`."""
+        return Observation(
+            self.model.name or "a step",
+            self.model,
+            self.layout,
+            self.sequence,
+            self.hardware,
+            self.stack,
+            seconds,
+            memory,
+        )
+
+    def __str__(self) -> str:
+        low, high = self.band
+        shares = ", ".join(f"{cause} {percent(part / self.step_time)}" for cause, part in self._first(5))
+        most = max(self.stage_memory, key=lambda memory: sum(memory.values()))
+        held = ", ".join(f"{name} {most[name] / GIB:.1f}" for name in CATEGORIES if most[name] > 0.05 * GIB)
+        name = self.model.name or "the model"
+        origin = "the band of its preset" if self.preset.rows else "assumed: nothing was fitted here"
+        return "\n".join(
+            [
+                f"{name} ({self.model.parameters / 1e9:.3g} B parameters), {self.plan!r}",
+                f"on {self.hardware.name}, {self.layout.global_batch} samples of {self.sequence} tokens per step",
+                f"step        {seconds(self.step_time)}, {seconds(low)} to {seconds(high)} ({origin})",
+                f"            {self.tokens_per_second:,.0f} tokens/s, {self.tflops_per_gpu:.0f} TFLOP/s per device, "
+                f"MFU {percent(self.mfu)}",
+                f"because     {shares}",
+                f"memory      {self.peak_memory / GIB:.1f} GiB of {self.hardware.device.memory / GIB:.1f}: {held}",
+                f"preset      {self.preset}",
+            ]
+        )
+
+    def _first(self, n: int) -> list[tuple[str, float]]:
+        return list(self.because.items())[:n]
+
+
+@public
+def estimate(
+    model: object, plan: Plan, hardware: Hardware | str, *, global_batch: int, sequence: int,
+    stack: str | Stack | None = None, preset: Preset | None = None, trainable: float = 1.0,
+) -> Estimate:  # fmt: skip
+    """Predict the time and memory of a step of training with Adam.
+
+    An architecture has no dtype: products are taken to run in 16 bits, with master weights in 32; for 32 bits ask for
+    `stack="pytorch-fp32"`.
+
+    Args:
+        model: a model of transformers or mpkit's GPT, a config, the path of a config.json, a known name such as
+            "llama3-8b" (`mpkit.cost_model.known_models`), or numbers: {"layers": 32, "hidden": 4096, "heads": 32, ...}.
+        plan: how training is divided.
+        hardware: a machine, or its name.
+        global_batch: samples per step, over all replicas.
+        sequence: tokens per sample.
+        stack: the software: a name of `mpkit.cost_model.stack.STACKS`, or a Stack; None: PyTorch.
+        preset: constants of one's own, from `mk.calibrate`; None: those that ship for the device and the stack.
+        trainable: the share of the parameters that is trained, less than 1 for LoRA or frozen layers.
+
+    Raises:
+        ValueError: the plan cannot work for this model on this machine, or one of the arguments is unknown.
+
+    >>> plan = Plan(dp=8, zero=3, precision="bf16")
+    >>> found = estimate("llama3-8b", plan, "8x-h100-nvlink", global_batch=16, sequence=4096, stack="llm-foundry")
+    >>> 0.3 < found.mfu < 0.6 and found.peak_memory < 80e9
+    True
+    """
+    machine = machine_of(hardware)
+    check_plan(plan)
+    return estimated(
+        architecture_of(model), plan, machine, global_batch, sequence, _stack(stack, plan), preset, trainable
+    )
+
+
+def _stack(stack: str | Stack | None, plan: Plan) -> Stack:
+    if isinstance(stack, Stack):
+        return stack
+    if stack is None:  # PyTorch's buckets are the plan's
+        return stack_of(None, bucket=plan.bucket_mb * 2**20)
+    return stack_of(stack)
+
+
+def estimated(
+    model: Architecture, plan: Plan, hardware: Hardware, global_batch: int, sequence: int, stack: Stack,
+    preset: Preset | None = None, trainable: float = 1.0,
+) -> Estimate:  # fmt: skip
+    """Return the estimate of what `estimate` has read.
+
+    Raises:
+        ValueError: the plan cannot work.
+    """
+    layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable, stack.shard_within)
+    chosen = preset or preset_for(hardware.device.name, stack.name)
+    step = step_time(model, layout, sequence, hardware, stack, chosen.constants)
+    return Estimate(model, plan, hardware, sequence, layout, stack, chosen, step)

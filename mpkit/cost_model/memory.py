@@ -1,0 +1,194 @@
+"""Memory: what a rank holds at its peak, by category.
+
+    params        the weights it computes with; under ZeRO-3 its part
+    grads         accumulated gradients; under ZeRO-2 and -3 its part
+    optimizer     states and master weights; under ZeRO its part
+    activations   what the backward needs of each micro-batch in flight, and the largest layer's working set
+    logits        of the last stage: logits, their copy in 32 bits and its gradient, whose peak is before the backward
+    gathered      under ZeRO-3: whole parameters of the layer at work and the next one, and a whole gradient
+    buffers       what the framework keeps: buckets, placeholders
+    context       outside torch's allocator: the CUDA context and NCCL's channels
+
+Sources: Rajbhandari et al., "ZeRO", SC 2020 (states); Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022, section 4 (activations); both extended to gated MLPs, grouped queries and fused attention.
+"""
+
+from __future__ import annotations
+
+from mpkit.cost_model.architecture import Architecture
+from mpkit.cost_model.layout import Layout
+from mpkit.cost_model.shares import Shares
+from mpkit.cost_model.stack import Stack
+
+__all__ = ["CATEGORIES", "activations", "in_flight", "stage_memory"]
+
+CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "gathered", "buffers", "context")
+
+GIB = 2**30
+CONTEXT = 1.0 * GIB
+NCCL = 0.5 * GIB
+
+
+def activations(model: Architecture, layer: int, layout: Layout, sequence: int, stack: Stack) -> float:
+    """Return the bytes that a layer keeps of one micro-batch for its backward, without recomputation.
+
+    Args:
+        model, layer: the architecture, and the number of the layer.
+        layout: how the step is divided.
+        sequence: tokens per sample, s.
+        stack: what the software does.
+
+    >>> gpt = Architecture(48, 6144, 64, bias=True)
+    >>> stack = Stack("paper", fused=False, dropout=True)
+    >>> s, b, h = 2048, 4, 6144
+    >>> round(activations(gpt, 0, Layout(microbatch=b), s, stack) / (s * b * h * (34 + 5 * 64 * s / h)), 9)
+    1.0
+    """
+    t = layout.tp
+    whole = t if layout.sequence_parallel else 1
+    tokens = layout.microbatch * sequence / layout.cp
+    e, h, a = stack.element, model.hidden, model.heads
+    mask = 1 if stack.dropout else 0
+
+    outside = 2 * e * h + 2 * e * h + 2 * mask * h  # inputs of norms and of products; dropout masks
+    if model.kv_rank:
+        latent = 2 * (model.q_rank + model.kv_rank) + model.rope_dim  # before and after their norms
+        outside += e * latent
+        inside = e * a * (2 * model.qk_dim + model.v_dim)
+    else:
+        inside = e * (a + 2 * model.kv_heads) * model.head_dim
+    inside += e * a * model.v_dim  # the attention's output
+    if stack.fused:
+        inside += 4 * a  # the logarithms of the sums of its scores
+    else:
+        inside += (2 * e + mask) * a * sequence if mask else e * a * sequence
+    gate = 2 if model.gated else 1
+    if model.experts and layer >= model.dense:
+        each = (
+            e * (gate + 1) * (model.expert_ffn or model.ffn) + 2 * e * h
+        )  # and the tokens as they were sent
+        inside += model.top_k * each + e * (gate + 1) * model.shared_ffn
+        outside += 4 * model.experts
+    else:
+        inside += e * (gate + 1) * model.ffn
+    return tokens * (outside / whole + inside / t)
+
+
+def kept(model: Architecture, layer: int, layout: Layout, sequence: int, stack: Stack) -> float:
+    """Return the bytes that a layer keeps of one micro-batch, with the layout's recomputation.
+
+    >>> gpt = Architecture(48, 6144, 64, bias=True)
+    >>> kept(gpt, 0, Layout(microbatch=4, recompute="full"), 2048, Stack("paper")) == 2 * 2048 * 4 * 6144
+    True
+    """
+    everything = activations(model, layer, layout, sequence, stack)
+    how, tokens = layout.recompute, layout.microbatch * sequence / layout.cp
+    border = stack.element * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
+    if how == "full":
+        return border
+    if how == "selective":
+        core = 0.0 if stack.fused else 1.0
+        mask = 1 if stack.dropout else 0
+        per_score = (2 * stack.element + mask) if mask else stack.element
+        return everything - core * tokens * per_score * model.heads * sequence / layout.tp
+    if how == "products":
+        return border + 0.5 * (everything - border)
+    if how == "none":
+        return everything
+    k = int(how.removeprefix("every="))
+    return (border + (k - 1) * everything) / k
+
+
+def in_flight(layout: Layout, stage: int) -> float:
+    """Return how many micro-batches a rank of a pipeline keeps the activations of, at most.
+
+    A rank with v chunks of layers counts each chunk as 1 / v.
+
+    >>> [in_flight(Layout(pp=4, microbatches=8), stage) for stage in range(4)]
+    [4, 3, 2, 1]
+    >>> chunks = Layout(pp=4, microbatches=8, schedule="interleaved_1f1b", virtual_stages=2)
+    >>> [in_flight(chunks, stage) * 2 for stage in range(4)]
+    [11.0, 9.0, 7.0, 5.0]
+    """
+    p, m, v = layout.pp, layout.microbatches, layout.virtual_stages
+    if p == 1:
+        return 1
+    match layout.schedule:
+        case "1f1b" | "zb_h1":
+            return min(m, p - stage)
+        case "zb_h2":
+            return min(m, max(p - stage, 2 * (p - stage) - 1))
+        case "interleaved_1f1b":
+            return min(m * v, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
+        case "interleaved_zb" | "zbv":
+            return min(m * v, 2 * p) / v
+        case "dualpipev":
+            return min(m * v, 2 * p + 1) / v
+        case "naive":
+            return 1 if m == 1 else m
+        case _:
+            return m
+
+
+def stage_memory(
+    model: Architecture, layout: Layout, sequence: int, stack: Stack, shares: Shares
+) -> list[dict[str, float]]:
+    """Return bytes by category for a rank of each stage.
+
+    Args:
+        model, layout, sequence, stack: as in `activations`.
+        shares: the parameters of the ranks.
+    """
+    n, tokens = layout.shards, layout.microbatch * sequence / layout.cp
+    kinds = [
+        (first, first + count, kept(model, first, layout, sequence, stack)) for first, count in model.kinds()
+    ]
+    working = max(activations(model, first, layout, sequence, stack) for first, _ in model.kinds())
+    working = working if layout.recompute != "none" else _gradients_within(model, tokens, layout, stack)
+    held, begin, out = layout.stage_layers(model.layers), 0, []
+    for stage, count in enumerate(held):
+        end, whole = begin + count, shares.stages[stage]
+        layers = sum(each * max(0, min(end, last) - max(begin, first)) for first, last, each in kinds)
+        begin = end
+        updated, trained = shares.updated_on(stage, layout), whole * layout.trainable
+        held_params = whole / (n if layout.zero == 3 else 1)
+        logits = stack.logits * tokens * model.vocabulary / layout.tp if stage == layout.pp - 1 else 0.0
+        if model.patch:
+            logits = 0.0
+        gathered = 0.0
+        if layout.zero == 3 and n > 1:
+            gathered = 2 * stack.element * shares.layer + stack.reduced * shares.layer
+        memory = {
+            "params": 0.0 if layout.offload == "params" else stack.element * held_params,
+            "grads": stack.gradient * (updated if layout.zero >= 2 else trained),
+            "optimizer": stack.states * updated if layout.offload == "none" else 0.0,
+            "activations": layers * in_flight(layout, stage) + max(0.0, working - logits),
+            "logits": logits,
+            "gathered": gathered,
+            "buffers": _buffers(model, layout, stack, shares, stage),
+            "context": CONTEXT + (NCCL if layout.ranks > 1 else 0.0),
+        }
+        out.append(memory)
+    return out
+
+
+def _gradients_within(model: Architecture, tokens: float, layout: Layout, stack: Stack) -> float:
+    """Return the bytes of gradients that are alive within a layer's backward: of the widest part of its MLP."""
+    gate = 2 if model.gated else 1
+    return stack.element * tokens * ((gate + 1) * model.ffn / layout.tp + 2 * model.hidden)
+
+
+def _buffers(model: Architecture, layout: Layout, stack: Stack, shares: Shares, stage: int) -> float:
+    """Return the bytes of buffers that the framework keeps."""
+    if stack.partition and layout.zero:
+        # DeepSpeed reduces from two flat buffers; ZeRO-3 also keeps parameters of as many elements live.
+        flat = min(stack.partition, shares.parameters)
+        live = 2 * stack.partition if layout.zero == 3 else 0.0
+        return 2 * stack.reduced * flat + stack.element * min(live, shares.parameters)
+    if stack.placeholders:
+        shapes = {(m.k, m.n): m.k * m.n for first, _ in model.kinds() for m in model.matmuls(first)}
+        head = model.vocabulary * model.hidden if stage == layout.pp - 1 else 0
+        return float(stack.element * (sum(shapes.values()) + head) / layout.tp)
+    if layout.replicas > 1 and layout.zero < 3:
+        return min(stack.bucket, stack.reduced * shares.parameters)
+    return 0.0

@@ -1,0 +1,101 @@
+"""Preset: the constants of a software stack on a device, with what they were fitted on and how far off they are.
+
+`presets.csv` is written by `python -m benchmarks.published FOLDER --write`, from the rows in FOLDER.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from math import exp, log
+
+from mpkit.cost_model.stack import PRIOR, Constants
+
+__all__ = ["UNFITTED", "Preset", "preset_for", "presets"]
+
+UNFITTED = 0.30
+"""The band of a prediction where nothing was fitted."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Constants with their origin.
+
+    Attributes:
+        device, stack: what they are for.
+        constants: the constants.
+        fitted: the names of those that were fitted; the others are priors.
+        rows: the number of measured steps that they were fitted on.
+        error: the mean relative error of steps that were left out of the fit.
+        band: the relative error that nine of ten predictions should keep within.
+        sources: where the measured steps are from.
+    """
+
+    device: str
+    stack: str
+    constants: Constants
+    fitted: tuple[str, ...]
+    rows: int
+    error: float
+    band: float
+    sources: str = ""
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{name} {getattr(self.constants, name):.3g}" for name in self.fitted)
+        if not self.rows:
+            whose = f", the constants are those of {self.sources}" if self.sources else ""
+            return f"{self.stack} on {self.device}: nothing was fitted{whose}; the band of {self.band:.0%} is assumed"
+        return (
+            f"{self.stack} on {self.device}: {values}; fitted to {self.rows} measured steps, "
+            f"{self.error:.1%} off where one is left out; band {self.band:.0%}"
+        )
+
+
+@cache
+def presets() -> dict[tuple[str, str], Preset]:
+    """Return all presets by device and stack."""
+    found = {}
+    with files("mpkit.cost_model").joinpath("presets.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            names = ("matmul", "attention", "traffic", "fixed", "straggle")
+            constants = Constants(**{name: float(row[name]) for name in names})
+            found[row["device"], row["stack"]] = Preset(
+                row["device"], row["stack"], constants, tuple(row["fitted"].split()), int(row["rows"]),
+                float(row["error"]), float(row["band"]), row["sources"],
+            )  # fmt: skip
+    return found
+
+
+def preset_for(device: str, stack: str) -> Preset:
+    """Return the preset of a stack on a device.
+
+    Where nothing was fitted, the constants are those of the stack on another device, or of other stacks on this one, or
+    the priors, in this order; `rows` is 0, and the band is the assumed 30 %.
+
+    >>> preset_for("H100 SXM", "llm-foundry").band < UNFITTED == preset_for("L40S", "pytorch").band
+    True
+    """
+    fitted = presets()
+    if (device, stack) in fitted:
+        return fitted[device, stack]
+    same_stack = [preset for (_, name), preset in fitted.items() if name == stack]
+    same_device = [preset for (name, _), preset in fitted.items() if name == device]
+    near = same_stack or same_device
+    constants = _mean(near) if near else PRIOR
+    whose = ", ".join(f"{preset.stack} on {preset.device}" for preset in near)
+    return Preset(device, stack, constants, (), 0, UNFITTED, UNFITTED, whose)
+
+
+def _mean(presets: Sequence[Preset]) -> Constants:
+    """Return the geometric mean of constants, weighted by the rows that they were fitted on."""
+    total = sum(preset.rows for preset in presets)
+    names = [field.name for field in fields(Constants)]
+    return Constants(
+        **{
+            name: exp(sum(preset.rows * log(getattr(preset.constants, name)) for preset in presets) / total)
+            for name in names
+        }
+    )

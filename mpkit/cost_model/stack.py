@@ -1,0 +1,129 @@
+"""Stack: what a software stack does with a plan, and the constants that are fitted for it on a device.
+
+A plan says what is divided. How the division is carried out differs from framework to framework: in which precision
+gradients are added up, what is gathered at once, what runs beside what. These differences are facts about the
+framework; what remains, how well its kernels use a device, is in at most four constants that are fitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+
+__all__ = ["PRIOR", "STACKS", "Constants", "Stack", "stack_of"]
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """The constants that are fitted for a device and a stack.
+
+    Attributes:
+        matmul: the share of the peak that large matrix products reach.
+        attention: the share of the peak that fused attention reaches.
+        traffic: bytes that elementwise operators move, as a multiple of what well fused ones would.
+        fixed: seconds per layer and micro-batch in the forward, and twice as many in the backward, beside all that:
+            launches.
+        straggle: how much longer a step takes for each doubling of the number of nodes, since all wait for the slowest.
+    """
+
+    matmul: float = 0.72
+    attention: float = 0.5
+    traffic: float = 1.0
+    fixed: float = 20e-6
+    straggle: float = 0.005
+
+
+PRIOR = Constants()
+"""Where nothing was fitted: .72 is what fits 183 products measured on an A100 (`kernels.csv`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What a software stack does.
+
+    Attributes:
+        name: by which it is asked for.
+        element: bytes per element of activations and of the weights that products read.
+        fp8: whether products with weights run in 8 bits.
+        fused: whether attention is fused (FlashAttention: Dao et al. 2022), so that its s x s scores never leave the
+            chip.
+        gradient: bytes per parameter of accumulated gradients.
+        reduced: bytes per parameter of gradients as they are sent.
+        states: bytes per parameter of the optimizer's states and master weights.
+        overlap: whether communication of replicas runs beside compute.
+        async_tp: whether tensor-parallel communication is cut up and runs beside the product that needs it.
+        bucket: bytes that are reduced or gathered at once under ZeRO 0 to 2; ZeRO-3 gathers by layer.
+        partition: elements of the flat buffers that DeepSpeed keeps (`reduce_bucket_size`, 5e8); 0 for others.
+        logits: bytes per logit at the peak of the loss: the logits, their copy in 32 bits, its gradient.
+        dropout: whether dropout masks are kept.
+        early_stop: whether recomputation ends before the last product, whose output nobody needs
+            (torch.utils.checkpoint with use_reentrant=False).
+        blocking_p2p: whether a stage waits for its messages to be sent.
+        placeholders: whether the backward allocates a gradient for each shape of weight beside the accumulated one
+            (Transformer Engine's fused accumulation).
+        shard_within: whether ZeRO-3 shards inside a node, and nodes hold replicas (HSDP).
+    """
+
+    name: str
+    element: int = 2
+    fp8: bool = False
+    fused: bool = True
+    gradient: float = 2.0
+    reduced: float = 2.0
+    states: float = 12.0
+    overlap: bool = True
+    async_tp: bool = False
+    bucket: float = 25 * MIB
+    partition: float = 0.0
+    logits: float = 10.0
+    dropout: bool = False
+    early_stop: bool = False
+    blocking_p2p: bool = False
+    placeholders: bool = False
+    shard_within: bool = False
+
+
+STACKS = {
+    stack.name: stack
+    for stack in (
+        Stack("pytorch", early_stop=True),
+        Stack("pytorch-fp32", element=4, gradient=4, reduced=4, states=8, logits=12, early_stop=True),
+        Stack("megatron-2021", fused=False, overlap=False, dropout=True, gradient=4, reduced=4),
+        Stack(
+            "megatron", gradient=4, reduced=4, overlap=False, blocking_p2p=True, logits=6, placeholders=True
+        ),
+        Stack("deepspeed-2021", fused=False, partition=5e8, dropout=True),
+        Stack("deepspeed", partition=5e8),
+        Stack("llm-foundry", gradient=4, reduced=4, early_stop=True),
+        Stack("llm-foundry-pure", states=4, early_stop=True),
+        Stack("nanotron", gradient=4, reduced=4, async_tp=True, blocking_p2p=True),
+        Stack("torchtitan", gradient=4, reduced=4, early_stop=True),
+        Stack("torchtitan-compile", gradient=4, reduced=4, early_stop=True),
+    )
+}
+"""The stacks whose published steps were looked at, and plain PyTorch, by name."""
+
+
+def stack_of(stack: str | Stack | None = None, **changes: object) -> Stack:
+    """Return a stack by name, changed.
+
+    Raises:
+        ValueError: there is no such stack, or it has no such property.
+
+    >>> stack_of("torchtitan", fp8=True).fp8
+    True
+    """
+    if isinstance(stack, Stack):
+        return replace(stack, **changes)  # type: ignore[arg-type]
+    name = "pytorch" if stack is None else stack
+    if name not in STACKS:
+        near = get_close_matches(str(name), STACKS, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"stack={stack!r} is none of {', '.join(map(repr, STACKS))}.{hint}")
+    known = [field.name for field in fields(Stack)]
+    for change in changes:
+        if change not in known:
+            raise ValueError(f"a stack has no {change!r}: it has {', '.join(known)}")
+    return replace(STACKS[name], **changes)  # type: ignore[arg-type]

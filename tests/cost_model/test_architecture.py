@@ -1,0 +1,102 @@
+"""Architectures against the models of transformers: the same parameters, from their configs and by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from mpkit.cost_model.architecture import Architecture
+from mpkit.cost_model.known_models import architecture_of, known_models
+from mpkit.models import GPT
+
+CONFIGS: list[Any] = [
+    transformers.GPT2Config(n_layer=3, n_embd=48, n_head=4, vocab_size=101, n_positions=32),
+    transformers.LlamaConfig(
+        num_hidden_layers=3, hidden_size=48, num_attention_heads=4, num_key_value_heads=2, intermediate_size=80,
+        vocab_size=101,
+    ),
+    transformers.MistralConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=96,
+        vocab_size=77,
+    ),
+    transformers.MixtralConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=96,
+        vocab_size=77, num_local_experts=4, num_experts_per_tok=2,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+def test_parameters_are_those_of_transformers(config: Any) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    theirs = sum(p.numel() for p in model.parameters())
+    assert architecture_of(config).parameters == architecture_of(model).parameters == theirs
+
+
+@pytest.mark.parametrize(
+    ("config", "tolerance"),
+    [
+        (transformers.BertConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=1000), 0.05),
+        (transformers.T5Config(num_layers=2, d_model=64, num_heads=4, d_kv=16, d_ff=256, vocab_size=500), 0.01),
+    ],
+    ids=["bert", "t5"],
+)  # fmt: skip
+def test_others_lack_a_pooler_or_a_bias(config: Any, tolerance: float) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    theirs = sum(p.numel() for p in model.parameters())
+    assert architecture_of(config).parameters == pytest.approx(theirs, rel=tolerance)
+
+
+def test_the_kits_gpt() -> None:
+    model = GPT(layers=3, width=48, heads=4, vocab=100, length=16)
+    theirs = sum(p.numel() for p in model.parameters())
+    assert architecture_of(model).parameters == pytest.approx(theirs, rel=2e-3)  # the head's bias
+
+
+def test_known_sizes() -> None:
+    billions = {
+        "gpt2": 0.124, "gpt3-175b": 174.6, "llama2-7b": 6.74, "llama3-8b": 8.03, "llama3-70b": 70.6,
+        "llama3-405b": 405.9, "mistral-7b": 7.24, "mixtral-8x7b": 46.7, "qwen2.5-7b": 7.62, "bert-base": 0.109,
+        "t5-11b": 11.3, "vit-b-16": 0.0866, "vit-h-14": 0.632, "deepseek-v3": 671.0,
+    }  # fmt: skip
+    for name, size in billions.items():
+        assert known_models()[name].parameters / 1e9 == pytest.approx(size, rel=0.01), name
+
+
+def test_a_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS[1].to_dict()))
+    assert architecture_of(path).parameters == architecture_of(CONFIGS[1]).parameters
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("lama3-8b", "llama3-8b"),
+        ("nowhere/config.json", "cannot be read"),
+        ({"layers": 2, "hidden": 10, "heads": 4}, "heads divides it"),
+        ({"layers": 2, "hidden": 12, "heads": 4, "vocab": 9}, "Did you mean 'vocabulary'"),
+        ({"layers": 0, "hidden": 12, "heads": 4}, "layers=0"),
+        (torch.nn.Linear(2, 2), "mk.profile"),
+        (3, "no config"),
+    ],
+)
+def test_what_is_no_architecture(model: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        architecture_of(model)
+
+
+def test_flops_are_megatrons() -> None:
+    """F = 96 B s l h^2 (1 + s/6h + V/16lh) counts four forwards, and attention as if it were not causal."""
+    gpt = Architecture(24, 2304, 24, vocabulary=51200)
+    s, h = 2048, 2304
+    megatron = 96 * s * 24 * h**2 * (1 + s / (6 * h) + 51200 / (16 * 24 * h))
+    without_head = 4 * (gpt.forward_flops(s, causal=False) - 2 * s * h * 51200)
+    assert without_head + 3 * 2 * s * h * 51200 == pytest.approx(megatron, rel=1e-9)

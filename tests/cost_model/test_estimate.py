@@ -1,0 +1,228 @@
+"""`mk.estimate` and `mk.fits`: what must hold whatever the numbers, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpkit as mk
+from mpkit.cost_model.architecture import Architecture
+from mpkit.cost_model.estimate import estimated
+from mpkit.cost_model.layout import Layout
+from mpkit.cost_model.memory import kept
+from mpkit.cost_model.stack import Stack, stack_of
+from mpkit.plan.model_states import formula
+
+H100 = mk.cluster_of("h100", nodes=128, nic="ndr")
+LLAMA = "llama3-8b"
+
+
+def _plan(pp: int, dp: int, tp: int, m: int, zero: int) -> mk.Plan:
+    schedule = "1f1b" if pp > 1 else "gpipe"
+    return mk.Plan(
+        pp=pp, dp=dp, tp=tp, microbatches=m, zero=zero if dp > 1 else 0, schedule=schedule,
+        sequence_parallel=tp == 8,
+    )  # fmt: skip
+
+
+plans = st.builds(
+    _plan, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 8, 16]), st.sampled_from([1, 2, 8]),
+    st.sampled_from([8, 32]), st.integers(0, 2),
+)  # fmt: skip
+
+
+def _estimate(plan: mk.Plan, microbatch: int = 1, **more: Any) -> Any:
+    batch = plan.dp * plan.microbatches * microbatch
+    return mk.estimate(LLAMA, plan, H100, global_batch=batch, sequence=2048, **more)
+
+
+@given(plans)
+@settings(max_examples=60, deadline=None)
+def test_causes_add_up_and_memory_grows_with_the_batch(plan: mk.Plan) -> None:
+    found, larger = _estimate(plan), _estimate(plan, 2)
+    assert sum(found.because.values()) == pytest.approx(found.step_time, rel=1e-6)
+    assert larger.step_time > found.step_time and larger.peak_memory > found.peak_memory
+    assert len(found.memory) == plan.ranks
+    assert found.band[0] < found.step_time < found.band[1]
+
+
+@given(plans)
+@settings(max_examples=40, deadline=None)
+def test_a_faster_machine_is_faster(plan: mk.Plan) -> None:
+    slow = replace(H100, device=replace(H100.device, bandwidth=H100.device.bandwidth / 2))
+    assert mk.estimate(LLAMA, plan, slow, global_batch=plan.dp * plan.microbatches, sequence=2048).step_time > (
+        _estimate(plan).step_time
+    )  # fmt: skip
+
+
+@given(plans)
+@settings(max_examples=40, deadline=None)
+def test_recomputation_saves_memory_and_costs_at_most_a_forward(plan: mk.Plan) -> None:
+    plain, again = _estimate(plan), _estimate(replace(plan, recompute="full"))
+    assert again.peak_memory <= plain.peak_memory
+    assert plain.step_time < again.step_time < 1.45 * plain.step_time
+
+
+@given(st.sampled_from([2, 4, 8]), st.integers(0, 3))
+@settings(max_examples=20, deadline=None)
+def test_states_are_the_formulas(n: int, zero: int) -> None:
+    """The ZeRO paper's formulas, which `mpkit.plan.model_states` holds."""
+    found = mk.estimate(
+        {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 512}, mk.Plan(dp=n, zero=zero), H100,
+        global_batch=n, sequence=64,
+    )  # fmt: skip
+    theirs = formula(mk.Plan(dp=n, zero=zero, precision="bf16"), found.model.parameters, itemsize=2)
+    held = found.memory[0]
+    for name in ("params", "grads", "optimizer"):
+        assert held[name] == pytest.approx(theirs[name], rel=1e-9), name
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("m", [8, 32])
+def test_the_composed_step_is_the_simulated_schedule(schedule: str, m: int) -> None:
+    v = 2 if schedule == "interleaved_1f1b" else 1
+    plan = mk.Plan(pp=4, microbatches=m, schedule=schedule, virtual_stages=v)
+    found = mk.estimate("llama2-13b", plan, "4x8-h100-ndr", global_batch=m, sequence=2048)
+    alone = {"replicas", "optimizer", "stragglers", "messages between stages"}
+    pipeline = found.step_time - sum(found.because.get(name, 0.0) for name in alone)
+    assert found.timeline().makespan == pytest.approx(pipeline, rel=0.06)
+
+
+class TestMegatronsActivations:
+    """Korthikanti et al. 2022, table 2: bytes per layer over s b h, for the 22B model."""
+
+    gpt, stack = Architecture(48, 6144, 64, bias=True), Stack("paper", fused=False, dropout=True)
+
+    @pytest.mark.parametrize(
+        ("t", "sequence_parallel", "recompute", "expected"),
+        [
+            (1, False, "none", 34 + 5 * 64 * 2048 / 6144),
+            (8, False, "none", 10 + 24 / 8 + 5 * 64 * 2048 / (6144 * 8)),
+            (8, True, "none", 34 / 8 + 5 * 64 * 2048 / (6144 * 8)),
+            (8, False, "selective", 10 + 24 / 8),
+            (8, True, "selective", 34 / 8),
+            (1, False, "full", 2),
+        ],
+    )
+    def test_a_layer(self, t: int, sequence_parallel: bool, recompute: str, expected: float) -> None:
+        layout = Layout(tp=t, microbatch=4, recompute=recompute, sequence_parallel=sequence_parallel)
+        found = kept(self.gpt, 0, layout, 2048, self.stack)
+        assert found / (2048 * 4 * 6144) == pytest.approx(expected, rel=0.01)
+
+
+def test_zero_3_of_deepspeed_takes_more_than_zero_2_on_a_small_model() -> None:
+    asked = {"batch": 8, "sequence": 1024, "stack": "deepspeed"}
+    third = mk.fits("gpt2", mk.Plan(dp=8, zero=3), "8x-a100-nvlink", **asked)  # type: ignore[arg-type]
+    second = mk.fits("gpt2", mk.Plan(dp=8, zero=2), "8x-a100-nvlink", **asked)  # type: ignore[arg-type]
+    assert third.needed > second.needed
+    assert "buffers" in third.against(mk.Plan(dp=8, zero=2)).splitlines()[1]
+
+
+def test_what_does_not_fit_names_a_plan_that_does() -> None:
+    found = mk.fits("llama3-8b", mk.Plan(dp=8, zero=1), "8x-a100-nvlink", batch=8, sequence=8192)
+    assert not found and found.remedy is not None
+    remedy = found.remedy.plan
+    assert mk.fits("llama3-8b", remedy, "8x-a100-nvlink", batch=8, sequence=8192)
+    assert repr(remedy) in str(found)
+    assert found.largest_batch == 0
+
+
+def test_the_largest_batch_fits_and_the_next_does_not() -> None:
+    plan = mk.Plan(dp=8, zero=3)
+    found = mk.fits("llama3-8b", plan, "8x-a100-nvlink", sequence=4096)
+    most = found.largest_batch
+    assert mk.fits("llama3-8b", plan, "8x-a100-nvlink", batch=most, sequence=4096)
+    assert not mk.fits("llama3-8b", plan, "8x-a100-nvlink", batch=most + 8, sequence=4096)
+    assert "<svg" in found.to_svg() and "fragmentation" in found.to_svg()
+
+
+def test_a_model_beyond_the_machine_is_told_how_many_devices_it_needs() -> None:
+    told = str(mk.fits("llama3-405b", mk.Plan(dp=2), "2x-rtx-4090", sequence=4096))
+    assert "does not fit" in told and "such devices" in told
+
+
+def test_lora_holds_states_of_what_is_trained_only() -> None:
+    plan = mk.Plan(dp=8)
+    whole, part = (
+        mk.estimate("llama2-7b", plan, "8x-a100-nvlink", global_batch=8, sequence=2048, trainable=share)
+        for share in (1.0, 0.01)
+    )
+    assert part.memory[0]["optimizer"] == pytest.approx(whole.memory[0]["optimizer"] / 100)
+    assert part.step_time < whole.step_time
+
+
+def test_hsdp_and_eight_bits_and_overlap_change_what_they_should() -> None:
+    plan = mk.Plan(dp=256, zero=3)
+
+    def found(**changes: Any) -> Any:
+        stack = stack_of("torchtitan", **changes)
+        return mk.estimate("llama3-8b", plan, H100, global_batch=256, sequence=4096, stack=stack)
+
+    assert found(fp8=True).step_time < found().step_time < found(overlap=False).step_time
+    within = found(shard_within=True)
+    assert within.memory[0]["optimizer"] == pytest.approx(32 * found().memory[0]["optimizer"])
+
+
+def test_a_preset_of_ones_own_moves_predictions_to_the_measurements() -> None:
+    rows = []
+    for sequence in (1024, 2048, 4096, 8192):
+        guess = mk.estimate(
+            LLAMA, mk.Plan(dp=8, zero=3), "8x-h200-nvlink", global_batch=16, sequence=sequence
+        )
+        rows.append((guess, 1.3 * guess.step_time))
+    preset = mk.calibrate(rows)
+    for guess, seconds in rows:
+        again = replace(guess, preset=preset)
+        found = estimated(
+            again.model, again.plan, again.hardware, 16, again.sequence, again.stack, preset
+        )  # fmt: skip
+        assert found.step_time == pytest.approx(seconds, rel=0.05)
+        assert "fitted to 4 measured steps" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"plan": mk.Plan(dp=16)}, "needs 16 devices, and 8x-h100-nvlink has 8.*mk.cluster_of"),
+        ({"plan": mk.Plan(tp=3)}, "tp=3 does not divide 32 attention heads.*tp=2"),
+        ({"plan": mk.Plan(dp=8), "global_batch": 12}, "global_batch=12 does not divide.*global_batch=16"),
+        ({"plan": "zero3"}, "give a Plan"),
+        ({"stack": "megatorn"}, "Did you mean 'megatron'"),
+        ({"sequence": 0}, "sequence=0"),
+        ({"trainable": 0}, "trainable=0"),
+        ({"hardware": "8x-h1000"}, "cluster_of"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
+    asked: dict[str, Any] = {
+        "model": LLAMA, "plan": mk.Plan(dp=8, zero=3), "hardware": "8x-h100-nvlink", "global_batch": 8,
+        "sequence": 2048,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=words):
+        mk.estimate(**(asked | arguments))
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [([], "no measured steps"), ([3], "pair of an estimate"), ([("guess", 2.0)], "pair of an estimate")],
+)
+def test_what_cannot_be_calibrated(steps: list[Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        mk.calibrate(steps)
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from mpkit.apps.cli import main
+
+    with pytest.raises(SystemExit) as left:
+        main(["fits", "--model", "llama3-8b", "--plan", "zero3", "--on", "8x-a100-nvlink"])
+    assert left.value.code == 0 and "fits 8x-a100-nvlink" in capsys.readouterr().out
+    main(["estimate", "--model", "llama3-70b", "--plan", "zero1+tp8+pp4+sp", "--on", "8x8-h100-ndr"])
+    assert "tokens/s" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        main(["fits", "--model", "llama3-8b", "--plan", "zer3", "--on", "8x-a100-nvlink"])
+    assert left.value.code == 2 and "'zer3' means nothing" in capsys.readouterr().err

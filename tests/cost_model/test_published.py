@@ -1,0 +1,98 @@
+"""Predictions beside the published steps that the presets were fitted to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.published import README, allocated, fit_all, key_of, main, readme_table
+from benchmarks.published_rows import megatron_flops, read_folder
+from mpkit.cost_model.calibrate import Observation, left_out
+from mpkit.cost_model.preset import preset_for, presets
+
+ROWS = Path(__file__).parents[2] / "benchmarks" / "rows"
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[Observation]:
+    found, left = read_folder(ROWS)
+    assert not left and len(found) == 115
+    return found
+
+
+def _errors(steps: list[Observation]) -> np.ndarray:
+    return np.array(
+        [step.predicted(preset_for(*key_of(step)).constants) / step.seconds - 1 for step in steps]
+    )
+
+
+def test_each_stack_up_to_128_devices_is_within_6_percent(steps: list[Observation]) -> None:
+    groups = defaultdict(list)
+    for step in steps:
+        if step.layout.ranks <= 128:
+            groups[step.stack.name].append(step)
+    for stack, rows in groups.items():
+        assert np.abs(_errors(rows)).mean() <= 0.06, stack
+
+
+def test_beyond_128_devices_the_mean_is_within_12_percent(steps: list[Observation]) -> None:
+    assert np.abs(_errors([step for step in steps if step.layout.ranks > 128])).mean() <= 0.12
+
+
+def test_bands_cover_nine_of_ten(steps: list[Observation]) -> None:
+    bands = np.array([preset_for(*key_of(step)).band for step in steps])
+    assert np.mean(np.abs(_errors(steps)) <= bands) >= 0.9
+
+
+def test_a_row_that_was_left_out_is_predicted_within_8_percent_in_the_mean(steps: list[Observation]) -> None:
+    rows = [step for step in steps if key_of(step) == ("A100 SXM 80GB", "llm-foundry")]
+    errors = np.abs(left_out(rows, preset_for("none", "none").constants))
+    assert errors.mean() <= 0.08 and np.mean(errors <= 0.1) >= 0.75
+
+
+def test_the_presets_are_what_the_rows_give(steps: list[Observation]) -> None:
+    rows = [step for step in steps if step.stack.name in {"nanotron", "megatron-2021"}]
+    for key, preset in fit_all(rows).items():
+        shipped = presets()[key]
+        assert preset.constants.matmul == pytest.approx(shipped.constants.matmul, rel=1e-3)
+        assert (preset.rows, preset.fitted) == (shipped.rows, shipped.fitted)
+        assert preset.error == pytest.approx(shipped.error, abs=1e-3)
+
+
+def test_efficiency_has_megatrons_order(steps: list[Observation]) -> None:
+    rows = [step for step in steps if step.source == "megatron_sc21_table1"]
+    flops = np.array([megatron_flops(row.model, row.layout.global_batch, row.sequence) for row in rows])
+    ranks = np.array([row.layout.ranks for row in rows])
+    measured, predicted = (
+        flops / ranks / seconds
+        for seconds in (
+            np.array([row.seconds for row in rows]),
+            np.array([row.seconds for row in rows]) * (1 + _errors(rows)),
+        )
+    )
+    order = np.corrcoef(np.argsort(np.argsort(measured)), np.argsort(np.argsort(predicted)))[0, 1]
+    assert order >= 0.8
+
+
+def test_memory_of_b200_is_within_5_percent(steps: list[Observation]) -> None:
+    rows = [step for step in steps if step.source == "simumax_b200"]
+    assert max(abs(allocated(step) / step.memory - 1) for step in rows) <= 0.05
+
+
+def test_the_report_names_every_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(ROWS)]) == 0
+    told = capsys.readouterr().out
+    assert all(path.stem in told for path in ROWS.glob("*.csv")) and "Not expressed: nothing" in told
+
+
+def test_the_table_in_the_readme_is_what_the_rows_give(steps: list[Observation]) -> None:
+    assert readme_table(steps) in README.read_text(encoding="utf-8")
+
+
+def test_a_table_of_no_known_format_is_named(tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    found, left = read_folder(tmp_path)
+    assert not found and "other.csv" in left[0]
