@@ -101,6 +101,8 @@ class Device:
         memory: bytes of its memory; 0 if unknown.
         host: bytes per second between it and the host's memory.
         sources: by attribute, where its value is from: published, fitted or assumed.
+        blocked_convolutions: whether its convolutions are oneDNN's, whose kernels take memory for blocked copies
+            (`mpkit.record.workspace`).
     """
 
     name: str
@@ -109,6 +111,7 @@ class Device:
     memory: int = 0
     host: float = 10e9
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
+    blocked_convolutions: bool = False
 
     def rate(self, dtype: str = "float32") -> float:
         """Return the FLOPs per second in a dtype; a dtype for which the device has no units runs as float32.
