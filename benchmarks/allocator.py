@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from math import inf
+from operator import itemgetter
 from typing import Any, NamedTuple
+
+import torch
 
 __all__ = ["Peak", "peak_of"]
 
@@ -32,46 +36,65 @@ class Peak(NamedTuple):
         return min(max(nbytes, self.least), self.most) / nbytes - 1
 
 
-def peak_of(run: Callable[[], object]) -> Peak:
-    """Return the peak of torch's allocator while a function runs. What was allocated before is not in it."""
+def peak_of(run: Callable[[], object], during: str = "") -> Peak:
+    """Return the peak of torch's allocator while a function runs. What was allocated before is not in it.
+
+    Args:
+        run: the function.
+        during: look for the peak within the last `torch.profiler.record_function` of this name; "": all the time.
+    """
     from torch.autograd import profiler
 
     with profiler.profile(profile_memory=True) as profile:
         run()
         gc.collect()  # what is left of it is released here
-    changes = _changes(profile)
-    seen = _released(changes)
+        alive = _alive()
+    changes, (start, end) = _changes(profile, during)
+    seen = _released(changes, alive)
     held = most = certain = least = 0
     live: dict[int, int] = {}
-    for i, (address, nbytes) in enumerate(changes):
+    for i, (time, address, nbytes) in enumerate(changes):
         held -= live.pop(address, 0)
         if nbytes > 0:
             live[address] = nbytes
             held += nbytes
         if i in seen:
             certain += nbytes
-        most, least = max(most, held), max(least, certain)
+        if start <= time <= end:
+            most, least = max(most, held), max(least, certain)
     return Peak(least, most)
 
 
-def _changes(profile: Any) -> list[tuple[int, int]]:
-    """Return what was allocated (bytes above 0) and released (below), by address, in the order in which it happened."""
+def _changes(profile: Any, during: str) -> tuple[list[tuple[int, int, int]], tuple[float, float]]:
+    """Return what was allocated (bytes above 0) and released (below) by time and address, in order; and the time that
+    is meant by `during`.
+    """
     found, tree = [], list(profile.kineto_results.experimental_event_tree())
+    extent = (-inf, inf)
     while tree:
         event = tree.pop()
         tree += event.children
         if type(event.extra_fields).__name__ == "_ExtraFields_Allocation":
             found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    return [(address, nbytes) for _, address, nbytes in sorted(found, key=lambda change: change[0])]
+        elif during and event.name == during:
+            extent = max(extent, (event.start_time_ns, event.end_time_ns))
+    return sorted(found, key=itemgetter(0)), extent
 
 
-def _released(changes: list[tuple[int, int]]) -> set[int]:
-    """Return the places of allocations whose release was seen, and of these releases."""
+def _alive() -> set[int]:
+    """Return the addresses of all tensors that Python knows of."""
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided}
+
+
+def _released(changes: list[tuple[int, int, int]], alive: set[int]) -> set[int]:
+    """Return the places of allocations whose release was seen, of these releases, and of what is alive at the end."""
     seen: set[int] = set()
     allocated: dict[int, int] = {}
-    for i, (address, nbytes) in enumerate(changes):
+    for i, (_, address, nbytes) in enumerate(changes):
         if nbytes > 0:
             allocated[address] = i
         elif address in allocated:
             seen |= {allocated.pop(address), i}
-    return seen
+    return seen | {i for address, i in allocated.items() if address in alive}

@@ -26,9 +26,11 @@ def test_what_is_private_to_torch_is_there() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import _disable_current_modes
     from torch.utils.flop_counter import flop_registry, shape_wrapper
+    from transformers.utils.import_utils import is_fake_tensor
 
     with FakeTensorMode():
         assert isinstance(torch.ones(2), FakeTensor)
+        assert is_fake_tensor(torch.ones(2))
         with _disable_current_modes():
             assert not isinstance(torch.ones(2), FakeTensor)
     assert FakeStore() is not None
@@ -79,7 +81,11 @@ def test_memory_is_that_of_the_step_and_not_of_what_comes_after(
     clusters: Callable[[int], mk.Cluster],
 ) -> None:
     """After training ZeRO-3 gathers all weights to hand them back: not at the moment at which the step ends."""
-    _, fake = both(clusters, "gpt", mk.Plan.zero(3, 2), adamw)
+    data = torch.empty(4, 64, device="meta"), torch.empty(4, 64, device="meta")
+    fake = mk.trace_fake(
+        lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), mk.Plan.zero(3, 2), batch=data,
+        loss=F.mse_loss, optimizer=adamw, steps=2, cluster=clusters(1),
+    )  # fmt: skip
     timeline = mk.Timeline.of(fake)
     whole = 4 * fake.meta["parameters"]
     assert timeline.peak_memory[0]["buffers"] < whole

@@ -161,19 +161,23 @@ def most_buffers(rank: RankTrace, last_step: int) -> tuple[int, int]:
 def test_a_llama_holds_two_blocks_and_sends_three_psi(
     train: Train, clusters: Callable[[int], mk.Cluster], prefetch: int
 ) -> None:
-    """Real and played. In the backward there are as many gradients on their way to their shards."""
+    """Real and played. In the backward there are as many gradients on their way to their shards.
+
+    Played ranks count temporaries too: those of two tokens, and the gradient that autograd makes at the moment.
+    """
     plan, data = mk.Plan.zero(3, 2, prefetch=prefetch), tokens(4, 8, 32)
     model = llama()
     psi = sum(parameter.nbytes for parameter in model.parameters())
-    block = sum(parameter.nbytes for parameter in repeated_blocks(model)["model.layers.0"].parameters())
+    sizes = [parameter.nbytes for parameter in repeated_blocks(model)["model.layers.0"].parameters()]
+    block, weight = sum(sizes), max(sizes)
     own = sum(buffer.nbytes for buffer in model.buffers())
     run = check_equal(train, model, data, plan, **HOW)
     assert run.timeline().comm_bytes == [{"all_gather": 2 * psi, "reduce_scatter": psi}] * 2
-    played = mk.trace_fake(llama, plan, batch=data[0], cluster=clusters(1), **HOW)
-    for trace in (run.trace, played):
+    played = mk.trace_fake(llama, plan, batch=tokens(2, 2, 32)[0], cluster=clusters(1), **HOW)
+    for trace, slack, gradient in ((run.trace, 0, 0), (played, 0.15 * block, weight)):
         ahead, most = most_buffers(trace.ranks[0], HOW["steps"] - 1)
-        assert block <= ahead - own <= (1 + prefetch) * block
-        assert most - own <= (3 + prefetch) * block
+        assert block <= ahead - own <= (1 + prefetch) * block + slack
+        assert most - own <= (3 + prefetch) * block + slack + gradient
 
 
 @pytest.mark.thorough

@@ -102,6 +102,8 @@ class Device:
         host: bytes per second between it and the host's memory.
         sources: by attribute, where its value is from: published, fitted or assumed.
         peak: published floating-point operations per second, by dtype: the unit of model FLOPs utilization.
+        blocked_convolutions: whether its convolutions are oneDNN's, whose kernels take memory for blocked copies
+            (`mpkit.record.workspace`).
     """
 
     name: str
@@ -111,6 +113,7 @@ class Device:
     host: float = 10e9
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
     peak: Mapping[str, float] = field(default_factory=dict, hash=False, compare=False)
+    blocked_convolutions: bool = False
 
     def rate(self, dtype: str = "float32") -> float:
         """Return the FLOPs per second in a dtype; a dtype for which the device has no units runs as float32.

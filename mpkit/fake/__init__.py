@@ -4,6 +4,7 @@ trace     the caller's side: checks, and a Trace of all ranks from what one proc
 play      the rank's side: one rank of many, on tensors without content
 kinds     which ranks do the same
 mirror    the records of one rank, rewritten for the others
+memory    what each rank would hold when it holds most, by category
 """
 
 from mpkit.fake.trace import trace_fake

@@ -13,8 +13,10 @@ In the fake group (torch.testing._internal.distributed.fake_pg) every call retur
 
 from __future__ import annotations
 
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private; a test guards both
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from mpkit.comm.communicator import Communicator
@@ -36,6 +39,7 @@ from mpkit.parallel.runtime.train import train
 from mpkit.plan.plan import Plan
 from mpkit.prepare.prepare import TrainJob, prepare
 from mpkit.record.counted import CountedRecorder, Counting
+from mpkit.support.replaced import Replaced
 from mpkit.trace import RankTrace
 from mpkit.trace.files import read_rank
 
@@ -156,13 +160,49 @@ def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeTensorMode, sa
         with mode:
             # Each rank gets a model of its own: strategies change it, and checks have left references to the first one,
             # which prevent torch from moving it.
-            job = job.with_model(script.model_fn())
+            job = job.with_model(_made(script.model_fn))
             comm = FakeCommunicator(Wire(rank, plan.ranks, recorder, device, "fake"), counting, said)
             # ---- count, train
-            with counting:
+            with counting, _taken_for_real():
                 train(Context(rank, plan.ranks, device, comm, recorder), job)
         recorder.close("finished")
         return read_rank(Path(folder), rank)
+
+
+@contextmanager
+def _taken_for_real() -> Iterator[None]:
+    """Let transformers' models take a tensor without content for a real one.
+
+    They make causal masks where they are traced by FX or a compiler, for which they take tensors without content; a
+    training makes none if no token is padding, and then another kernel computes attention.
+    """
+    replaced, module = Replaced(), sys.modules.get("transformers.utils.import_utils")
+    if hasattr(module, "is_fake_tensor"):
+        replaced.put(module, "is_fake_tensor", lambda _: False)
+    try:
+        yield
+    finally:
+        replaced.restore()
+
+
+class Unread(TorchDispatchMode):
+    """A mode in which a tensor without content that a model's constructor reads answers 0, or False.
+
+    Constructors read tensors to draw weights again that lie too far out (`torch.nn.init.trunc_normal_`): none does.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+        return func(*args, **kwargs or {})
+
+
+def _made(model_fn: Callable[[], nn.Module]) -> nn.Module:
+    """Return a new model; called under the fake mode."""
+    with Unread():  # type: ignore[no-untyped-call]
+        return model_fn()
 
 
 def _without_content() -> FakeTensorMode:
@@ -178,7 +218,7 @@ def _without_content() -> FakeTensorMode:
 def _job(script: Script, mode: FakeTensorMode) -> TrainJob:
     """Prepare a training on tensors without content, checked and cut like a real one."""
     return prepare(
-        script.model_fn(),
+        _made(script.model_fn),
         [_batch_of(script, mode)],
         script.plan,
         loss=script.loss,

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from mpkit.record.ledger import Ledger
 from mpkit.record.operators import flops_of, moved_by, tensors_in
 from mpkit.record.recorder import Recorder
+from mpkit.record.workspace import workspace_of
 from mpkit.trace import HEADER, OP, Kind
 
 __all__ = ["CountedRecorder", "Counting", "Roofline"]
@@ -35,6 +37,10 @@ _FROM_NUMBERS = torch.ops.aten.lift_fresh
 
 class Roofline(Protocol):
     """The properties of a device that the clock needs; `mpkit.devices.Device` has them."""
+
+    @property
+    def blocked_convolutions(self) -> bool:
+        """Whether convolutions are oneDNN's, which take memory for themselves (`mpkit.record.workspace`)."""
 
     @property
     def host(self) -> float:
@@ -65,7 +71,21 @@ class Counting(TorchDispatchMode):
         self.seconds = 1e-9  # an end at 0 would mean that an op is open
         self.flops = 0.0
         self.nbytes = 0
+        self._ledger: Ledger | None = None
         self._numbers: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # by storage
+
+    def count_memory(self, ledger: Ledger) -> None:
+        """Count each storage that an operator makes in this ledger from now on."""
+        self._ledger = ledger
+        ledger.notices = True
+
+    def _count_memory_of(self, func: Any, args: tuple[Any, ...], out: Any, ledger: Ledger) -> None:
+        """Count what an operator makes, and what its kernel needs meanwhile."""
+        workspace = workspace_of(func, args, out) if self.device.blocked_convolutions else 0
+        if workspace:
+            ledger.change(("buffers", workspace), ("buffers", -workspace))
+        for tensor in tensors_in(out):
+            ledger.notice(tensor)
 
     def now(self) -> int:
         """Return the wall clock and the thread's clock in ns. Each call advances it, so that no two events coincide."""
@@ -89,6 +109,8 @@ class Counting(TorchDispatchMode):
             self.flops += flops
             self.nbytes += nbytes
             self.seconds += self.device.time(flops, nbytes, _dtype(args, out))
+        if self._ledger is not None and not func.is_view:
+            self._count_memory_of(func, args, out, self._ledger)
         return out
 
     def numbers(self, tensor: Tensor) -> Tensor | None:
@@ -129,6 +151,7 @@ class CountedRecorder(Recorder):
     def __init__(self, folder: Path, rank: int, counting: Counting) -> None:
         super().__init__(folder, rank, now=counting.now, thread_time=counting.now)
         self._counting = counting
+        counting.count_memory(self.ledger)
         self._begun: dict[int, tuple[float, int, float]] = {}  # FLOPs, bytes and seconds before an op
 
     def begin(self, kind: int, name: str = "", **columns: Any) -> int:

@@ -25,6 +25,7 @@ __all__ = ["Claim", "Ledger"]
 _PACK = struct.Struct("<qIB3xq").pack_into  # one MEMORY record
 _FIRST, _SIZE = HEADER.itemsize, MEMORY.itemsize
 _NUMBER = {category: number for number, category in enumerate(CATEGORIES)}
+_PASSING = _NUMBER["buffers"]
 
 
 class Claim:
@@ -48,7 +49,7 @@ class Claim:
 class _Entry(weakref.ref[Any]):
     """A storage in the ledger, as a weak reference whose callback runs when the storage is freed."""
 
-    __slots__ = ("block", "category", "claim", "key", "nbytes")
+    __slots__ = ("block", "category", "claim", "key", "nbytes", "passing")
 
     block: (
         tuple[list[weakref.ref[torch.Tensor]], int] | None
@@ -57,6 +58,7 @@ class _Entry(weakref.ref[Any]):
     claim: Claim | None
     key: int
     nbytes: int
+    passing: bool  # whether it was only noticed, and nothing has said yet what it is for
 
 
 class Ledger:
@@ -67,6 +69,7 @@ class Ledger:
 
     Attributes:
         held: the bytes currently held, by category.
+        notices: whether every storage is noticed as it is made (`notice`), temporaries too.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Ledger:
         self._queue: deque[tuple[int, int, int]] = deque()
         self._writing = threading.Lock()
         self.held = dict.fromkeys(CATEGORIES, 0)
+        self.notices = False
 
     def track(self, tensor: torch.Tensor, category: str) -> None:
         """Count the tensor's storage from now until it is freed; a known storage keeps its category."""
@@ -96,6 +100,16 @@ class Ledger:
         elif entry is not None and entry.claim is not None:
             entry.claim.add(-entry.nbytes)
             entry.claim = None
+
+    def notice(self, tensor: torch.Tensor) -> None:
+        """Count the tensor's storage as "buffers" until `track` or `claim` says what it is for, if they ever do.
+
+        An operator's result is noticed as soon as it is made. What is freed without being tracked was a temporary, such
+        as the copies that a loss's backward makes of the logits.
+        """
+        entry, is_new = self._find(tensor, _PASSING, passing=True)
+        if entry is not None and is_new:
+            self._change((_PASSING, entry.nbytes))
 
     def move(self, tensor: torch.Tensor, category: str) -> None:
         """Count the tensor's storage in this category from now on, wherever it was before."""
@@ -192,8 +206,13 @@ class Ledger:
             _PACK(file.map, _FIRST + _SIZE * index, now, self._ops.count, category, delta)
             file.publish(index + 1)
 
-    def _find(self, tensor: torch.Tensor, category: int) -> tuple[_Entry | None, bool]:
-        """Return the entry of the tensor's storage, and whether it is new; (None, False) if it is not counted."""
+    def _find(
+        self, tensor: torch.Tensor, category: int, *, passing: bool = False
+    ) -> tuple[_Entry | None, bool]:
+        """Return the entry of the tensor's storage, and whether it is new; (None, False) if it is not counted.
+
+        A storage that was only noticed so far is new to whoever tracks it.
+        """
         if not self._is_here(tensor):
             return None, False
         try:
@@ -206,10 +225,15 @@ class Ledger:
             self._entries[key] = entry = _Entry(storage, self._died)
             entry.key, entry.category, entry.nbytes = key, category, nbytes
             entry.claim = entry.block = None
+            entry.passing = passing
             return entry, True
         if entry.nbytes != nbytes:  # resized in place
             self._change((entry.category, nbytes - entry.nbytes))
             entry.nbytes = nbytes
+        if entry.passing and not passing:
+            self._change((entry.category, -nbytes))
+            entry.category, entry.passing = category, False
+            return entry, True
         return entry, False
 
     def _died(self, entry: weakref.ref[Any]) -> None:

@@ -215,6 +215,7 @@ def saving(recorder: Recorder, stage: int, key: Hashable, *, every: bool = False
     """
     if not torch.is_grad_enabled():
         return Saved()  # nothing is saved
+    every = every or recorder.ledger.notices  # the sum of what was noticed would be counted twice
     measured = None if every else recorder.savings.measured.get((stage, key))
     if measured is not None:
         return ReusedSaved(recorder, measured)

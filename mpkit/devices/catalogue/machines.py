@@ -66,7 +66,7 @@ def _nvlink(name: str, row: str, system: str, message: str, other: float | None 
 def cpu() -> Hardware:
     """Build this machine's own CPU: each rank has a core of its own and communicates over loopback."""
     core = Device(
-        "CPU core", {"float32": 50e9, "float64": 25e9}, bandwidth=10e9, host=10e9,
+        "CPU core", {"float32": 50e9, "float64": 25e9}, bandwidth=10e9, host=10e9, blocked_convolutions=True,
         sources={
             "flops": "assumed: 16 float32 operations a cycle (one AVX2 multiply-add) at 3 GHz. Used only to scale "
             "ops of unknown FLOPs to another device; on the CPU itself ops take what was measured",

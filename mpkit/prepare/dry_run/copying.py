@@ -12,6 +12,7 @@ from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor  # private; tests/test_trace_fake.py guards it
 
 from mpkit.parallel.partition.walk import HOOKS
 from mpkit.support.caught import one_line
@@ -36,6 +37,9 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
         ValueError: the model holds something that cannot be copied, such as a lock.
     """
     memo = {} if memo is None else memo
+    for buffer in model.buffers():
+        if isinstance(buffer, FakeTensor):  # which has no memory that deepcopy could copy
+            memo.setdefault(id(buffer), buffer.clone())
     try:
         made = copy.deepcopy(model, memo)
     except Exception as error:
