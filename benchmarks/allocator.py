@@ -84,7 +84,9 @@ def _changes(profile: Any, during: str) -> tuple[list[tuple[int, int, int]], tup
 def _alive() -> set[int]:
     """Return the addresses of all tensors that Python knows of."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    tensors += [
+        each.grad for each in tensors if isinstance(each, torch.nn.Parameter) and each.grad is not None
+    ]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided}
 
 

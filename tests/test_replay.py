@@ -397,7 +397,7 @@ def test_clocks_that_there_are_not() -> None:
     with pytest.raises(ValueError, match="leave the hardware out"):
         Timeline.of(Trace([]), "cpu", clock="measured")
     with pytest.raises(ValueError, match="8x-a100-nvlink"):
-        Timeline.of(Trace([]), "8x-a100")
+        Timeline.of(Trace([]), "8x-a100-nvlnk")
 
 
 # ---------------------------------------------------------------- any program

@@ -7,8 +7,9 @@ numbers:
 
     measured    each storage enters the ledger when it is saved, and leaves it when backward frees it; each
                 gradient enters when it is made
-    reused      the sum enters when the forward is over; when backward is over, the ledger records what was held at
-                the measured backward's peak, then that the sum is freed and which gradients exist
+    reused      the sum enters when the forward is over, after what was held beyond it at the measured forward's peak;
+                when backward is over, the ledger records what was held at the measured backward's peak, then that
+                the sum is freed and which gradients exist
 
 If the backward is split in two (`mpkit.parallel.stage.split_backward`), a part of the sum is freed when the first half
 is over.
@@ -43,12 +44,16 @@ class Measured:
 
     Attributes:
         claim: the storages that the forward saved.
+        most: bytes of activations that the rank held at the forward's peak.
+        beyond: bytes of these that were freed before the forward was over.
         peaks: (bytes of these storages still alive, bytes of gradients made) when their sum was largest, for a
             backward that made gradients to keep (True: there were none) and for one that did not (False).
         half: bytes of these storages still alive between the halves of a split backward.
     """
 
     claim: Claim = field(default_factory=Claim)
+    most: int = 0
+    beyond: int = 0
     half: int = 0
     peaks: dict[bool, tuple[int, int]] = field(default_factory=lambda: {True: (0, 0), False: (0, 0)})
 
@@ -115,7 +120,7 @@ class MeasuredSaved(Saved):
         self._key, self._every = key, every
         self._grads_before = -1
         self._peak = (0, 0)
-        self._hooks = _measuring(self._ledger, self.measured.claim)
+        self._hooks = _measuring(self._ledger, self.measured)
         self._open = True
         self._savings.measuring += 1
         self._savings.under_way[recorder.place()[:2]] = weakref.ref(self)
@@ -128,6 +133,7 @@ class MeasuredSaved(Saved):
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
+        self.measured.beyond = max(0, self.measured.most - self._ledger.held["activations"])
 
     @property
     def nbytes(self) -> int:
@@ -175,8 +181,11 @@ class ReusedSaved(Saved):
         self._held = 0
 
     def __exit__(self, *error: Any) -> None:
-        self._held = self._measured.claim.nbytes
-        self._ledger.change(("activations", self._held))
+        self._held, beyond = self._measured.claim.nbytes, self._measured.beyond
+        if beyond:
+            self._ledger.change(("activations", self._held + beyond), ("activations", -beyond))
+        else:
+            self._ledger.change(("activations", self._held))
 
     @property
     def nbytes(self) -> int:
@@ -222,13 +231,14 @@ def saving(recorder: Recorder, stage: int, key: Hashable, *, every: bool = False
     return MeasuredSaved(recorder, (stage, key), every=every)
 
 
-def _measuring(ledger: Ledger, claim: Claim) -> saved_tensors_hooks:
+def _measuring(ledger: Ledger, measured: Measured) -> saved_tensors_hooks:
     """Return the hooks that measure each tensor as autograd saves it."""
 
     # The tensor itself must not be returned: an output that its own node saves would keep itself alive. And since
     # autograd leaves the check for in-place writes to the hooks, it is made here.
     def pack(tensor: torch.Tensor) -> Packed:
-        ledger.claim(tensor, "activations", claim)
+        ledger.claim(tensor, "activations", measured.claim)
+        measured.most = max(measured.most, ledger.held["activations"])
         return Packed(tensor.detach(), tensor._version)
 
     return saved_tensors_hooks(pack, _unpack)

@@ -22,6 +22,7 @@ class SilentLedger(Ledger):
 
     def __init__(self) -> None:
         self.held = dict.fromkeys(CATEGORIES, 0)
+        self.notices = False
 
     def track(self, tensor: torch.Tensor, category: str) -> None:
         """Count nothing."""
