@@ -26,6 +26,7 @@ from mpkit.errors import MpkitError as MpkitError
 from mpkit.errors import RankFailed as RankFailed
 from mpkit.errors import UnwisePlan as UnwisePlan
 from mpkit.experiments.memory_by_strategy import memory_by_strategy as memory_by_strategy
+from mpkit.experiments.profile import profile as profile
 from mpkit.experiments.scaling import scaling as scaling
 from mpkit.fake import trace_fake as trace_fake
 from mpkit.launch.process.context import Context as Context

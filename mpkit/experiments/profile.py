@@ -1,0 +1,227 @@
+"""Profile: measure a model's step on this machine once, and predict any plan before it runs.
+
+    measure     training on this machine: serially, with micro-batches of three sizes, and in two stages whose backward
+                is split; seconds of CPU that the whole model's forward, backward and update take, by kind of action
+    count       the same plans played on tensors without content (`mk.trace_fake`): what the roofline of an assumed
+                core makes of these actions
+    factor      measured / counted of the whole model, by kind, for a micro-batch of the plan's size
+    predict     the plan is played, its actions take the factor times what is counted, and the replay adds
+                communication over the loopback link
+
+So the plan's own code says which operators and messages there are, and this machine says how fast it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpkit.api.borrowed_cluster import lent_of_any_size
+from mpkit.api.cluster import Cluster
+from mpkit.data.microbatch import map_tensors
+from mpkit.fake.trace import trace_fake
+from mpkit.plan.plan import Plan
+from mpkit.support.tracebacks import public
+from mpkit.support.units import seconds
+from mpkit.timeline.timeline import Timeline
+from mpkit.trace import Kind, Trace
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Profile", "profile"]
+
+STEPS = 3  # of which the first warms up
+SERIAL, SPLIT = Plan.serial(), Plan(pp=2, schedule="zb_h1", microbatches=4)  # whole and split backwards
+TRIALS = {
+    SERIAL: (2, 8, 16),
+    SPLIT: (2, 4),
+}  # plans to measure, with the numbers by which the batch is divided
+WHOLE = Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER
+HALVES = Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
+LIKE = {Kind.RECOMPUTE: Kind.FORWARD, Kind.COMPUTE: Kind.FORWARD}  # take the factor of another kind
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a model's step takes on this machine; `predict` says what a plan would take.
+
+    Attributes:
+        measured: seconds that the whole model's action takes, by kind and by samples in the micro-batch.
+        samples: samples of the batch that plans divide.
+        whole: why a split backward could not be measured; "" where it was.
+    """
+
+    measured: Mapping[Kind, Mapping[int, float]]
+    samples: int
+    whole: str
+    _played: Callable[[Plan, int, Cluster | None], Trace] = field(repr=False, compare=False)
+    _counted: dict[tuple[Kind, int], float] = field(default_factory=dict, repr=False, compare=False)
+
+    def predict(self, plan: Plan, *, cluster: Cluster | None = None) -> Timeline:
+        """Return the predicted step of a plan, on the virtual clock: each rank on a core of its own.
+
+        Args:
+            plan: any plan for CPU ranks.
+            cluster: any cluster, whose helper process to use; None: start one.
+
+        Raises:
+            ValueError: the plan does not fit the model or the batch; or it splits the backward, and the model's could
+                not be measured so (`whole` says why).
+        """
+        trace = self._played(plan, self.samples, cluster)
+        samples = max(1, round(self.samples / (plan.dp * plan.microbatches)))
+        for rank in trace.ranks:
+            rank.ops = ops = rank.ops.copy()  # ranks that do the same share the played one's
+            for kind in set(ops["kind"].tolist()) & {*WHOLE, *HALVES, *LIKE}:
+                mine = ops["kind"] == kind
+                factor = self._factor(LIKE.get(kind, kind), samples, cluster)
+                ops["cpu"][mine] = (ops["cpu"][mine] * factor).astype(ops["cpu"].dtype)
+        return Timeline.of(trace)
+
+    def _factor(self, kind: Kind, samples: int, cluster: Cluster | None) -> float:
+        """Return how much longer an action takes here than counted, for micro-batches of so many samples."""
+        if kind not in self.measured:
+            raise ValueError(
+                f"this plan splits the backward in two, which could not be measured: {self.whole}. Schedules whose "
+                "backward is whole can be predicted: mk.Plan(pp=2, schedule='1f1b', microbatches=4)"
+            )
+        if (kind, samples) not in self._counted:
+            plan = SPLIT if kind in HALVES else SERIAL
+            counted = _whole_model(Timeline.of(self._played(plan, samples * plan.microbatches, cluster)))
+            self._counted.update({(each, samples): time for each, time in counted.items()})
+        return self.seconds(kind, samples) / self._counted[kind, samples]
+
+    def seconds(self, kind: Kind, samples: int) -> float:
+        """Return the seconds of the whole model's action for a micro-batch of so many samples.
+
+        Between the sizes that were measured it is on the line between them, beyond the largest in proportion. An update
+        does not depend on samples.
+        """
+        times = self.measured[kind]
+        if kind == Kind.OPTIMIZER:
+            return median(times.values())
+        sizes = sorted(times)
+        between = float(np.interp(samples, sizes, [times[size] for size in sizes]))
+        return between * max(1.0, samples / sizes[-1])
+
+    def __str__(self) -> str:
+        lines = ["measured on one core of this machine, by samples of a micro-batch:"]
+        for kind, times in self.measured.items():
+            parts = ", ".join(f"{size}: {seconds(time)}" for size, time in sorted(times.items()))
+            lines.append(f"  {Kind(kind).name.lower().replace('_', ' '):<12} {parts}")
+        return "\n".join(lines)
+
+
+@public
+def profile(
+    model: torch.nn.Module, data: Any, *, loss: Callable[[Any, Any], torch.Tensor],
+    optimizer: Callable[[Any], torch.optim.Optimizer], cluster: Cluster | None = None,
+) -> Profile:  # fmt: skip
+    """Measure a model's training step on this machine, to predict plans from it.
+
+    Args:
+        model, loss, optimizer: as for `Cluster.train`.
+        data: a batch (inputs, targets), or a sequence of which the first is taken, as for `Cluster.train`.
+        cluster: any cluster, whose helper process to use; None: start one.
+
+    Raises:
+        ValueError: as for `Cluster.train`; or the data are neither.
+
+    >>> import torch, mpkit as mk
+    >>> from mpkit.data.datasets import spirals
+    >>> found = mk.profile(
+    ...     mk.models.MLP(2, 3), spirals(32, 1), loss=torch.nn.functional.cross_entropy,
+    ...     optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    >>> 0.05 < found.predict(mk.Plan.gpipe(2, 4)).bubble < 0.5
+    True
+    """
+    batch = _batch_of(data)
+    samples = _samples(batch)
+    empty = deepcopy(model).to("meta")
+
+    def played(plan: Plan, size: int, one: Cluster | None) -> Trace:
+        def made() -> torch.nn.Module:
+            return deepcopy(empty).to_empty(device="cpu")
+
+        return trace_fake(
+            made, plan, batch=_without_content(_first(size, batch)), loss=loss,
+            optimizer=optimizer, hardware="cpu", cluster=one,
+        )  # fmt: skip
+
+    measured: dict[Kind, dict[int, float]] = {}
+    whole = ""
+    trials = [
+        (plan, size)
+        for plan, parts in TRIALS.items()
+        for size in sorted({max(plan.microbatches, samples // part) for part in parts})
+    ]
+    with lent_of_any_size(cluster.resized if cluster is not None else None, "cpu") as clusters:
+        for plan, size in trials:
+            part = _first(size, batch)
+            try:
+                run = clusters(plan.ranks).train(
+                    model, [part], plan, loss=loss, optimizer=optimizer, steps=STEPS, show=False
+                )
+            except ValueError as error:
+                if plan is not SPLIT:
+                    raise
+                whole = str(error)  # what `predict` says if it is asked for such a plan
+                continue
+            for kind, time in _whole_model(run.wait().timeline(clock="virtual")).items():
+                if (kind in HALVES) == (plan is SPLIT):
+                    measured.setdefault(kind, {})[size // plan.microbatches] = time
+    return Profile(measured, samples, whole, played)
+
+
+def _whole_model(timeline: Timeline) -> dict[Kind, float]:
+    """Return the seconds of each kind of action of the whole model: medians after the first step, summed over ranks."""
+    spans = timeline.spans[timeline.spans["depth"] == 0]
+    if len(timeline.steps) > 1:
+        spans = spans[spans["step"] > timeline.steps[0]]
+    found: dict[Kind, float] = {}
+    for rank in sorted(set(spans["rank"].tolist())):
+        for kind in (*WHOLE, *HALVES):
+            mine = spans[(spans["rank"] == rank) & (spans["kind"] == kind)]
+            if len(mine):
+                found[kind] = found.get(kind, 0.0) + float(np.median(mine["end"] - mine["start"]))
+    return found
+
+
+def _batch_of(data: Any) -> tuple[Any, Any]:
+    """Return the first batch.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple | list):
+        return data
+    try:
+        inputs, targets = next(iter(data))
+    except (TypeError, ValueError, StopIteration):
+        raise ValueError(
+            f"profile(model, {type(data).__name__}): give a batch, (inputs, targets), or a sequence of batches: "
+            "mk.profile(model, [(x, y)], loss=..., optimizer=...)"
+        ) from None
+    return inputs, targets
+
+
+def _samples(batch: tuple[Any, Any]) -> int:
+    from torch.utils._pytree import tree_leaves
+
+    return next(int(leaf.shape[0]) for leaf in tree_leaves(batch) if hasattr(leaf, "shape"))
+
+
+def _first(samples: int, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(map_tensors(lambda t: t[:samples], value) for value in batch)
+
+
+def _without_content(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    import torch
+
+    return tuple(map_tensors(lambda t: torch.empty_like(t, device="meta"), value) for value in batch)
