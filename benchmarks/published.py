@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.published_rows import read_folder
 from mpkit.cost_model.calibrate import Observation, left_out, preset_of
 from mpkit.cost_model.memory import stage_memory
-from mpkit.cost_model.preset import Preset, preset_for
+from mpkit.cost_model.preset import EAGER, Preset, preset_for
 from mpkit.cost_model.shares import Shares
 from mpkit.cost_model.stack import PRIOR, Constants
 
@@ -43,8 +43,6 @@ LIKE: dict[Key, Key] = {
     ("H200 SXM", "torchtitan-compile"): ("H100 SXM 96GB HBM2e", "torchtitan-compile"),
 }
 """Where few rows are at hand: the preset that is the prior of this one."""
-EAGER = 2.0
-"""How much more elementwise operators move where torch.compile does not fuse them: the prior of eager stacks."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -68,7 +68,7 @@ def test_of_real_runs_they_add_up_too(cluster: mk.Cluster) -> None:
         run = cluster.train(
             model, data, plan, loss=next_token_loss, optimizer=torch.optim.AdamW, steps=2, show=False
         ).wait()
-        for t in (run.timeline(), run.timeline(hardware="2x-titan-rtx")):
+        for t in (run.timeline(), run.timeline(hardware="4x-titan-rtx")):
             found = idle_by_cause(t)
             np.testing.assert_allclose(found.sum(axis=1), t.idle, atol=1e-9)
             assert (found >= -1e-9).all(), plan

@@ -20,7 +20,7 @@ SWEEPS = {
     "8xA100 NVLink3": ("8x-a100-nvlink", 0, 1.6, 1.15),
     "8xH200 NVLink4 (NVLS from 2MiB)": ("8x-h100-nvlink", 0, 1.3, 1.15),
     "8xB200 NVLink5": ("8x-b200-nvlink", 0, 1.6, 1.4),
-    "4x8xB200 EFAv4 8x400G": ("4x8-b200-efa", 2**19, 1.6, 1.3),
+    "4x8xB200 EFAv4 8x400G": ("4x8-b200-efa", 2**19, 1.3, 1.2),
 }
 
 
@@ -28,11 +28,20 @@ SWEEPS = {
 def test_links_come_near_the_times_that_were_measured(system: str) -> None:
     name, least, everywhere, large = SWEEPS[system]
     n, payload, seconds = sweep(system, least)
-    link = mk.hardware(name).link_of(range(n))
-    ratio = np.array([link.time(Kind.ALL_REDUCE, size, n) for size in payload]) / seconds
+    machine = mk.hardware(name)
+    ratio = np.array([machine.time(Kind.ALL_REDUCE, size, range(n)) for size in payload]) / seconds
     off = np.maximum(ratio, 1 / ratio)
     assert off.max() < everywhere
     assert off[payload >= 2**26].max() < large
+
+
+def test_the_cards_of_any_cluster_are_those_that_were_measured() -> None:
+    measured = mk.hardware("4x8-b200-efa").between
+    assert measured is not None
+    any_size = mk.cluster_of("b200", nodes=4, nic="efa").between
+    assert any_size is not None
+    assert any_size.latency == measured.latency
+    assert any_size.bandwidth == pytest.approx(measured.bandwidth, rel=0.1)
 
 
 def test_a_fit_finds_what_made_its_times() -> None:
@@ -116,9 +125,7 @@ def test_across_nodes_the_cards_set_the_pace() -> None:
     assert machine.link_of([0, 8]).bandwidth == machine.between.bandwidth
     # All eight cards of a node carry one ring's traffic; it can be no faster than the node's own link.
     assert machine.link_of(range(16)).bandwidth == pytest.approx(8 * machine.between.bandwidth)
-    assert machine.link_of(range(16)).time(Kind.ALL_REDUCE, 1e9, 16) > machine.link.time(
-        Kind.ALL_REDUCE, 1e9, 8
-    )
+    assert machine.time(Kind.ALL_REDUCE, 1e9, range(16)) > machine.time(Kind.ALL_REDUCE, 1e9, range(8))
 
 
 def test_the_order_of_ranks_decides_who_talks_across_nodes() -> None:

@@ -289,9 +289,11 @@ def test_ops_of_unknown_flops_are_scaled_by_the_devices_rates() -> None:
     assert "scaled" in timeline.notes[0]
 
 
-def test_more_ranks_than_devices_is_said() -> None:
-    notes = play(Rank(), Rank(), Rank(), hardware=Hardware("pair", UNIT, TOY.link, per_node=2)).notes
-    assert notes[0].startswith("pair has 2 devices; it is replayed as if it had 3")
+def test_more_ranks_than_devices_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"timeline\(hardware='pair'\): 3 ranks, and it has 2 devices.*per_node=3"
+    ):
+        play(Rank(), Rank(), Rank(), hardware=Hardware("pair", UNIT, TOY.link, per_node=2))
 
 
 def test_memory_lies_where_it_changed() -> None:

@@ -182,7 +182,7 @@ def test_width_and_ranks_of_a_7b_llama(clusters: Clusters) -> None:
     plan = mk.Plan(pp=4, dp=4, tp=t, zero=1, precision="bf16", schedule="1f1b", microbatches=m)
     trace = play(
         clusters, plan, lambda: GPT(vocab=32000, length=length, layers=layers, width=width, heads=32),
-        batch=tokens(16 * m, length), hardware="8x-h100-nvlink",
+        batch=tokens(16 * m, length), hardware="8x8-h100-ndr",
     )  # fmt: skip
     assert trace.meta["fake"]["played"] == [0, 16, 32, 48]
     timeline = check_complete(trace)

@@ -151,16 +151,11 @@ def place(
         ValueError: the machine has fewer devices than there are ranks.
     """
     from mpkit.devices.catalogue import hardware as find
+    from mpkit.devices.catalogue.enough import check_enough
 
     machine = None if hardware is None else find(hardware)
-    if machine is not None and mesh.size > machine.devices and machine.name != "cpu":
-        nodes = -(-mesh.size // machine.per_node)
-        raise ValueError(
-            f"placement(hardware={machine.name!r}): it has {machine.devices} devices, and the plan takes {mesh.size} "
-            f"ranks. A larger one: dataclasses.replace(mk.hardware({machine.name!r}), nodes={nodes}, "
-            "between=mk.devices.Link("
-            "'Ethernet', latency=20e-6, bandwidth=12.5e9))"
-        )
+    if machine is not None:
+        check_enough(machine, mesh.size, "placement")
     held = tuple(i % mesh.pp for i in range(len(stages))) if holders is None else tuple(holders)
     return Placement(
         mesh, tuple(map(tuple, stages)), held, shards or {}, machine, tuple(notes), zero, tuple(shares)

@@ -20,7 +20,7 @@ from mpkit.cost_model.kernels import peak_of
 from mpkit.cost_model.known_models import architecture_of
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.memory import CATEGORIES, stage_memory
-from mpkit.cost_model.preset import Preset, preset_for
+from mpkit.cost_model.preset import Preset, preset_as_played, preset_for
 from mpkit.cost_model.shares import Shares
 from mpkit.cost_model.stack import Stack, stack_of
 from mpkit.cost_model.step import StepTime, step_time
@@ -222,6 +222,7 @@ def estimated(
         ValueError: the plan cannot work.
     """
     layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable, stack.shard_within)
-    chosen = preset or preset_for(hardware.device.name, stack.name)
+    as_played = preset_as_played(hardware.device) if stack.name == "mpkit" else None
+    chosen = preset or as_played or preset_for(hardware.device.name, stack.name)
     step = step_time(model, layout, sequence, hardware, stack, chosen.constants)
     return Estimate(model, plan, hardware, sequence, layout, stack, chosen, step)

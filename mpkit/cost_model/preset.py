@@ -13,9 +13,12 @@ from importlib.resources import files
 from math import exp, log
 
 from mpkit.cost_model.stack import PRIOR, Constants
+from mpkit.devices.device import Device
 
-__all__ = ["UNFITTED", "Preset", "preset_for", "presets"]
+__all__ = ["EAGER", "UNFITTED", "Preset", "preset_as_played", "preset_for", "presets"]
 
+EAGER = 2.0
+"""How much more eager operators move than well fused ones."""
 UNFITTED = 0.30
 """The band of a prediction where nothing was fitted."""
 
@@ -87,6 +90,20 @@ def preset_for(device: str, stack: str) -> Preset:
     constants = _mean(near) if near else PRIOR
     whose = ", ".join(f"{preset.stack} on {preset.device}" for preset in near)
     return Preset(device, stack, constants, (), 0, UNFITTED, UNFITTED, whose)
+
+
+def preset_as_played(device: Device) -> Preset:
+    """Return the constants with which an estimate is what `mk.trace_fake` plays on a device.
+
+    A play takes the rate that the catalogue has for a device, eager operators, and nothing for launches.
+
+    >>> from mpkit.devices.catalogue import hardware
+    >>> round(preset_as_played(hardware("8x-a100-nvlink").device).constants.matmul, 2)  # 271 of 312 TFLOP/s
+    0.87
+    """
+    share = device.rate() / (device.peak.get("float32") or device.rate())
+    played = Constants(matmul=share, attention=share, traffic=EAGER, fixed=0.0, straggle=0.0)
+    return Preset(device.name, "mpkit", played, (), 0, UNFITTED, UNFITTED, "mk.trace_fake")
 
 
 def _mean(presets: Sequence[Preset]) -> Constants:

@@ -89,6 +89,7 @@ STACKS = {
     stack.name: stack
     for stack in (
         Stack("pytorch", early_stop=True),
+        Stack("mpkit", element=4, gradient=4, reduced=4, states=8, logits=12),
         Stack("pytorch-fp32", element=4, gradient=4, reduced=4, states=8, logits=12, early_stop=True),
         Stack("megatron-2021", fused=False, overlap=False, dropout=True, gradient=4, reduced=4),
         Stack(
@@ -103,7 +104,7 @@ STACKS = {
         Stack("torchtitan-compile", gradient=4, reduced=4, early_stop=True),
     )
 }
-"""The stacks whose published steps were looked at, and plain PyTorch, by name."""
+"""The stacks whose published steps were looked at, plain PyTorch, and mpkit as it is played, by name."""
 
 
 def stack_of(stack: str | Stack | None = None, **changes: object) -> Stack:

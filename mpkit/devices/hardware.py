@@ -1,135 +1,20 @@
-"""Device, Link, Hardware: how much an op, a message and a collective cost.
+"""Hardware: a machine or several, and what an op, a message and a collective take on it.
 
-A device runs an op in the time of its arithmetic or of its memory traffic, whichever is longer (the roofline). A link
-carries a message or a collective in the time
-
-    t = hops * latency + wire factor * payload / bandwidth
-
-where the wire factor is the fraction of the payload that each rank has to send, and hops is how often it has to wait
-for a neighbour: on a ring of n ranks, each rank sends 2(n-1)/n of the payload in an all-reduce, in 2(n-1) rounds.
-
-Sources: the roofline, Williams, Waterman and Patterson 2009; wire factors, nccl-tests, doc/PERFORMANCE.md; rounds
-of the ring, Thakur, Rabenseifner and Gropp 2005, section 3.
+A device runs an op by the roofline (`device`), a link carries what devices of one node send (`link`), and collectives
+of several nodes go over both (`collective`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from mpkit.devices.collective import collective_time
+from mpkit.devices.device import Device
+from mpkit.devices.link import Link, hops, wire_factor
 from mpkit.support.tracebacks import public
-from mpkit.trace import Kind
 
 __all__ = ["Device", "Hardware", "Link", "hops", "wire_factor"]
-
-
-def wire_factor(kind: int, n: int) -> float:
-    """Return what each rank sends, as a fraction of the payload, when n ranks run this operation together.
-
-    The payload is the whole tensor: for an all-gather, what every rank ends with; for a reduce-scatter, what it begins
-    with.
-
-    >>> wire_factor(Kind.ALL_REDUCE, 4), wire_factor(Kind.ALL_GATHER, 4), wire_factor(Kind.SEND, 2)
-    (1.5, 0.75, 1.0)
-    """
-    if kind == Kind.ALL_REDUCE:
-        return 2 * (n - 1) / n
-    if kind in _PARTS:
-        return (n - 1) / n
-    return 1.0 if n > 1 else 0.0  # a message, broadcast, reduce: all of it, once
-
-
-_PARTS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.SCATTER, Kind.GATHER)
-
-
-def hops(kind: int, n: int) -> int:
-    """Return how many times a rank waits for a neighbour on a ring of n ranks.
-
-    >>> hops(Kind.ALL_REDUCE, 8), hops(Kind.ALL_GATHER, 8), hops(Kind.SEND, 2)
-    (14, 7, 1)
-    """
-    if kind in (Kind.ALL_REDUCE, Kind.BARRIER):
-        return 2 * (n - 1)
-    return n - 1  # a message has two ends and thus one hop
-
-
-@public
-@dataclass(frozen=True)
-class Link:
-    """The connection between two devices; it is equally fast in both directions at once.
-
-    Attributes:
-        name: the name of the link, such as "NVLink 3".
-        latency: seconds per hop.
-        bandwidth: bytes per second in one direction, as a message reaches it.
-        bus: bytes per second that a collective reaches, by kind; kinds that are left out reach `bandwidth`. This is
-            what nccl-tests calls bus bandwidth: the rate on the wire, whatever the number of ranks.
-        sources: by attribute, where its value is from: published, fitted or assumed.
-    """
-
-    name: str
-    latency: float
-    bandwidth: float
-    bus: Mapping[Kind, float] = field(default_factory=dict, hash=False)
-    sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
-
-    def time(self, kind: int, nbytes: float, n: int = 2) -> float:
-        """Return the seconds that a message, or a collective of n ranks, takes for a payload of `nbytes`.
-
-        >>> link = Link("example", latency=1e-6, bandwidth=1e9)
-        >>> round(link.time(Kind.ALL_REDUCE, 8e6, n=4) * 1e6)  # 6 hops, 1.5 * 8 MB
-        12006
-        """
-        if n < 2:
-            return 0.0  # a single rank does not communicate
-        return hops(kind, n) * self.latency + self.transfer(kind, nbytes, n)
-
-    def transfer(self, kind: int, nbytes: float, n: int = 2) -> float:
-        """Return the seconds that the payload keeps the wire busy: `time` without the latency."""
-        return wire_factor(kind, n) * nbytes / self.bus.get(kind, self.bandwidth)  # type: ignore[call-overload,no-any-return]
-
-
-@public
-@dataclass(frozen=True)
-class Device:
-    """A device that computes: a GPU, or a core of a CPU.
-
-    Attributes:
-        name: the name of the device, such as "H100 SXM".
-        flops: floating-point operations per second that large matrix products really reach, by dtype.
-        bandwidth: bytes per second to and from its memory.
-        memory: bytes of its memory; 0 if unknown.
-        host: bytes per second between it and the host's memory.
-        sources: by attribute, where its value is from: published, fitted or assumed.
-        peak: published floating-point operations per second, by dtype: the unit of model FLOPs utilization.
-        blocked_convolutions: whether its convolutions are oneDNN's, whose kernels take memory for blocked copies
-            (`mpkit.record.workspace`).
-    """
-
-    name: str
-    flops: Mapping[str, float] = field(hash=False)
-    bandwidth: float
-    memory: int = 0
-    host: float = 10e9
-    sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
-    peak: Mapping[str, float] = field(default_factory=dict, hash=False, compare=False)
-    blocked_convolutions: bool = False
-
-    def rate(self, dtype: str = "float32") -> float:
-        """Return the FLOPs per second in a dtype; a dtype for which the device has no units runs as float32.
-
-        >>> Device("toy", {"float32": 1e12, "bfloat16": 8e12}, bandwidth=1e11).rate("bfloat16") / 1e12
-        8.0
-        """
-        return self.flops.get(dtype, self.flops["float32"])
-
-    def time(self, flops: float, nbytes: float = 0.0, dtype: str = "float32") -> float:
-        """Return the seconds that an op takes: its arithmetic or its memory traffic, whichever is longer.
-
-        >>> Device("toy", {"float32": 1e12}, bandwidth=1e11).time(flops=1e12, nbytes=2e11)
-        2.0
-        """
-        return max(flops / self.rate(dtype), nbytes / self.bandwidth)
 
 
 @public
@@ -252,7 +137,12 @@ class Hardware:
             for kind in {*between.bus, *self.link.bus}
         }
         bandwidth = min(cards * between.bandwidth, self.link.bandwidth)
-        return Link(between.name, between.latency, bandwidth, bus, between.sources)
+        return Link(between.name, between.latency, bandwidth, bus, between.sources, between.ramp)
+
+    def time(self, kind: int, nbytes: float, ranks: Sequence[int]) -> float:
+        """Return the seconds of a collective, or of a message between two ranks (`mpkit.devices.collective`)."""
+        nodes = len({self.node_of(rank) for rank in ranks})
+        return collective_time(kind, nbytes, len(ranks), nodes, self.link, self.between)
 
 
 def _listed(name: str, devices: object) -> tuple[Device, ...]:

@@ -29,7 +29,7 @@ __all__ = ["held_at_peak", "played_memory"]
 def played_memory(
     model_fn: Callable[[], torch.nn.Module], plan: Plan, batch: Any,
     loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
-    *, steps: int = 3, hardware: Hardware | str = "8x-a100-nvlink", cluster: Cluster | None = None,
+    *, steps: int = 3, hardware: Hardware | str | None = None, cluster: Cluster | None = None,
 ) -> dict[int, dict[str, int]]:  # fmt: skip
     """Return by rank the bytes of each category at the moment when the rank holds most; they sum to the peak.
 

@@ -17,6 +17,7 @@ import torch
 from mpkit.api.borrowed_cluster import lent
 from mpkit.api.cluster import Cluster
 from mpkit.devices.catalogue import hardware as find
+from mpkit.devices.catalogue.enough import check_enough, enough_a100
 from mpkit.devices.hardware import Hardware
 from mpkit.fake.mirror import Mirror
 from mpkit.plan.plan import Plan
@@ -33,7 +34,7 @@ __all__ = ["trace_fake"]
 def trace_fake(
     model_fn: Callable[[], torch.nn.Module], plan: Plan, *, batch: Any,
     loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
-    steps: int = 1, rank: int | None = None, hardware: Hardware | str = "8x-a100-nvlink",
+    steps: int = 1, rank: int | None = None, hardware: Hardware | str | None = None,
     max_grad_norm: float | None = None, cluster: Cluster | None = None,
 ) -> Trace:  # fmt: skip
     """Trace what the ranks of a training would do, played by one process on tensors that have shapes and no content.
@@ -68,19 +69,20 @@ def trace_fake(
         steps: the number of steps. DDP's first step differs from the rest: buckets are rebuilt after it.
         rank: play this rank's places along dp and tp in place of all others; None: the first of each kind. Along pp
             and cp all are played, since each has different work.
-        hardware: the machine whose device determines the times, a name in `mk.hardware()` or a `Hardware`.
+        hardware: the machine, a name in `mk.hardware()` or a `Hardware`; None: as many nodes of 8 A100 as it takes.
         max_grad_norm: clip gradients to this norm; None: do not clip.
         cluster: any cluster, whose helper process to use; None: start one.
 
     Raises:
-        ValueError: the plan has no such rank, or the model, batch, loss or optimizer cannot work.
+        ValueError: the plan has no such rank, the machine too few devices; or the model, batch or loss cannot work.
         RankFailed: the model reads its tensors' values, which are not there.
     """
     from mpkit.fake.play import Script, play
 
     # ---- check
-    machine = find(hardware)
     _check(model_fn, plan, rank)
+    machine = find(hardware or enough_a100(plan.ranks))
+    check_enough(machine, plan.ranks, "trace_fake")
     script = Script(model_fn, batch, plan, loss, optimizer, steps, max_grad_norm, machine.device, rank)
     # ---- play
     with lent(cluster) as used:

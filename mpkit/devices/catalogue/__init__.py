@@ -6,7 +6,9 @@ machines    each machine, and where its figures come from
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from typing import overload
@@ -45,7 +47,15 @@ class Catalogue(Mapping[str, Hardware]):
     """
 
     def __getitem__(self, name: str) -> Hardware:
-        return _ALL[name]()
+        if name in _ALL:
+            return _ALL[name]()
+        try:
+            found = _of_any_size(str(name))
+        except ValueError:  # its form is right, and there is no such device
+            found = None
+        if found is None:
+            raise KeyError(name)
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(_ALL)
@@ -82,6 +92,20 @@ class Catalogue(Mapping[str, Hardware]):
             f"<table><thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr></thead>"
             f"<tbody>{''.join(f'<tr>{line}</tr>' for line in lines)}</tbody></table>"
         )
+
+
+def _of_any_size(name: str) -> Hardware | None:
+    """Return a machine that is not listed: a listed node with another number of devices, or any cluster.
+
+    Raises:
+        ValueError: the name is of the right form, and there is no such device or card.
+    """
+    cards = re.fullmatch(r"([1-9]\d*)(x-.+)", name)
+    if cards:
+        for known, make in MACHINES.items():
+            if known.lstrip("0123456789") == cards[2]:
+                return replace(make(), name=name, per_node=int(cards[1]))
+    return by_name(name)
 
 
 def _row(machine: Hardware) -> tuple[str, ...]:
@@ -128,7 +152,7 @@ def hardware(name: str | Hardware | None = None) -> Hardware | Catalogue:
             "mpkit.devices.Hardware of your own. "
             "hardware() lists the names."
         )
-    found = _ALL[name]() if name in _ALL else by_name(name)
+    found = _ALL[name]() if name in _ALL else _of_any_size(name)
     if found is None:
         near = get_close_matches(name.lower(), _ALL, 3, 0.4) or list(_ALL)
         raise ValueError(

@@ -12,9 +12,10 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from mpkit.devices.catalogue import machines
-from mpkit.devices.catalogue.machines import GIGA, gpu
+from mpkit.devices.catalogue.machines import GIGA, INFINIBAND, gpu
 from mpkit.devices.catalogue.tables import one
 from mpkit.devices.hardware import Device, Hardware, Link
+from mpkit.devices.link import RAMP
 from mpkit.plan.checks import whole
 from mpkit.support.tracebacks import public
 from mpkit.trace import Kind
@@ -48,8 +49,8 @@ DEVICES: Mapping[str, tuple[str, str | None]] = {
 }
 """By short name: the row of devices.csv, and that of mamf.csv if large products were measured."""
 
-INFINIBAND, EFA, ETHERNET = 8e-6, 29e-6, 30e-6
-"""Seconds per hop: assumed; fitted to 4 nodes of 8 B200, where 8 of 62 hops are between nodes; assumed."""
+EFA, ETHERNET = 55e-6, 30e-6
+"""Seconds per hop: that of "4x8-b200-efa", fitted to its all-reduce; assumed."""
 
 NICS: Mapping[str, tuple[float, float, str]] = {
     "edr": (12.5, INFINIBAND, "InfiniBand EDR"),
@@ -148,7 +149,7 @@ def _device(short: str) -> tuple[Device, Link]:
     source = f"assumed: 0.78 of the line rate of {line} GB/s, as rings reach on NVLink 3"
     rate = 0.78 * float(line) * GIGA
     return device, Link(
-        f"link of {row}", 4e-6, rate, {}, {"latency": "assumed: NVLink 3's", "bandwidth": source}
+        f"link of {row}", 4e-6, rate, {}, {"latency": "assumed: NVLink 3's", "bandwidth": source}, RAMP
     )
 
 
@@ -164,7 +165,7 @@ def _through_host(device: Device) -> Link:
     return Link(
         "PCIe through the host", 10e-6, 0.8 * device.host,
         {kind: share * device.host for kind, share in shares.items()},
-        {"latency": "assumed: 10 us", "bandwidth": source, "bus": source},
+        {"latency": "assumed: 10 us", "bandwidth": source, "bus": source}, RAMP,
     )  # fmt: skip
 
 
@@ -189,4 +190,6 @@ def _card(nic: str | float) -> tuple[Link, str]:
             f"{nic:g}GBps",
         )
     source = f"assumed: {REACHED} of the published line rate, {rate:g} GB/s per device"
-    return Link(what, latency, REACHED * rate * GIGA, {}, {"bandwidth": source, "latency": "assumed"}), called
+    return Link(
+        what, latency, REACHED * rate * GIGA, {}, {"bandwidth": source, "latency": "assumed"}, RAMP
+    ), called

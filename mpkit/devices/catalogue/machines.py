@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 
-from mpkit.devices.catalogue.tables import fit_all_reduce, fit_loopback, one, rows
+from mpkit.devices.catalogue.tables import fit_all_reduce, fit_loopback, one, rows, sweep
+from mpkit.devices.collective import collective_time
 from mpkit.devices.hardware import Device, Hardware, Link
+from mpkit.devices.link import RAMP
 from mpkit.trace import Kind
 
-__all__ = ["GIGA", "MACHINES", "gpu"]
+__all__ = ["GIGA", "INFINIBAND", "MACHINES", "gpu"]
 
 GIGA = 1e9
+INFINIBAND = 8e-6
+"""Seconds per hop between nodes; assumed."""
 ONE_NODE = 1 << 30
 """Devices of the local machine: more than there can be ranks."""
 
@@ -60,7 +65,9 @@ def _nvlink(name: str, row: str, system: str, message: str, other: float | None 
         Kind.ALL_TO_ALL: rest,
     }
     fitted = f"fitted to nccl-tests on {system} ({one('links', link=row)['source']})"
-    return Link(name, fit.latency, 0.88 * line, bus, {"latency": fitted, "bus": fitted, "bandwidth": message})
+    return Link(
+        name, fit.latency, 0.88 * line, bus, {"latency": fitted, "bus": fitted, "bandwidth": message}, RAMP
+    )
 
 
 def cpu() -> Hardware:
@@ -168,7 +175,12 @@ def h100_pcie() -> Hardware:
         "latency": f"assumed: 10 us, within the 3 to 30 us of A100 over PCIe 4 ({ring['source']})",
     }
     link = Link(
-        "PCIe 5 x16", 10e-6, 0.88 * line, {kind: share * line for kind, share in shares.items()}, sources
+        "PCIe 5 x16",
+        10e-6,
+        0.88 * line,
+        {kind: share * line for kind, share in shares.items()},
+        sources,
+        RAMP,
     )
     # The PCIe card is assumed to reach the same share of its peak as the SXM card.
     return Hardware("8x-h100-pcie", gpu("H100 PCIe", "H100 SXM"), link)
@@ -182,11 +194,25 @@ def b200() -> Hardware:
     return Hardware("8x-b200-nvlink", gpu("B200 SXM", "B200 SXM"), link)
 
 
+@cache
 def _cards(name: str, source: str) -> Link:
     """Build a link with one 400 Gb/s network card per device, fitted to 4 nodes of 8 B200 over EFA."""
-    fit = fit_all_reduce("4x8xB200 EFAv4 8x400G", 2**19)
+    system, least = "4x8xB200 EFAv4 8x400G", 2**19
+    n, payload, seconds = sweep(system, least)
     # Eight devices of a node share the ring's traffic among their eight cards.
-    return Link(name, fit.latency, fit.bandwidth / 8, {}, {"latency": source, "bandwidth": source})
+    bandwidth, inside = fit_all_reduce(system, least).bandwidth / 8, b200().link
+
+    def card(latency: float) -> Link:
+        return Link(name, latency, bandwidth, {}, {"latency": source, "bandwidth": source}, RAMP)
+
+    def off(latency: float) -> float:
+        between = card(latency)
+        return sum(  # type: ignore[no-any-return]
+            (collective_time(Kind.ALL_REDUCE, size, n, 4, inside, between) / took - 1) ** 2
+            for size, took in zip(payload.tolist(), seconds.tolist(), strict=True)
+        )
+
+    return card(min((microseconds / 1e6 for microseconds in range(1, 101)), key=off))
 
 
 def two_h100_nodes() -> Hardware:
@@ -194,7 +220,8 @@ def two_h100_nodes() -> Hardware:
     source = (
         "assumed: as 4x8 B200 over EFA, whose cards have the same line rate of 50 GB/s (fitted to nccl-tests)"
     )
-    between = _cards("InfiniBand NDR, a card a GPU", source)
+    sources = {"bandwidth": source, "latency": "assumed: 8 us"}
+    between = replace(_cards("InfiniBand NDR, a card a GPU", source), latency=INFINIBAND, sources=sources)
     return Hardware("2x8-h100-ib", gpu("H100 SXM", "H100 SXM"), _nvlink_4(), between, nodes=2)
 
 

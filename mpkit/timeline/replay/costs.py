@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.devices.catalogue import hardware as find
+from mpkit.devices.catalogue.enough import check_enough
 from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.trace import TIMED_BY_EVENTS, Kind
 
@@ -31,7 +32,12 @@ def machine(
     On the machine of the run (no hardware is given, or "cpu" for a run on CPUs) an op takes as long as it took. On
     other hardware its time is modelled, and so is every rank's where devices are unlike: a measured time beside a
     modelled one would compare the model with the measurement instead of the devices.
+
+    Raises:
+        ValueError: it has fewer devices than there are ranks.
     """
+    if wanted is not None:
+        check_enough(find(wanted), world_size, "timeline")
     if "fake" in meta:
         return _machine_of_fake(wanted, meta, world_size)
     on_gpu = meta.get("device") in TIMED_BY_EVENTS
@@ -45,7 +51,6 @@ def machine(
     dtype = str(meta.get("dtype", "float32"))
     scaled = ", scaled by the rates of the two devices" if is_known else ""
     notes = [
-        *_beyond(chosen, world_size),
         f"Compute is modelled for {_devices(chosen, dtype, world_size)}; ops of unknown FLOPs take "
         f"their measured time{scaled}. Starting a kernel takes no time here.",
     ]
@@ -84,14 +89,14 @@ def _machine_of_fake(
         return (
             chosen,
             lambda rank: _on_cpu,
-            [*_beyond(chosen, world_size), f"{played}; {how}; {_in_words(chosen.link)}."],
+            [f"{played}; {how}; {_in_words(chosen.link)}."],
         )
 
     def modelled(rank: int) -> Cost:
         return lambda ops: _roofline(ops, chosen.device_of(rank), dtype, _on_cpu(ops))
 
     how = f"whole actions on {_devices(chosen, dtype, world_size)}"
-    return chosen, modelled, [*_beyond(chosen, world_size), f"{played}; {how}; {_in_words(chosen.link)}."]
+    return chosen, modelled, [f"{played}; {how}; {_in_words(chosen.link)}."]
 
 
 def _devices(chosen: Hardware, dtype: str, world_size: int) -> str:
@@ -111,15 +116,6 @@ def _rates(device: Device, dtype: str) -> str:
         f"FLOPs at {device.rate(dtype) / 1e12:,.3g} TFLOP/s or bytes at {device.bandwidth / 1e9:,.0f} GB/s, "
         "whichever takes longer"
     )
-
-
-def _beyond(chosen: Hardware, world_size: int) -> list[str]:
-    if world_size <= chosen.devices:
-        return []
-    many = (
-        f"{chosen.name} has {chosen.devices} devices; it is replayed as if it had {world_size}, one per rank."
-    )
-    return [many]
 
 
 def _in_words(link: Link) -> str:

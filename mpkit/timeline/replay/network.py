@@ -124,11 +124,11 @@ class Network:
         return settled
 
     def _collective(self, request: _Request, ready: float) -> list[Settled]:
-        members, link, *_, ways = request.route
+        members, *_, ways = request.route
         start = ready
         for way in ways:
             start = max(start, self._out[way], self._in[way])
-        end = start + link.time(request.kind, request.nbytes, len(members))
+        end = start + self._hardware.time(request.kind, request.nbytes, members)
         for way in ways:
             self._out[way] = self._in[way] = end
         return [(rank, op, start, end, issued) for issued, rank, op in request.asked]

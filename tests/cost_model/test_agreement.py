@@ -1,0 +1,81 @@
+"""One cost model: replays, plays and estimates say the same of small models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpkit as mk
+from mpkit.cost_model.communication import Network
+from mpkit.models import GPT, next_token_loss
+from mpkit.trace import Kind
+from tests.recipes import adamw
+
+BATCH, LENGTH = 32, 512
+PLANS = [
+    (mk.Plan.ddp(4), 0.02),
+    (mk.Plan(tp=4), 0.1),  # an estimate takes the norms between the two all-reduces to be eager on every rank
+    (mk.Plan(pp=4, schedule="1f1b", microbatches=8), 0.02),
+]
+MORE = [
+    (mk.Plan.serial(), 0.02),
+    (mk.Plan(recompute="full"), 0.02),
+    (mk.Plan.zero(1, 4), 0.02),
+    (mk.Plan.zero(2, 4), 0.02),
+    (mk.Plan.zero(3, 4), 0.02),
+    (mk.Plan(tp=4, sequence_parallel=True), 0.02),
+    (mk.Plan(cp=4), 0.1),  # a play's ring is not hidden behind attention as an estimate's is
+    (mk.Plan.gpipe(4, 8), 0.02),
+    (mk.Plan(dp=2, tp=2), 0.05),
+    (mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=4), 0.02),
+]
+
+
+def gpt() -> torch.nn.Module:
+    return GPT(layers=4, width=1024, heads=16, vocab=8192, length=LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("plan", "off"), [*PLANS, *(pytest.param(*each, marks=pytest.mark.thorough) for each in MORE)], ids=repr
+)
+def test_a_play_takes_what_the_estimate_says(
+    clusters: Callable[[int], mk.Cluster], plan: mk.Plan, off: float
+) -> None:
+    tokens = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
+    trace = mk.trace_fake(
+        gpt, plan, batch=(tokens, tokens), loss=next_token_loss, optimizer=adamw, hardware="8x-a100-nvlink",
+        cluster=clusters(1), steps=2,
+    )  # fmt: skip
+    timeline = mk.Timeline.of(trace)
+    played = timeline.step(timeline.steps[-1]).step_time
+    said = mk.estimate(
+        gpt(), plan, "8x-a100-nvlink", global_batch=BATCH, sequence=LENGTH, stack="mpkit"
+    ).step_time
+    assert said == pytest.approx(played, rel=off)
+
+
+@given(
+    kind=st.sampled_from([Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL]),
+    nbytes=st.floats(1, 1e10),
+    inside=st.sampled_from([1, 2, 4, 8]),
+    nodes=st.integers(1, 4),
+    name=st.sampled_from(["4x8-h100-ndr", "4x8-b200-efa", "8x-a100-nvlink", "8x-h100-pcie"]),
+)
+def test_a_replay_takes_as_long_for_a_collective_as_an_estimate(
+    kind: Kind, nbytes: float, inside: int, nodes: int, name: str
+) -> None:
+    machine = mk.hardware(name)
+    nodes = min(nodes, machine.nodes)
+    ranks = [node * machine.per_node + place for node in range(nodes) for place in range(inside)]
+    assert machine.time(kind, nbytes, ranks) == Network(machine).time(kind, nbytes, len(ranks), inside)
+
+
+def test_an_estimate_of_stages_is_what_a_simulation_of_its_times_takes() -> None:
+    for schedule, virtual_stages in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1)):
+        plan = mk.Plan(pp=4, schedule=schedule, microbatches=8, virtual_stages=virtual_stages)
+        found = mk.estimate("llama3-8b", plan, "8x-a100-nvlink", global_batch=8, sequence=4096)
+        assert found.timeline().step_time == pytest.approx(found.step_time, rel=0.05), schedule
