@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.any_table import observation_of
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.calibrate import Observation
 from mpkit.cost_model.known_models import known_models
@@ -36,8 +37,7 @@ def read_folder(folder: Path) -> tuple[list[Observation], list[str]]:
         columns = {name.split("(")[0].strip('" ') for name in rows[0]}
         read = next((read for needed, read in FORMATS if needed <= columns), None)
         if read is None:
-            left.append(f"{path.name}: {len(rows)} rows of no known format: {', '.join(sorted(columns))}")
-            continue
+            read = _by_common_names
         for number, row in enumerate(rows, 2):
             short = {name.split("(")[0].strip('" '): value for name, value in row.items() if name}
             try:
@@ -201,6 +201,11 @@ def _torchtitan(row: Row) -> Iterator[Observation]:
     name = f"{row['table']} {row['model']} on {gpus}" + (" fp8" if stack.fp8 else "")
     memory = float(row["mem_GiB"] or 0) * 2**30
     yield Observation(name, model, layout, sequence, _machine(device, gpus, "ndr"), stack, seconds, memory)
+
+
+def _by_common_names(row: Row) -> Iterator[Observation]:
+    """Read a row of any other table, whose columns have common names."""
+    yield observation_of(row)
 
 
 def _nothing_measured(_row: Row) -> Iterator[Observation]:

@@ -95,4 +95,43 @@ def test_the_table_in_the_readme_is_what_the_rows_give(steps: list[Observation])
 def test_a_table_of_no_known_format_is_named(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     found, left = read_folder(tmp_path)
-    assert not found and "other.csv" in left[0]
+    assert not found and "other.csv, line 2: KeyError" in left[0]
+
+
+def test_a_table_of_another_format_is_read_by_common_names(tmp_path: Path) -> None:
+    head = "name,num_layers,hidden_size,num_attention_heads,t,p,micro_batch_size,global_batch_size,n_gpus,device,"
+    sizes = "own,96,12288,96,8,8,1,64,64,A100 80GB,"
+    measured = {
+        "iteration_time_s": "18",
+        "ms": "18000",
+        "tok_per_s": str(64 * 2048 / 18),
+        "recompute,step_s": "full,18",
+    }
+    for number, (column, value) in enumerate(measured.items()):
+        source = "own runs" if column == "ms" else "NVIDIA Megatron-LM"
+        (tmp_path / f"{number}.csv").write_text(f"{head}{column},source\n{sizes}{value},{source}\n")
+    found, left = read_folder(tmp_path)
+    assert not left
+    assert [round(step.seconds, 6) for step in found] == [18] * 4
+    divided = {(step.layout.tp, step.layout.pp, step.layout.dp, step.layout.microbatches) for step in found}
+    assert divided == {(8, 8, 1, 64)}
+    assert [step.stack.name for step in found] == [
+        "megatron-2021",
+        "pytorch",
+        "megatron-2021",
+        "megatron-2021",
+    ]
+    assert [step.layout.recompute for step in found] == ["full", "none", "full", "full"]
+    assert {step.hardware.device.name for step in found} == {"A100 SXM 80GB"}
+
+
+def test_efficiencies_are_turned_into_seconds(tmp_path: Path) -> None:
+    """Of the same step: 40 % of 989 TFLOP/s, and as many TFLOP/s."""
+    head, sizes = "model,gpus,fsdp,global_batch,seq_len,gpu,", "llama3.1-8B,8,8,16,8192,H100,"
+    for name, value in (("mfu_pct", 40), ("tflops", 0.4 * 989.4)):
+        (tmp_path / f"{name}.csv").write_text(f"{head}{name}\n{sizes}{value}\n")
+    (one, other), left = read_folder(tmp_path)
+    assert not left
+    assert one.seconds == pytest.approx(other.seconds, rel=1e-3)
+    assert one.layout.zero == 3
+    assert one.seconds == pytest.approx(6 * one.model.parameters * 16 * 8192 / 8 / (0.4 * 989.4e12), rel=0.25)
