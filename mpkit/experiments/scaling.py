@@ -4,6 +4,8 @@
     speed-up     throughput divided by that of the fewest ranks
     efficiency   speed-up divided by the ratio of the numbers of ranks; 1 is ideal
 
+What no machine here has is predicted from what was measured (`mpkit.experiments.beyond`), with a band.
+
 Strong scaling keeps the batch, so each rank has less and less to do (Amdahl 1967); weak scaling keeps the work per
 rank, so the batch grows (Gustafson 1988).
 """
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.api.borrowed_cluster import lent_of_any_size
 from mpkit.api.cluster import Cluster
 from mpkit.devices.hardware import Hardware
+from mpkit.experiments.beyond import Beyond, beyond_of
 from mpkit.plan.plan import Plan
 from mpkit.support.display import HasChart, data_frame
 from mpkit.support.tracebacks import public
@@ -31,10 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Scaling", "ScalingRow", "scaling"]
 
+EXPOSED = "replicas", "ZeRO-3 gathers", "tensor parallel", "context parallel", "messages between stages"
+"""The causes of an estimate that are communication which nothing hides."""
+
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """One run.
+    """One run, or a prediction of one.
 
     Attributes:
         plan: the plan it followed.
@@ -45,6 +51,7 @@ class ScalingRow:
         efficiency: speed_up divided by the ratio of the numbers of ranks.
         exposed: seconds per step of communication that no compute hides, on the rank with most of it.
         wall_time: seconds per step by the wall clock if each rank had a device of its own; else None.
+        band: the seconds per step between which a prediction should lie; None for a run.
     """
 
     plan: Plan
@@ -55,6 +62,7 @@ class ScalingRow:
     efficiency: float
     exposed: float
     wall_time: float | None
+    band: tuple[float, float] | None = None
 
     @property
     def throughput(self) -> float:
@@ -74,7 +82,7 @@ class Scaling(HasChart):
     The chart (`figure`) shows throughput by ranks: one line per strategy, and the ideal line.
 
     Attributes:
-        rows: one per run, in the order of the plans.
+        rows: one per run, in the order of the plans, and then the predictions.
         weak: whether this is weak scaling; else strong.
         hardware: the machine on whose virtual clock the runs were put; "" for the machine they ran on.
     """
@@ -91,9 +99,9 @@ class Scaling(HasChart):
         return f"strong scaling: {self.rows[0].batch} samples per batch"
 
     def to_dataframe(self) -> pd.DataFrame:
-        """Return a row per run, with the attributes of `ScalingRow`, `strategy`, throughput and wall_throughput."""
+        """Return a row per run or prediction, with the attributes of `ScalingRow`, `strategy` and both throughputs."""
         columns = ("ranks", "batch", "step_time", "throughput", "speed_up", "efficiency", "exposed",
-                   "wall_time", "wall_throughput")  # fmt: skip
+                   "wall_time", "wall_throughput", "band")  # fmt: skip
         return data_frame(
             [
                 {"strategy": strategy(row.plan), **{name: getattr(row, name) for name in columns}}
@@ -112,6 +120,8 @@ class Scaling(HasChart):
                 f"{strategy(row.plan):10} {row.ranks:5} {row.batch:6} {row.step_time * 1e3:7.1f} ms "
                 f"{row.throughput:10.1f} {row.speed_up:9.2f} {row.efficiency:10.0%} {row.exposed * 1e3:6.1f} ms"
             )
+            if row.band is not None:
+                line += f"   predicted, {row.band[0] * 1e3:.1f} to {row.band[1] * 1e3:.1f} ms"
             lines.append(line + (f" {row.wall_throughput:10.1f}" if row.wall_throughput is not None else ""))
         return "\n".join(lines)
 
@@ -141,6 +151,7 @@ def scaling(
     optimizer: Callable[[Any], torch.optim.Optimizer],
     steps: int = 4,
     weak: bool = False,
+    beyond: Sequence[int | Plan] = (),
     hardware: Hardware | str | None = None,
     device: str = "auto",
     clusters: Callable[[int], Cluster] | None = None,
@@ -163,12 +174,13 @@ def scaling(
         plans: numbers of ranks (1 is serial training, more is DDP), or Plans of any strategies.
         steps: the steps of each run; the first is not counted, since it includes setting up.
         weak: keep the samples per rank, so that the batch grows with the ranks; else (strong) keep the batch.
+        beyond: more ranks, or Plans with more, to predict by `mk.estimate` from the runs; for transformers.
         hardware: the machine to replay the runs on; None: the one they run on.
         device: as in `Cluster`.
         clusters: clusters(ranks) returns a cluster to use; None: start a helper process, and close it afterwards.
 
     Raises:
-        ValueError: there are no plans, fewer than 2 steps, or `Cluster.train` raises it.
+        ValueError: there are no plans or fewer than 2 steps, `Cluster.train` raises it, or `beyond` cannot be said.
     """
     asked = [_plan_of(plan) for plan in plans]
     if not asked:
@@ -176,6 +188,8 @@ def scaling(
     if steps < 2:
         raise ValueError(f"scaling(steps={steps}): the first step is not counted, so 2 or more; steps=4, say")
     least = min(plan.ranks for plan in asked)
+    more = [_plan_of(plan, "beyond") for plan in beyond]
+    ahead = _ahead(model, data, asked, more, hardware, weak, device) if more else None
     figures = []
     with lent_of_any_size(clusters, device) as sized:
         for plan in asked:
@@ -186,7 +200,8 @@ def scaling(
             ).wait()
             figures.append(_figures(run, cluster, hardware))
     name = hardware.name if isinstance(hardware, Hardware) else hardware or ""
-    return Scaling(tuple(_rows(asked, figures, least)), weak, name)
+    rows = tuple(_rows(asked, figures, least))
+    return Scaling((*rows, *_predicted(ahead, rows)) if ahead else rows, weak, name)
 
 
 def _rows(
@@ -201,12 +216,33 @@ def _rows(
         yield ScalingRow(plan, plan.ranks, batch, step_time, speed_up, efficiency, exposed, wall)
 
 
-def _plan_of(plan: Any) -> Plan:
+def _ahead(
+    model: torch.nn.Module, data: Any, asked: list[Plan], more: list[Plan], hardware: Hardware | str | None,
+    weak: bool, device: str,
+) -> Beyond:  # fmt: skip
+    import torch
+
+    on_gpus = device != "cpu" and torch.accelerator.is_available()
+    return beyond_of(model, data, asked, more, hardware, weak=weak, on_gpus=on_gpus)
+
+
+def _predicted(ahead: Beyond, rows: Sequence[ScalingRow]) -> Iterator[ScalingRow]:
+    """Yield a row per prediction."""
+    base = min(rows, key=lambda row: row.ranks)
+    for found in ahead.predict([(row.plan, row.step_time) for row in rows]):
+        plan, batch, step_time = found.plan, found.layout.global_batch, found.step_time
+        speed_up = batch / step_time / base.throughput
+        exposed = sum(found.because.get(cause, 0.0) for cause in EXPOSED)
+        efficiency = speed_up / (plan.ranks / base.ranks)
+        yield ScalingRow(plan, plan.ranks, batch, step_time, speed_up, efficiency, exposed, None, found.band)
+
+
+def _plan_of(plan: Any, asked: str = "plans") -> Plan:
     if isinstance(plan, Plan):
         return plan
     if isinstance(plan, bool) or not isinstance(plan, int) or plan < 1:
         raise ValueError(
-            f"scaling(plans=[..., {plan!r}, ...]): each is a number of ranks, 1 or more, or a Plan, such as "
+            f"scaling({asked}=[..., {plan!r}, ...]): each is a number of ranks, 1 or more, or a Plan, such as "
             "[1, 2, 4, 8] or [mk.Plan.serial(), mk.Plan.zero(3, 4)]"
         )
     return Plan.serial() if plan == 1 else Plan.ddp(plan)
