@@ -303,9 +303,17 @@ class Cluster:
         return self._worked(self._turns.training)
 
     def _agreed(self, prepare: Callable[..., TrainJob], *args: Any, **kwargs: Any) -> TrainJob:
-        """Return what `prepare` returns; under a launcher, once all processes have found that they ask for the same."""
+        """Return what `prepare` returns; under a launcher, once all processes have found that they ask for the same.
+
+        Warn if it is estimated to need more memory than GPUs have.
+        """
         if self._session is None:
-            return prepare(*args, **kwargs)
+            job = prepare(*args, **kwargs)
+            if self.device != "cpu":
+                from mpkit.api.memory_ahead import warn_of_memory
+
+                warn_of_memory(job, self._chosen, self.ranks)
+            return job
         from mpkit.api.launched_cluster import facts_in_common
 
         return self._session.same("this training", partial(prepare, *args, **kwargs), facts_in_common)
