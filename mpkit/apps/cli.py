@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpkit.apps.doctor import add_doctor
-from mpkit.apps.predict import add_predict
+from mpkit.apps.predict import add_advise, add_predict
 from mpkit.errors import MpkitError
 
 __all__ = ["main"]
@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_classroom(commands)
     add_doctor(commands)
     add_predict(commands)
+    add_advise(commands)
     return parser
 
 

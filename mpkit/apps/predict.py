@@ -1,4 +1,4 @@
-"""The commands `mpkit estimate` and `mpkit fits`."""
+"""The commands `mpkit estimate`, `mpkit fits` and `mpkit advise`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import Any
 
-__all__ = ["add_predict", "plan_of"]
+__all__ = ["add_advise", "add_predict", "plan_of"]
 
 WORDS = "zero3, ddp, tp8+pp4+zero1+m32, zero2+full (recomputation), or a Plan as JSON"
 
@@ -35,6 +35,38 @@ def add_predict(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             "--stack", help="the software: pytorch, megatron, llm-foundry, torchtitan, deepspeed, ..."
         )
         command.set_defaults(run=_predict, what=name)
+
+
+def add_advise(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    words = "say which plan is the fastest that fits a machine, and why"
+    command = commands.add_parser("advise", help=words, description=f"{words[0].upper()}{words[1:]}.")
+    command.add_argument(
+        "--model", required=True, help="a known name such as llama3-8b, or the path of a config.json"
+    )
+    command.add_argument(
+        "--on", required=True, metavar="MACHINE", help="such as 4x8-h100-ib or 8x-a100-nvlink"
+    )
+    command.add_argument("--batch", type=int, required=True, help="samples per step, over all replicas")
+    command.add_argument("--sequence", type=int, default=4096, help="tokens per sample (4096)")
+    command.add_argument(
+        "--stack", help="the software: pytorch, megatron, llm-foundry, torchtitan, deepspeed, ..."
+    )
+    command.set_defaults(run=_advise)
+
+
+def _advise(options: argparse.Namespace) -> None:
+    from mpkit.advice.advice import advise
+
+    print(
+        advise(
+            options.model,
+            options.on,
+            global_batch=options.batch,
+            sequence=options.sequence,
+            stack=options.stack,
+        )
+    )
 
 
 def _predict(options: argparse.Namespace) -> None:

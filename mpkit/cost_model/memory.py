@@ -15,12 +15,14 @@ Transformer Models", 2022, section 4 (activations); both extended to gated MLPs,
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.shares import Shares
 from mpkit.cost_model.stack import Stack
 
-__all__ = ["CATEGORIES", "activations", "in_flight", "stage_memory"]
+__all__ = ["CATEGORIES", "activations", "fullest_stages", "in_flight", "stage_memory"]
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "gathered", "buffers", "context")
 
@@ -131,13 +133,15 @@ def in_flight(layout: Layout, stage: int) -> float:
 
 
 def stage_memory(
-    model: Architecture, layout: Layout, sequence: int, stack: Stack, shares: Shares
-) -> list[dict[str, float]]:
+    model: Architecture, layout: Layout, sequence: int, stack: Stack, shares: Shares,
+    stages: Collection[int] | None = None,
+) -> list[dict[str, float]]:  # fmt: skip
     """Return bytes by category for a rank of each stage.
 
     Args:
         model, layout, sequence, stack: as in `activations`.
         shares: the parameters of the ranks.
+        stages: only of these; None: of all.
     """
     n, tokens = layout.shards, layout.microbatch * sequence / layout.cp
     kinds = [
@@ -148,6 +152,9 @@ def stage_memory(
     held, begin, out = layout.stage_layers(model.layers), 0, []
     for stage, count in enumerate(held):
         end, whole = begin + count, shares.stages[stage]
+        if stages is not None and stage not in stages:
+            begin = end
+            continue
         layers = sum(each * max(0, min(end, last) - max(begin, first)) for first, last, each in kinds)
         begin = end
         updated, trained = shares.updated_on(stage, layout), whole * layout.trainable
@@ -170,6 +177,22 @@ def stage_memory(
         }
         out.append(memory)
     return out
+
+
+def fullest_stages(model: Architecture, layout: Layout) -> Collection[int]:
+    """Return the stages of which one holds most.
+
+    The first has the embedding and the last the head; of others with as many layers, the earliest has most
+    micro-batches in flight.
+
+    >>> fullest_stages(Architecture(30, 64, 4), Layout(pp=8, microbatches=8))  # 4 layers on stages 0 to 5, then 3
+    {0, 1, 6, 7}
+    """
+    if len(model.kinds()) > 1:
+        return range(layout.pp)
+    held = layout.stage_layers(model.layers)
+    inner = {held[stage]: stage for stage in range(layout.pp - 2, 0, -1)}
+    return {0, layout.pp - 1, *inner.values()}
 
 
 def _gradients_within(model: Architecture, tokens: float, layout: Layout, stack: Stack) -> float:

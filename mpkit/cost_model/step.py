@@ -63,8 +63,9 @@ def overlapped(compute: float, communication: float) -> float:
 
 
 def step_time(
-    model: Architecture, layout: Layout, sequence: int, hardware: Hardware, stack: Stack, constants: Constants
-) -> StepTime:
+    model: Architecture, layout: Layout, sequence: int, hardware: Hardware, stack: Stack, constants: Constants,
+    shares: Shares | None = None,
+) -> StepTime:  # fmt: skip
     """Return the time of a step.
 
     Args:
@@ -73,9 +74,10 @@ def step_time(
         sequence: tokens per sample.
         hardware: the machine.
         stack, constants: what the software does with the plan, and how well.
+        shares: the parameters of the ranks, if they are known already.
     """
     kernels, network = Kernels(hardware.device, stack, constants), Network(hardware)
-    shares = Shares(model, layout, stack)
+    shares = shares or Shares(model, layout, stack)
     stages = _stages(model, layout, sequence, kernels, network, shares)
     m, pp, slowest = layout.microbatches, layout.pp, stages.slowest
 

@@ -1,0 +1,7 @@
+"""Advice: which plan, with reasons.
+
+space      every plan that is possible
+search     those that fit, by time, cost or devices: memory first
+advice     what was found, ranked; why not another plan; the same on other hardware
+rules      the guides' rules, evaluated with this model's numbers
+"""

@@ -1,0 +1,127 @@
+"""Search: the layouts that fit, each with its time, memory first.
+
+For a family of layouts, which differ in the samples of a micro-batch only:
+
+    relief     offload and recomputation, in the order of what they cost: the cheapest that fits is the best of them
+    prune      activations and logits grow with the micro-batch, so when not even the most relief makes one fit, none of
+               the larger ones fits
+    time       priced for what fits only
+
+What is left out is never better than what is kept, so the best layout found is the best there is;
+tests/advice/test_search.py compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import groupby
+
+from mpkit.advice.space import Question, families
+from mpkit.cost_model.fits import FRAGMENTATION
+from mpkit.cost_model.layout import Layout
+from mpkit.cost_model.memory import fullest_stages, stage_memory
+from mpkit.cost_model.preset import Preset
+from mpkit.cost_model.shares import Shares
+from mpkit.cost_model.stack import Stack
+from mpkit.cost_model.step import step_time
+from mpkit.devices.hardware import Hardware
+
+__all__ = ["OFFLOADS", "RECOMPUTES", "Found", "Priced", "search"]
+
+RECOMPUTES = "none", "selective", "full"
+OFFLOADS = "none", "optimizer", "params"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A layout that fits.
+
+    Attributes:
+        layout: how the step is divided.
+        seconds: per step.
+        memory: bytes at the peak of the rank with most, fragmentation included.
+    """
+
+    layout: Layout
+    seconds: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Prices layouts: memory and time.
+
+    Attributes:
+        asked, hardware, stack, preset: as for `mk.estimate`.
+    """
+
+    asked: Question
+    hardware: Hardware
+    stack: Stack
+    preset: Preset
+
+    def memory(self, layout: Layout) -> float:
+        """Return the bytes at the peak of the rank with most, with what fragmentation takes."""
+        asked = self.asked
+        shares = self._shares(layout.pp, layout.tp, layout.zero, layout.replicas)
+        fullest = fullest_stages(asked.model, layout)
+        stages = stage_memory(asked.model, layout, asked.sequence, self.stack, shares, fullest)
+        return max(sum(stage.values()) for stage in stages) * (1 + FRAGMENTATION)
+
+    @cached_property
+    def _shares(self) -> Callable[[int, int, int, int], Shares]:
+        """Return the parameters of the ranks; they depend on nothing but pp, tp, zero and the number of replicas."""
+
+        @cache
+        def shares(pp: int, tp: int, zero: int, replicas: int) -> Shares:
+            return Shares(self.asked.model, Layout(pp=pp, tp=tp, zero=zero, dp=replicas), self.stack)
+
+        return shares
+
+    def seconds(self, layout: Layout) -> float:
+        """Return the seconds per step."""
+        asked = self.asked
+        return step_time(
+            asked.model, layout, asked.sequence, self.hardware, self.stack, self.preset.constants,
+            self._shares(layout.pp, layout.tp, layout.zero, layout.replicas),
+        ).seconds  # fmt: skip
+
+
+def search(priced: Priced, devices: int) -> tuple[list[Found], int]:
+    """Return the layouts that fit so many devices, the fastest first, and the number that were considered."""
+    room = float(priced.hardware.device.memory)
+    found: list[Found] = []
+    considered = 0
+    for family in families(priced.asked, devices, priced.hardware.per_node):
+        reliefs = _reliefs(family[0])
+        considered += len(reliefs) * len(family)
+        for layout in family:
+            most = replace(layout, offload=reliefs[-1][0], recompute=reliefs[-1][1])
+            if priced.memory(most) > room:
+                break
+            fitting = _fitting(priced, layout, reliefs, room)
+            found += [Found(each, priced.seconds(each), memory) for each, memory in fitting]
+    return sorted(found, key=lambda each: each.seconds), considered
+
+
+def _reliefs(layout: Layout) -> list[tuple[str, str]]:
+    """Return the pairs of offload and recomputation that a layout can have, ordered by offload, then by cost."""
+    offloads = OFFLOADS if layout.zero == 3 else OFFLOADS[:2]
+    return [(offload, recompute) for offload in offloads for recompute in RECOMPUTES]
+
+
+def _fitting(
+    priced: Priced, layout: Layout, reliefs: Sequence[tuple[str, str]], room: float
+) -> Iterator[tuple[Layout, float]]:
+    """Yield for each offload the least recomputation that fits; where none is needed, more offload is for nothing."""
+    for offload, group in groupby(reliefs, key=lambda relief: relief[0]):
+        for _, recompute in group:
+            relieved = replace(layout, offload=offload, recompute=recompute)
+            memory = priced.memory(relieved)
+            if memory <= room:
+                yield relieved, memory
+                if recompute == "none":
+                    return
+                break

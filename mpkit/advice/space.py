@@ -1,0 +1,94 @@
+"""Space: every layout by which a batch of a model can be trained on a number of devices.
+
+    mesh         pp x dp x tp x cp = devices, where tp divides heads and MLP, cp the sequence, dp the batch
+    schedule     of the literature, with its stages per rank; without a pipeline, accumulation
+    zero         0 to 3
+    microbatch   each divisor of a replica's samples
+
+Recomputation and offload are not enumerated here: they only ever cost time, so the search adds them where memory asks
+for them (`mpkit.advice.search`). Sequence parallelism is always on beside tp: it sends as much and holds less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mpkit.cost_model.architecture import Architecture
+from mpkit.cost_model.layout import Layout
+
+__all__ = ["SCHEDULES", "Question", "divisors", "families"]
+
+SCHEDULES = (
+    ("1f1b", 1),
+    ("zb_h1", 1),
+    ("zbv", 2),
+    ("interleaved_1f1b", 2),
+    ("interleaved_1f1b", 4),
+)
+"""Schedules with their stages per rank, v. GPipe has the bubble of 1F1B and never holds less."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be trained.
+
+    Attributes:
+        model: its sizes.
+        global_batch, sequence: samples per step, and tokens per sample.
+    """
+
+    model: Architecture
+    global_batch: int
+    sequence: int
+
+
+def families(asked: Question, devices: int, per_node: int) -> Iterator[tuple[Layout, ...]]:
+    """Yield families of layouts that differ in the samples of a micro-batch only, the smallest first.
+
+    Args:
+        asked: what is to be trained.
+        devices: all of them are used.
+        per_node: devices per node; tensor parallelism goes up to four nodes.
+
+    >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257)
+    >>> found = list(families(Question(gpt2, 8, 1024), 2, 8))
+    >>> [layout.microbatch for layout in found[0]]  # of two replicas, each has 4 samples
+    [1, 2, 4]
+    """
+    model = asked.model
+    for tp in divisors(devices):
+        if tp > 4 * per_node or model.heads % tp or model.ffn % tp:
+            continue
+        for cp in divisors(devices // tp):
+            if asked.sequence % cp:
+                continue
+            for pp in divisors(devices // tp // cp):
+                dp = devices // tp // cp // pp
+                if pp > model.layers or asked.global_batch % dp:
+                    continue
+                yield from _of_mesh(asked, pp, dp, tp, cp)
+
+
+def _of_mesh(asked: Question, pp: int, dp: int, tp: int, cp: int) -> Iterator[tuple[Layout, ...]]:
+    samples = asked.global_batch // dp
+    for zero in range(4) if dp * cp > 1 else (0,):
+        for schedule, v in SCHEDULES if pp > 1 else (("gpipe", 1),):
+            if pp * v <= asked.model.layers:
+                yield tuple(
+                    Layout(
+                        pp=pp, dp=dp, cp=cp, tp=tp, zero=zero, microbatch=each, microbatches=samples // each,
+                        virtual_stages=v, schedule=schedule, sequence_parallel=tp > 1,
+                    )
+                    for each in divisors(samples)
+                )  # fmt: skip
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of a number, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]

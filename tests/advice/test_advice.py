@@ -1,0 +1,103 @@
+"""What the advice says, and that its sentences can be checked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+import mpkit as mk
+from mpkit.advice.advice import Advice
+from mpkit.apps.cli import main
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def advice() -> Advice:
+    return mk.advise("llama3-8b", "8x-a100-nvlink", global_batch=64, sequence=4096)
+
+
+def test_it_names_the_best_plan_with_its_numbers(advice: Advice) -> None:
+    told = str(advice)
+    assert advice.best is not None
+    best = mk.estimate("llama3-8b", advice.best, "8x-a100-nvlink", global_batch=64, sequence=4096)
+    assert repr(advice.best) in told
+    assert f"{best.step_time:.2f} s per step" in told
+    assert f"{advice.considered:,} plans considered" in told
+    assert advice.considered > 5000
+    rules = [line[2:].split(" The search")[0] for line in told.splitlines() if line[0] == "-"]
+    assert [rule.says for rule in advice.because] == rules
+
+
+def test_the_table_and_the_frontier_are_ordered(advice: Advice) -> None:
+    table = advice.to_dataframe()
+    assert table["step_time"].is_monotonic_increasing
+    assert (table["memory"] <= 80e9).all()
+    frontier = [advice.estimate(plan) for plan in advice.frontier]
+    assert [each.step_time for each in frontier] == sorted(each.step_time for each in frontier)
+    assert [each.peak_memory for each in frontier] == sorted(
+        (each.peak_memory for each in frontier), reverse=True
+    )
+
+
+def test_why_not_says_what_stands_against_a_plan(advice: Advice) -> None:
+    out = advice.why_not(mk.Plan(dp=8, zero=1))
+    needed, room, by = (float(number) for number in re.findall(r"(\d+\.\d)", out))
+    assert "does not fit" in out
+    assert needed - room == pytest.approx(by, abs=0.11)
+    slow = advice.why_not(mk.Plan(tp=8, microbatches=64, precision="bf16", sequence_parallel=True))
+    assert "% longer than" in slow
+    assert "tensor parallel" in slow
+    assert "cannot work" in advice.why_not(mk.Plan(tp=16))
+    assert advice.best is not None
+    assert "as good as any" in advice.why_not(advice.best)
+    with pytest.raises(ValueError, match="give a Plan"):
+        advice.why_not("ddp")  # type: ignore[arg-type]
+
+
+def test_rules_follow_the_numbers() -> None:
+    small = mk.advise("gpt2", "8x-a100-nvlink", global_batch=64, sequence=1024)
+    assert "data parallelism is enough" in str(small)
+    assert small.best is not None
+    assert small.best.dp == 8
+    none = mk.advise("llama3-70b", "2x-rtx-4090", global_batch=8, sequence=4096)
+    assert none.best is None
+    assert not none.plans
+    assert "no plan fits" in str(none)
+    assert "or more" in str(none)
+    nodes = mk.advise("llama3-8b", "4x8-h100-ndr", global_batch=512, sequence=4096)
+    inside = next(rule for rule in nodes.because if "inside the node" in rule.says)
+    assert inside.agrees
+
+
+def test_again_on_a_machine_that_lost_a_link(advice: Advice) -> None:
+    machine = mk.hardware("8x-a100-nvlink")
+    slow = replace(machine, link=mk.devices.Link("a slow wire", 1e-5, 1e9))
+    then = advice.again(hardware=slow)
+    assert then.best is not None
+    assert then.best.tp == 1
+    assert then.found[0].seconds > advice.found[0].seconds
+    with pytest.raises(ValueError, match="there is none"):
+        advice.again(hardware="8x-a1000")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"global_batch": 0}, "global_batch=0"),
+        ({"sequence": 1.5}, "sequence=1.5"),
+        ({"model": "llama9"}, "no known model"),
+        ({"hardware": "x"}, "there is none"),
+    ],
+)
+def test_mistakes_are_explained(change: dict[str, object], words: str) -> None:
+    given = {"model": "llama3-8b", "hardware": "8x-a100-nvlink", "global_batch": 8, "sequence": 4096}
+    with pytest.raises(ValueError, match=words):
+        mk.advise(**{**given, **change})  # type: ignore[arg-type]
+
+
+def test_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["advise", "--model", "llama3-8b", "--on", "8x-a100-nvlink", "--batch", "64", "--sequence", "4096"])
+    assert "plans considered" in capsys.readouterr().out

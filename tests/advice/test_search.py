@@ -1,0 +1,108 @@
+"""The search finds the best plan there is, and better hardware never makes it worse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpkit as mk
+from mpkit.advice.advice import advised, plan_of
+from mpkit.advice.search import OFFLOADS, RECOMPUTES, Found, Priced, search
+from mpkit.advice.space import Question, families
+from mpkit.cost_model.architecture import Architecture
+from mpkit.cost_model.fits import FRAGMENTATION
+from mpkit.cost_model.known_models import known_models
+from mpkit.cost_model.preset import preset_for
+from mpkit.cost_model.stack import STACKS, stack_of
+from mpkit.devices.hardware import Hardware
+
+MODELS = {
+    "dense": Architecture(10, 2048, 16, kv_heads=4, ffn=5504, vocabulary=32_000, gated=True),
+    "experts": replace(known_models()["deepseek-v2"], layers=6, dense=1),
+    "tied": Architecture(12, 768, 12, vocabulary=50_257, positions=1024, tied=True, bias=True),
+}
+GIB = 2**30
+
+
+def machine(memory: float, nodes: int = 1, per_node: int = 4) -> Hardware:
+    found = mk.cluster_of("a100", nodes=nodes, per_node=per_node, nic="hdr" if nodes > 1 else None)
+    return replace(found, device=replace(found.device, memory=int(memory * GIB)))
+
+
+def priced(
+    name: str, hardware: Hardware, stack: str = "pytorch", batch: int = 8, sequence: int = 2048
+) -> Priced:
+    return Priced(
+        Question(MODELS[name], batch, sequence),
+        hardware,
+        stack_of(stack),
+        preset_for(hardware.device.name, stack),
+    )
+
+
+def every(asked: Priced) -> list[Found]:
+    """All layouts that fit, by trying each with each relief, and the memory of all stages."""
+    found = []
+    for family in families(asked.asked, asked.hardware.devices, asked.hardware.per_node):
+        for layout, offload, recompute in product(family, OFFLOADS, RECOMPUTES):
+            if offload == "params" and layout.zero < 3:
+                continue
+            this = replace(layout, offload=offload, recompute=recompute)
+            guess = mk.estimate(
+                asked.asked.model, plan_of(this), asked.hardware, global_batch=asked.asked.global_batch,
+                sequence=asked.asked.sequence, stack=asked.stack, preset=asked.preset,
+            )  # fmt: skip
+            memory = guess.peak_memory * (1 + FRAGMENTATION)
+            if memory <= asked.hardware.device.memory:
+                found.append(Found(this, guess.step_time, memory))
+    return sorted(found, key=lambda each: each.seconds)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("memory", [3, 6, 12, 80])
+def test_the_best_is_best_by_exhaustive_evaluation(name: str, memory: float) -> None:
+    asked = priced(name, machine(memory))
+    found, considered = search(asked, asked.hardware.devices)
+    tried = every(asked)
+    assert bool(found) == bool(tried)
+    assert considered >= len(tried)
+    if tried:
+        assert found[0].seconds == tried[0].seconds
+        smallest = min(tried, key=lambda each: each.memory)
+        assert any(each.memory <= smallest.memory or each.seconds <= smallest.seconds for each in found)
+
+
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    memory=st.floats(2, 40),
+    more=st.floats(1, 4),
+    faster=st.floats(1, 8),
+    stack=st.sampled_from(sorted(STACKS)),
+    nodes=st.sampled_from([1, 2]),
+)
+@settings(max_examples=25, deadline=None)
+def test_more_memory_or_bandwidth_never_makes_the_best_plan_slower(
+    name: str, memory: float, more: float, faster: float, stack: str, nodes: int
+) -> None:
+    here = machine(memory, nodes, per_node=2)
+    larger = replace(here, device=replace(here.device, memory=int(here.device.memory * more)))
+    quicker = replace(here, link=replace(here.link, bandwidth=here.link.bandwidth * faster, bus={
+        kind: rate * faster for kind, rate in here.link.bus.items()
+    }))  # fmt: skip
+    best = [search(priced(name, each, stack, batch=4), each.devices)[0] for each in (here, larger, quicker)]
+    if best[0]:
+        for found in best[1:]:
+            assert found[0].seconds <= best[0][0].seconds * (1 + 1e-12)
+
+
+def test_plans_that_are_found_can_be_made_and_cost_what_was_found() -> None:
+    asked = priced("dense", machine(6))
+    advice = advised(asked.asked, asked.hardware, asked.stack, asked.preset)
+    for plan, found in zip(advice.plans, advice.found, strict=False):
+        guess = advice.estimate(plan)
+        assert guess.step_time == pytest.approx(found.seconds, rel=1e-12)
+        assert guess.peak_memory * (1 + FRAGMENTATION) == pytest.approx(found.memory, rel=1e-12)
