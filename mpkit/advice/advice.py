@@ -24,7 +24,7 @@ from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
-from mpkit.support.display import data_frame
+from mpkit.support.display import HasChart, data_frame
 from mpkit.support.tracebacks import public
 from mpkit.support.units import percent, seconds
 
@@ -37,8 +37,10 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Advice:
-    """The plans that fit, the fastest first; it prints the best of them with reasons.
+class Advice(HasChart):
+    """The plans that fit, the fastest first; it prints the best of them with reasons, and is a chart in a notebook.
+
+    The chart (`figure`) shows step time against memory, with the frontier marked.
 
     Attributes:
         priced: what was asked, the machine and the stack.
@@ -62,7 +64,10 @@ class Advice:
 
     @cached_property
     def frontier(self) -> list[Plan]:
-        """Plans than which none is both faster and smaller, the fastest first."""
+        """Of the plans found, those than which none is both faster and smaller, the fastest first.
+
+        A plan that recomputes or offloads more than it needs to fit is not among those found.
+        """
         kept: list[Found] = []
         for each in self.found:  # by time
             if not kept or each.memory < kept[-1].memory:
@@ -82,6 +87,10 @@ class Advice:
             self.priced.preset,
         )  # fmt: skip
 
+    def held(self, guess: Estimate) -> float:
+        """Return the bytes of an estimate's fullest rank, with what fragmentation takes."""
+        return guess.peak_memory * (1 + FRAGMENTATION)
+
     def why_not(self, plan: Plan) -> str:
         """Say why a plan is not the best: it cannot work, does not fit, or takes longer, and because of what.
 
@@ -94,7 +103,7 @@ class Advice:
             this = self.estimate(plan)
         except ValueError as error:
             return f"{plan!r} cannot work: {error}"
-        needed, room = this.peak_memory * (1 + FRAGMENTATION), float(self.priced.hardware.device.memory)
+        needed, room = self.held(this), float(self.priced.hardware.device.memory)
         if needed > room:
             stage = max(this.stage_memory, key=lambda memory: sum(memory.values()))
             largest = max(stage, key=stage.__getitem__)

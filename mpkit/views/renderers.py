@@ -43,6 +43,7 @@ RENDERERS = {
         "text": "mpkit.views.memory.fits:fits_text",
         "svg": "mpkit.views.memory.fits:fits_svg",
     },
+    "Advice": {"chart": "mpkit.views.comparison.advice:advice_figure"},
     "Scaling": {"chart": "mpkit.views.comparison.scaling:scaling_figure"},
     "MemoryByStrategy": {
         "svg": "mpkit.views.memory.strategies_svg:strategies_svg",

@@ -42,6 +42,15 @@ def test_the_table_and_the_frontier_are_ordered(advice: Advice) -> None:
     )
 
 
+def test_the_chart_marks_the_frontier(advice: Advice) -> None:
+    every, frontier = advice.figure().data
+    assert len(every.x) == min(2000, len(advice.found))
+    assert list(frontier.text) == [repr(plan) for plan in advice.frontier]
+    assert list(frontier.y) == sorted(frontier.y)
+    assert min(every.y) == frontier.y[0]
+    assert advice.figure().layout.title.text == "llama3-8b on 8x-a100-nvlink, 64 samples of 4096 tokens"
+
+
 def test_why_not_says_what_stands_against_a_plan(advice: Advice) -> None:
     out = advice.why_not(mk.Plan(dp=8, zero=1))
     needed, room, by = (float(number) for number in re.findall(r"(\d+\.\d)", out))
