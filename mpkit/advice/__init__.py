@@ -1,5 +1,6 @@
 """Advice: which plan, with reasons.
 
+offers     what a software stack can do
 space      every plan that is possible
 search     those that fit, by time, cost or devices: memory first
 advice     what was found, ranked; why not another plan; the same on other hardware

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
 
+from mpkit.advice.offers import Offers, offers_of
 from mpkit.advice.space import Question, families
 from mpkit.cost_model.fits import FRAGMENTATION
 from mpkit.cost_model.layout import Layout
@@ -28,10 +29,7 @@ from mpkit.cost_model.stack import Stack
 from mpkit.cost_model.step import step_time
 from mpkit.devices.hardware import Hardware
 
-__all__ = ["OFFLOADS", "RECOMPUTES", "Found", "Priced", "search"]
-
-RECOMPUTES = "none", "selective", "full"
-OFFLOADS = "none", "optimizer", "params"
+__all__ = ["Found", "Priced", "search"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +92,9 @@ def search(priced: Priced, devices: int) -> tuple[list[Found], int]:
     room = float(priced.hardware.device.memory)
     found: list[Found] = []
     considered = 0
-    for family in families(priced.asked, devices, priced.hardware.per_node):
-        reliefs = _reliefs(family[0])
+    offers = offers_of(priced.stack.name)
+    for family in families(priced.asked, devices, priced.hardware.per_node, offers):
+        reliefs = _reliefs(family[0], offers)
         considered += len(reliefs) * len(family)
         for layout in family:
             most = replace(layout, offload=reliefs[-1][0], recompute=reliefs[-1][1])
@@ -106,10 +105,10 @@ def search(priced: Priced, devices: int) -> tuple[list[Found], int]:
     return sorted(found, key=lambda each: each.seconds), considered
 
 
-def _reliefs(layout: Layout) -> list[tuple[str, str]]:
+def _reliefs(layout: Layout, offers: Offers) -> list[tuple[str, str]]:
     """Return the pairs of offload and recomputation that a layout can have, ordered by offload, then by cost."""
-    offloads = OFFLOADS if layout.zero == 3 else OFFLOADS[:2]
-    return [(offload, recompute) for offload in offloads for recompute in RECOMPUTES]
+    offloads = offers.offload if layout.zero == 3 else [each for each in offers.offload if each != "params"]
+    return [(offload, recompute) for offload in offloads for recompute in offers.recompute]
 
 
 def _fitting(
@@ -122,6 +121,6 @@ def _fitting(
             memory = priced.memory(relieved)
             if memory <= room:
                 yield relieved, memory
-                if recompute == "none":
+                if recompute == reliefs[0][1]:
                     return
                 break

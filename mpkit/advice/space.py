@@ -1,12 +1,13 @@
 """Space: every layout by which a batch of a model can be trained on a number of devices.
 
     mesh         pp x dp x tp x cp = devices, where tp divides heads and MLP, cp the sequence, dp the batch
-    schedule     of the literature, with its stages per rank; without a pipeline, accumulation
-    zero         0 to 3
+    schedule     that the software has (`mpkit.advice.offers`), with its stages per rank; accumulation without stages
+    zero         of those that it has, 0 to 3
     microbatch   each divisor of a replica's samples
 
 Recomputation and offload are not enumerated here: they only ever cost time, so the search adds them where memory asks
-for them (`mpkit.advice.search`). Sequence parallelism is always on beside tp: it sends as much and holds less.
+for them (`mpkit.advice.search`). Sequence parallelism, where there is any, is on beside tp: it sends as
+much and holds less.
 """
 
 from __future__ import annotations
@@ -14,19 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mpkit.advice.offers import EVERYTHING, Offers
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.layout import Layout
 
-__all__ = ["SCHEDULES", "Question", "divisors", "families"]
-
-SCHEDULES = (
-    ("1f1b", 1),
-    ("zb_h1", 1),
-    ("zbv", 2),
-    ("interleaved_1f1b", 2),
-    ("interleaved_1f1b", 4),
-)
-"""Schedules with their stages per rank, v. GPipe has the bubble of 1F1B and never holds less."""
+__all__ = ["Question", "divisors", "families"]
 
 
 @dataclass(frozen=True)
@@ -43,13 +36,16 @@ class Question:
     sequence: int
 
 
-def families(asked: Question, devices: int, per_node: int) -> Iterator[tuple[Layout, ...]]:
+def families(
+    asked: Question, devices: int, per_node: int, offers: Offers = EVERYTHING
+) -> Iterator[tuple[Layout, ...]]:
     """Yield families of layouts that differ in the samples of a micro-batch only, the smallest first.
 
     Args:
         asked: what is to be trained.
         devices: all of them are used.
         per_node: devices per node; tensor parallelism goes up to four nodes.
+        offers: what the software can do.
 
     >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257)
     >>> found = list(families(Question(gpt2, 8, 1024), 2, 8))
@@ -57,28 +53,30 @@ def families(asked: Question, devices: int, per_node: int) -> Iterator[tuple[Lay
     [1, 2, 4]
     """
     model = asked.model
-    for tp in divisors(devices):
+    for tp in divisors(devices) if offers.tensor else [1]:
         if tp > 4 * per_node or model.heads % tp or model.ffn % tp:
             continue
-        for cp in divisors(devices // tp):
+        for cp in divisors(devices // tp) if offers.context else [1]:
             if asked.sequence % cp:
                 continue
-            for pp in divisors(devices // tp // cp):
+            for pp in divisors(devices // tp // cp) if offers.schedules else [1]:
                 dp = devices // tp // cp // pp
                 if pp > model.layers or asked.global_batch % dp:
                     continue
-                yield from _of_mesh(asked, pp, dp, tp, cp)
+                yield from _of_mesh(asked, offers, pp, dp, tp, cp)
 
 
-def _of_mesh(asked: Question, pp: int, dp: int, tp: int, cp: int) -> Iterator[tuple[Layout, ...]]:
+def _of_mesh(
+    asked: Question, offers: Offers, pp: int, dp: int, tp: int, cp: int
+) -> Iterator[tuple[Layout, ...]]:
     samples = asked.global_batch // dp
-    for zero in range(4) if dp * cp > 1 else (0,):
-        for schedule, v in SCHEDULES if pp > 1 else (("gpipe", 1),):
+    for zero in offers.zero if dp * cp > 1 else (0,):
+        for schedule, v in offers.schedules if pp > 1 else (("gpipe", 1),):
             if pp * v <= asked.model.layers:
                 yield tuple(
                     Layout(
                         pp=pp, dp=dp, cp=cp, tp=tp, zero=zero, microbatch=each, microbatches=samples // each,
-                        virtual_stages=v, schedule=schedule, sequence_parallel=tp > 1,
+                        virtual_stages=v, schedule=schedule, sequence_parallel=tp > 1 and offers.sequence,
                     )
                     for each in divisors(samples)
                 )  # fmt: skip

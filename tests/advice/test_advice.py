@@ -81,6 +81,18 @@ def test_rules_follow_the_numbers() -> None:
     assert inside.agrees
 
 
+def test_only_what_the_software_can_do_is_advised() -> None:
+    asked = {"global_batch": 64, "sequence": 2048}
+    old = mk.advise("llama3-8b", "2x8-h100-ndr", stack="megatron-2021", **asked)
+    assert {(found.layout.recompute, found.layout.zero, found.layout.offload) for found in old.found} == {
+        ("full", 0, "none")
+    }
+    fsdp = mk.advise("llama3-8b", "2x8-h100-ndr", stack="llm-foundry", **asked)
+    assert {(found.layout.pp, found.layout.tp, found.layout.zero >= 2) for found in fsdp.found} == {
+        (1, 1, True)
+    }
+
+
 def test_again_on_a_machine_that_lost_a_link(advice: Advice) -> None:
     machine = mk.hardware("8x-a100-nvlink")
     slow = replace(machine, link=mk.devices.Link("a slow wire", 1e-5, 1e9))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.advice.advice import advised, plan_of
-from mpkit.advice.search import OFFLOADS, RECOMPUTES, Found, Priced, search
+from mpkit.advice.offers import offers_of
+from mpkit.advice.search import Found, Priced, search
 from mpkit.advice.space import Question, families
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.fits import FRAGMENTATION
@@ -47,8 +48,9 @@ def priced(
 def every(asked: Priced) -> list[Found]:
     """All layouts that fit, by trying each with each relief, and the memory of all stages."""
     found = []
-    for family in families(asked.asked, asked.hardware.devices, asked.hardware.per_node):
-        for layout, offload, recompute in product(family, OFFLOADS, RECOMPUTES):
+    offers = offers_of(asked.stack.name)
+    for family in families(asked.asked, asked.hardware.devices, asked.hardware.per_node, offers):
+        for layout, offload, recompute in product(family, offers.offload, offers.recompute):
             if offload == "params" and layout.zero < 3:
                 continue
             this = replace(layout, offload=offload, recompute=recompute)
@@ -64,8 +66,9 @@ def every(asked: Priced) -> list[Found]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("memory", [3, 6, 12, 80])
-def test_the_best_is_best_by_exhaustive_evaluation(name: str, memory: float) -> None:
-    asked = priced(name, machine(memory))
+@pytest.mark.parametrize("stack", ["pytorch", "megatron-2021"])
+def test_the_best_is_best_by_exhaustive_evaluation(name: str, memory: float, stack: str) -> None:
+    asked = priced(name, machine(memory), stack)
     found, considered = search(asked, asked.hardware.devices)
     tried = every(asked)
     assert bool(found) == bool(tried)

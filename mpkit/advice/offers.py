@@ -1,0 +1,69 @@
+"""Offers: what a software stack can do, so that only such plans are advised.
+
+Plain PyTorch and mpkit can do everything that a Plan says. Of the other stacks it is what their documentation lists, or
+for a stack of a year what the paper of that year describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["EVERYTHING", "Offers", "offers_of"]
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What a stack offers.
+
+    Attributes:
+        schedules: of a pipeline, with their stages per rank v; () if it has no pipelines.
+        zero: its stages of ZeRO.
+        recompute, offload: as in a Plan, in the order of what they cost.
+        tensor, context, sequence: whether it has tensor, context and sequence parallelism.
+    """
+
+    schedules: tuple[tuple[str, int], ...] = (
+        ("1f1b", 1),
+        ("zb_h1", 1),
+        ("zbv", 2),
+        ("interleaved_1f1b", 2),
+        ("interleaved_1f1b", 4),
+    )
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    offload: tuple[str, ...] = ("none", "optimizer", "params")
+    tensor: bool = True
+    context: bool = True
+    sequence: bool = True
+
+
+EVERYTHING = Offers()
+"""GPipe is not among the schedules: it has the bubble of 1F1B and never holds less."""
+
+MEGATRON = tuple(("1f1b" if v == 1 else "interleaved_1f1b", v) for v in (1, 2, 3, 4, 6, 8))
+
+OFFERS: Mapping[str, Offers] = {
+    "megatron-2021": Offers(MEGATRON, (0,), ("full",), ("none",), context=False, sequence=False),
+    "megatron": Offers(MEGATRON, (0, 1), offload=("none",)),
+    "deepspeed-2021": Offers((), recompute=("none", "full"), tensor=False, context=False, sequence=False),
+    "deepspeed": Offers((), recompute=("none", "full"), tensor=False, context=False, sequence=False),
+    "llm-foundry": Offers(
+        (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False
+    ),
+    "llm-foundry-pure": Offers(
+        (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False
+    ),
+    "nanotron": Offers((("1f1b", 1),), (0, 1), ("none",), ("none",), context=False),
+}
+"""Sources: Narayanan et al. 2021 (SC'21, which recomputes everything); Megatron-LM's, DeepSpeed's, llm-foundry's and
+nanotron's documentation."""
+
+
+def offers_of(stack: str) -> Offers:
+    """Return what a stack offers; everything if nothing else is known of it.
+
+    >>> offers_of("nanotron").schedules, offers_of("pytorch") is EVERYTHING
+    ((('1f1b', 1),), True)
+    """
+    return OFFERS.get(stack, EVERYTHING)
