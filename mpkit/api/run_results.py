@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mpkit.analysis.placed_ranks import Placement
+    from mpkit.cost_model.calibrate import Observation
     from mpkit.devices.hardware import Hardware
     from mpkit.launch.external.external_launch import ExternalLaunch
     from mpkit.launch.launch import Launch
@@ -187,6 +188,42 @@ class RunResults:
         from mpkit.analysis.placement import placement_of
 
         return placement_of(self._launch.meta, self.plan.ranks, model=self._job.what.model, hardware=hardware)
+
+    def measured_step(self, hardware: Hardware | str | None = None) -> Observation:
+        """Return a step with its measured time, the median of all but the first on the virtual clock.
+
+        `mk.calibrate([run, other])` takes runs as they are; this is for a machine that the catalogue does not name.
+
+        Args:
+            hardware: the machine that the run was on, with a device for each rank; None: the one it names.
+
+        Raises:
+            ValueError: the model's sizes cannot be read, its inputs are no tokens, or a single step ran.
+        """
+        from statistics import median
+
+        from mpkit.cost_model.estimate import estimate
+
+        timeline, inputs = self.timeline(hardware, clock="virtual"), self._job.what.batches
+        if len(timeline.steps) < 2:
+            raise ValueError(
+                "the first step sets up and is not counted: train for two steps or more, steps=4"
+            )
+        shape: tuple[int, ...] = tuple(getattr(inputs[0][0], "shape", ())) if isinstance(inputs, list) else ()
+        if len(shape) != 2:
+            raise ValueError(
+                "only of batches in memory, tokens of [samples, sequence], is the sequence known"
+            )
+        machine = hardware or timeline.meta.get("hardware") or "cpu"
+        guess = estimate(
+            self._job.what.model,
+            self.plan,
+            machine,
+            global_batch=int(shape[0]),
+            sequence=int(shape[1]),
+            stack="mpkit",
+        )
+        return guess.measured(float(median(timeline.step(i).step_time for i in timeline.steps[1:])))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained weights: whole, on the CPU, under the model's own names.

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.preset import Preset
+from mpkit.cost_model.preset import Preset, preset_as_played
 from mpkit.cost_model.stack import PRIOR, Constants, Stack
 from mpkit.cost_model.step import step_time
 from mpkit.devices.hardware import Hardware
@@ -141,14 +141,18 @@ def preset_of(rows: Iterable[Observation], prior: Constants = PRIOR, name: str =
 
 @public
 def calibrate(
-    steps: Iterable[Observation | tuple[Any, float]], *, prior: Constants = PRIOR, name: str = ""
+    steps: Iterable[Observation | HasStep | tuple[Any, float]],
+    *,
+    prior: Constants | None = None,
+    name: str = "",
 ) -> Preset:
     """Return a preset from measured steps of one's own, for `mk.estimate(..., preset=)`.
 
     Args:
-        steps: for each, the pair of its estimate and its seconds, (mk.estimate(...), 0.41), or what
-            `estimate.measured(seconds)` returns. Four or more that differ in sizes give a band of their own.
-        prior: the constants to which few steps are held.
+        steps: for each, the pair of its estimate and its seconds, (mk.estimate(...), 0.41), what
+            `estimate.measured(seconds)` returns, or a finished Run of mpkit. Four or more that differ in sizes give a
+            band of their own.
+        prior: the constants to which few steps are held; None: those of A100; of Runs, what plays take.
         name: what the stack is called; "": as in the estimates.
 
     Raises:
@@ -164,27 +168,42 @@ def calibrate(
     """
     rows = []
     for step in steps:
-        row = step if isinstance(step, Observation) else _paired(step)
+        row = step if isinstance(step, Observation) else _observed(step)
         if not row.seconds > 0:
             raise ValueError(
                 f"{row.name} took {row.seconds} seconds: give the seconds of a step, such as 0.41"
             )
         rows.append(row)
-    return preset_of(rows, prior, name)
+    own = (
+        preset_as_played(rows[0].hardware.device).constants
+        if rows and rows[0].stack.name == "mpkit"
+        else PRIOR
+    )
+    return preset_of(rows, prior or own, name)
 
 
-def _paired(step: Any) -> Observation:
-    """Return the observation of a pair of an estimate and its seconds.
+class HasStep(Protocol):
+    """A finished run, which knows its step."""
+
+    def measured_step(self) -> Observation:
+        """Return a step with its measured time."""
+
+
+def _observed(step: Any) -> Observation:
+    """Return the observation of a run, or of a pair of an estimate and its seconds.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is neither.
     """
+    if hasattr(step, "measured_step"):
+        observed: Observation = step.measured_step()
+        return observed
     try:
         guess, seconds = step
         row: Observation = guess.measured(float(seconds))
     except (TypeError, ValueError, AttributeError):
         raise ValueError(
-            f"calibrate([..., {step!r}, ...]): each is a pair of an estimate and its measured seconds, such as "
+            f"calibrate([..., {step!r}, ...]): each is a Run, or a pair of an estimate and measured seconds, such as "
             "(mk.estimate('llama3-8b', plan, '8x-h100-nvlink', global_batch=16, sequence=4096), 0.41)"
         ) from None
     return row

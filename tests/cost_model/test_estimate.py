@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,8 +16,12 @@ from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.estimate import estimated
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.memory import kept
+from mpkit.cost_model.preset import preset_as_played
 from mpkit.cost_model.stack import Stack, stack_of
+from mpkit.data import text_batches
+from mpkit.models import GPT, next_token_loss
 from mpkit.plan.model_states import formula
+from tests.recipes import adamw
 
 H100 = mk.cluster_of("h100", nodes=128, nic="ndr")
 LLAMA = "llama3-8b"
@@ -226,3 +232,26 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["fits", "--model", "llama3-8b", "--plan", "zer3", "--on", "8x-a100-nvlink"])
     assert left.value.code == 2 and "'zer3' means nothing" in capsys.readouterr().err
+
+
+def test_runs_calibrate_a_machine(clusters: Callable[[int], mk.Cluster]) -> None:
+    """Of plans that ran, the one that is left out is predicted."""
+    torch.manual_seed(0)
+    model, data = GPT(layers=4, width=128, heads=4, length=64), text_batches(batch=16, length=64, steps=3)
+    how: dict[str, Any] = {"loss": next_token_loss, "optimizer": adamw, "steps": 3, "show": False}
+    runs = [
+        clusters(2).train(model, data, plan, **how).wait() for plan in (mk.Plan.ddp(2), mk.Plan.gpipe(2, 4))
+    ]
+    steps = [run.measured_step() for run in runs]
+    assert [step.layout.global_batch for step in steps] == [16, 16]
+    assert [step.hardware.name for step in steps] == ["cpu", "cpu"]
+    preset = mk.calibrate(runs)
+    assert preset == mk.calibrate(steps)
+    assert (preset.device, preset.stack, preset.rows) == ("CPU core", "mpkit", 2)
+    for step in steps:  # both at once are fitted better than by what plays take
+        played = preset_as_played(step.hardware.device).constants
+        assert abs(step.predicted(preset.constants) - step.seconds) < abs(
+            step.predicted(played) - step.seconds
+        )
+    with pytest.raises(ValueError, match="a Run, or a pair"):
+        mk.calibrate([3])
