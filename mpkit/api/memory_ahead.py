@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpkit.cost_model.fits import Fits, fits
-from mpkit.cost_model.known_models import architecture_of
+from mpkit.cost_model.known_models import NoArchitecture, architecture_of
 from mpkit.cost_model.stack import Stack, stack_of
 from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.plan.model_states import formula
@@ -94,8 +94,8 @@ def _estimated(model: nn.Module, plan: Plan, shape: Sequence[int], available: in
         return None
     try:
         architecture = architecture_of(model)
-    except ValueError:
-        return None  # no transformer, or one without a config
+    except NoArchitecture:
+        return None
     device = Device("the device", {"float32": 1e12}, 1e12, available)
     machine = Hardware("this machine", device, Link("any", 0.0, 1e11), per_node=max(plan.ranks, 1))
     try:

@@ -17,7 +17,11 @@ from typing import Any
 
 from mpkit.cost_model.architecture import Architecture
 
-__all__ = ["architecture_of", "known_models"]
+__all__ = ["NoArchitecture", "architecture_of", "known_models"]
+
+
+class NoArchitecture(ValueError):
+    """A model has no config from which its sizes follow."""
 
 
 @cache
@@ -80,7 +84,7 @@ def architecture_of(model: object) -> Architecture:
         sizes = {name: getattr(config, name) for name in config.__dataclass_fields__}
     if isinstance(sizes, Mapping) and ({"hidden_size", "n_embd", "d_model", "width"} & set(sizes)):
         return replace(_of_mapping(sizes), name=type(model).__name__)
-    raise ValueError(
+    raise NoArchitecture(
         f"model={type(model).__name__} has no config from which its layers, hidden size and heads follow. Give them: "
         "{'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}; or measure it here: mk.profile(model, data)"
     )

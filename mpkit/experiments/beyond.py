@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.calibrate import calibrate
 from mpkit.cost_model.estimate import Estimate, estimate
-from mpkit.cost_model.known_models import architecture_of
+from mpkit.cost_model.known_models import NoArchitecture, architecture_of
 from mpkit.cost_model.preset import UNFITTED, Preset, preset_as_played
 from mpkit.data.stream import Stream
 from mpkit.devices.catalogue import hardware as find
@@ -100,7 +100,7 @@ def beyond_of(
     """
     try:
         architecture = architecture_of(model)
-    except ValueError as error:
+    except NoArchitecture as error:
         raise ValueError(
             f"scaling(beyond=...) predicts transformers whose sizes it can read, and this is a {type(model).__name__}. "
             "Any model, from a profile: mk.profile(model, data, loss=..., optimizer=...).predict(mk.Plan.ddp(8))"
