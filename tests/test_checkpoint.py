@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from mpkit.api.run import Run
 from mpkit.parallel.checkpoint.files import digest
 from mpkit.parallel.checkpoint.head import Damaged, seal
 from mpkit.parallel.checkpoint.index import read_index
-from mpkit.prepare.resume import find_checkpoint
+from mpkit.prepare.resume import check_saving, find_checkpoint
 
 Clusters = Callable[[int], mk.Cluster]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -503,6 +504,12 @@ def test_what_does_not_fit_says_so(clusters: Clusters, saved: Path) -> None:
     refused("cannot be written to", checkpoint_every=1, checkpoint_dir=tmp_path / "file")
     (tmp_path / "step-00000008.partial").mkdir()
     refused("cut short", resume_from=tmp_path / "step-00000008.partial")
+
+
+def test_every_rank_of_a_launcher_may_check_the_folder_at_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as ranks:
+        assert len(list(ranks.map(lambda _: check_saving(1, tmp_path, 1), range(400)))) == 400
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_that_cannot_be_written_says_so(clusters: Clusters, tmp_path: Path) -> None:

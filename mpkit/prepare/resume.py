@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,9 @@ def check_saving(every: Any, folder: Any, keep: Any) -> Saving | None:
     path = _path("checkpoint_dir", folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / f"probe{PARTIAL}"
-        probe.mkdir(exist_ok=True)
-        probe.rmdir()
+        tempfile.TemporaryDirectory(
+            prefix="probe-", suffix=PARTIAL, dir=path, ignore_cleanup_errors=True
+        ).cleanup()
     except OSError as error:
         raise ValueError(
             f"checkpoint_dir={str(folder)!r} cannot be written to ({error.strerror or error}): a folder that every "
