@@ -1,7 +1,8 @@
-"""Plans predicted from a profile before they run, beside their runs: step time on the virtual clock and measured.
+"""Plans predicted from a profile, beside their runs: step time on the virtual clock and on the measured one.
 
 The model is the demo's, and so are the plans. Each of the two ranks has a core of its own where the machine has two,
-so the wall clock counts as well. A machine's speed drifts: every round profiles, predicts and runs; medians are shown.
+so the wall clock counts as well. A machine's speed drifts: every round
+profiles, predicts and runs, and medians are shown.
 """
 
 from __future__ import annotations
@@ -45,12 +46,14 @@ def _round(
     profile = mk.profile(model, data, loss=next_token_loss, optimizer=_adamw, cluster=cluster)
     for name in NAMES:
         title, plan = STRATEGIES[name](RANKS, MICROBATCHES)
-        predicted = profile.predict(plan, cluster=cluster).step_time
+        predicted = {clock: profile.predict(plan, clock=clock, cluster=cluster).step_time for clock in CLOCKS}
         run = cluster.train(
             model, data, plan, loss=next_token_loss, optimizer=_adamw, steps=STEPS, show=False
         ).wait()
         for clock in CLOCKS:
-            found.setdefault((title, clock), []).append((predicted, _median(run.timeline(clock=clock))))
+            found.setdefault((title, clock), []).append(
+                (predicted[clock], _median(run.timeline(clock=clock)))
+            )
 
 
 def _adamw(params: Any) -> torch.optim.Optimizer:

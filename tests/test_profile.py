@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.experiments.profile import Profile
+from mpkit.support.cores import cores
 from mpkit.trace import Kind
 from tests.recipes import adamw
 
@@ -41,7 +43,7 @@ def found(clusters: Callable[[int], mk.Cluster]) -> Profile:
 @pytest.fixture(scope="module")
 def said(found: Profile) -> Profile:
     """A profile whose seconds are ours, so that what it says of a plan can be computed by hand."""
-    return replace(found, measured=SECONDS)
+    return replace(found, measured=SECONDS, beside={})
 
 
 def times(timeline: mk.Timeline, kind: Kind) -> float:
@@ -84,6 +86,60 @@ def test_replicas_take_what_their_share_of_the_samples_takes(
     assert times(predicted, Kind.FORWARD) == about(6)
     assert times(predicted, Kind.OPTIMIZER) == about(3)
     assert predicted.step_time > 6 + 16 + 3  # communication
+
+
+def test_ranks_that_compute_at_once_slow_each_other_down(
+    said: Profile, clusters: Callable[[int], mk.Cluster]
+) -> None:
+    """All of the time under data parallelism; never where one rank waits for the other."""
+    slowed = replace(said, beside={Kind.FORWARD: 2.0, Kind.BACKWARD: 1.5})
+    apart, both = (one.predict(mk.Plan.ddp(2), cluster=clusters(2)) for one in (said, slowed))
+    for kind, factor in ((Kind.FORWARD, 2.0), (Kind.BACKWARD, 1.5), (Kind.OPTIMIZER, 1.0)):
+        assert times(both, kind) == about(factor * times(apart, kind))
+    in_turn = mk.Plan(pp=2, schedule="naive")
+    alone, beside = (one.predict(in_turn, cluster=clusters(2)) for one in (said, slowed))
+    assert times(beside, Kind.FORWARD) == about(times(alone, Kind.FORWARD))
+
+
+def test_the_measured_clock_has_the_links_of_busy_ranks(
+    said: Profile, clusters: Callable[[int], mk.Cluster]
+) -> None:
+    """Each of tensor parallelism's all-reduces takes two hops, and at most one of them hides behind compute."""
+    slow = replace(said.link, latency=1.0, bandwidth=inf, bus={})
+    plan, cluster = mk.Plan(tp=2), clusters(2)
+    alone = said.predict(plan, cluster=cluster)
+    reduced = alone.spans[(alone.spans["kind"] == Kind.ALL_REDUCE) & (alone.spans["rank"] == 0)]
+    busy = replace(said, link=slow, taken=0.0).predict(plan, clock="measured", cluster=cluster)
+    assert len(reduced) > 2
+    assert 2 * len(reduced) - 2.1 < busy.step_time - alone.step_time < 2 * len(reduced) + 0.1
+
+
+def test_hidden_communication_takes_a_core(said: Profile, clusters: Callable[[int], mk.Cluster]) -> None:
+    plan, cluster = mk.Plan.ddp(4), clusters(2)  # more ranks than this machine has cores, or as many
+    slow = replace(said.link, latency=1.0, bandwidth=inf, bus={})
+    free, paid = (
+        replace(said, link=slow, taken=taken).predict(plan, clock="measured", cluster=cluster)
+        for taken in (0.0, 0.5)
+    )
+    if plan.ranks >= cores():
+        assert times(paid, Kind.BACKWARD) > times(free, Kind.BACKWARD)
+        assert times(paid, Kind.OPTIMIZER) == about(times(free, Kind.OPTIMIZER))
+    else:
+        assert times(paid, Kind.BACKWARD) == about(times(free, Kind.BACKWARD))
+
+
+def test_what_is_measured_between_busy_ranks(found: Profile) -> None:
+    assert set(found.beside) == set(KINDS)
+    assert all(1 <= factor < 20 for factor in found.beside.values())
+    assert found.link.latency > 0
+    assert found.link.time(Kind.ALL_REDUCE, 1e6) < found.link.time(Kind.ALL_REDUCE, 1e8)
+    assert 0 < found.taken < 4
+    assert "between two busy ranks a message waits" in str(found)
+
+
+def test_a_clock_that_there_is_not(said: Profile) -> None:
+    with pytest.raises(ValueError, match=r"clock='wall': .*clock='virtual' or clock='measured'"):
+        said.predict(mk.Plan.ddp(2), clock="wall")
 
 
 def test_stages_share_what_the_model_takes(said: Profile, clusters: Callable[[int], mk.Cluster]) -> None:

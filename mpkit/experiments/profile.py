@@ -2,11 +2,14 @@
 
     measure     training on this machine: serially, with micro-batches of three sizes, and in two stages whose backward
                 is split; seconds of CPU that the whole model's forward, backward and update take, by kind of action
+    beside      the same in two replicas at once, and collectives between two busy ranks: `busy_ranks`
     count       the same plans played on tensors without content (`mk.trace_fake`): what the roofline of an assumed
                 core makes of these actions
     factor      measured / counted of the whole model, by kind, for a micro-batch of the plan's size
     predict     the plan is played, its actions take the factor times what is counted, and the replay adds
-                communication over the loopback link
+                communication: over the loopback link, each rank on a core of its own, or as between busy ranks
+    share       actions take longer in proportion to the time in which other ranks compute, and on the measured clock to
+                the time in which communication takes a core from them
 
 So the plan's own code says which operators and messages there are, and this machine says how fast it is.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +27,12 @@ import numpy as np
 from mpkit.api.borrowed_cluster import lent_of_any_size
 from mpkit.api.cluster import Cluster
 from mpkit.data.microbatch import map_tensors
+from mpkit.devices.catalogue import hardware as find
+from mpkit.devices.link import Link
+from mpkit.experiments.busy_ranks import measure_link, overlapped, scaled
 from mpkit.fake.trace import trace_fake
 from mpkit.plan.plan import Plan
+from mpkit.support.cores import cores
 from mpkit.support.tracebacks import public
 from mpkit.support.units import seconds
 from mpkit.timeline.timeline import Timeline
@@ -42,8 +49,10 @@ TRIALS = {
     SERIAL: (2, 8, 16),
     SPLIT: (2, 4),
 }  # plans to measure, with the numbers by which the batch is divided
+REPLICAS = Plan.ddp(2)
 WHOLE = Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER
 HALVES = Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
+ACTIONS = *WHOLE, *HALVES, Kind.RECOMPUTE, Kind.COMPUTE
 LIKE = {Kind.RECOMPUTE: Kind.FORWARD, Kind.COMPUTE: Kind.FORWARD}  # take the factor of another kind
 
 
@@ -55,34 +64,57 @@ class Profile:
         measured: seconds that the whole model's action takes, by kind and by samples in the micro-batch.
         samples: samples of the batch that plans divide.
         whole: why a split backward could not be measured; "" where it was.
+        beside: how many times as long an action takes while the other rank computes, by kind; 1 where not measured.
+        link: messages and collectives between two ranks that both compute.
+        taken: cores that a rank's collective keeps busy.
     """
 
     measured: Mapping[Kind, Mapping[int, float]]
     samples: int
     whole: str
+    beside: Mapping[Kind, float]
+    link: Link
+    taken: float
     _played: Callable[[Plan, int, Cluster | None], Trace] = field(repr=False, compare=False)
     _counted: dict[tuple[Kind, int], float] = field(default_factory=dict, repr=False, compare=False)
 
-    def predict(self, plan: Plan, *, cluster: Cluster | None = None) -> Timeline:
-        """Return the predicted step of a plan, on the virtual clock: each rank on a core of its own.
+    def predict(self, plan: Plan, *, clock: str = "virtual", cluster: Cluster | None = None) -> Timeline:
+        """Return the predicted step of a plan.
 
         Args:
             plan: any plan for CPU ranks.
+            clock: "virtual": each rank on a core of its own, as in `Run.timeline`. "measured": as long as a step takes
+                on this machine's clock, whose cores also copy what ranks send.
             cluster: any cluster, whose helper process to use; None: start one.
 
         Raises:
-            ValueError: the plan does not fit the model or the batch; or it splits the backward, and the model's could
-                not be measured so (`whole` says why).
+            ValueError: the plan does not fit the model or the batch; there is no such clock; or the plan splits the
+                backward, and the model's could not be measured so (`whole` says why).
         """
-        trace = self._played(plan, self.samples, cluster)
+        if clock not in ("virtual", "measured"):
+            raise ValueError(f"clock={clock!r}: a profile predicts clock='virtual' or clock='measured'")
+        # ---- count and factor
+        counted = self._played(plan, self.samples, cluster)
         samples = max(1, round(self.samples / (plan.dp * plan.microbatches)))
-        for rank in trace.ranks:
-            rank.ops = ops = rank.ops.copy()  # ranks that do the same share the played one's
-            for kind in set(ops["kind"].tolist()) & {*WHOLE, *HALVES, *LIKE}:
-                mine = ops["kind"] == kind
-                factor = self._factor(LIKE.get(kind, kind), samples, cluster)
-                ops["cpu"][mine] = (ops["cpu"][mine] * factor).astype(ops["cpu"].dtype)
-        return Timeline.of(trace)
+        kinds = set(ACTIONS) & {
+            Kind(kind) for rank in counted.ranks for kind in set(rank.ops["kind"].tolist())
+        }
+        factors = {kind: self._factor(LIKE.get(kind, kind), samples, cluster) for kind in kinds}
+        trace = scaled(counted, lambda rank, kind: factors[kind], kinds)
+        # ---- share
+        hardware = None if clock == "virtual" else replace(find("cpu"), name="cpu-busy", link=self.link)
+        alone = Timeline.of(trace, hardware)
+        others = overlapped(alone, kinds, comm=False)
+        taken = self.taken if clock == "measured" and plan.ranks >= cores() else 0.0
+        copies = overlapped(alone, kinds, comm=True) if taken else {}
+
+        def shared(rank: int, kind: Kind) -> float:
+            beside = self.beside.get(LIKE.get(kind, kind), 1.0)
+            return (1 + (beside - 1) * others.get((rank, kind), 0.0)) * (
+                1 + taken * copies.get((rank, kind), 0.0)
+            )
+
+        return Timeline.of(scaled(trace, shared, kinds), hardware)
 
     def _factor(self, kind: Kind, samples: int, cluster: Cluster | None) -> float:
         """Return how much longer an action takes here than counted, for micro-batches of so many samples."""
@@ -114,7 +146,12 @@ class Profile:
         lines = ["measured on one core of this machine, by samples of a micro-batch:"]
         for kind, times in self.measured.items():
             parts = ", ".join(f"{size}: {seconds(time)}" for size, time in sorted(times.items()))
-            lines.append(f"  {Kind(kind).name.lower().replace('_', ' '):<12} {parts}")
+            ratio = f"; beside another rank x {self.beside[kind]:.2f}" if kind in self.beside else ""
+            lines.append(f"  {Kind(kind).name.lower().replace('_', ' '):<12} {parts}{ratio}")
+        message, rate = seconds(self.link.latency), self.link.rate(Kind.ALL_REDUCE) / 1e9
+        lines.append(
+            f"between two busy ranks a message waits {message}, and all-reduces reach {rate:.3g} GB/s"
+        )
         return "\n".join(lines)
 
 
@@ -155,28 +192,38 @@ def profile(
         )  # fmt: skip
 
     measured: dict[Kind, dict[int, float]] = {}
+    beside: dict[Kind, float] = {}
     whole = ""
-    trials = [
-        (plan, size)
-        for plan, parts in TRIALS.items()
-        for size in sorted({max(plan.microbatches, samples // part) for part in parts})
-    ]
     with lent_of_any_size(cluster.resized if cluster is not None else None, "cpu") as clusters:
-        for plan, size in trials:
-            part = _first(size, batch)
-            try:
-                run = clusters(plan.ranks).train(
-                    model, [part], plan, loss=loss, optimizer=optimizer, steps=STEPS, show=False
-                )
-            except ValueError as error:
-                if plan is not SPLIT:
-                    raise
-                whole = str(error)  # what `predict` says if it is asked for such a plan
-                continue
-            for kind, time in _whole_model(run.wait().timeline(clock="virtual")).items():
-                if (kind in HALVES) == (plan is SPLIT):
-                    measured.setdefault(kind, {})[size // plan.microbatches] = time
-    return Profile(measured, samples, whole, played)
+
+        def trial(plan: Plan, size: int) -> dict[Kind, float]:
+            run = clusters(plan.ranks).train(
+                model, [_first(size, batch)], plan, loss=loss, optimizer=optimizer, steps=STEPS, show=False
+            )
+            return _whole_model(run.wait().timeline(clock="virtual"))
+
+        def sizes(plan: Plan) -> list[int]:
+            return sorted({max(plan.microbatches, samples // part) for part in TRIALS[plan]})
+
+        # ---- measure
+        for size in sizes(SERIAL):
+            for kind, time in trial(SERIAL, size).items():
+                measured.setdefault(kind, {})[size] = time
+        # ---- beside
+        if half := samples // 2:
+            both = trial(REPLICAS, 2 * half)
+            beside = {kind: max(1.0, both[kind] / REPLICAS.ranks / measured[kind][half]) for kind in WHOLE}
+            beside |= dict.fromkeys(HALVES, beside[Kind.BACKWARD])
+        link, taken = measure_link(clusters(2))
+        # ---- the halves of a split backward
+        try:
+            for size in sizes(SPLIT):
+                found = trial(SPLIT, size)
+                for kind in HALVES:
+                    measured.setdefault(kind, {})[size // SPLIT.microbatches] = found[kind]
+        except ValueError as error:
+            whole = str(error)  # what `predict` says if it is asked for such a plan
+    return Profile(measured, samples, whole, beside, link, taken, played)
 
 
 def _whole_model(timeline: Timeline) -> dict[Kind, float]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from mpkit.checkup.probes.torch_build import TorchBuild, torch_build
 from mpkit.devices.local.nvidia_smi import QUERY
 from mpkit.support.ask import Answer, ask, read
+from mpkit.support.cores import cores
 
 __all__ = ["COMMANDS", "FILES", "Evidence", "Process", "gather"]
 
@@ -92,8 +93,7 @@ def gather(limit: float = 10.0) -> Evidence:
 
 def this_process() -> Process:
     """Return what this process is allowed."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cpus = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    cpus = cores()
     try:
         usage = shutil.disk_usage("/dev/shm")
         shm = (usage.total, usage.free)

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from mpkit.devices.hardware import wire_factor
+from mpkit.support.cores import cores
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
@@ -156,16 +157,13 @@ class _Images:
 
 def _load(data: Any) -> Loading:
     """Load batches of 16 for a moment, with no workers and with two and four of them, as far as there are cores."""
-    import os
-
     from torch.utils.data import DataLoader
 
     dataset: Any = _Images() if data is None else data
     nbytes = 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     rates = {}
     for workers in (0, 2, 4):
-        if workers and workers > cores:
+        if workers and workers > cores():
             continue
         batches = iter(DataLoader(dataset, batch_size=16, num_workers=workers))
         first = next(batches)

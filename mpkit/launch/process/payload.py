@@ -11,6 +11,7 @@ from typing import Any
 
 from mpkit.launch.process.folder import Settings
 from mpkit.launch.process.packing import dumps
+from mpkit.support.cores import cores
 
 __all__ = ["here", "pack"]
 
@@ -53,13 +54,12 @@ def here(
             "the current folder of this process has been deleted, and ranks start where it is: "
             "os.chdir(...) to a folder that exists"
         ) from None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Settings(
         ranks=ranks,
         device=device,
         backend=backend,
         devices=devices,
-        threads=1 if device == "cpu" else max(1, cores // ranks),
+        threads=1 if device == "cpu" else max(1, cores() // ranks),
         path=[os.path.abspath(p) if p else cwd for p in sys.path],
         cwd=cwd,
         argv=list(sys.argv),

@@ -1,0 +1,176 @@
+"""What ranks that compute at the same time take from each other: measured between two of them.
+
+    compute     ranks on neighbouring cores share caches, memory and clock: an action takes longer beside another one
+    wait        a collective between ranks that have just computed waits for the slower one, and for the threads that
+                copy its payload to get a core
+    copy        a collective that hides behind compute still takes the time of a core
+
+A test of collectives alone, such as nccl-tests, has none of the three.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpkit.devices.link import Link, hops, wire_factor
+from mpkit.trace import Kind, Lane, Trace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mpkit.api.cluster import Cluster
+    from mpkit.comm.communicator import Communicator
+    from mpkit.timeline.timeline import Timeline
+
+__all__ = ["measure_link", "overlapped", "scaled"]
+
+COMPUTE = 0.008
+"""Seconds of compute before each collective."""
+
+SMALL, LARGE = 1 << 12, 1 << 22
+"""Payloads in bytes: the time of one is latency, that of the other mostly the rate."""
+
+REPEATS = 10
+KINDS = Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.SEND
+
+
+# ---- measured ------------------------------------------------------------------------------------------------
+
+
+def measure_link(cluster: Cluster) -> tuple[Link, float]:
+    """Return the link between two busy ranks, and the cores that a rank's collective keeps busy meanwhile.
+
+    Args:
+        cluster: two CPU ranks.
+    """
+    rounds = cluster.run(_collectives)
+    took: dict[Kind, dict[int, float]] = {}
+    used = []
+    for (kind, nbytes), samples in rounds[0].items():
+        both = [*samples, *rounds[1][kind, nbytes]]
+        calls = 2 if kind == Kind.SEND else 1  # there and back
+        took.setdefault(kind, {})[nbytes] = median(wall for wall, _ in both) / calls
+        used += [core / wall for wall, core in both if nbytes == LARGE]
+    latency = median(times[SMALL] / hops(kind, 2) for kind, times in took.items())
+    rates = {
+        kind: wire_factor(kind, 2) * LARGE / max(times[LARGE] - hops(kind, 2) * latency, times[LARGE] / 10)
+        for kind, times in took.items()
+    }
+    sources = dict.fromkeys(
+        ("latency", "bandwidth", "bus"), "measured between two busy ranks on this machine"
+    )
+    return Link("loopback between busy ranks", latency, rates[Kind.SEND], rates, sources), median(used)
+
+
+def _collectives(ctx: Any) -> dict[tuple[Kind, int], list[tuple[float, float]]]:
+    """Return (seconds of the wall, seconds of other threads' CPU) of each collective, by kind and payload."""
+    import torch
+
+    square = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    once = _cpu_of(lambda: [square @ square for _ in range(50)]) / 50
+    products = max(1, round(COMPUTE / once))
+    found: dict[tuple[Kind, int], list[tuple[float, float]]] = {}
+    for nbytes in (SMALL, LARGE):
+        for kind, call in _calls(ctx.comm, torch.zeros(nbytes // 4)).items():
+            samples = [_timed(call, square, products) for _ in range(REPEATS)]
+            found[kind, nbytes] = samples[2:]  # the first ones connect the ranks
+    return found
+
+
+def _calls(comm: Communicator, whole: Tensor) -> dict[Kind, Callable[[], Any]]:
+    """Return what runs each kind of communication with this payload."""
+    part = whole[: len(whole) // 2].clone()
+
+    def there_and_back() -> None:
+        for sender in (0, 1):
+            if comm.rank == sender:
+                comm.send(whole, 1 - sender)
+            else:
+                comm.recv(whole, sender)
+
+    return {
+        Kind.ALL_REDUCE: lambda: comm.all_reduce(whole),
+        Kind.ALL_GATHER: lambda: comm.all_gather(part),
+        Kind.REDUCE_SCATTER: lambda: comm.reduce_scatter(whole),
+        Kind.SEND: there_and_back,
+    }
+
+
+def _timed(call: Callable[[], Any], square: Any, products: int) -> tuple[float, float]:
+    """Compute for a while, call, and return what went by beyond the compute, with the CPU of the other threads."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    compute = _cpu_of(lambda: [square @ square for _ in range(products)])
+    mine = _cpu_of(call)
+    return time.perf_counter() - begin - compute, time.process_time() - cpu - compute - mine
+
+
+def _cpu_of(call: Callable[[], Any]) -> float:
+    """Return the seconds of CPU that a call takes of this thread."""
+    begin = time.thread_time()
+    call()
+    return time.thread_time() - begin
+
+
+# ---- applied -------------------------------------------------------------------------------------------------
+
+
+def overlapped(timeline: Timeline, kinds: Collection[Kind], *, comm: bool) -> dict[tuple[int, int], float]:
+    """Return the fraction of a rank's compute during which others compute, or its own communication runs.
+
+    Args:
+        timeline: a replayed step.
+        kinds: kinds of compute.
+        comm: whether to look at the rank's own communication instead of the other ranks' compute.
+
+    Returns:
+        The fraction by rank and kind.
+    """
+    spans = timeline.spans[timeline.spans["depth"] == 0]
+    compute = spans[np.isin(spans["kind"], [int(kind) for kind in kinds])]
+    shares: dict[tuple[int, int], float] = {}
+    for rank in sorted(set(compute["rank"].tolist())):
+        if comm:
+            others = spans[(spans["rank"] == rank) & (spans["lane"] == Lane.COMM)]
+        else:
+            others = compute[compute["rank"] != rank]
+        union = _union(others["start"], others["end"])
+        for kind in kinds:
+            mine = compute[(compute["rank"] == rank) & (compute["kind"] == int(kind))]
+            if whole := float((mine["end"] - mine["start"]).sum()):
+                shares[rank, int(kind)] = sum(_common(one, union) for one in mine) / whole
+    return shares
+
+
+def _union(starts: Any, ends: Any) -> list[tuple[float, float]]:
+    """Return disjoint intervals, in order, that cover what these cover."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(zip(starts.tolist(), ends.tolist(), strict=True)):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _common(span: Any, union: list[tuple[float, float]]) -> float:
+    start, end = float(span["start"]), float(span["end"])
+    return sum(max(0.0, min(end, to) - max(start, begin)) for begin, to in union)
+
+
+def scaled(trace: Trace, factor: Callable[[int, Kind], float], kinds: Collection[Kind]) -> Trace:
+    """Return the trace with each rank's ops of these kinds taking `factor(rank, kind)` times as long."""
+    ranks = []
+    for number, rank in enumerate(trace.ranks):
+        ops = rank.ops.copy()
+        for kind in kinds:
+            mine = ops["kind"] == int(kind)
+            if mine.any():
+                ops["cpu"][mine] = (ops["cpu"][mine] * factor(number, kind)).astype(ops["cpu"].dtype)
+        ranks.append(replace(rank, ops=ops))
+    return replace(trace, ranks=ranks)

@@ -1,0 +1,60 @@
+"""What ranks that compute at the same time take from each other: how their times overlap."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpkit.experiments.busy_ranks import overlapped, scaled
+from mpkit.timeline.replay.spans import SPAN
+from mpkit.trace import Kind, Lane, Trace
+from mpkit.trace.files import RankTrace
+from mpkit.trace.records import OP
+
+SECONDS = st.tuples(st.integers(0, 20), st.integers(1, 10)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+def timeline(rows: list[tuple[int, Kind, Lane, int, int]]) -> Any:
+    """A timeline of these spans: rank, kind, lane, start, end."""
+    spans = np.zeros(len(rows), SPAN)
+    for span, (rank, kind, lane, start, end) in zip(spans, rows, strict=True):
+        span["rank"], span["kind"], span["lane"], span["start"], span["end"] = rank, kind, lane, start, end
+    return SimpleNamespace(spans=spans)
+
+
+@given(st.lists(SECONDS, min_size=1, max_size=3), st.lists(SECONDS, max_size=6))
+def test_the_overlap_is_that_of_each_second_counted(
+    mine: list[tuple[int, int]], others: list[tuple[int, int]]
+) -> None:
+    rows = [(0, Kind.FORWARD, Lane.COMPUTE, *span) for span in mine]
+    rows += [(1, Kind.BACKWARD, Lane.COMPUTE, *span) for span in others]
+    busy = {second for start, end in others for second in range(start, end)}
+    counted = [second in busy for start, end in mine for second in range(start, end)]
+    found = overlapped(timeline(rows), (Kind.FORWARD, Kind.BACKWARD), comm=False)
+    assert found[0, Kind.FORWARD] == pytest.approx(sum(counted) / len(counted))
+
+
+def test_the_communication_that_counts_is_the_ranks_own() -> None:
+    rows = [
+        (0, Kind.FORWARD, Lane.COMPUTE, 0, 4),
+        (0, Kind.ALL_REDUCE, Lane.COMM, 3, 9),
+        (1, Kind.FORWARD, Lane.COMPUTE, 0, 4),
+        (1, Kind.ALL_REDUCE, Lane.COMM, 4, 9),
+    ]
+    found = overlapped(timeline(rows), [Kind.FORWARD], comm=True)
+    assert found == {(0, Kind.FORWARD): 0.25, (1, Kind.FORWARD): 0.0}
+
+
+def test_scaling_leaves_the_given_trace_as_it_is() -> None:
+    ops = np.zeros(2, OP)
+    ops["kind"], ops["cpu"] = [Kind.FORWARD, Kind.BACKWARD], 1000
+    shared = RankTrace(ops, np.empty(0), [])
+    trace = Trace([shared, shared])  # ranks that do the same share their records
+    twice = scaled(trace, lambda rank, kind: rank + 2, [Kind.FORWARD])
+    assert [rank.ops["cpu"].tolist() for rank in twice.ranks] == [[2000, 1000], [3000, 1000]]
+    assert ops["cpu"].tolist() == [1000, 1000]
