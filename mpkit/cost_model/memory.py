@@ -64,15 +64,15 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
         inside += 4 * a  # the logarithms of the sums of its scores
     else:
         inside += (2 * e + mask) * a * sequence if mask else e * a * sequence
-    gate = 2 if model.gated else 1
+    widths = (
+        stack.gates if model.gated else 2
+    )  # an MLP without a gate keeps what its activation reads and returns
     if model.experts and layer >= model.dense:
-        each = (
-            e * (gate + 1) * (model.expert_ffn or model.ffn) + 2 * e * h
-        )  # and the tokens as they were sent
-        inside += model.top_k * each + e * (gate + 1) * model.shared_ffn
+        each = e * widths * (model.expert_ffn or model.ffn) + 2 * e * h  # and the tokens as they were sent
+        inside += model.top_k * each + e * widths * model.shared_ffn
         outside += 4 * model.experts
     else:
-        inside += e * (gate + 1) * model.ffn
+        inside += e * widths * model.ffn
     return tokens * (outside / whole + inside / t)
 
 
@@ -212,6 +212,8 @@ def _buffers(model: Architecture, layout: Layout, stack: Stack, shares: Shares, 
         shapes = {(m.k, m.n): m.k * m.n for first, _ in model.kinds() for m in model.matmuls(first)}
         head = model.vocabulary * model.hidden if stage == layout.pp - 1 else 0
         return float(stack.element * (sum(shapes.values()) + head) / layout.tp)
+    if layout.replicas > 1 and stack.copies:
+        return stack.copies * shares.stages[stage]
     if layout.replicas > 1 and layout.zero < 3:
         return min(stack.bucket, stack.reduced * shares.parameters)
     return 0.0

@@ -57,6 +57,9 @@ class Stack:
         bucket: bytes that are reduced or gathered at once under ZeRO 0 to 2; ZeRO-3 gathers by layer.
         partition: elements of the flat buffers that DeepSpeed keeps (`reduce_bucket_size`, 5e8); 0 for others.
         logits: bytes per logit at the peak of the loss: the logits, their copy in 32 bits, its gradient.
+        gates: tensors of the MLP's width that a gated MLP keeps: the gate, what it is multiplied with and the product;
+            eager code keeps the gate's activation as well.
+        copies: bytes per parameter of DDP's buckets where gradients are not views of them.
         dropout: whether dropout masks are kept.
         early_stop: whether recomputation ends before the last product, whose output nobody needs
             (torch.utils.checkpoint with use_reentrant=False).
@@ -78,6 +81,8 @@ class Stack:
     bucket: float = 25 * MIB
     partition: float = 0.0
     logits: float = 10.0
+    gates: int = 4
+    copies: float = 0.0
     dropout: bool = False
     early_stop: bool = False
     blocking_p2p: bool = False
@@ -93,15 +98,22 @@ STACKS = {
         Stack("pytorch-fp32", element=4, gradient=4, reduced=4, states=8, logits=12, early_stop=True),
         Stack("megatron-2021", fused=False, overlap=False, dropout=True, gradient=4, reduced=4),
         Stack(
-            "megatron", gradient=4, reduced=4, overlap=False, blocking_p2p=True, logits=6, placeholders=True
+            "megatron",
+            gradient=4,
+            reduced=4,
+            overlap=False,
+            blocking_p2p=True,
+            logits=6,
+            gates=3,
+            placeholders=True,
         ),
         Stack("deepspeed-2021", fused=False, partition=5e8, dropout=True),
         Stack("deepspeed", partition=5e8),
         Stack("llm-foundry", gradient=4, reduced=4, early_stop=True),
         Stack("llm-foundry-pure", states=4, early_stop=True),
-        Stack("nanotron", gradient=4, reduced=4, async_tp=True, blocking_p2p=True),
+        Stack("nanotron", gradient=4, reduced=4, async_tp=True, blocking_p2p=True, copies=2),
         Stack("torchtitan", gradient=4, reduced=4, early_stop=True),
-        Stack("torchtitan-compile", gradient=4, reduced=4, early_stop=True),
+        Stack("torchtitan-compile", gradient=4, reduced=4, gates=3, early_stop=True),
     )
 }
 """The stacks whose published steps were looked at, plain PyTorch, and mpkit as it is played, by name."""
