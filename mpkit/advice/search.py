@@ -13,7 +13,7 @@ tests/advice/test_search.py compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
@@ -64,8 +64,9 @@ class Priced:
         """Return the bytes at the peak of the rank with most, with what fragmentation takes."""
         asked = self.asked
         shares = self._shares(layout.pp, layout.tp, layout.zero, layout.replicas)
-        fullest = fullest_stages(asked.model, layout)
-        stages = stage_memory(asked.model, layout, asked.sequence, self.stack, shares, fullest)
+        stages = stage_memory(
+            asked.model, layout, asked.sequence, self.stack, shares, self._fullest(layout.pp)
+        )
         return max(sum(stage.values()) for stage in stages) * (1 + FRAGMENTATION)
 
     @cached_property
@@ -77,6 +78,11 @@ class Priced:
             return Shares(self.asked.model, Layout(pp=pp, tp=tp, zero=zero, dp=replicas), self.stack)
 
         return shares
+
+    @cached_property
+    def _fullest(self) -> Callable[[int], Collection[int]]:
+        """Return the stages of which one holds most; they depend on nothing but pp."""
+        return cache(lambda pp: fullest_stages(self.asked.model, Layout(pp=pp)))
 
     def seconds(self, layout: Layout) -> float:
         """Return the seconds per step."""
@@ -94,7 +100,7 @@ def search(priced: Priced, devices: int) -> tuple[list[Found], int]:
     considered = 0
     offers = offers_of(priced.stack.name)
     for family in families(priced.asked, devices, priced.hardware.per_node, offers):
-        reliefs = _reliefs(family[0], offers)
+        reliefs = _reliefs(family[0], offers, priced.stack)
         considered += len(reliefs) * len(family)
         for layout in family:
             most = replace(layout, offload=reliefs[-1][0], recompute=reliefs[-1][1])
@@ -105,10 +111,14 @@ def search(priced: Priced, devices: int) -> tuple[list[Found], int]:
     return sorted(found, key=lambda each: each.seconds), considered
 
 
-def _reliefs(layout: Layout, offers: Offers) -> list[tuple[str, str]]:
-    """Return the pairs of offload and recomputation that a layout can have, ordered by offload, then by cost."""
+def _reliefs(layout: Layout, offers: Offers, stack: Stack) -> list[tuple[str, str]]:
+    """Return the pairs of offload and recomputation that a layout can have, ordered by offload, then by cost.
+
+    Selective recomputation frees the attention's scores, which fused attention does not keep.
+    """
     offloads = offers.offload if layout.zero == 3 else [each for each in offers.offload if each != "params"]
-    return [(offload, recompute) for offload in offloads for recompute in offers.recompute]
+    recomputes = [each for each in offers.recompute if not (stack.fused and each == "selective")]
+    return [(offload, recompute) for offload in offloads for recompute in recomputes]
 
 
 def _fitting(

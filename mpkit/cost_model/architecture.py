@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import pairwise
 
 __all__ = ["Architecture", "Matmul"]
@@ -216,8 +217,7 @@ class Architecture:
         >>> Architecture(61, 7168, 128, experts=256, top_k=8, expert_ffn=2048, dense=3).kinds()
         [(0, 3), (3, 58)]
         """
-        borders = sorted({0, min(self.dense, self.layers), min(self.encoder, self.layers), self.layers})
-        return [(start, end - start) for start, end in pairwise(borders)]
+        return _kinds(self.layers, self.dense, self.encoder)
 
     # ---- FLOPs
 
@@ -239,3 +239,9 @@ class Architecture:
             twice = 2 if self.encoder and layer >= self.encoder else 1
             total += count * (weights + twice * per_layer)
         return total + 2.0 * sequence * self.hidden * self.vocabulary
+
+
+@lru_cache(256)
+def _kinds(layers: int, dense: int, encoder: int) -> list[tuple[int, int]]:
+    borders = sorted({0, min(dense, layers), min(encoder, layers), layers})
+    return [(start, end - start) for start, end in pairwise(borders)]

@@ -72,7 +72,8 @@ def test_the_best_is_best_by_exhaustive_evaluation(name: str, memory: float, sta
     found, considered = search(asked, asked.hardware.devices)
     tried = every(asked)
     assert bool(found) == bool(tried)
-    assert considered >= len(tried)
+    alike = [each for each in tried if asked.stack.fused and each.layout.recompute == "selective"]
+    assert considered >= len(tried) - len(alike)  # fused attention has no scores to compute again
     if tried:
         assert found[0].seconds == tried[0].seconds
         smallest = min(tried, key=lambda each: each.memory)
