@@ -21,6 +21,8 @@ class Offers:
         zero: its stages of ZeRO.
         recompute, offload: as in a Plan, in the order of what they cost.
         tensor, context, sequence: whether it has tensor, context and sequence parallelism.
+        even: whether it wants as many layers in each virtual stage, and for interleaved schedules micro-batches in
+            multiples of pp.
     """
 
     schedules: tuple[tuple[str, int], ...] = (
@@ -36,6 +38,7 @@ class Offers:
     tensor: bool = True
     context: bool = True
     sequence: bool = True
+    even: bool = False
 
 
 EVERYTHING = Offers()
@@ -44,8 +47,8 @@ EVERYTHING = Offers()
 MEGATRON = tuple(("1f1b" if v == 1 else "interleaved_1f1b", v) for v in (1, 2, 3, 4, 6, 8))
 
 OFFERS: Mapping[str, Offers] = {
-    "megatron-2021": Offers(MEGATRON, (0,), ("full",), ("none",), context=False, sequence=False),
-    "megatron": Offers(MEGATRON, (0, 1), offload=("none",)),
+    "megatron-2021": Offers(MEGATRON, (0,), ("full",), ("none",), context=False, sequence=False, even=True),
+    "megatron": Offers(MEGATRON, (0, 1), offload=("none",), even=True),
     "deepspeed-2021": Offers((), recompute=("none", "full"), tensor=False, context=False, sequence=False),
     "deepspeed": Offers((), recompute=("none", "full"), tensor=False, context=False, sequence=False),
     "llm-foundry": Offers(

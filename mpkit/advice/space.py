@@ -72,14 +72,20 @@ def _of_mesh(
     samples = asked.global_batch // dp
     for zero in offers.zero if dp * cp > 1 else (0,):
         for schedule, v in offers.schedules if pp > 1 else (("gpipe", 1),):
-            if pp * v <= asked.model.layers:
-                yield tuple(
-                    Layout(
-                        pp=pp, dp=dp, cp=cp, tp=tp, zero=zero, microbatch=each, microbatches=samples // each,
-                        virtual_stages=v, schedule=schedule, sequence_parallel=tp > 1 and offers.sequence,
-                    )
-                    for each in divisors(samples)
-                )  # fmt: skip
+            layers = asked.model.layers
+            if pp * v > layers or (offers.even and layers % (pp * v)):
+                continue
+            groups = pp if offers.even and v > 1 else 1  # of micro-batches
+            family = tuple(
+                Layout(
+                    pp=pp, dp=dp, cp=cp, tp=tp, zero=zero, microbatch=each, microbatches=samples // each,
+                    virtual_stages=v, schedule=schedule, sequence_parallel=tp > 1 and offers.sequence,
+                )
+                for each in divisors(samples)
+                if samples // each % groups == 0
+            )  # fmt: skip
+            if family:
+                yield family
 
 
 def divisors(n: int) -> list[int]:

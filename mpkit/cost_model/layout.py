@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
@@ -75,7 +76,10 @@ class Layout:
         return self.dp * self.microbatch * self.microbatches
 
     def per_node(self, axis: str, devices: int) -> int:
-        """Return how many ranks of a group along an axis share a node.
+        """Return how many ranks of a group along an axis share a node, in the group that is divided most.
+
+        >>> Layout(tp=8).per_node("tp", 8), Layout(tp=6).per_node("tp", 8)  # ranks 6 and 7, and 8 to 11
+        (8, 2)
 
         Args:
             axis: "tp", "cp", "replicas" (dp and cp) or "ep".
@@ -87,7 +91,8 @@ class Layout:
             "ep": (self.tp, self.ep),
             "replicas": (self.tp, self.replicas),
         }[axis]
-        return max(1, min(size, devices // inner))
+        places = devices // inner
+        return gcd(size, places) if places and size > 1 else 1
 
     def stage_layers(self, layers: int) -> list[int]:
         """Return the number of layers that each rank of a pipeline holds.
