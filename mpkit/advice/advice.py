@@ -5,13 +5,16 @@ Every sentence of it comes from `mk.estimate` of a plan that it names, so it rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mpkit.advice.near_misses import NearMiss, near_misses
+from mpkit.advice.objective import TIME, Objective, objective_of
+from mpkit.advice.resharding import resharding_bytes
 from mpkit.advice.rules import Rule, rules_of
-from mpkit.advice.search import Found, Priced, search
+from mpkit.advice.search import Found, Priced
 from mpkit.advice.space import Question
 from mpkit.cost_model.check import check_plan
 from mpkit.cost_model.estimate import Estimate, estimated
@@ -30,6 +33,10 @@ from mpkit.support.units import percent, seconds
 
 if TYPE_CHECKING:
     import pandas as pd
+    import torch
+
+    from mpkit.advice.try_out import Tried
+    from mpkit.api.cluster import Cluster
 
 __all__ = ["Advice", "advise"]
 
@@ -38,7 +45,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Advice(HasChart):
-    """The plans that fit, the fastest first; it prints the best of them with reasons, and is a chart in a notebook.
+    """The plans that fit, the best first; it prints the best of them with reasons, and is a chart in a notebook.
 
     The chart (`figure`) shows step time against memory, with the frontier marked.
 
@@ -46,20 +53,24 @@ class Advice(HasChart):
         priced: what was asked, the machine and the stack.
         found: every layout that fits.
         considered: the number of plans that were considered, those that do not fit included.
+        objective: what is best.
+        before: the advice for other hardware that `again` began from; None: this is the first.
     """
 
     priced: Priced = field(repr=False)
     found: Sequence[Found] = field(repr=False)
     considered: int
+    objective: Objective = TIME
+    before: Advice | None = field(default=None, repr=False)
 
     @property
     def best(self) -> Plan | None:
-        """The fastest plan that fits; None if none does."""
+        """The best plan that fits; None if none does."""
         return self.plans[0] if self.found else None
 
     @cached_property
     def plans(self) -> list[Plan]:
-        """The 20 fastest plans that fit."""
+        """The 20 best plans that fit."""
         return [plan_of(each.layout) for each in self.found[:20]]
 
     @cached_property
@@ -69,7 +80,7 @@ class Advice(HasChart):
         A plan that recomputes or offloads more than it needs to fit is not among those found.
         """
         kept: list[Found] = []
-        for each in self.found:  # by time
+        for each in sorted(self.found, key=lambda found: found.seconds):
             if not kept or each.memory < kept[-1].memory:
                 kept.append(each)
         return [plan_of(each.layout) for each in kept]
@@ -78,6 +89,11 @@ class Advice(HasChart):
     def because(self) -> list[Rule]:
         """The guides' rules with this model's numbers, and whether the search agrees."""
         return rules_of(self.priced, self.found)
+
+    @cached_property
+    def near_misses(self) -> list[NearMiss]:
+        """Plans one change away from the best, and what stands against each: those out of memory first."""
+        return near_misses(self.priced, self.found[0].layout) if self.found else []
 
     def estimate(self, plan: Plan) -> Estimate:
         """Return the estimate of a plan, as `mk.estimate` would."""
@@ -111,8 +127,13 @@ class Advice(HasChart):
                 f"{plan!r} does not fit: it needs {needed / GIB:.1f} GiB of {room / GIB:.1f}, out by "
                 f"{(needed - room) / GIB:.1f} GiB; the largest part is {largest}."
             )
-        if self.best is None or this.step_time <= self.found[0].seconds:
+        if self.best is None or self.objective.of(this.step_time, plan.ranks) <= self.objective.of(
+            self.found[0].seconds, self.best.ranks
+        ):
             return f"{plan!r} is as good as any: {seconds(this.step_time)} per step."
+        if self.objective.by != "time":
+            against = self.objective.against(this.step_time, plan.ranks, self.found[0])
+            return f"{plan!r} fits, but {against}, beside {self.best!r}."
         best = self.estimate(self.best)
         more = {name: part - best.because.get(name, 0.0) for name, part in this.because.items()}
         cause = max(more, key=more.__getitem__)
@@ -127,6 +148,44 @@ class Advice(HasChart):
             f"{seconds(least)}."
         )
 
+    def try_out(
+        self, best: int, cluster: Cluster, model: torch.nn.Module, data: Any, *,
+        loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
+        clock: str = "virtual",
+    ) -> Tried:  # fmt: skip
+        """Train the best few plans and a bad one on the ranks at hand, and set predicted beside measured.
+
+        The prediction is that of `mk.profile` on this machine, in full precision: it says how far to trust the order.
+
+        Args:
+            best: how many of the best plans to try; the slowest that was found is tried as well.
+            cluster: CPU ranks, as many as the advice is for.
+            model: what to train: the model of the advice, or a small one that stands for it.
+            data, loss, optimizer: as for `mk.profile`; `data` has the samples of a step.
+            clock: as in `Profile.predict`.
+
+        Raises:
+            ValueError: the cluster has another number of ranks than the advice has devices, or no plan fits.
+        """
+        from mpkit.advice.try_out import try_plans
+        from mpkit.experiments.profile import profile
+
+        devices = self.found[0].layout.ranks if self.found else self.priced.hardware.devices
+        if cluster.ranks != devices:
+            raise ValueError(
+                f"this advice is for {devices} devices, and the cluster has {cluster.ranks} ranks: "
+                f"mk.Cluster(ranks={devices}), or advice for {cluster.ranks}: mk.advise(..., "
+                f"mk.cluster_of('h100', per_node={cluster.ranks}), ...)"
+            )
+        if (whole(best) or 0) < 1:
+            raise ValueError(f"try_out({best!r}): how many of the best plans, a whole number, 1 or more")
+        if not self.found:
+            raise ValueError("no plan fits, so there is none to try")
+        chosen = dict.fromkeys(each.layout for each in [*self.found[:best], self.found[-1]])
+        plans = [replace(plan_of(layout), precision="full") for layout in chosen]
+        measured = profile(model, data, loss=loss, optimizer=optimizer, cluster=cluster)
+        return try_plans(measured, plans, cluster, clock=clock)
+
     def again(self, *, hardware: Hardware | str) -> Advice:
         """Return the advice for the same training on other hardware.
 
@@ -134,7 +193,34 @@ class Advice(HasChart):
             ValueError: there is no machine of that name.
         """
         asked = self.priced.asked
-        return advised(asked, find(hardware), self.priced.stack)
+        return replace(
+            advised(asked, find(hardware), self.priced.stack, objective=self.objective), before=self
+        )
+
+    @property
+    def moved(self) -> list[float]:
+        """After `again`: the bytes that each rank fetches to go on under the best plan of this advice."""
+        if self.before is None or not self.found or not self.before.found:
+            return []
+        old, new = self.before.found[0].layout, self.found[0].layout
+        return resharding_bytes(self.priced.asked.model, old, new, self.priced.stack)
+
+    @property
+    def change(self) -> str:
+        """After `again`: what changed, and what it costs to move weights and states; "" otherwise."""
+        if self.before is None:
+            return ""
+        if not self.found or not self.before.found:
+            return f"Before, on {self.before.priced.hardware.name}: {self.before.best!r}; now: {self.best!r}."
+        old, new = self.before.found[0], self.found[0]
+        was = f"On {self.before.priced.hardware.name} it was {self.before.best!r} with {seconds(old.seconds)} per step"
+        moved = self.moved
+        if not any(moved):
+            return f"{was}; every rank holds what it needs to go on."
+        return (
+            f"{was}, now {seconds(new.seconds)}; to go on, ranks fetch {sum(moved) / GIB:,.1f} GiB of weights and "
+            f"states, {max(moved) / GIB:.1f} GiB at most each."
+        )
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a row per plan of `plans`: step time, memory, tokens per second and utilization."""
@@ -165,18 +251,25 @@ class Advice(HasChart):
                 f"{best.tokens_per_second:,.0f} tokens/s, MFU {percent(best.mfu)}, "
                 f"{self.found[0].memory / GIB:.1f} of {hardware.device.memory / GIB:.1f} GiB; {counted}",
             ]
+            if self.objective.by != "time":
+                lines.append(f"  {self.objective.words(self.found[0], hardware.devices)}")
             within = sum(each.seconds <= high for each in self.found)
             lines.append(f"  {within:,} plans are within the band: measure the best few before you choose.")
         lines += [f"- {rule}" for rule in self.because]
+        out = [miss for miss in self.near_misses if miss.excess > 0][:2]
+        others = [miss for miss in self.near_misses if miss.excess <= 0][:2]
+        lines += [f"- Near miss, {miss}." for miss in (*out, *others)]
+        if self.before is not None:
+            lines.append(f"- {self.change}")
         return "\n".join(lines)
 
 
 @public
 def advise(
-    model: object, hardware: Hardware | str, *, global_batch: int, sequence: int, stack: str | Stack | None = None,
-    preset: Preset | None = None,
+    model: object, hardware: Hardware | str, *, global_batch: int, sequence: int, by: str = "time",
+    price: float | None = None, stack: str | Stack | None = None, preset: Preset | None = None,
 ) -> Advice:  # fmt: skip
-    """Return the plans for a model on all devices of a machine that fit, the fastest first, with reasons.
+    """Return the plans for a model on a machine that fit, the best first, with reasons.
 
     Every mesh, stage of ZeRO, schedule, micro-batch, recomputation and offload is considered, in 16 bits with Adam.
 
@@ -185,6 +278,9 @@ def advise(
         hardware: a machine, or its name.
         global_batch: samples per step.
         sequence: tokens per sample.
+        by: what is best: "time": the fastest step on all devices. "cost": the cheapest step, on as many devices of the
+            machine as that takes. "devices": the fewest devices, and on these the fastest step.
+        price: of an hour of a GPU, in any currency, for by="cost".
         stack, preset: as for `mk.estimate`.
 
     Raises:
@@ -199,14 +295,17 @@ def advise(
             raise ValueError(f"advise({name}={value!r}): a whole number, 1 or more")
     asked = Question(architecture_of(model), global_batch, sequence)
     chosen = stack if isinstance(stack, Stack) else stack_of(stack)
-    return advised(asked, find(hardware), chosen, preset)
+    return advised(asked, find(hardware), chosen, preset, objective_of(by, price))
 
 
-def advised(asked: Question, machine: Hardware, stack: Stack, preset: Preset | None = None) -> Advice:
+def advised(
+    asked: Question, machine: Hardware, stack: Stack, preset: Preset | None = None,
+    objective: Objective = TIME,
+) -> Advice:  # fmt: skip
     """Return the advice for what `advise` has read."""
     priced = Priced(asked, machine, stack, preset or preset_for(machine.device.name, stack.name))
-    found, considered = search(priced, machine.devices)
-    return Advice(priced, found, considered)
+    found, considered = objective.search(priced)
+    return Advice(priced, found, considered, objective)
 
 
 def plan_of(layout: Layout) -> Plan:

@@ -52,6 +52,11 @@ def add_advise(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument(
         "--stack", help="the software: pytorch, megatron, llm-foundry, torchtitan, deepspeed, ..."
     )
+    command.add_argument(
+        "--by", choices=("time", "cost", "devices"), default="time", help="what is best: the fastest step (time), "
+        "the cheapest (cost), or the fewest devices"
+    )  # fmt: skip
+    command.add_argument("--price", type=float, help="of an hour of a GPU, for --by cost")
     command.set_defaults(run=_advise)
 
 
@@ -65,6 +70,8 @@ def _advise(options: argparse.Namespace) -> None:
             global_batch=options.batch,
             sequence=options.sequence,
             stack=options.stack,
+            by=options.by,
+            price=options.price,
         )
     )
 

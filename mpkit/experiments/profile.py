@@ -41,6 +41,8 @@ from mpkit.trace import Kind, Trace
 if TYPE_CHECKING:
     import torch
 
+    from mpkit.api.run import Run
+
 __all__ = ["Profile", "profile"]
 
 STEPS = 3  # of which the first warms up
@@ -76,6 +78,7 @@ class Profile:
     link: Link
     taken: float
     _played: Callable[[Plan, int, Cluster | None], Trace] = field(repr=False, compare=False)
+    _train: Callable[[Plan, Cluster, int], Run] = field(repr=False, compare=False)
     _counted: dict[tuple[Kind, int], float] = field(default_factory=dict, repr=False, compare=False)
 
     def predict(self, plan: Plan, *, clock: str = "virtual", cluster: Cluster | None = None) -> Timeline:
@@ -115,6 +118,14 @@ class Profile:
             )
 
         return Timeline.of(scaled(trace, shared, kinds), hardware)
+
+    def train(self, plan: Plan, cluster: Cluster, *, steps: int) -> Run:
+        """Start a training of the profiled model on its batch, to compare a prediction with it.
+
+        Raises:
+            ValueError: as for `Cluster.train`.
+        """
+        return self._train(plan, cluster, steps)
 
     def _factor(self, kind: Kind, samples: int, cluster: Cluster | None) -> float:
         """Return how much longer an action takes here than counted, for micro-batches of so many samples."""
@@ -191,6 +202,9 @@ def profile(
             optimizer=optimizer, hardware="cpu", cluster=one,
         )  # fmt: skip
 
+    def train(plan: Plan, on: Cluster, steps: int) -> Run:
+        return on.train(model, [batch], plan, loss=loss, optimizer=optimizer, steps=steps, show=False)
+
     measured: dict[Kind, dict[int, float]] = {}
     beside: dict[Kind, float] = {}
     whole = ""
@@ -223,7 +237,7 @@ def profile(
                     measured.setdefault(kind, {})[size // SPLIT.microbatches] = found[kind]
         except ValueError as error:
             whole = str(error)  # what `predict` says if it is asked for such a plan
-    return Profile(measured, samples, whole, beside, link, taken, played)
+    return Profile(measured, samples, whole, beside, link, taken, played, train)
 
 
 def _whole_model(timeline: Timeline) -> dict[Kind, float]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import mpkit as mk
-from mpkit.advice.advice import Advice
+from mpkit.advice.advice import Advice, plan_of
 from mpkit.apps.cli import main
 
 GIB = 2**30
@@ -27,7 +27,11 @@ def test_it_names_the_best_plan_with_its_numbers(advice: Advice) -> None:
     assert f"{best.step_time:.2f} s per step" in told
     assert f"{advice.considered:,} plans considered" in told
     assert advice.considered > 5000
-    rules = [line[2:].split(" The search")[0] for line in told.splitlines() if line[0] == "-"]
+    rules = [
+        line[2:].split(" The search")[0]
+        for line in told.splitlines()
+        if line[0] == "-" and "Near miss" not in line
+    ]
     assert [rule.says for rule in advice.because] == rules
 
 
@@ -122,3 +126,29 @@ def test_mistakes_are_explained(change: dict[str, object], words: str) -> None:
 def test_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     main(["advise", "--model", "llama3-8b", "--on", "8x-a100-nvlink", "--batch", "64", "--sequence", "4096"])
     assert "plans considered" in capsys.readouterr().out
+
+
+def test_the_cheapest_and_the_fewest_devices() -> None:
+    asked = {"global_batch": 64, "sequence": 4096}
+    fast = mk.advise("llama3-8b", "8x-a100-nvlink", **asked)
+    cheap = mk.advise("llama3-8b", "8x-a100-nvlink", by="cost", price=2.0, **asked)
+    few = mk.advise("llama3-8b", "8x-a100-nvlink", by="devices", **asked)
+    assert fast.best is not None
+    assert cheap.best is not None
+    assert few.best is not None
+    costs = [found.seconds * found.layout.ranks / 3600 * 2.0 for found in cheap.found]
+    assert costs == sorted(costs)
+    assert costs[0] <= fast.found[0].seconds * 8 / 3600 * 2.0
+    assert f"{costs[0]:.4g} per step on {cheap.best.ranks} of 8 devices" in str(cheap)
+    assert few.best.ranks == min(found.layout.ranks for found in cheap.found)
+    assert {found.layout.ranks for found in few.found} == {few.best.ranks}
+    assert "the fewest that it fits" in str(few)
+    assert f"uses 8 devices, where {few.best.ranks} are enough" in few.why_not(fast.best)
+    dear = max(cheap.found[:20], key=lambda found: found.seconds * found.layout.ranks)
+    assert re.search(r"a step costs [\d.]+, [\d.]+ % more", cheap.why_not(plan_of(dear.layout)))
+    with pytest.raises(ValueError, match=r"by='speed'.*'cost'"):
+        mk.advise("llama3-8b", "8x-a100-nvlink", by="speed", **asked)
+    with pytest.raises(ValueError, match="price=-1"):
+        mk.advise("llama3-8b", "8x-a100-nvlink", by="cost", price=-1, **asked)
+    with pytest.raises(ValueError, match="counts for by='cost' alone"):
+        mk.advise("llama3-8b", "8x-a100-nvlink", price=1.0, **asked)

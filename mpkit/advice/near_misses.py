@@ -1,0 +1,147 @@
+"""Near misses: plans one change away from the best, and what stands against each.
+
+    faster    it would be faster and does not fit: by how many bytes
+    slower    it fits, and takes longer: because of what
+
+One change is another stage of ZeRO, less or more recomputation or offload, or twice or half of a degree in exchange for
+replicas or stages. Micro-batches are then divided anew, as the search would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mpkit.advice.offers import Offers, offers_of
+from mpkit.advice.search import Priced
+from mpkit.cost_model.layout import Layout
+from mpkit.cost_model.step import step_time
+from mpkit.support.units import percent, seconds
+
+__all__ = ["NearMiss", "near_misses"]
+
+GIB = 2**30
+EXPOSED = "tensor parallel", "context parallel", "replicas", "ZeRO-3 gathers", "messages between stages"
+"""Causes that are communication which nothing hides."""
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A plan one change away from the best.
+
+    Attributes:
+        layout: the plan's layout.
+        change: what differs from the best.
+        seconds: per step.
+        excess: bytes by which it does not fit; 0 or less where it does.
+        why: the reason in words.
+    """
+
+    layout: Layout
+    change: str
+    seconds: float
+    excess: float
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.change}: {self.why}"
+
+
+def near_misses(priced: Priced, best: Layout) -> list[NearMiss]:
+    """Return the near misses: those that would be faster by how little they are out, then the others by time."""
+    room, took = float(priced.hardware.device.memory), priced.seconds(best)
+    found: dict[str, NearMiss] = {}
+    for change, layout in _changes(priced, best, offers_of(priced.stack.name)):
+        seconds_ = priced.seconds(layout)
+        excess = priced.memory(layout) - room
+        if excess > 0 and seconds_ < took:
+            why = f"out by {excess / GIB:.1f} GiB; it would take {seconds(seconds_)} per step"
+        elif excess <= 0 and seconds_ > took:
+            why = _slower(priced, best, layout)
+        else:
+            continue  # it neither fits nor is faster; or it is as good as the best
+        miss = NearMiss(layout, change, seconds_, excess, why)
+        if change not in found or (miss.excess > 0, miss.seconds) < (
+            found[change].excess > 0,
+            found[change].seconds,
+        ):
+            found[change] = miss
+    return sorted(found.values(), key=lambda miss: (miss.excess <= 0, max(0.0, miss.excess), miss.seconds))
+
+
+def _slower(priced: Priced, best: Layout, layout: Layout) -> str:
+    """Say why a layout that fits takes longer: what grows most, or how much communication nothing hides."""
+    asked = priced.asked
+    here, there = (
+        step_time(asked.model, each, asked.sequence, priced.hardware, priced.stack, priced.preset.constants)
+        for each in (best, layout)
+    )
+    words = f"{percent(there.seconds / here.seconds - 1)} longer"
+    exposed = sum(there.because.get(cause, 0.0) for cause in EXPOSED)
+    if exposed > 0.2 * there.seconds:
+        return f"{words}; {percent(exposed / there.seconds)} of the step is communication that nothing hides"
+    more = {cause: took - here.because.get(cause, 0.0) for cause, took in there.because.items()}
+    cause = max(more, key=more.__getitem__)
+    return f"{words}; {cause} takes {seconds(more[cause])} more"
+
+
+def _changes(priced: Priced, best: Layout, offers: Offers) -> Iterator[tuple[str, Layout]]:
+    """Yield the layouts one change away that the software and the model can have, with the change in words."""
+    for zero in offers.zero:
+        if zero != best.zero and best.replicas > 1 and not (zero < 3 and best.offload == "params"):
+            yield f"zero={zero}", replace(best, zero=zero)
+    for recompute in offers.recompute:
+        if recompute != best.recompute and not (priced.stack.fused and recompute == "selective"):
+            words = "without recomputation" if recompute == "none" else f"recompute={recompute!r}"
+            yield words, replace(best, recompute=recompute)
+    for offload in offers.offload:
+        if offload != best.offload and not (offload == "params" and best.zero < 3):
+            yield (
+                "without offload" if offload == "none" else f"offload={offload!r}",
+                replace(best, offload=offload),
+            )
+    for axis in ("tp", "pp", "cp"):
+        for other in ("dp", "pp", "tp"):
+            for factor in (2, 1):
+                if axis == other:
+                    continue
+                more, less = (axis, other) if factor == 2 else (other, axis)
+                if getattr(best, less) % 2 == 0 and (axis == "tp" or other == "dp"):
+                    yield from _moved(priced, best, offers, more, less)
+
+
+def _moved(
+    priced: Priced, best: Layout, offers: Offers, more: str, less: str
+) -> Iterator[tuple[str, Layout]]:
+    """Yield the layouts with twice as much of one degree and half of another, for each micro-batch."""
+    degrees = {more: getattr(best, more) * 2, less: getattr(best, less) // 2}
+    for layout in _layouts(priced, replace(best, **degrees), offers):
+        yield f"{more}={degrees[more]}, {less}={degrees[less]}", layout
+
+
+def _layouts(priced: Priced, layout: Layout, offers: Offers) -> Iterator[Layout]:
+    """Yield a mesh's layouts by micro-batch, if the model, the batch and the software can have it."""
+    model, asked = priced.asked.model, priced.asked
+    impossible = (
+        (layout.tp > 1 and not offers.tensor)
+        or (layout.cp > 1 and not offers.context)
+        or (layout.pp > 1 and not offers.schedules)
+        or model.heads % layout.tp
+        or model.ffn % layout.tp
+        or asked.sequence % layout.cp
+        or asked.global_batch % layout.dp
+        or layout.pp * layout.virtual_stages > model.layers
+        or (offers.even and model.layers % (layout.pp * layout.virtual_stages))
+    )
+    if impossible:
+        return
+    samples = asked.global_batch // layout.dp
+    schedule, v = (layout.schedule, layout.virtual_stages) if layout.pp > 1 else ("gpipe", 1)
+    if layout.pp > 1 and schedule == "gpipe":
+        schedule, v = offers.schedules[0]
+    for each in (layout.microbatch // 2, layout.microbatch, layout.microbatch * 2):
+        if each and samples % each == 0:
+            yield replace(
+                layout, schedule=schedule, virtual_stages=v, microbatch=each, microbatches=samples // each,
+                sequence_parallel=layout.tp > 1 and offers.sequence, zero=layout.zero if layout.replicas > 1 else 0,
+            )  # fmt: skip

@@ -1,0 +1,95 @@
+"""What stands against the plans beside the best one, and what it costs to move to another."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpkit as mk
+from mpkit.advice.advice import Advice, plan_of
+from mpkit.advice.resharding import resharding_bytes
+from mpkit.cost_model.architecture import Architecture
+from mpkit.cost_model.layout import Layout
+from mpkit.cost_model.stack import Stack
+
+GIB = 2**30
+MODEL = Architecture(4, 8, 2, ffn=16, vocabulary=16)
+
+
+@pytest.fixture(scope="module")
+def advice() -> Advice:
+    return mk.advise("llama3-8b", "8x-a100-nvlink", global_batch=64, sequence=4096)
+
+
+def test_each_near_miss_is_what_the_estimate_says(advice: Advice) -> None:
+    room = advice.priced.hardware.device.memory
+    assert {miss.excess > 0 for miss in advice.near_misses} == {True, False}
+    for miss in advice.near_misses:
+        guess = advice.estimate(plan_of(miss.layout))
+        assert guess.step_time == pytest.approx(miss.seconds, rel=1e-9)
+        assert advice.held(guess) - room == pytest.approx(miss.excess, rel=1e-6)
+        assert (miss.seconds < advice.found[0].seconds) == (miss.excess > 0)
+
+
+def test_the_sentences_name_what_is_missing(advice: Advice) -> None:
+    text = str(advice)
+    out = next(miss for miss in advice.near_misses if miss.change == "zero=2")
+    assert f"Near miss, zero=2: out by {out.excess / GIB:.1f} GiB" in text
+    slow = mk.advise("llama3-8b", "8x-a10g", global_batch=64, sequence=4096)
+    wide = [miss for miss in slow.near_misses if miss.change.startswith("tp=")]
+    assert any("communication that nothing hides" in miss.why for miss in wide)
+
+
+def test_again_says_what_changed_and_what_moves(advice: Advice) -> None:
+    lost = advice.again(hardware="4x-a100-nvlink")
+    assert lost.before is advice
+    assert len(lost.moved) == 4
+    assert sum(lost.moved) > 0
+    assert f"ranks fetch {sum(lost.moved) / GIB:,.1f} GiB" in str(lost)
+    assert repr(advice.best) in lost.change
+    same = advice.again(hardware="8x-a100-nvlink")
+    assert not any(same.moved)
+    assert "every rank holds what it needs" in str(same)
+    assert advice.change == ""
+
+
+def held(layout: Layout, rank: int, states: bool, parts: int) -> set[tuple[int, int]]:
+    """The (piece, part) pairs of a rank, where each piece is cut into equal parts."""
+    mesh = list(product(range(layout.pp), range(layout.dp), range(layout.cp), range(layout.tp)))
+    stage, d, c, t = mesh[rank]
+    counts = layout.stage_layers(MODEL.layers)
+    pieces = {1 + sum(counts[:stage]) + i for i in range(counts[stage])}
+    pieces |= ({0} if stage == 0 else set()) | ({MODEL.layers + 1} if stage == layout.pp - 1 else set())
+    mine = range(t * parts // layout.tp, (t + 1) * parts // layout.tp)
+    if layout.zero >= (1 if states else 3):
+        n, k = layout.replicas, d * layout.cp + c
+        mine = mine[k * len(mine) // n : (k + 1) * len(mine) // n]
+    return {(piece, part) for piece in pieces for part in mine}
+
+
+LAYOUTS = st.builds(
+    Layout,
+    pp=st.sampled_from([1, 2, 4]),
+    dp=st.sampled_from([1, 2, 4]),
+    cp=st.sampled_from([1, 2]),
+    tp=st.sampled_from([1, 2]),
+    zero=st.integers(0, 3),
+)
+
+
+@given(LAYOUTS, LAYOUTS)
+def test_what_is_fetched_is_what_is_missing_part_by_part(before: Layout, after: Layout) -> None:
+    stack, parts = Stack("test"), 64
+    layer = MODEL.layer_parameters(0)
+    sizes = [MODEL.embedding_parameters, *[layer] * MODEL.layers, MODEL.head_parameters]
+    counted = []
+    for rank in range(after.ranks):
+        missing = 0.0
+        for each, states in ((stack.element, False), (stack.states, True)):
+            had = held(before, rank, states, parts) if rank < before.ranks else set()
+            missing += sum(each * sizes[piece] / parts for piece, _ in held(after, rank, states, parts) - had)
+        counted.append(missing)
+    assert resharding_bytes(MODEL, before, after, stack) == pytest.approx(counted)
