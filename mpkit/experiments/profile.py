@@ -52,6 +52,8 @@ TRIALS = {
     SPLIT: (2, 4),
 }  # plans to measure, with the numbers by which the batch is divided
 REPLICAS = Plan.ddp(2)
+Trial = Callable[[Plan, int], dict[Kind, float]]
+"""Trains under a plan on so many samples; returns seconds of the whole model's actions."""
 WHOLE = Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER
 HALVES = Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
 ACTIONS = *WHOLE, *HALVES, Kind.RECOMPUTE, Kind.COMPUTE
@@ -205,9 +207,6 @@ def profile(
     def train(plan: Plan, on: Cluster, steps: int) -> Run:
         return on.train(model, [batch], plan, loss=loss, optimizer=optimizer, steps=steps, show=False)
 
-    measured: dict[Kind, dict[int, float]] = {}
-    beside: dict[Kind, float] = {}
-    whole = ""
     with lent_of_any_size(cluster.resized if cluster is not None else None, "cpu") as clusters:
 
         def trial(plan: Plan, size: int) -> dict[Kind, float]:
@@ -216,28 +215,38 @@ def profile(
             )
             return _whole_model(run.wait().timeline(clock="virtual"))
 
-        def sizes(plan: Plan) -> list[int]:
-            return sorted({max(plan.microbatches, samples // part) for part in TRIALS[plan]})
-
-        # ---- measure
-        for size in sizes(SERIAL):
-            for kind, time in trial(SERIAL, size).items():
-                measured.setdefault(kind, {})[size] = time
-        # ---- beside
-        if half := samples // 2:
-            both = trial(REPLICAS, 2 * half)
-            beside = {kind: max(1.0, both[kind] / REPLICAS.ranks / measured[kind][half]) for kind in WHOLE}
-            beside |= dict.fromkeys(HALVES, beside[Kind.BACKWARD])
+        measured, whole = _measured(trial, samples)
+        beside = _beside(trial, samples, measured)
         link, taken = measure_link(clusters(2))
-        # ---- the halves of a split backward
-        try:
-            for size in sizes(SPLIT):
-                found = trial(SPLIT, size)
-                for kind in HALVES:
-                    measured.setdefault(kind, {})[size // SPLIT.microbatches] = found[kind]
-        except ValueError as error:
-            whole = str(error)  # what `predict` says if it is asked for such a plan
     return Profile(measured, samples, whole, beside, link, taken, played, train)
+
+
+def _measured(trial: Trial, samples: int) -> tuple[dict[Kind, dict[int, float]], str]:
+    """Return the seconds of the whole model by kind and size, and why a split backward could not be measured."""
+    measured: dict[Kind, dict[int, float]] = {}
+    whole = ""
+    for plan, parts in TRIALS.items():
+        for size in sorted({max(plan.microbatches, samples // part) for part in parts}):
+            try:
+                found = trial(plan, size)
+            except ValueError as error:
+                if plan is not SPLIT:
+                    raise
+                whole = str(error)  # what `predict` says if it is asked for such a plan
+                continue
+            for kind in HALVES if plan is SPLIT else WHOLE:
+                measured.setdefault(kind, {})[size // plan.microbatches] = found[kind]
+    return measured, whole
+
+
+def _beside(trial: Trial, samples: int, measured: Mapping[Kind, Mapping[int, float]]) -> dict[Kind, float]:
+    """Return how many times as long actions take while another rank computes; nothing for a batch of one sample."""
+    half = samples // 2
+    if not half:
+        return {}
+    both = trial(REPLICAS, 2 * half)
+    beside = {kind: max(1.0, both[kind] / REPLICAS.ranks / measured[kind][half]) for kind in WHOLE}
+    return beside | dict.fromkeys(HALVES, beside[Kind.BACKWARD])
 
 
 def _whole_model(timeline: Timeline) -> dict[Kind, float]:
