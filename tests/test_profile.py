@@ -43,7 +43,7 @@ def found(clusters: Callable[[int], mk.Cluster]) -> Profile:
 @pytest.fixture(scope="module")
 def said(found: Profile) -> Profile:
     """A profile whose seconds are ours, so that what it says of a plan can be computed by hand."""
-    return replace(found, measured=SECONDS, beside={})
+    return replace(found, measured=SECONDS, beside={}, busy=replace(found.busy, issue=0.0), start=0.0)
 
 
 def times(timeline: mk.Timeline, kind: Kind) -> float:
@@ -105,20 +105,24 @@ def test_the_measured_clock_has_the_links_of_busy_ranks(
     said: Profile, clusters: Callable[[int], mk.Cluster]
 ) -> None:
     """Each of tensor parallelism's all-reduces takes two hops, and at most one of them hides behind compute."""
-    slow = replace(said.link, latency=1.0, bandwidth=inf, bus={})
+    slow = replace(said.busy.link, latency=1.0, bandwidth=inf, bus={})
     plan, cluster = mk.Plan(tp=2), clusters(2)
     alone = said.predict(plan, cluster=cluster)
     reduced = alone.spans[(alone.spans["kind"] == Kind.ALL_REDUCE) & (alone.spans["rank"] == 0)]
-    busy = replace(said, link=slow, taken=0.0).predict(plan, clock="measured", cluster=cluster)
+    busy = replace(said, busy=replace(said.busy, link=slow, taken=0.0)).predict(
+        plan, clock="measured", cluster=cluster
+    )
     assert len(reduced) > 2
     assert 2 * len(reduced) - 2.1 < busy.step_time - alone.step_time < 2 * len(reduced) + 0.1
 
 
 def test_hidden_communication_takes_a_core(said: Profile, clusters: Callable[[int], mk.Cluster]) -> None:
     plan, cluster = mk.Plan.ddp(4), clusters(2)  # more ranks than this machine has cores, or as many
-    slow = replace(said.link, latency=1.0, bandwidth=inf, bus={})
+    slow = replace(said.busy.link, latency=1.0, bandwidth=inf, bus={})
     free, paid = (
-        replace(said, link=slow, taken=taken).predict(plan, clock="measured", cluster=cluster)
+        replace(said, busy=replace(said.busy, link=slow, taken=taken)).predict(
+            plan, clock="measured", cluster=cluster
+        )
         for taken in (0.0, 0.5)
     )
     if plan.ranks >= cores():
@@ -131,10 +135,35 @@ def test_hidden_communication_takes_a_core(said: Profile, clusters: Callable[[in
 def test_what_is_measured_between_busy_ranks(found: Profile) -> None:
     assert set(found.beside) == set(KINDS)
     assert all(1 <= factor < 20 for factor in found.beside.values())
-    assert found.link.latency > 0
-    assert found.link.time(Kind.ALL_REDUCE, 1e6) < found.link.time(Kind.ALL_REDUCE, 1e8)
-    assert 0 < found.taken < 4
+    assert found.busy.link.latency > 0
+    assert found.busy.link.time(Kind.ALL_REDUCE, 1e6) < found.busy.link.time(Kind.ALL_REDUCE, 1e8)
+    assert 0 < found.busy.taken < 4
+    assert 0 < found.busy.issue < 0.1
+    assert 0 <= found.start < 0.1
     assert "between two busy ranks a message waits" in str(found)
+
+
+def test_starting_operators_does_not_shrink_with_what_they_work_on(
+    said: Profile, clusters: Callable[[int], mk.Cluster]
+) -> None:
+    """Where nothing but starting them takes time, half of each operator takes as long as the whole."""
+    starts = {size: 6.0 for size in (4, 8, 16)}
+    only = replace(said, start=1.0, measured={**SECONDS, Kind.FORWARD: starts})
+    whole, halves = (only.predict(plan, cluster=clusters(2)) for plan in (mk.Plan.serial(), mk.Plan(tp=2)))
+    assert times(halves, Kind.FORWARD) > 0.9 * times(whole, Kind.FORWARD)
+    no_start = replace(only, start=0.0).predict(mk.Plan(tp=2), cluster=clusters(2))
+    assert times(no_start, Kind.FORWARD) < 0.8 * times(whole, Kind.FORWARD)
+
+
+def test_each_call_within_an_action_takes_its_time(
+    said: Profile, clusters: Callable[[int], mk.Cluster]
+) -> None:
+    slow = replace(said, busy=replace(said.busy, issue=1.0))
+    plan = mk.Plan(tp=2)
+    free, paid = (one.predict(plan, cluster=clusters(2)) for one in (said, slow))
+    calls = free.spans[(free.spans["kind"] == Kind.ALL_REDUCE) & (free.spans["rank"] == 0)]
+    longer = sum(times(paid, kind) - times(free, kind) for kind in (Kind.FORWARD, Kind.BACKWARD))
+    assert longer == pytest.approx(len(calls), abs=1.01)
 
 
 def test_a_clock_that_there_is_not(said: Profile) -> None:
@@ -167,7 +196,7 @@ def test_a_model_of_one_stage_has_no_split_backward(clusters: Callable[[int], mk
     with pytest.raises(ValueError, match=r"stage"):
         found.predict(plan, cluster=clusters(2))
     with pytest.raises(ValueError, match=r"splits the backward.*1f1b"):
-        replace(found, _played=lambda plan, size, cluster: _split_trace(clusters(2))).predict(plan)
+        replace(found, _played=lambda plan, size, start, cluster: _split_trace(clusters(2))).predict(plan)
 
 
 def _split_trace(cluster: mk.Cluster) -> mk.Trace:

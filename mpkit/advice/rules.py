@@ -45,7 +45,13 @@ def rules_of(priced: Priced, found: Sequence[Found]) -> list[Rule]:
     """Return the rules that apply."""
     if not found:
         return [_states(priced)]
-    rules = (_one_device(priced, found), _nodes(priced, found), _zero(found), _single(priced, found))
+    rules = (
+        _one_device(priced, found),
+        _layer(priced, found),
+        _nodes(priced, found),
+        _zero(found),
+        _single(priced, found),
+    )
     return [rule for rule in rules if rule is not None]
 
 
@@ -80,6 +86,29 @@ def _one_device(priced: Priced, found: Sequence[Found]) -> Rule:
         f"A replica with its states needs {held:.0f} GiB and a device has {room:.0f}: data parallelism is enough.",
         only,
         f"DDP takes {seconds(took)} per step, the best plan {seconds(best.seconds)}.",
+    )
+
+
+def _layer(priced: Priced, found: Sequence[Found]) -> Rule | None:
+    """Return whether one layer with its states fits a device; None where a whole replica does."""
+    model, room, stack = priced.asked.model, priced.hardware.device.memory / GIB, priced.stack
+    states = stack.element + stack.gradient + stack.states
+    if states * model.parameters / GIB <= room:
+        return None
+    held = states * max(model.layer_parameters(first) for first, _ in model.kinds()) / GIB
+    best = found[0].layout
+    if held <= room:
+        return Rule(
+            f"The largest layer with its states takes {held:.1f} GiB of a device's {room:.0f}, so that a pipeline or "
+            "ZeRO is enough, without tensor parallelism.",
+            best.tp == 1,
+            f"the best plan has tp={best.tp}, pp={best.pp}, ZeRO-{best.zero}.",
+        )
+    return Rule(
+        f"The largest layer with its states takes {held:.1f} GiB and a device has {room:.0f}: divide the layer itself, "
+        "by tensor parallelism or ZeRO.",
+        best.tp > 1 or best.zero > 0,
+        f"the best plan has tp={best.tp}, ZeRO-{best.zero}.",
     )
 
 

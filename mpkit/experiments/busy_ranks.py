@@ -4,6 +4,7 @@
     wait        a collective between ranks that have just computed waits for the slower one, and for the threads that
                 copy its payload to get a core
     copy        a collective that hides behind compute still takes the time of a core
+    issue       the rank's own thread spends time on each call
 
 A test of collectives alone, such as nccl-tests, has none of the three.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from mpkit.comm.communicator import Communicator
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["measure_link", "overlapped", "scaled"]
+__all__ = ["BusyRanks", "measure_busy", "overlapped", "scaled"]
 
 COMPUTE = 0.008
 """Seconds of compute before each collective."""
@@ -43,20 +44,36 @@ KINDS = Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.SEND
 # ---- measured ------------------------------------------------------------------------------------------------
 
 
-def measure_link(cluster: Cluster) -> tuple[Link, float]:
-    """Return the link between two busy ranks, and the cores that a rank's collective keeps busy meanwhile.
+@dataclass(frozen=True)
+class BusyRanks:
+    """What ranks take from each other that both compute.
+
+    Attributes:
+        link: messages and collectives between them.
+        taken: cores that a rank's collective keeps busy.
+        issue: seconds of its own CPU that a rank spends on a call.
+    """
+
+    link: Link
+    taken: float
+    issue: float
+
+
+def measure_busy(cluster: Cluster) -> BusyRanks:
+    """Measure collectives between two busy ranks.
 
     Args:
         cluster: two CPU ranks.
     """
     rounds = cluster.run(_collectives)
     took: dict[Kind, dict[int, float]] = {}
-    used = []
+    used, issued = [], []
     for (kind, nbytes), samples in rounds[0].items():
         both = [*samples, *rounds[1][kind, nbytes]]
         calls = 2 if kind == Kind.SEND else 1  # there and back
-        took.setdefault(kind, {})[nbytes] = median(wall for wall, _ in both) / calls
-        used += [core / wall for wall, core in both if nbytes == LARGE]
+        took.setdefault(kind, {})[nbytes] = median(wall for wall, _, _ in both) / calls
+        used += [core / wall for wall, core, _ in both if nbytes == LARGE]
+        issued += [mine / calls for _, _, mine in both if nbytes == SMALL]
     latency = median(times[SMALL] / hops(kind, 2) for kind, times in took.items())
     rates = {
         kind: wire_factor(kind, 2) * LARGE / max(times[LARGE] - hops(kind, 2) * latency, times[LARGE] / 10)
@@ -65,17 +82,18 @@ def measure_link(cluster: Cluster) -> tuple[Link, float]:
     sources = dict.fromkeys(
         ("latency", "bandwidth", "bus"), "measured between two busy ranks on this machine"
     )
-    return Link("loopback between busy ranks", latency, rates[Kind.SEND], rates, sources), median(used)
+    link = Link("loopback between busy ranks", latency, rates[Kind.SEND], rates, sources)
+    return BusyRanks(link, median(used), median(issued))
 
 
-def _collectives(ctx: Any) -> dict[tuple[Kind, int], list[tuple[float, float]]]:
-    """Return (seconds of the wall, seconds of other threads' CPU) of each collective, by kind and payload."""
+def _collectives(ctx: Any) -> dict[tuple[Kind, int], list[tuple[float, float, float]]]:
+    """Return seconds of the wall, of other threads' CPU and of this one's per collective, by kind and payload."""
     import torch
 
     square = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     once = _cpu_of(lambda: [square @ square for _ in range(50)]) / 50
     products = max(1, round(COMPUTE / once))
-    found: dict[tuple[Kind, int], list[tuple[float, float]]] = {}
+    found: dict[tuple[Kind, int], list[tuple[float, float, float]]] = {}
     for nbytes in (SMALL, LARGE):
         for kind, call in _calls(ctx.comm, torch.zeros(nbytes // 4)).items():
             samples = [_timed(call, square, products) for _ in range(REPEATS)]
@@ -102,12 +120,12 @@ def _calls(comm: Communicator, whole: Tensor) -> dict[Kind, Callable[[], Any]]:
     }
 
 
-def _timed(call: Callable[[], Any], square: Any, products: int) -> tuple[float, float]:
-    """Compute for a while, call, and return what went by beyond the compute, with the CPU of the other threads."""
+def _timed(call: Callable[[], Any], square: Any, products: int) -> tuple[float, float, float]:
+    """Compute for a while, call, and return what went by beyond the compute, with the CPU of the threads."""
     begin, cpu = time.perf_counter(), time.process_time()
     compute = _cpu_of(lambda: [square @ square for _ in range(products)])
     mine = _cpu_of(call)
-    return time.perf_counter() - begin - compute, time.process_time() - cpu - compute - mine
+    return time.perf_counter() - begin - compute, time.process_time() - cpu - compute - mine, mine
 
 
 def _cpu_of(call: Callable[[], Any]) -> float:
@@ -163,14 +181,29 @@ def _common(span: Any, union: list[tuple[float, float]]) -> float:
     return sum(max(0.0, min(end, to) - max(start, begin)) for begin, to in union)
 
 
-def scaled(trace: Trace, factor: Callable[[int, Kind], float], kinds: Collection[Kind]) -> Trace:
-    """Return the trace with each rank's ops of these kinds taking `factor(rank, kind)` times as long."""
+def scaled(
+    trace: Trace, factor: Callable[[int, Kind], float], kinds: Collection[Kind], *, issue: float = 0.0
+) -> Trace:
+    """Return the trace with each rank's ops of these kinds taking `factor(rank, kind)` times as long.
+
+    Args:
+        trace: what was counted.
+        factor, kinds: see above.
+        issue: seconds that an op takes longer for each communication that is issued within.
+    """
     ranks = []
     for number, rank in enumerate(trace.ranks):
         ops = rank.ops.copy()
         for kind in kinds:
             mine = ops["kind"] == int(kind)
             if mine.any():
-                ops["cpu"][mine] = (ops["cpu"][mine] * factor(number, kind)).astype(ops["cpu"].dtype)
+                calls = _issued_within(rank.ops, mine) * issue * 1e9 if issue else 0
+                ops["cpu"][mine] = (ops["cpu"][mine] * factor(number, kind) + calls).astype(ops["cpu"].dtype)
         ranks.append(replace(rank, ops=ops))
     return replace(trace, ranks=ranks)
+
+
+def _issued_within(ops: Any, mine: Any) -> Any:
+    """Return for each of some ops how many communications were issued within it."""
+    issued = np.sort(ops["start"][(ops["kind"] >= Kind.SEND) & (ops["lane"] == Lane.COMM)])
+    return np.searchsorted(issued, ops["end"][mine]) - np.searchsorted(issued, ops["start"][mine])

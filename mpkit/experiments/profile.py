@@ -3,8 +3,9 @@
     measure     training on this machine: serially, with micro-batches of three sizes, and in two stages whose backward
                 is split; seconds of CPU that the whole model's forward, backward and update take, by kind of action
     beside      the same in two replicas at once, and collectives between two busy ranks: `busy_ranks`
+    start       what an operator takes beside its arithmetic, from micro-batches of two sizes
     count       the same plans played on tensors without content (`mk.trace_fake`): what the roofline of an assumed
-                core makes of these actions
+                core, and starting each operator, makes of these actions
     factor      measured / counted of the whole model, by kind, for a micro-batch of the plan's size
     predict     the plan is played, its actions take the factor times what is counted, and the replay adds
                 communication: over the loopback link, each rank on a core of its own, or as between busy ranks
@@ -28,8 +29,7 @@ from mpkit.api.borrowed_cluster import lent_of_any_size
 from mpkit.api.cluster import Cluster
 from mpkit.data.microbatch import map_tensors
 from mpkit.devices.catalogue import hardware as find
-from mpkit.devices.link import Link
-from mpkit.experiments.busy_ranks import measure_link, overlapped, scaled
+from mpkit.experiments.busy_ranks import BusyRanks, measure_busy, overlapped, scaled
 from mpkit.fake.trace import trace_fake
 from mpkit.plan.plan import Plan
 from mpkit.support.cores import cores
@@ -69,17 +69,17 @@ class Profile:
         samples: samples of the batch that plans divide.
         whole: why a split backward could not be measured; "" where it was.
         beside: how many times as long an action takes while the other rank computes, by kind; 1 where not measured.
-        link: messages and collectives between two ranks that both compute.
-        taken: cores that a rank's collective keeps busy.
+        busy: what ranks that both compute take from each other.
+        start: seconds to start an operator, on the scale of the assumed core.
     """
 
     measured: Mapping[Kind, Mapping[int, float]]
     samples: int
     whole: str
     beside: Mapping[Kind, float]
-    link: Link
-    taken: float
-    _played: Callable[[Plan, int, Cluster | None], Trace] = field(repr=False, compare=False)
+    busy: BusyRanks
+    start: float
+    _played: Callable[[Plan, int, float, Cluster | None], Trace] = field(repr=False, compare=False)
     _train: Callable[[Plan, Cluster, int], Run] = field(repr=False, compare=False)
     _counted: dict[tuple[Kind, int], float] = field(default_factory=dict, repr=False, compare=False)
 
@@ -99,18 +99,18 @@ class Profile:
         if clock not in ("virtual", "measured"):
             raise ValueError(f"clock={clock!r}: a profile predicts clock='virtual' or clock='measured'")
         # ---- count and factor
-        counted = self._played(plan, self.samples, cluster)
+        counted = self._played(plan, self.samples, self.start, cluster)
         samples = max(1, round(self.samples / (plan.dp * plan.microbatches)))
         kinds = set(ACTIONS) & {
             Kind(kind) for rank in counted.ranks for kind in set(rank.ops["kind"].tolist())
         }
         factors = {kind: self._factor(LIKE.get(kind, kind), samples, cluster) for kind in kinds}
-        trace = scaled(counted, lambda rank, kind: factors[kind], kinds)
+        trace = scaled(counted, lambda rank, kind: factors[kind], kinds, issue=self.busy.issue)
         # ---- share
-        hardware = None if clock == "virtual" else replace(find("cpu"), name="cpu-busy", link=self.link)
+        hardware = None if clock == "virtual" else replace(find("cpu"), name="cpu-busy", link=self.busy.link)
         alone = Timeline.of(trace, hardware)
         others = overlapped(alone, kinds, comm=False)
-        taken = self.taken if clock == "measured" and plan.ranks >= cores() else 0.0
+        taken = self.busy.taken if clock == "measured" and plan.ranks >= cores() else 0.0
         copies = overlapped(alone, kinds, comm=True) if taken else {}
 
         def shared(rank: int, kind: Kind) -> float:
@@ -138,7 +138,9 @@ class Profile:
             )
         if (kind, samples) not in self._counted:
             plan = SPLIT if kind in HALVES else SERIAL
-            counted = _whole_model(Timeline.of(self._played(plan, samples * plan.microbatches, cluster)))
+            counted = _whole_model(
+                Timeline.of(self._played(plan, samples * plan.microbatches, self.start, cluster))
+            )
             self._counted.update({(each, samples): time for each, time in counted.items()})
         return self.seconds(kind, samples) / self._counted[kind, samples]
 
@@ -161,7 +163,7 @@ class Profile:
             parts = ", ".join(f"{size}: {seconds(time)}" for size, time in sorted(times.items()))
             ratio = f"; beside another rank x {self.beside[kind]:.2f}" if kind in self.beside else ""
             lines.append(f"  {Kind(kind).name.lower().replace('_', ' '):<12} {parts}{ratio}")
-        message, rate = seconds(self.link.latency), self.link.rate(Kind.ALL_REDUCE) / 1e9
+        message, rate = seconds(self.busy.link.latency), self.busy.link.rate(Kind.ALL_REDUCE) / 1e9
         lines.append(
             f"between two busy ranks a message waits {message}, and all-reduces reach {rate:.3g} GB/s"
         )
@@ -195,13 +197,15 @@ def profile(
     samples = _samples(batch)
     empty = deepcopy(model).to("meta")
 
-    def played(plan: Plan, size: int, one: Cluster | None) -> Trace:
+    core = find("cpu")
+
+    def played(plan: Plan, size: int, start: float, one: Cluster | None) -> Trace:
         def made() -> torch.nn.Module:
             return deepcopy(empty).to_empty(device="cpu")
 
         return trace_fake(
             made, plan, batch=_without_content(_first(size, batch)), loss=loss,
-            optimizer=optimizer, hardware="cpu", cluster=one,
+            optimizer=optimizer, hardware=replace(core, device=replace(core.device, start=start)), cluster=one,
         )  # fmt: skip
 
     def train(plan: Plan, on: Cluster, steps: int) -> Run:
@@ -217,8 +221,9 @@ def profile(
 
         measured, whole = _measured(trial, samples)
         beside = _beside(trial, samples, measured)
-        link, taken = measure_link(clusters(2))
-    return Profile(measured, samples, whole, beside, link, taken, played, train)
+        busy = measure_busy(clusters(2))
+        start = _start(lambda size, time: played(SERIAL, size, time, cluster), measured)
+    return Profile(measured, samples, whole, beside, busy, start, played, train)
 
 
 def _measured(trial: Trial, samples: int) -> tuple[dict[Kind, dict[int, float]], str]:
@@ -247,6 +252,29 @@ def _beside(trial: Trial, samples: int, measured: Mapping[Kind, Mapping[int, flo
     both = trial(REPLICAS, 2 * half)
     beside = {kind: max(1.0, both[kind] / REPLICAS.ranks / measured[kind][half]) for kind in WHOLE}
     return beside | dict.fromkeys(HALVES, beside[Kind.BACKWARD])
+
+
+def _start(played: Callable[[int, float], Trace], measured: Mapping[Kind, Mapping[int, float]]) -> float:
+    """Return the seconds to start an operator.
+
+    Forward and backward of two sizes take f (N start + R), where N operators take R by the roofline: two equations for
+    f and the start. A start that the measurements do not show is 0.
+    """
+    small, large = min(measured[Kind.FORWARD]), max(measured[Kind.FORWARD])
+    if small == large:
+        return 0.0
+
+    def counted(size: int, start: float) -> float:
+        found = _whole_model(Timeline.of(played(size, start)))
+        return found[Kind.FORWARD] + found[Kind.BACKWARD]
+
+    took = {size: measured[Kind.FORWARD][size] + measured[Kind.BACKWARD][size] for size in (small, large)}
+    roofline = {size: counted(size, 0.0) for size in (small, large)}
+    operators = counted(small, 1.0) - roofline[small]
+    f = (took[large] - took[small]) / (roofline[large] - roofline[small])
+    if f <= 0:
+        return took[small] / operators  # the larger one takes no longer: starting is all there is
+    return max(0.0, (took[small] / f - roofline[small]) / operators)
 
 
 def _whole_model(timeline: Timeline) -> dict[Kind, float]:

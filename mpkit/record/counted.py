@@ -43,6 +43,10 @@ class Roofline(Protocol):
         """Whether convolutions are oneDNN's, which take memory for themselves (`mpkit.record.workspace`)."""
 
     @property
+    def start(self) -> float:
+        """Seconds to start an operator."""
+
+    @property
     def host(self) -> float:
         """Bytes per second between the device and the host's memory."""
 
@@ -108,7 +112,7 @@ class Counting(TorchDispatchMode):
         if flops or nbytes:
             self.flops += flops
             self.nbytes += nbytes
-            self.seconds += self.device.time(flops, nbytes, _dtype(args, out))
+            self.seconds += self.device.time(flops, nbytes, _dtype(args, out)) + self.device.start
         if self._ledger is not None and not func.is_view:
             self._count_memory_of(func, args, out, self._ledger)
         return out
