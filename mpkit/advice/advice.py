@@ -25,6 +25,7 @@ from mpkit.cost_model.preset import Preset, preset_for
 from mpkit.cost_model.stack import Stack, stack_of
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
+from mpkit.devices.unwise import out_of_memory
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.support.display import HasChart, data_frame
@@ -123,10 +124,7 @@ class Advice(HasChart):
         if needed > room:
             stage = max(this.stage_memory, key=lambda memory: sum(memory.values()))
             largest = max(stage, key=stage.__getitem__)
-            return (
-                f"{plan!r} does not fit: it needs {needed / GIB:.1f} GiB of {room / GIB:.1f}, out by "
-                f"{(needed - room) / GIB:.1f} GiB; the largest part is {largest}."
-            )
+            return f"{plan!r} does not fit: {out_of_memory(needed, room, largest)}."
         if self.best is None or self.objective.of(this.step_time, plan.ranks) <= self.objective.of(
             self.found[0].seconds, self.best.ranks
         ):

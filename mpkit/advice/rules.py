@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from mpkit.advice.search import Found, Priced
 from mpkit.cost_model.layout import Layout
+from mpkit.devices.unwise import TP_INSIDE
 from mpkit.support.units import percent, seconds
 
 __all__ = ["Rule", "rules_of"]
@@ -124,7 +125,7 @@ def _nodes(priced: Priced, found: Sequence[Found]) -> Rule | None:
     if priced.hardware.nodes == 1 or inside is None or across is None:
         return None
     return Rule(
-        "Tensor parallelism sends four times per layer what nothing hides: keep it inside the node.",
+        TP_INSIDE,
         inside.seconds <= across.seconds,
         f"at best {seconds(inside.seconds)} per step with tp={inside.layout.tp}, "
         f"{seconds(across.seconds)} with tp={across.layout.tp} across nodes.",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from mpkit.devices.catalogue import hardware as find
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import mesh_of
 from mpkit.support.disk import write_whole
@@ -18,6 +19,7 @@ from mpkit.support.tracebacks import public
 from mpkit.timeline import metrics
 from mpkit.timeline.clock_notes import clock_notes
 from mpkit.timeline.figures import Figures
+from mpkit.timeline.placement_notes import placement_notes
 from mpkit.timeline.replay import Replayed, replay
 from mpkit.trace import Kind, Lane
 
@@ -71,6 +73,8 @@ class Timeline(Replayed, Figures):
         """
         timeline = cls.from_replay(replay(trace, hardware, clock))
         timeline.notes += clock_notes(timeline.meta)
+        if hardware is not None:
+            timeline.notes += placement_notes(timeline, find(hardware))
         return timeline
 
     @classmethod

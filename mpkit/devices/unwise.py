@@ -1,0 +1,45 @@
+"""What is unwise about a placement, in the words that advice, warnings and notes on timelines share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpkit.devices.hardware import Hardware
+
+__all__ = ["TP_INSIDE", "across_nodes", "out_of_memory"]
+
+GIB = 2**30
+TP_INSIDE = "Tensor parallelism sends four times per layer what nothing hides: keep it inside the node."
+
+
+def across_nodes(groups: Sequence[Sequence[int]], hardware: Hardware) -> str:
+    """Return what to say of groups of tensor parallelism that span nodes; "" if none does.
+
+    >>> from mpkit.devices.catalogue import hardware
+    >>> across_nodes([range(16)], hardware("2x8-h100-ndr")).split(". ")[1]
+    'Here a group of 16 spans 2 nodes of 8 devices.'
+    >>> across_nodes([range(8), range(8, 16)], hardware("2x8-h100-ndr"))
+    ''
+    """
+    spans = {len({hardware.node_of(rank) for rank in group}): len(group) for group in groups}
+    nodes = max(spans, default=1)
+    if nodes < 2:
+        return ""
+    return f"{TP_INSIDE} Here a group of {spans[nodes]} spans {nodes} nodes of {hardware.per_node} devices."
+
+
+def out_of_memory(needed: float, room: float, largest: str) -> str:
+    """Return what to say of a rank whose device has too little memory.
+
+    >>> out_of_memory(30 * GIB, 22.5 * GIB, "activations")
+    'it needs 30.0 GiB of 22.5, out by 7.5 GiB; the largest part is activations'
+
+    Args:
+        needed: bytes at the rank's peak.
+        room: bytes that its device has.
+        largest: the category with most.
+    """
+    return (
+        f"it needs {needed / GIB:.1f} GiB of {room / GIB:.1f}, out by {(needed - room) / GIB:.1f} GiB; "
+        f"the largest part is {largest}"
+    )
