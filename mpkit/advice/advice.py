@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from mpkit.advice.try_out import Tried
     from mpkit.api.cluster import Cluster
+    from mpkit.timeline.timeline import Timeline
 
 __all__ = ["Advice", "advise"]
 
@@ -103,6 +104,10 @@ class Advice(HasChart):
             asked.model, plan, self.priced.hardware, asked.global_batch, asked.sequence, self.priced.stack,
             self.priced.preset,
         )  # fmt: skip
+
+    def timelines(self, best: int = 3) -> dict[str, Timeline]:
+        """Return the predicted timelines of the best plans, by plan: `mk.compare(**advice.timelines())` draws them."""
+        return {repr(plan): self.estimate(plan).timeline() for plan in self.plans[:best]}
 
     def held(self, guess: Estimate) -> float:
         """Return the bytes of an estimate's fullest rank, with what fragmentation takes."""

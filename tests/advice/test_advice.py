@@ -46,6 +46,12 @@ def test_the_table_and_the_frontier_are_ordered(advice: Advice) -> None:
     )
 
 
+def test_the_best_plans_have_timelines(advice: Advice) -> None:
+    timelines = advice.timelines(2)
+    assert list(timelines) == [repr(plan) for plan in advice.plans[:2]]
+    assert len(mk.compare(**timelines).rows) == 2
+
+
 def test_the_chart_marks_the_frontier(advice: Advice) -> None:
     every, frontier = advice.figure().data
     assert len(every.x) == min(2000, len(advice.found))

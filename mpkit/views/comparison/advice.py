@@ -61,7 +61,7 @@ def advice_figure(advice: Advice) -> Any:
         height=420,
         margin={"l": 64, "r": 16, "t": 48, "b": 48},
         **LOOK,
-        legend={"x": 0.98, "y": 0.98, "xanchor": "right"},
+        legend={"x": 0.92, "y": 0.98, "xanchor": "right"},
     )
     figure.update_xaxes(title="GiB on the fullest rank", gridcolor=LINE, zeroline=False)
     figure.update_yaxes(title="seconds per step", type="log", gridcolor=LINE, zeroline=False)
