@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpkit.devices.link import Link, hops, wire_factor
-from mpkit.trace import Kind, Lane, Trace
+from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from mpkit.comm.communicator import Communicator
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["measure_link", "overlapped", "scaled"]
+__all__ = ["measure_link", "overlapped"]
 
 COMPUTE = 0.008
 """Seconds of compute before each collective."""
@@ -161,16 +160,3 @@ def _union(starts: Any, ends: Any) -> list[tuple[float, float]]:
 def _common(span: Any, union: list[tuple[float, float]]) -> float:
     start, end = float(span["start"]), float(span["end"])
     return sum(max(0.0, min(end, to) - max(start, begin)) for begin, to in union)
-
-
-def scaled(trace: Trace, factor: Callable[[int, Kind], float], kinds: Collection[Kind]) -> Trace:
-    """Return the trace with each rank's ops of these kinds taking `factor(rank, kind)` times as long."""
-    ranks = []
-    for number, rank in enumerate(trace.ranks):
-        ops = rank.ops.copy()
-        for kind in kinds:
-            mine = ops["kind"] == int(kind)
-            if mine.any():
-                ops["cpu"][mine] = (ops["cpu"][mine] * factor(number, kind)).astype(ops["cpu"].dtype)
-        ranks.append(replace(rank, ops=ops))
-    return replace(trace, ranks=ranks)

@@ -17,7 +17,6 @@ So the plan's own code says which operators and messages there are, and this mac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -26,17 +25,17 @@ import numpy as np
 
 from mpkit.api.borrowed_cluster import lent_of_any_size
 from mpkit.api.cluster import Cluster
-from mpkit.data.microbatch import map_tensors
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.link import Link
-from mpkit.experiments.busy_ranks import measure_link, overlapped, scaled
-from mpkit.fake.trace import trace_fake
+from mpkit.experiments.busy_ranks import measure_link, overlapped
+from mpkit.experiments.factors import HALVES, LIKE, WHOLE, kinds_of, scaled
+from mpkit.experiments.played_training import PlayedTraining, first_samples
 from mpkit.plan.plan import Plan
 from mpkit.support.cores import cores
 from mpkit.support.tracebacks import public
 from mpkit.support.units import seconds
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import Kind, Trace
+from mpkit.trace import Kind
 
 if TYPE_CHECKING:
     import torch
@@ -50,10 +49,6 @@ TRIALS = {
     SPLIT: (2, 4),
 }  # plans to measure, with the numbers by which the batch is divided
 REPLICAS = Plan.ddp(2)
-WHOLE = Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER
-HALVES = Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
-ACTIONS = *WHOLE, *HALVES, Kind.RECOMPUTE, Kind.COMPUTE
-LIKE = {Kind.RECOMPUTE: Kind.FORWARD, Kind.COMPUTE: Kind.FORWARD}  # take the factor of another kind
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class Profile:
     beside: Mapping[Kind, float]
     link: Link
     taken: float
-    _played: Callable[[Plan, int, Cluster | None], Trace] = field(repr=False, compare=False)
+    _played: PlayedTraining = field(repr=False, compare=False)
     _counted: dict[tuple[Kind, int], float] = field(default_factory=dict, repr=False, compare=False)
 
     def predict(self, plan: Plan, *, clock: str = "virtual", cluster: Cluster | None = None) -> Timeline:
@@ -94,13 +89,11 @@ class Profile:
         if clock not in ("virtual", "measured"):
             raise ValueError(f"clock={clock!r}: a profile predicts clock='virtual' or clock='measured'")
         # ---- count and factor
-        counted = self._played(plan, self.samples, cluster)
+        counted = self._played.trace(plan, cluster=cluster)
         samples = max(1, round(self.samples / (plan.dp * plan.microbatches)))
-        kinds = set(ACTIONS) & {
-            Kind(kind) for rank in counted.ranks for kind in set(rank.ops["kind"].tolist())
-        }
+        kinds = kinds_of(counted)
         factors = {kind: self._factor(LIKE.get(kind, kind), samples, cluster) for kind in kinds}
-        trace = scaled(counted, lambda rank, kind: factors[kind], kinds)
+        trace = scaled(counted, lambda rank, kind, ops: factors[kind], kinds)
         # ---- share
         hardware = None if clock == "virtual" else replace(find("cpu"), name="cpu-busy", link=self.link)
         alone = Timeline.of(trace, hardware)
@@ -108,7 +101,7 @@ class Profile:
         taken = self.taken if clock == "measured" and plan.ranks >= cores() else 0.0
         copies = overlapped(alone, kinds, comm=True) if taken else {}
 
-        def shared(rank: int, kind: Kind) -> float:
+        def shared(rank: int, kind: Kind, ops: Any) -> float:
             beside = self.beside.get(LIKE.get(kind, kind), 1.0)
             return (1 + (beside - 1) * others.get((rank, kind), 0.0)) * (
                 1 + taken * copies.get((rank, kind), 0.0)
@@ -125,7 +118,8 @@ class Profile:
             )
         if (kind, samples) not in self._counted:
             plan = SPLIT if kind in HALVES else SERIAL
-            counted = _whole_model(Timeline.of(self._played(plan, samples * plan.microbatches, cluster)))
+            size = samples * plan.microbatches
+            counted = _whole_model(Timeline.of(self._played.trace(plan, samples=size, cluster=cluster)))
             self._counted.update({(each, samples): time for each, time in counted.items()})
         return self.seconds(kind, samples) / self._counted[kind, samples]
 
@@ -180,17 +174,7 @@ def profile(
     """
     batch = _batch_of(data)
     samples = _samples(batch)
-    empty = deepcopy(model).to("meta")
-
-    def played(plan: Plan, size: int, one: Cluster | None) -> Trace:
-        def made() -> torch.nn.Module:
-            return deepcopy(empty).to_empty(device="cpu")
-
-        return trace_fake(
-            made, plan, batch=_without_content(_first(size, batch)), loss=loss,
-            optimizer=optimizer, hardware="cpu", cluster=one,
-        )  # fmt: skip
-
+    played = PlayedTraining(model, batch, loss=loss, optimizer=optimizer)
     measured: dict[Kind, dict[int, float]] = {}
     beside: dict[Kind, float] = {}
     whole = ""
@@ -198,7 +182,13 @@ def profile(
 
         def trial(plan: Plan, size: int) -> dict[Kind, float]:
             run = clusters(plan.ranks).train(
-                model, [_first(size, batch)], plan, loss=loss, optimizer=optimizer, steps=STEPS, show=False
+                model,
+                [first_samples(size, batch)],
+                plan,
+                loss=loss,
+                optimizer=optimizer,
+                steps=STEPS,
+                show=False,
             )
             return _whole_model(run.wait().timeline(clock="virtual"))
 
@@ -262,13 +252,3 @@ def _samples(batch: tuple[Any, Any]) -> int:
     from torch.utils._pytree import tree_leaves
 
     return next(int(leaf.shape[0]) for leaf in tree_leaves(batch) if hasattr(leaf, "shape"))
-
-
-def _first(samples: int, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(map_tensors(lambda t: t[:samples], value) for value in batch)
-
-
-def _without_content(batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    import torch
-
-    return tuple(map_tensors(lambda t: torch.empty_like(t, device="meta"), value) for value in batch)

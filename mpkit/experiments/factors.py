@@ -1,0 +1,152 @@
+"""Factors: how much longer actions take than a played plan counts for them.
+
+    measured    seconds of an action on a rank, from a run or a profile
+    counted     seconds of the same action played on tensors without content (`mk.trace_fake`)
+    factor      measured / counted; it is applied to the actions of another played plan
+
+So the plan's own code says which operators there are and how they change with the size of a micro-batch, and what was
+measured says how fast they are here. `mk.profile` has factors of the whole model by kind of action, `Run.what_if` has
+one for each action of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.trace import TIMED_BY_EVENTS, Kind, Trace
+
+__all__ = ["ACTIONS", "HALVES", "LIKE", "WHOLE", "Factors", "kinds_of", "last_step", "scaled"]
+
+Array = npt.NDArray[Any]
+
+WHOLE = Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER
+HALVES = Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
+ACTIONS = *WHOLE, *HALVES, Kind.RECOMPUTE, Kind.COMPUTE
+LIKE = {Kind.RECOMPUTE: Kind.FORWARD, Kind.COMPUTE: Kind.FORWARD}  # take the factor of another kind
+BACKWARDS = Kind.BACKWARD, *HALVES
+
+
+def kinds_of(trace: Trace) -> set[Kind]:
+    """Return the kinds of actions that a trace has."""
+    return set(ACTIONS) & {Kind(kind) for rank in trace.ranks for kind in set(rank.ops["kind"].tolist())}
+
+
+def scaled(trace: Trace, factor: Callable[[int, Kind, Array], Any], kinds: Collection[Kind]) -> Trace:
+    """Return the trace with each rank's ops of these kinds taking `factor(rank, kind, ops)` times as long.
+
+    Args:
+        trace: any trace.
+        factor: returns a number for all ops, (n,) of `OP`, or an array with one for each.
+        kinds: kinds of compute.
+    """
+    ranks = []
+    for number, rank in enumerate(trace.ranks):
+        ops = rank.ops.copy()
+        for kind in kinds:
+            mine = ops["kind"] == int(kind)
+            if mine.any():
+                times = ops["cpu"][mine] * factor(number, kind, ops[mine])
+                ops["cpu"][mine] = times.astype(ops["cpu"].dtype)
+        ranks.append(replace(rank, ops=ops))
+    return replace(trace, ranks=ranks)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factors of one step of a run, for the actions of other plans.
+
+    Attributes:
+        rows: by kind and stage (-1: none), for each rank that has such actions: (2, n), their measured seconds in
+            program order and what is counted for them.
+        stages: by stage of the run, the names of its layers.
+    """
+
+    rows: dict[tuple[Kind, int], list[Array]]
+    stages: list[list[str]]
+
+    @classmethod
+    def of(cls, measured: Trace, step: int, counted: Trace) -> Factors:
+        """Pair the times of a step with what is counted for the same plan.
+
+        Args:
+            measured: the run's trace.
+            step: the number of one of its steps.
+            counted: its plan, played; the last step is taken.
+        """
+        rows: dict[tuple[Kind, int], list[Array]] = {}
+        events, last = measured.meta.get("device") in TIMED_BY_EVENTS, last_step(counted)
+        for took, counts in zip(measured.ranks, counted.ranks, strict=True):
+            played = dict(_actions(counts.ops, last))
+            for key, ops in _actions(took.ops, step):
+                if key not in played:
+                    continue  # of the user's own, which no played plan has
+                seconds = ops["end"] - ops["start"] if events else ops["cpu"]
+                pair = seconds, np.maximum(played[key]["cpu"], 1)
+                if len(ops) != len(played[key]):  # the model decides for itself what it runs
+                    pair = tuple(np.array([each.sum()]) for each in pair)  # type: ignore[assignment]
+                rows.setdefault(key, []).append(np.stack(pair).astype(float))
+        return cls(rows, measured.meta["stages"])
+
+    def applied(self, counted: Trace) -> Trace:
+        """Return a played plan whose actions take as long as those of the run would.
+
+        An action takes the factor of the run's action of its kind, of the stage with its layers, at the same fraction
+        of the step's actions and of the ranks that have them.
+        """
+        holders: dict[tuple[Kind, int], list[int]] = {}
+        last = last_step(counted)
+        for number, rank in enumerate(counted.ranks):
+            for key, _ in _actions(rank.ops, last):
+                holders.setdefault(key, []).append(number)
+
+        def factor(rank: int, kind: Kind, ops: Array) -> Array:
+            factors = np.ones(len(ops))
+            for stage, step in set(zip(ops["stage"].tolist(), ops["step"].tolist(), strict=True)):
+                mine = (ops["stage"] == stage) & (ops["step"] == step)
+                ranks = holders.get((kind, stage), [])
+                place = ranks.index(rank) / len(ranks) if rank in ranks else 0.0
+                shares = self._shares(counted.meta["stages"][stage] if stage >= 0 else None)
+                factors[mine] = sum(
+                    share * self._factors(kind, own, place, int(mine.sum())) for own, share in shares.items()
+                )
+            return factors
+
+        return scaled(counted, factor, kinds_of(counted))
+
+    def _shares(self, names: list[str] | None) -> dict[int, float]:
+        """Return the stages of the run that have these layers, each with its share of them; {-1: 1} for no stage."""
+        if names is None:
+            return {-1: 1.0}
+        common = {number: len(set(own) & set(names)) for number, own in enumerate(self.stages)}
+        common = {number: layers for number, layers in common.items() if layers} or dict.fromkeys(common, 1)
+        return {number: layers / sum(common.values()) for number, layers in common.items()}
+
+    def _factors(self, kind: Kind, stage: int, place: float, count: int) -> Array:
+        """Return `count` factors of a stage of the run, at a place between its first rank, 0, and the end, 1."""
+        rows = self.rows.get((kind, stage)) or self.rows.get((LIKE.get(kind, kind), stage))
+        if rows is None and kind in BACKWARDS:  # whole in the run and split here, or the other way round
+            of_kinds = [self.rows[each, stage] for each in BACKWARDS if (each, stage) in self.rows]
+            rows = [sum(row.sum(axis=1, keepdims=True) for row in one) for one in zip(*of_kinds, strict=True)]
+        if not rows:
+            return np.ones(count)
+        row = rows[int(place * len(rows))]
+        measured, counted = row[:, np.arange(count) * row.shape[1] // count]
+        factors: Array = measured / counted
+        return factors
+
+
+def last_step(trace: Trace) -> int:
+    """Return the number of a trace's last step."""
+    return max(int(rank.ops["step"].max()) for rank in trace.ranks)
+
+
+def _actions(ops: Array, step: int) -> Iterator[tuple[tuple[Kind, int], Array]]:
+    """Yield the actions of a step by kind and stage, each in program order."""
+    actions = ops[(ops["step"] == step) & (ops["kind"] < Kind.WAIT) & (ops["depth"] == 0)]
+    for kind, stage in sorted(set(zip(actions["kind"].tolist(), actions["stage"].tolist(), strict=True))):
+        yield (Kind(kind), stage), actions[(actions["kind"] == kind) & (actions["stage"] == stage)]
