@@ -109,35 +109,48 @@ class Factors:
             for stage, step in set(zip(ops["stage"].tolist(), ops["step"].tolist(), strict=True)):
                 mine = (ops["stage"] == stage) & (ops["step"] == step)
                 ranks = holders.get((kind, stage), [])
-                place = ranks.index(rank) / len(ranks) if rank in ranks else 0.0
+                place = (ranks.index(rank), len(ranks)) if rank in ranks else (0, 1)
                 shares = self._shares(counted.meta["stages"][stage] if stage >= 0 else None)
-                factors[mine] = sum(
-                    share * self._factors(kind, own, place, int(mine.sum())) for own, share in shares.items()
-                )
+                pairs = [
+                    share * self._pair(kind, own, place, int(mine.sum())) for own, share in shares.items()
+                ]
+                measured, expected = sum(pairs[1:], pairs[0])
+                factors[mine] = measured / expected
             return factors
 
         return scaled(counted, factor, kinds_of(counted))
 
     def _shares(self, names: list[str] | None) -> dict[int, float]:
-        """Return the stages of the run that have these layers, each with its share of them; {-1: 1} for no stage."""
+        """Return the stages of the run that have any of these layers, each with the share of its own that those are.
+
+        For actions of no stage, such as an update, that is {-1: 1}.
+        """
         if names is None:
             return {-1: 1.0}
         common = {number: len(set(own) & set(names)) for number, own in enumerate(self.stages)}
-        common = {number: layers for number, layers in common.items() if layers} or dict.fromkeys(common, 1)
-        return {number: layers / sum(common.values()) for number, layers in common.items()}
+        shares = {number: layers / len(self.stages[number]) for number, layers in common.items() if layers}
+        return shares or dict.fromkeys(common, 1.0)
 
-    def _factors(self, kind: Kind, stage: int, place: float, count: int) -> Array:
-        """Return `count` factors of a stage of the run, at a place between its first rank, 0, and the end, 1."""
+    def _pair(self, kind: Kind, stage: int, place: tuple[int, int], count: int) -> Array:
+        """Return (2, count): the times of a stage of the run, measured and counted.
+
+        Args:
+            kind, stage: of the actions.
+            place: which of the ranks that have them, of how many; several of the run's are taken together for it.
+            count: the number of actions wanted.
+        """
         rows = self.rows.get((kind, stage)) or self.rows.get((LIKE.get(kind, kind), stage))
         if rows is None and kind in BACKWARDS:  # whole in the run and split here, or the other way round
             of_kinds = [self.rows[each, stage] for each in BACKWARDS if (each, stage) in self.rows]
-            rows = [sum(row.sum(axis=1, keepdims=True) for row in one) for one in zip(*of_kinds, strict=True)]
+            means = [[row.mean(axis=1, keepdims=True) for row in ranks] for ranks in of_kinds]
+            rows = [sum(parts[1:], parts[0]) for parts in zip(*means, strict=True)]
         if not rows:
-            return np.ones(count)
-        row = rows[int(place * len(rows))]
-        measured, counted = row[:, np.arange(count) * row.shape[1] // count]
-        factors: Array = measured / counted
-        return factors
+            return np.ones((2, count))
+        which, ranks = place
+        first, stop = which * len(rows) // ranks, -(-(which + 1) * len(rows) // ranks)
+        these = [row[:, np.arange(count) * row.shape[1] // count] for row in rows[first:stop]]
+        pair: Array = sum(these[1:], these[0])
+        return pair
 
 
 def last_step(trace: Trace) -> int:

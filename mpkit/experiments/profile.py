@@ -177,7 +177,6 @@ def profile(
     played = PlayedTraining(model, batch, loss=loss, optimizer=optimizer)
     measured: dict[Kind, dict[int, float]] = {}
     beside: dict[Kind, float] = {}
-    whole = ""
     with lent_of_any_size(cluster.resized if cluster is not None else None, "cpu") as clusters:
 
         def trial(plan: Plan, size: int) -> dict[Kind, float]:
@@ -205,15 +204,22 @@ def profile(
             beside = {kind: max(1.0, both[kind] / REPLICAS.ranks / measured[kind][half]) for kind in WHOLE}
             beside |= dict.fromkeys(HALVES, beside[Kind.BACKWARD])
         link, taken = measure_link(clusters(2))
-        # ---- the halves of a split backward
-        try:
-            for size in sizes(SPLIT):
-                found = trial(SPLIT, size)
-                for kind in HALVES:
-                    measured.setdefault(kind, {})[size // SPLIT.microbatches] = found[kind]
-        except ValueError as error:
-            whole = str(error)  # what `predict` says if it is asked for such a plan
+        whole = _measure_halves(trial, sizes(SPLIT), measured)
     return Profile(measured, samples, whole, beside, link, taken, played)
+
+
+def _measure_halves(
+    trial: Callable[[Plan, int], dict[Kind, float]], sizes: list[int], measured: dict[Kind, dict[int, float]]
+) -> str:
+    """Add the halves of a split backward; return why they cannot be measured, "" where they can."""
+    try:
+        for size in sizes:
+            found = trial(SPLIT, size)
+            for kind in HALVES:
+                measured.setdefault(kind, {})[size // SPLIT.microbatches] = found[kind]
+    except ValueError as error:
+        return str(error)  # what `predict` says if it is asked for such a plan
+    return ""
 
 
 def _whole_model(timeline: Timeline) -> dict[Kind, float]:
