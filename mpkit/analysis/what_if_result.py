@@ -59,7 +59,8 @@ class WhatIf(Drawn):
 
     Attributes:
         rows: the run's typical step, and the step after each change on top of those before it.
-        confirmed: whether real runs have confirmed predictions of this kind; `band` says how far off they were.
+        band: how far off predictions were at most, as a share of the real run's step (`python -m benchmarks what_if`,
+            on CPU ranks); 0 for a replay of the run's own records; None where no runs have shown it, as on GPUs.
         run_memory: peak bytes that the run recorded, by rank and category, and "total".
         played_memory: the same for the run's own plan, played as the changed one is; None if no plan was played.
         memory: the same as predicted. A played rank's buffers include temporaries, which a run does not record: compare
@@ -67,7 +68,7 @@ class WhatIf(Drawn):
     """
 
     rows: tuple[Predicted, ...]
-    band: float
+    band: float | None
     run_memory: list[dict[str, int]]
     played_memory: list[dict[str, int]] | None
     memory: list[dict[str, int]]

@@ -51,9 +51,11 @@ def _signed(value: float) -> str:
 
 
 def _error(found: WhatIf) -> str:
+    if found.band is None:
+        return "not compared with runs on such devices"
     if not found.band:
         return "a replay of the run's own operations"
-    return f"real runs on CPU ranks were within {found.band:.0%} of 8 in 10 predictions"
+    return f"predictions were within {found.band:.0%} of real runs on CPU ranks"
 
 
 def _memory(found: WhatIf) -> list[str]:
