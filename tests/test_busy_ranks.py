@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpkit.experiments.busy_ranks import overlapped, scaled
+from mpkit.experiments.busy_ranks import overlapped
+from mpkit.experiments.factors import scaled
 from mpkit.timeline.replay.spans import SPAN
 from mpkit.trace import Kind, Lane, Trace
 from mpkit.trace.files import RankTrace
@@ -55,6 +56,6 @@ def test_scaling_leaves_the_given_trace_as_it_is() -> None:
     ops["kind"], ops["cpu"] = [Kind.FORWARD, Kind.BACKWARD], 1000
     shared = RankTrace(ops, np.empty(0), [])
     trace = Trace([shared, shared])  # ranks that do the same share their records
-    twice = scaled(trace, lambda rank, kind: rank + 2, [Kind.FORWARD])
+    twice = scaled(trace, lambda rank, kind, ops: rank + 2, [Kind.FORWARD])
     assert [rank.ops["cpu"].tolist() for rank in twice.ranks] == [[2000, 1000], [3000, 1000]]
     assert ops["cpu"].tolist() == [1000, 1000]

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.experiments.played_training import PlayedTraining
 from mpkit.experiments.profile import Profile
 from mpkit.support.cores import cores
 from mpkit.trace import Kind
@@ -196,12 +197,18 @@ def test_a_model_of_one_stage_has_no_split_backward(clusters: Callable[[int], mk
     with pytest.raises(ValueError, match=r"stage"):
         found.predict(plan, cluster=clusters(2))
     with pytest.raises(ValueError, match=r"splits the backward.*1f1b"):
-        replace(found, _played=lambda plan, size, start, cluster: _split_trace(clusters(2))).predict(plan)
+        replace(found, _played=_SplitAnyway(clusters(2))).predict(plan)
 
 
-def _split_trace(cluster: mk.Cluster) -> mk.Trace:
-    plan = mk.Plan(pp=2, schedule="zb_h1", microbatches=4)
-    return mk.trace_fake(mlp, plan, batch=BATCH, hardware="cpu", cluster=cluster, **HOW)
+class _SplitAnyway(PlayedTraining):
+    """Plays another model, whose backward can be split."""
+
+    def __init__(self, cluster: mk.Cluster) -> None:
+        super().__init__(mlp(), BATCH, **HOW)
+        self._cluster = cluster
+
+    def trace(self, plan: mk.Plan, **options: Any) -> mk.Trace:
+        return super().trace(plan, **options | {"cluster": self._cluster})
 
 
 @pytest.mark.parametrize("data", [(), [], 3, [BATCH[0]]], ids=["nothing", "no batch", "a number", "inputs"])

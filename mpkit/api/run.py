@@ -81,7 +81,7 @@ class Run(RunResults):
             modules=installed_modules(job.what.model),
             compares=False,
         )
-        super().__init__(job, launch)
+        super().__init__(job, launch, cluster)
         self._dashboard: Any = None
         try:
             self._saves_alone = self._lock()

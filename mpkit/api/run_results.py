@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpkit.api.losses import Losses
 from mpkit.data.digest import read_taken
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mpkit.analysis.placed_ranks import Placement
+    from mpkit.analysis.what_if_result import WhatIf
+    from mpkit.api.cluster import Cluster
     from mpkit.cost_model.calibrate import Observation
     from mpkit.devices.hardware import Hardware
     from mpkit.launch.external.external_launch import ExternalLaunch
@@ -34,15 +36,17 @@ class RunResults:
     Args:
         job: the training.
         launch: its ranks.
+        cluster: what they were started from.
     """
 
-    def __init__(self, job: TrainJob, launch: Launch | ExternalLaunch) -> None:
+    def __init__(self, job: TrainJob, launch: Launch | ExternalLaunch, cluster: Cluster) -> None:
         self.plan = job.plan
         self.steps = job.how.steps
         self.first_step = job.how.first_step
         self._job = job
         self._launch = launch
         self._ended = False
+        self._cluster = cluster
 
     # ---- how a view shows it -----------------------------------------------------------------------------
 
@@ -188,6 +192,42 @@ class RunResults:
         from mpkit.analysis.placement import placement_of
 
         return placement_of(self._launch.meta, self.plan.ranks, model=self._job.what.model, hardware=hardware)
+
+    def what_if(self, **changes: Any) -> WhatIf:
+        """Predict this run's step after some changes, from the times that it recorded.
+
+        The changes apply in the given order, and the result says what each of them contributes. A changed plan is
+        played without its tensors (`mk.trace_fake`), with the run's own times: it takes seconds, and trains nothing.
+
+        Args:
+            changes: link: how many times as fast messages and collectives are. overlap=False: each rank waits for every
+                collective and every message that it sends. ranks: of the axis that has several, else dp.
+                cut="balanced". Any other field of a Plan: microbatches, schedule, virtual_stages, zero, bucket_mb, ...
+
+        Returns:
+            A `WhatIf`: step_time (seconds), bubble, memory (bytes by rank), timeline, causes. It prints as a table and
+            shows both timelines on one axis in a notebook.
+
+        Raises:
+            ValueError: there is no such change, the plan or the model cannot work so, or the run has no two steps.
+
+        >>> import torch, mpkit as mk
+        >>> from mpkit.data.datasets import spirals
+        >>> from mpkit.models import MLP
+        >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+        ...     run = cluster.train(
+        ...         MLP(2, 3), spirals(64, 1), mk.Plan.gpipe(2, 4), steps=3,
+        ...         loss=torch.nn.functional.cross_entropy, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        ...     found = run.wait().what_if(link=2, schedule="1f1b")
+        >>> [change for change, seconds in found.causes]
+        ['link x2', 'schedule 1f1b']
+        """
+        from mpkit.support.provided import provided
+
+        own = self._cluster
+        helper = own.resized(1) if own.device == "cpu" and own.fork_server_pid is not None else None
+        found: WhatIf = provided("Run.what_if")(self, self._job, helper, changes)
+        return found
 
     def measured_step(self, hardware: Hardware | str | None = None) -> Observation:
         """Return a step with its measured time, the median of all but the first on the virtual clock.

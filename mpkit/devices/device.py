@@ -30,7 +30,6 @@ class Device:
         peak: published floating-point operations per second, by dtype: the unit of model FLOPs utilization.
         blocked_convolutions: whether its convolutions are oneDNN's, whose kernels take memory for blocked copies
             (`mpkit.record.workspace`).
-        start: seconds to start an operator, beside its arithmetic and traffic; 0 where operators are started ahead.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Device:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
     peak: Mapping[str, float] = field(default_factory=dict, hash=False, compare=False)
     blocked_convolutions: bool = False
-    start: float = 0.0
 
     def rate(self, dtype: str = "float32") -> float:
         """Return the FLOPs per second in a dtype; a dtype for which the device has no units runs as float32.

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpkit.devices.link import Link, hops, wire_factor
-from mpkit.trace import Kind, Lane, Trace
+from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mpkit.comm.communicator import Communicator
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["BusyRanks", "measure_busy", "overlapped", "scaled"]
+__all__ = ["BusyRanks", "measure_busy", "overlapped"]
 
 COMPUTE = 0.008
 """Seconds of compute before each collective."""
@@ -179,31 +179,3 @@ def _union(starts: Any, ends: Any) -> list[tuple[float, float]]:
 def _common(span: Any, union: list[tuple[float, float]]) -> float:
     start, end = float(span["start"]), float(span["end"])
     return sum(max(0.0, min(end, to) - max(start, begin)) for begin, to in union)
-
-
-def scaled(
-    trace: Trace, factor: Callable[[int, Kind], float], kinds: Collection[Kind], *, issue: float = 0.0
-) -> Trace:
-    """Return the trace with each rank's ops of these kinds taking `factor(rank, kind)` times as long.
-
-    Args:
-        trace: what was counted.
-        factor, kinds: see above.
-        issue: seconds that an op takes longer for each communication that is issued within.
-    """
-    ranks = []
-    for number, rank in enumerate(trace.ranks):
-        ops = rank.ops.copy()
-        for kind in kinds:
-            mine = ops["kind"] == int(kind)
-            if mine.any():
-                calls = _issued_within(rank.ops, mine) * issue * 1e9 if issue else 0
-                ops["cpu"][mine] = (ops["cpu"][mine] * factor(number, kind) + calls).astype(ops["cpu"].dtype)
-        ranks.append(replace(rank, ops=ops))
-    return replace(trace, ranks=ranks)
-
-
-def _issued_within(ops: Any, mine: Any) -> Any:
-    """Return for each of some ops how many communications were issued within it."""
-    issued = np.sort(ops["start"][(ops["kind"] >= Kind.SEND) & (ops["lane"] == Lane.COMM)])
-    return np.searchsorted(issued, ops["end"][mine]) - np.searchsorted(issued, ops["start"][mine])

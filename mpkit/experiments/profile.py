@@ -18,7 +18,6 @@ So the plan's own code says which operators and messages there are, and this mac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -27,10 +26,10 @@ import numpy as np
 
 from mpkit.api.borrowed_cluster import lent_of_any_size
 from mpkit.api.cluster import Cluster
-from mpkit.data.microbatch import map_tensors
 from mpkit.devices.catalogue import hardware as find
-from mpkit.experiments.busy_ranks import BusyRanks, measure_busy, overlapped, scaled
-from mpkit.fake.trace import trace_fake
+from mpkit.experiments.busy_ranks import BusyRanks, measure_busy, overlapped
+from mpkit.experiments.factors import HALVES, LIKE, WHOLE, kinds_of, scaled, with_starts
+from mpkit.experiments.played_training import PlayedTraining, first_samples
 from mpkit.plan.plan import Plan
 from mpkit.support.cores import cores
 from mpkit.support.tracebacks import public
@@ -54,10 +53,6 @@ TRIALS = {
 REPLICAS = Plan.ddp(2)
 Trial = Callable[[Plan, int], dict[Kind, float]]
 """Trains under a plan on so many samples; returns seconds of the whole model's actions."""
-WHOLE = Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER
-HALVES = Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
-ACTIONS = *WHOLE, *HALVES, Kind.RECOMPUTE, Kind.COMPUTE
-LIKE = {Kind.RECOMPUTE: Kind.FORWARD, Kind.COMPUTE: Kind.FORWARD}  # take the factor of another kind
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class Profile:
     beside: Mapping[Kind, float]
     busy: BusyRanks
     start: float
-    _played: Callable[[Plan, int, float, Cluster | None], Trace] = field(repr=False, compare=False)
+    _played: PlayedTraining = field(repr=False, compare=False)
     _train: Callable[[Plan, Cluster, int], Run] = field(repr=False, compare=False)
     _counted: dict[tuple[Kind, int], float] = field(default_factory=dict, repr=False, compare=False)
 
@@ -99,13 +94,11 @@ class Profile:
         if clock not in ("virtual", "measured"):
             raise ValueError(f"clock={clock!r}: a profile predicts clock='virtual' or clock='measured'")
         # ---- count and factor
-        counted = self._played(plan, self.samples, self.start, cluster)
+        counted = with_starts(self._played.trace(plan, cluster=cluster), self.start)
         samples = max(1, round(self.samples / (plan.dp * plan.microbatches)))
-        kinds = set(ACTIONS) & {
-            Kind(kind) for rank in counted.ranks for kind in set(rank.ops["kind"].tolist())
-        }
+        kinds = kinds_of(counted)
         factors = {kind: self._factor(LIKE.get(kind, kind), samples, cluster) for kind in kinds}
-        trace = scaled(counted, lambda rank, kind: factors[kind], kinds, issue=self.busy.issue)
+        trace = scaled(counted, lambda rank, kind, ops: factors[kind], kinds, issue=self.busy.issue)
         # ---- share
         hardware = None if clock == "virtual" else replace(find("cpu"), name="cpu-busy", link=self.busy.link)
         alone = Timeline.of(trace, hardware)
@@ -113,7 +106,7 @@ class Profile:
         taken = self.busy.taken if clock == "measured" and plan.ranks >= cores() else 0.0
         copies = overlapped(alone, kinds, comm=True) if taken else {}
 
-        def shared(rank: int, kind: Kind) -> float:
+        def shared(rank: int, kind: Kind, ops: Any) -> float:
             beside = self.beside.get(LIKE.get(kind, kind), 1.0)
             return (1 + (beside - 1) * others.get((rank, kind), 0.0)) * (
                 1 + taken * copies.get((rank, kind), 0.0)
@@ -138,9 +131,9 @@ class Profile:
             )
         if (kind, samples) not in self._counted:
             plan = SPLIT if kind in HALVES else SERIAL
-            counted = _whole_model(
-                Timeline.of(self._played(plan, samples * plan.microbatches, self.start, cluster))
-            )
+            size = samples * plan.microbatches
+            trace = with_starts(self._played.trace(plan, samples=size, cluster=cluster), self.start)
+            counted = _whole_model(Timeline.of(trace))
             self._counted.update({(each, samples): time for each, time in counted.items()})
         return self.seconds(kind, samples) / self._counted[kind, samples]
 
@@ -195,18 +188,7 @@ def profile(
     """
     batch = _batch_of(data)
     samples = _samples(batch)
-    empty = deepcopy(model).to("meta")
-
-    core = find("cpu")
-
-    def played(plan: Plan, size: int, start: float, one: Cluster | None) -> Trace:
-        def made() -> torch.nn.Module:
-            return deepcopy(empty).to_empty(device="cpu")
-
-        return trace_fake(
-            made, plan, batch=_without_content(_first(size, batch)), loss=loss,
-            optimizer=optimizer, hardware=replace(core, device=replace(core.device, start=start)), cluster=one,
-        )  # fmt: skip
+    played = PlayedTraining(model, batch, loss=loss, optimizer=optimizer)
 
     def train(plan: Plan, on: Cluster, steps: int) -> Run:
         return on.train(model, [batch], plan, loss=loss, optimizer=optimizer, steps=steps, show=False)
@@ -215,14 +197,20 @@ def profile(
 
         def trial(plan: Plan, size: int) -> dict[Kind, float]:
             run = clusters(plan.ranks).train(
-                model, [_first(size, batch)], plan, loss=loss, optimizer=optimizer, steps=STEPS, show=False
+                model,
+                [first_samples(size, batch)],
+                plan,
+                loss=loss,
+                optimizer=optimizer,
+                steps=STEPS,
+                show=False,
             )
             return _whole_model(run.wait().timeline(clock="virtual"))
 
         measured, whole = _measured(trial, samples)
         beside = _beside(trial, samples, measured)
         busy = measure_busy(clusters(2))
-        start = _start(lambda size, time: played(SERIAL, size, time, cluster), measured)
+        start = _start(lambda size: played.trace(SERIAL, samples=size, cluster=cluster), measured)
     return Profile(measured, samples, whole, beside, busy, start, played, train)
 
 
@@ -254,7 +242,7 @@ def _beside(trial: Trial, samples: int, measured: Mapping[Kind, Mapping[int, flo
     return beside | dict.fromkeys(HALVES, beside[Kind.BACKWARD])
 
 
-def _start(played: Callable[[int, float], Trace], measured: Mapping[Kind, Mapping[int, float]]) -> float:
+def _start(played: Callable[[int], Trace], measured: Mapping[Kind, Mapping[int, float]]) -> float:
     """Return the seconds to start an operator.
 
     Forward and backward of two sizes take f (N start + R), where N operators take R by the roofline: two equations for
@@ -264,13 +252,14 @@ def _start(played: Callable[[int, float], Trace], measured: Mapping[Kind, Mappin
     if small == large:
         return 0.0
 
-    def counted(size: int, start: float) -> float:
-        found = _whole_model(Timeline.of(played(size, start)))
+    def both(trace: Trace) -> float:
+        found = _whole_model(Timeline.of(trace))
         return found[Kind.FORWARD] + found[Kind.BACKWARD]
 
     took = {size: measured[Kind.FORWARD][size] + measured[Kind.BACKWARD][size] for size in (small, large)}
-    roofline = {size: counted(size, 0.0) for size in (small, large)}
-    operators = counted(small, 1.0) - roofline[small]
+    counted = {size: played(size) for size in (small, large)}
+    roofline = {size: both(trace) for size, trace in counted.items()}
+    operators = both(with_starts(counted[small], 1.0)) - roofline[small]
     f = (took[large] - took[small]) / (roofline[large] - roofline[small])
     if f <= 0:
         return took[small] / operators  # the larger one takes no longer: starting is all there is
@@ -313,13 +302,3 @@ def _samples(batch: tuple[Any, Any]) -> int:
     from torch.utils._pytree import tree_leaves
 
     return next(int(leaf.shape[0]) for leaf in tree_leaves(batch) if hasattr(leaf, "shape"))
-
-
-def _first(samples: int, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(map_tensors(lambda t: t[:samples], value) for value in batch)
-
-
-def _without_content(batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    import torch
-
-    return tuple(map_tensors(lambda t: torch.empty_like(t, device="meta"), value) for value in batch)

@@ -6,7 +6,8 @@ longer (the roofline, Williams, Waterman and Patterson 2009). The recorder reads
 so that ops, their communication and the memory that they free get the times that they would have there.
 
 Counting          the clock, and what has been counted so far
-CountedRecorder   a Recorder on that clock, whose ops have the FLOPs and bytes that were counted while they ran
+CountedRecorder   a Recorder on that clock, whose ops have the FLOPs, bytes and operators that were counted while they
+                  ran
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["CountedRecorder", "Counting", "Roofline"]
 
 _LONG = struct.Struct("<q").pack_into
 _FLOAT = struct.Struct("<d").pack_into
-_AT = {name: int(OP.fields[name][1]) for name in ("bytes", "flops")}  # type: ignore[index]
+_AT = {name: int(OP.fields[name][1]) for name in ("bytes", "flops", "value")}  # type: ignore[index]
 _ITEM = torch.ops.aten._local_scalar_dense
 _FROM_NUMBERS = torch.ops.aten.lift_fresh
 
@@ -41,10 +42,6 @@ class Roofline(Protocol):
     @property
     def blocked_convolutions(self) -> bool:
         """Whether convolutions are oneDNN's, which take memory for themselves (`mpkit.record.workspace`)."""
-
-    @property
-    def start(self) -> float:
-        """Seconds to start an operator."""
 
     @property
     def host(self) -> float:
@@ -67,6 +64,7 @@ class Counting(TorchDispatchMode):
     Attributes:
         seconds: seconds since the beginning.
         flops, nbytes: FLOPs and bytes counted so far.
+        operators: how many operators have run that have any.
     """
 
     def __init__(self, device: Roofline) -> None:
@@ -75,6 +73,7 @@ class Counting(TorchDispatchMode):
         self.seconds = 1e-9  # an end at 0 would mean that an op is open
         self.flops = 0.0
         self.nbytes = 0
+        self.operators = 0
         self._ledger: Ledger | None = None
         self._numbers: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # by storage
 
@@ -112,7 +111,8 @@ class Counting(TorchDispatchMode):
         if flops or nbytes:
             self.flops += flops
             self.nbytes += nbytes
-            self.seconds += self.device.time(flops, nbytes, _dtype(args, out)) + self.device.start
+            self.operators += 1
+            self.seconds += self.device.time(flops, nbytes, _dtype(args, out))
         if self._ledger is not None and not func.is_view:
             self._count_memory_of(func, args, out, self._ledger)
         return out
@@ -156,14 +156,16 @@ class CountedRecorder(Recorder):
         super().__init__(folder, rank, now=counting.now, thread_time=counting.now)
         self._counting = counting
         counting.count_memory(self.ledger)
-        self._begun: dict[int, tuple[float, int, float]] = {}  # FLOPs, bytes and seconds before an op
+        self._begun: dict[
+            int, tuple[float, int, int, float]
+        ] = {}  # FLOPs, bytes, operators, seconds before an op
 
     def begin(self, kind: int, name: str = "", **columns: Any) -> int:
         """Write that an op begins, as a Recorder does."""
         index = super().begin(kind, name, **columns)
         if kind < Kind.WAIT or Kind.COPY_TO_DEVICE <= kind < Kind.STEP:
             counted = self._counting
-            self._begun[index] = counted.flops, counted.nbytes, counted.seconds
+            self._begun[index] = counted.flops, counted.nbytes, counted.operators, counted.seconds
         return index
 
     def end(self, index: int, *, nbytes: int = 0) -> None:
@@ -173,7 +175,7 @@ class CountedRecorder(Recorder):
             super().end(index, nbytes=nbytes)
             return
         at = HEADER.itemsize + OP.itemsize * index
-        flops, moved, seconds = begun
+        flops, moved, operators, seconds = begun
         counted = self._counting
         if self._file.map[at] >= Kind.COPY_TO_DEVICE:
             (size,) = struct.unpack_from("<q", self._file.map, at + _AT["bytes"])
@@ -183,6 +185,7 @@ class CountedRecorder(Recorder):
         super().end(index)
         _FLOAT(self._file.map, at + _AT["flops"], counted.flops - flops)
         _LONG(self._file.map, at + _AT["bytes"], counted.nbytes - moved)
+        _FLOAT(self._file.map, at + _AT["value"], counted.operators - operators)
 
     def loss(self, value: float) -> None:
         """Write nothing: the loss is unknown."""

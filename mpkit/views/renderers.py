@@ -34,6 +34,11 @@ RENDERERS = {
         "chart": "mpkit.views.comparison.chart:comparison_figure",
         "widget": "mpkit.views.comparison.chart:comparison_view",
     },
+    "WhatIf": {
+        "text": "mpkit.views.comparison.what_if:what_if_text",
+        "svg": "mpkit.views.comparison.what_if:what_if_svg",
+        "widget": "mpkit.views.comparison.what_if:what_if_view",
+    },
     "Report": {
         "text": "mpkit.views.checkup.text:report_text",
         "html": "mpkit.views.checkup.html:report_html",

@@ -1,0 +1,204 @@
+"""Factors: how much longer actions take than a played plan counts for them.
+
+    measured    seconds of an action on a rank, from a run or a profile
+    counted     seconds of the same action played on tensors without content (`mk.trace_fake`)
+    factor      measured / counted; it is applied to the actions of another played plan
+
+So the plan's own code says which operators there are and how they change with the size of a micro-batch, and what was
+measured says how fast they are here. `mk.profile` has factors of the whole model by kind of action, `Run.what_if` has
+one for each action of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.trace import TIMED_BY_EVENTS, Kind, Lane, Trace
+
+__all__ = ["ACTIONS", "HALVES", "LIKE", "WHOLE", "Factors", "kinds_of", "last_step", "scaled", "with_starts"]
+
+Array = npt.NDArray[Any]
+
+WHOLE = Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER
+HALVES = Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
+ACTIONS = *WHOLE, *HALVES, Kind.RECOMPUTE, Kind.COMPUTE
+LIKE = {Kind.RECOMPUTE: Kind.FORWARD, Kind.COMPUTE: Kind.FORWARD}  # take the factor of another kind
+BACKWARDS = Kind.BACKWARD, *HALVES
+
+SPLIT = 1.3
+"""How many times as long both halves of a split backward take on a core as the whole one, whose gradients live shorter:
+fitted to GPT blocks of width 192 with 1 to 16 sequences of 64 tokens (1.1 to 1.4), on the kit's test machine."""
+
+
+def kinds_of(trace: Trace) -> set[Kind]:
+    """Return the kinds of actions that a trace has."""
+    return set(ACTIONS) & {Kind(kind) for rank in trace.ranks for kind in set(rank.ops["kind"].tolist())}
+
+
+def scaled(
+    trace: Trace, factor: Callable[[int, Kind, Array], Any], kinds: Collection[Kind], *, issue: float = 0.0
+) -> Trace:
+    """Return the trace with each rank's ops of these kinds taking `factor(rank, kind, ops)` times as long.
+
+    Args:
+        trace: any trace.
+        factor: returns a number for all ops, (n,) of `OP`, or an array with one for each.
+        kinds: kinds of compute.
+        issue: seconds that an op takes longer for each communication that is issued within.
+    """
+    ranks = []
+    for number, rank in enumerate(trace.ranks):
+        ops = rank.ops.copy()
+        for kind in kinds:
+            mine = ops["kind"] == int(kind)
+            if mine.any():
+                times = ops["cpu"][mine] * factor(number, kind, ops[mine])
+                times = times + _issued_within(ops, mine) * issue * 1e9
+                ops["cpu"][mine] = times.astype(ops["cpu"].dtype)
+        ranks.append(replace(rank, ops=ops))
+    return replace(trace, ranks=ranks)
+
+
+def _issued_within(ops: Array, mine: Array) -> Array:
+    """Return for each of some ops how many communications were issued within it."""
+    issued = np.sort(ops["start"][(ops["kind"] >= Kind.SEND) & (ops["lane"] == Lane.COMM)])
+    return np.searchsorted(issued, ops["end"][mine]) - np.searchsorted(issued, ops["start"][mine])
+
+
+def with_starts(trace: Trace, seconds: float) -> Trace:
+    """Return a played trace in which every operator takes some seconds beside its roofline, until its kernel starts.
+
+    They do not shrink with the micro-batch, as FLOPs and most bytes do.
+    """
+    ranks = []
+    for rank in trace.ranks:
+        ops = rank.ops.copy()
+        played = (ops["kind"] < Kind.WAIT) & (ops["value"] > 0)
+        ops["cpu"][played] += (ops["value"][played] * seconds * 1e9).astype(ops["cpu"].dtype)
+        ranks.append(replace(rank, ops=ops))
+    return replace(trace, ranks=ranks)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factors of one step of a run, for the actions of other plans.
+
+    Attributes:
+        rows: by kind and stage (-1: none), for each rank that has such actions: (2, n), their measured seconds in
+            program order and what is counted for them.
+        stages: by stage of the run, the names of its layers.
+        hardware: the machine of the run, if it has a name.
+        split: how many times as long both halves of a split backward take as the whole one.
+    """
+
+    rows: dict[tuple[Kind, int], list[Array]]
+    stages: list[list[str]]
+    hardware: str = ""
+    split: float = 1.0
+
+    @classmethod
+    def of(cls, measured: Trace, step: int, counted: Trace) -> Factors:
+        """Pair the times of a step with what is counted for the same plan.
+
+        Args:
+            measured: the run's trace.
+            step: the number of one of its steps.
+            counted: its plan, played; the last step is taken.
+        """
+        rows: dict[tuple[Kind, int], list[Array]] = {}
+        events, last = measured.meta.get("device") in TIMED_BY_EVENTS, last_step(counted)
+        for took, counts in zip(measured.ranks, counted.ranks, strict=True):
+            played = dict(_actions(counts.ops, last))
+            for key, ops in _actions(took.ops, step):
+                if key not in played:
+                    continue  # of the user's own, which no played plan has
+                seconds = ops["end"] - ops["start"] if events else ops["cpu"]
+                pair = seconds, np.maximum(played[key]["cpu"], 1)
+                if len(ops) != len(played[key]):  # the model decides for itself what it runs
+                    pair = tuple(np.array([each.sum()]) for each in pair)  # type: ignore[assignment]
+                rows.setdefault(key, []).append(np.stack(pair).astype(float))
+        hardware = str(measured.meta.get("hardware", ""))
+        return cls(rows, measured.meta["stages"], hardware, 1.0 if events else SPLIT)
+
+    def applied(self, counted: Trace) -> Trace:
+        """Return a played plan whose actions take as long as those of the run would.
+
+        An action takes the factor of the run's action of its kind, of the stage with its layers, at the same fraction
+        of the step's actions and of the ranks that have them.
+        """
+        holders: dict[tuple[Kind, int], list[int]] = {}
+        last = last_step(counted)
+        for number, rank in enumerate(counted.ranks):
+            for key, _ in _actions(rank.ops, last):
+                holders.setdefault(key, []).append(number)
+
+        def factor(rank: int, kind: Kind, ops: Array) -> Array:
+            factors = np.ones(len(ops))
+            for stage, step in set(zip(ops["stage"].tolist(), ops["step"].tolist(), strict=True)):
+                mine = (ops["stage"] == stage) & (ops["step"] == step)
+                ranks = holders.get((kind, stage), [])
+                place = (ranks.index(rank), len(ranks)) if rank in ranks else (0, 1)
+                shares = self._shares(counted.meta["stages"][stage] if stage >= 0 else None)
+                pairs = [
+                    share * self._pair(kind, own, place, int(mine.sum())) for own, share in shares.items()
+                ]
+                measured, expected = sum(pairs[1:], pairs[0])
+                factors[mine] = measured / expected
+            return factors
+
+        # Its times are measured ones now, of the run's machine.
+        meta = {name: value for name, value in counted.meta.items() if name not in ("fake", "hardware")}
+        meta |= {"hardware": self.hardware} if self.hardware else {}
+        return replace(scaled(counted, factor, kinds_of(counted)), meta=meta)
+
+    def _shares(self, names: list[str] | None) -> dict[int, float]:
+        """Return the stages of the run that have any of these layers, each with the share of its own that those are.
+
+        For actions of no stage, such as an update, that is {-1: 1}.
+        """
+        if names is None:
+            return {-1: 1.0}
+        common = {number: len(set(own) & set(names)) for number, own in enumerate(self.stages)}
+        shares = {number: layers / len(self.stages[number]) for number, layers in common.items() if layers}
+        return shares or dict.fromkeys(common, 1.0)
+
+    def _pair(self, kind: Kind, stage: int, place: tuple[int, int], count: int) -> Array:
+        """Return (2, count): the times of a stage of the run, measured and counted.
+
+        Args:
+            kind, stage: of the actions.
+            place: which of the ranks that have them, of how many; several of the run's are taken together for it.
+            count: the number of actions wanted.
+        """
+        rows = self.rows.get((kind, stage)) or self.rows.get((LIKE.get(kind, kind), stage))
+        if rows is None and kind in BACKWARDS:  # whole in the run and split here, or the other way round
+            of_kinds = [self.rows[each, stage] for each in BACKWARDS if (each, stage) in self.rows]
+            means = [[row.mean(axis=1, keepdims=True) for row in ranks] for ranks in of_kinds]
+            longer = np.array(
+                [[self.split if kind in HALVES else 1 / self.split], [1.0]]
+            )  # of what was measured
+            rows = [longer * sum(parts[1:], parts[0]) for parts in zip(*means, strict=True)]
+        if not rows:
+            return np.ones((2, count))
+        which, ranks = place
+        first, stop = which * len(rows) // ranks, -(-(which + 1) * len(rows) // ranks)
+        these = [row[:, np.arange(count) * row.shape[1] // count] for row in rows[first:stop]]
+        pair: Array = sum(these[1:], these[0])
+        return pair
+
+
+def last_step(trace: Trace) -> int:
+    """Return the number of a trace's last step."""
+    return max(int(rank.ops["step"].max()) for rank in trace.ranks)
+
+
+def _actions(ops: Array, step: int) -> Iterator[tuple[tuple[Kind, int], Array]]:
+    """Yield the actions of a step by kind and stage, each in program order."""
+    actions = ops[(ops["step"] == step) & (ops["kind"] < Kind.WAIT) & (ops["depth"] == 0)]
+    for kind, stage in sorted(set(zip(actions["kind"].tolist(), actions["stage"].tolist(), strict=True))):
+        yield (Kind(kind), stage), actions[(actions["kind"] == kind) & (actions["stage"] == stage)]
