@@ -140,3 +140,38 @@ def test_every_named_schedule_makes_a_plan() -> None:
 def test_named_constructors_say_what_is_wrong(make, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make()
+
+
+@pytest.mark.parametrize(
+    ("given", "meant", "words"),
+    [
+        ({"precision": "fp32"}, {}, "precision='full'"),
+        ({"precision": "bfloat16"}, {"precision": "bf16"}, ""),
+        ({"precision": "16-mixed"}, {"precision": "fp16"}, ""),
+        ({"precision": "O0"}, {}, "own dtype"),
+        ({"precision": "O1"}, {"precision": "bf16"}, "each operator"),
+        ({"precision": "O2"}, {"precision": "fp16"}, "loss scaling"),
+        ({"precision": "O3"}, {"precision": "fp16"}, "master weights"),
+        ({"precision": "autocast"}, {"precision": "bf16"}, "torch.autocast"),
+        ({"zero": "full_shard"}, {"zero": 3}, "ZeRO-3"),
+        ({"zero": "SHARD_GRAD_OP"}, {"zero": 2}, "ZeRO-2"),
+        ({"zero": "no_shard"}, {}, "is DDP"),
+        ({"zero": "hybrid_shard"}, {"zero": 3}, "inside a node"),
+        ({"data_parallel": "full_shard"}, {"zero": 3}, "ZeRO-3"),
+        ({"data_parallel": "hybrid_shard"}, {"zero": 3}, "inside a node"),
+    ],
+)
+def test_values_of_other_libraries_are_answered_with_ours(
+    given: dict[str, Any], meant: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        Plan(dp=2, **given)
+    message = str(caught.value)
+    assert words in message
+    assert message.endswith(repr(Plan(dp=2, **meant)))
+
+
+@pytest.mark.parametrize("word", ["opt_level", "autocast"])
+def test_keywords_for_precision(word: str) -> None:
+    with pytest.raises(mk.errors.ArgumentError, match=r'precision="bf16" or "fp16" computes in 16 bits'):
+        Plan(dp=2, **{word: "O1"})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.errors import ArgumentError
 from mpkit.plan.checks import call_of, real, whole
-from mpkit.plan.synonyms import MEANT
+from mpkit.plan.synonyms import MEANT, VALUES
 
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
@@ -37,6 +37,11 @@ def check_data_parallel(plan: Plan) -> None:
         _check_choice(plan, name, choices)
     stage = whole(plan.zero)
     if stage is None or stage not in range(4):
+        changes, known = _meant("zero", plan.zero)
+        if changes:
+            raise ValueError(
+                f"Plan(zero={plan.zero!r}): zero is the stage of ZeRO, 0 to 3. {known}Such as {call_of(plan, changes)}"
+            )
         raise ValueError(
             f"Plan(zero={plan.zero!r}): ZeRO has the stages 1 (optimizer states sharded), 2 (and gradients) and 3 (and "
             f"parameters); 0 is plain DDP. Such as {call_of(plan, {'zero': 1})}"
@@ -81,11 +86,23 @@ def with_options(make: type[Plan], given: dict[str, Any], options: dict[str, Any
 def _check_choice(plan: Plan, name: str, choices: tuple[str, ...]) -> None:
     value: Any = getattr(plan, name)
     if not isinstance(value, str) or value not in choices:
-        near = (get_close_matches(str(value).lower(), choices, 1, 0.3) or [choices[0]])[0]
+        changes, known = _meant(name, value)
+        if not changes:
+            changes = {name: (get_close_matches(str(value).lower(), choices, 1, 0.3) or [choices[0]])[0]}
         raise ValueError(
-            f"Plan({name}={value!r}): {name} is one of {', '.join(map(repr, choices))}. "
-            f"Did you mean {call_of(plan, {name: near})}"
+            f"Plan({name}={value!r}): {name} is one of {', '.join(map(repr, choices))}. {known}"
+            f"Did you mean {call_of(plan, changes)}"
         )
+
+
+def _meant(name: str, value: Any) -> tuple[dict[str, Any], str]:
+    """Return the field that another library's word means, and what to know of it; ({}, "") for an unknown word."""
+    word = str(value).lower()
+    if name == "data_parallel" and word in VALUES["zero"]:
+        stage, known = VALUES["zero"][word]
+        return {"data_parallel": "ddp", "zero": stage}, f"{known} "
+    ours, known = VALUES.get(name, {}).get(word, (None, ""))
+    return ({} if ours is None else {name: ours}), (f"{known} " if known else "")
 
 
 def _check_together(plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""What other libraries call the fields of a Plan; and a check of a call's degrees under the names that were typed."""
+"""What other libraries call the fields of a Plan, and their values; and a check of a call's degrees as they were typed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from mpkit.plan.checks import whole
 
-__all__ = ["MEANT", "asked"]
+__all__ = ["MEANT", "VALUES", "asked"]
 
 _PARTS = (
     "microbatches= is what GPipe, torchgpipe and FairScale call chunks, and DeepSpeed, Accelerate and Lightning the "
@@ -45,13 +45,50 @@ MEANT: dict[str, str] = {
         ("activation_checkpointing", "gradient_checkpointing", "checkpoint", "checkpointing", "remat"), _RECOMPUTE
     ),
     **dict.fromkeys(("find_unused_parameters", "allow_unused"), _UNUSED),
-    **dict.fromkeys(("mixed_precision", "dtype", "amp", "bf16", "fp16"), _PRECISION),
+    **dict.fromkeys(("mixed_precision", "dtype", "amp", "autocast", "bf16", "fp16", "opt_level"), _PRECISION),
     **dict.fromkeys(("cpu_offload", "offload_optimizer", "offload_param"), _OFFLOAD),
     **dict.fromkeys(("num_model_chunks", "virtual_pipeline_model_parallel_size", "interleave"), _STAGES),
     "bucket_cap_mb": "bucket_mb= is the size of a bucket of gradients in MiB.",
     "sync_batchnorm": 'batchnorm="sync" takes statistics over the whole batch, batchnorm="local" over a rank\'s own.',
 }  # fmt: skip
 """For another library's keyword, the field of a Plan."""
+
+_AUTOCAST = (
+    "Apex's O1 and torch.autocast choose the precision of each operator; a Plan computes in 16 bits throughout, with "
+    "fp32 master weights (Apex's O2)."
+)
+_ALL_16 = "Apex's O3 has no master weights in 32 bits, without which small updates are lost; a Plan always has them."
+_HSDP = (
+    "hybrid_shard shards inside a node, and nodes are replicas of each other; a Plan shards among all replicas "
+    "(mk.estimate prices hybrid sharding: stack=stack_of('pytorch', shard_within=True), from mpkit.cost_model.stack)."
+)
+
+VALUES: dict[str, dict[str, tuple[Any, str]]] = {
+    "precision": {
+        **dict.fromkeys(
+            ("fp32", "float32", "float", "32", "32-true", "no", "none", "o0"),
+            ("full", "The model's own dtype, which is mostly fp32, is precision='full'."),
+        ),
+        **dict.fromkeys(("bfloat16", "bf16-mixed", "torch.bfloat16"), ("bf16", "")),
+        **dict.fromkeys(("float16", "half", "16", "16-mixed", "torch.float16"), ("fp16", "")),
+        "o2": ("fp16", "Apex's O2 is precision='fp16': 16 bits, with fp32 master weights and loss scaling."),
+        **dict.fromkeys(("o1", "autocast", "amp", "mixed"), ("bf16", _AUTOCAST)),
+        "o3": ("fp16", _ALL_16),
+    },
+    "zero": {
+        **dict.fromkeys(("full_shard", "fsdp", "stage3"), (3, "FSDP's full_shard is ZeRO-3.")),
+        **dict.fromkeys(
+            ("shard_grad_op", "stage2"), (2, "FSDP's shard_grad_op shards gradients and optimizer states: ZeRO-2.")
+        ),
+        **dict.fromkeys(("no_shard", "none"), (0, "FSDP's no_shard is DDP.")),
+        **dict.fromkeys(("hybrid_shard", "_hybrid_shard_zero2", "hsdp"), (3, _HSDP)),
+    },
+    "data_parallel": {
+        **dict.fromkeys(("ddp", "distributed_data_parallel"), ("ddp", "")),
+        **dict.fromkeys(("dataparallel", "data_parallel"), ("dp", "nn.DataParallel is data_parallel='dp'.")),
+    },
+}  # fmt: skip
+"""By field, for another library's value in lower case: the value of a Plan that comes closest, and what to know of it."""
 
 
 def asked(example: str, **degrees: Any) -> None:
