@@ -1,4 +1,4 @@
-"""What other libraries call the fields of a Plan, and their values; and a check of a call's degrees as they were typed."""
+"""What other libraries call the fields of a Plan, and their values; a check of degrees under the names typed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ VALUES: dict[str, dict[str, tuple[Any, str]]] = {
         **dict.fromkeys(("dataparallel", "data_parallel"), ("dp", "nn.DataParallel is data_parallel='dp'.")),
     },
 }  # fmt: skip
-"""By field, for another library's value in lower case: the value of a Plan that comes closest, and what to know of it."""
+"""By field, for another library's value in lower case: the closest value of a Plan, and what to know of it."""
 
 
 def asked(example: str, **degrees: Any) -> None:
