@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpkit.schedule.action import Action
 from mpkit.schedule.activations import live
 from mpkit.schedule.read import Read, called, holders, read
+from mpkit.schedule.torch_csv import lines_of, text_of
+from mpkit.support.disk import write_whole
 from mpkit.support.tracebacks import public
 
 if TYPE_CHECKING:
@@ -164,6 +167,27 @@ class Schedule:
             "".join(f"{action}{end}" for action, end in zip(row, each, strict=True)).rstrip()
             for row, each in zip(self.rows, ends, strict=True)
         ]
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """Return the schedule as torch's CSV of computation alone; write it to `path` as well if that is given.
+
+        torch.distributed.pipelining loads it (`_load_csv`), and torchtitan (`pipeline_parallel_schedule_csv`).
+        """
+        text = text_of(self.rows, self.together)
+        if path is not None:
+            write_whole(Path(path), text.encode())
+        return text
+
+    @classmethod
+    def from_csv(cls, source: str | Path, name: str = "") -> Schedule:
+        """Read a schedule from torch's CSV, a file or its text; communication in it is left out.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: something is not an action.
+        """
+        rows, called_as = lines_of(source)
+        return cls(rows, name or called_as)
 
     def __contains__(self, action: object) -> bool:
         return action in self._actions

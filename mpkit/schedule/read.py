@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from mpkit.schedule.action import COMMUNICATION, COMPUTE, Action
+from mpkit.schedule.torch_csv import fields_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +59,8 @@ def read(source: Any, stage_to_rank: tuple[int, ...], name: str) -> Read:
     """Return the rows of actions that are given as text or as lists.
 
     Args:
-        source: see `Schedule`. A drawing can be read back: its heads, dots and dashes are ignored.
+        source: see `Schedule`. A drawing can be read back: its heads, dots and dashes are ignored. So can torch's CSV
+            (`mpkit.schedule.torch_csv`).
         stage_to_rank: the rank of each stage, if that is known.
         name: the name of the schedule.
 
@@ -127,6 +129,8 @@ def _spelled(row: str, rank: int, stage_to_rank: tuple[int, ...], together: set[
     If the row names several stages, each action has to name its stage.
     """
     row = _HEAD.sub("", row)
+    if "," in row:
+        row = " ".join(fields_of(row))
     stages = {stage for stage, holder in enumerate(stage_to_rank) if holder == rank}
     stages = stages or {int(stage) for stage in _STAGE.findall(row)}
     only = None if len(stages) > 1 else min(stages) if stage_to_rank and stages else rank
