@@ -3,6 +3,7 @@
 from mpkit import devices as devices
 from mpkit import errors as errors
 from mpkit import experiments as experiments
+from mpkit import layerwise as layerwise
 from mpkit.advice.advice import advise as advise
 from mpkit.analysis import learning_rate as learning_rate
 from mpkit.analysis.cutting import find_cut as find_cut

@@ -9,3 +9,7 @@ metropolis     FlexFlow's own search, a Markov chain
 strategies     `mk.layer_strategies` and what it returns
 execute        the strategy found, on real ranks
 """
+
+from mpkit.layerwise.layer import Layer, Split
+
+__all__ = ["Layer", "Split"]

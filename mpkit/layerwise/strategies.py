@@ -10,14 +10,17 @@ Source: Jia, Zaharia, Aiken, "Beyond Data and Model Parallelism for Deep Neural 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
 from mpkit.layerwise.chain_search import Choice, chosen, fastest, least_memory
+from mpkit.layerwise.describe import described
 from mpkit.layerwise.layer import Layer, Split
 from mpkit.layerwise.metropolis import Walk, metropolis
 from mpkit.layerwise.price import ITEMSIZE, Priced
@@ -154,26 +157,29 @@ class LayerStrategies:
 
 @public
 def layer_strategies(
-    model: Sequence[Layer], hardware: Hardware | str, *, batch: int, memory: float | None = None,
-    dtype: str = "float32", devices: int | None = None,
+    model: nn.Module | Sequence[Layer], hardware: Hardware | str, *, batch: int, memory: float | None = None,
+    sample: tuple[int, ...] | None = None, dtype: str = "float32", devices: int | None = None,
+    dimensions: str = "SOAP",
 ) -> LayerStrategies:  # fmt: skip
     """Return the fastest split by samples, operators, attribute and parameters of each layer of a chain.
 
     The result is exact: no other choice is faster by `mpkit.layerwise.price`, in which nothing overlaps.
 
-    >>> wide = Layer("wide", 4096, 65536, flops=2 * 4096 * 65536, parameters=4096 * 65536, parameter=65536)
-    >>> deep = Layer("deep", 65536, 16, flops=2 * 65536 * 16, parameters=65536 * 16, parameter=16)
-    >>> found = layer_strategies([wide, deep], "8x-a100-nvlink", batch=64)
+    >>> wide = nn.Sequential(nn.Linear(4096, 65536), nn.Linear(65536, 16))
+    >>> found = layer_strategies(wide, "8x-a100-nvlink", batch=64)
     >>> [str(each.split) for each in found.choices], found.time < found.uniform["sample"].time
     (['P8', 'whole'], True)
 
     Args:
-        model: the layers, each a `mk.layerwise.Layer`.
+        model: a chain, such as an nn.Sequential or the kit's GPT, on the meta device if it is large; or its layers,
+            each a `mk.layerwise.Layer`.
         hardware: a machine, or its name.
         batch: samples per step.
         memory: bytes that a device may hold; None: those of the device; `math.inf`: no limit.
+        sample: the shape of one sample; None: what the first layer says, if that is an nn.Linear.
         dtype: of activations and gradients: "float32", "bfloat16" or "float16".
         devices: how many of the machine's devices to use; None: all.
+        dimensions: which of SOAP's dimensions may be used, by their letters.
 
     Raises:
         ValueError: a layer cannot be described, a number is none, or no strategy fits the memory.
@@ -183,7 +189,7 @@ def layer_strategies(
     if dtype not in ITEMSIZE:
         raise ValueError(f"layer_strategies(dtype={dtype!r}): there are {', '.join(map(repr, ITEMSIZE))}")
     machine = _machine(find(hardware), devices)
-    return searched(Priced(_layers(model), machine, batch, dtype), memory)
+    return searched(Priced(_layers(model, sample, dimensions), machine, batch, dtype), memory)
 
 
 def searched(priced: Priced, memory: float | None) -> LayerStrategies:
@@ -206,14 +212,33 @@ def searched(priced: Priced, memory: float | None) -> LayerStrategies:
     return LayerStrategies(priced, choice, limit)
 
 
-def _layers(model: Any) -> list[Layer]:
-    """Return the layers of a chain that was listed."""
-    if isinstance(model, Sequence) and model and all(isinstance(each, Layer) for each in model):
-        return list(model)
-    raise ValueError(
-        f"layer_strategies({model!r}): give a list of layers, such as "
-        "[mpkit.layerwise.layer.Layer('fc', inputs=64, outputs=64, flops=8192, parameters=4160, parameter=64)]"
-    )
+def _layers(model: Any, sample: tuple[int, ...] | None, dimensions: str) -> list[Layer]:
+    """Return the layers of a chain, with the dimensions that may be used."""
+    if not set(dimensions) <= set("SOAP"):
+        raise ValueError(
+            f"layer_strategies(dimensions={dimensions!r}): some of the letters of 'SOAP', such as 'SP'"
+        )
+    if isinstance(model, nn.Module):
+        layers = described(model, sample)
+    elif isinstance(model, Sequence) and model and all(isinstance(each, Layer) for each in model):
+        layers = list(model)
+    else:
+        raise ValueError(
+            f"layer_strategies({model!r}): give a chain, such as nn.Sequential(nn.Linear(8, 8)) or mk.models.GPT(), "
+            "or a list of layers: [mk.layerwise.Layer('fc', inputs=64, outputs=64, flops=8192, parameters=4160, "
+            "parameter=64)]"
+        )
+    # `sample` is whether, the others are how far a layer may be split.
+    left_out: dict[str, Any] = {
+        "S": {"sample": False},
+        "O": {"operator": 1},
+        "A": {"attribute": 1},
+        "P": {"parameter": 1},
+    }
+    without: dict[str, Any] = {}
+    for letter in set("SOAP") - set(dimensions):
+        without |= left_out[letter]
+    return [replace(layer, **without) for layer in layers]
 
 
 def _machine(machine: Hardware, devices: int | None) -> Hardware:

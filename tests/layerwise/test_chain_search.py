@@ -180,7 +180,7 @@ def test_a_markov_chain_never_beats_it(seed: int) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"model": []}, "give a list of layers"),
+        ({"model": []}, "or a list of layers"),
         ({"batch": 0}, r"batch=0.*1 or more"),
         ({"dtype": "int8"}, "'float32', 'bfloat16', 'float16'"),
         ({"memory": -1}, "bytes per device, more than 0"),
