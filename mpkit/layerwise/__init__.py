@@ -7,7 +7,9 @@ price          time and memory of a layer under a split, with mpkit's roofline a
 chain_search   dynamic programming over the chain, under a memory limit; brute force
 metropolis     FlexFlow's own search, a Markov chain
 strategies     `mk.layer_strategies` and what it returns
+executable     what real ranks can execute of it
 execute        the strategy found, on real ranks
+layout_exchange  resharding on real ranks
 """
 
 from mpkit.layerwise.layer import Layer, Split

@@ -55,7 +55,9 @@ def described(model: nn.Module, sample: Shape | None = None) -> list[Layer]:
     chain = layers_of(model)
     shape = _shape_of(model, chain[0][1]) if sample is None else _checked(sample)
     tokens = any(isinstance(module, nn.Embedding) for module in chain[0][1].modules())
-    x = torch.zeros(SAMPLES, *shape, dtype=torch.long if tokens else torch.float32, device="meta")
+    floats = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    dtype = torch.long if tokens else (*floats, torch.float32)[0]
+    x = torch.zeros(SAMPLES, *shape, dtype=dtype, device="meta")
     flops: dict[object, float] = {}
     described = []
     for name, module in chain:

@@ -9,18 +9,22 @@ Source: Jia, Zaharia, Aiken, "Beyond Data and Model Parallelism for Deep Neural 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from mpkit.api.cluster import Cluster
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
 from mpkit.layerwise.chain_search import Choice, chosen, fastest, least_memory
 from mpkit.layerwise.describe import described
+from mpkit.layerwise.executable import run_on
+from mpkit.layerwise.execute import LayerRun
 from mpkit.layerwise.layer import Layer, Split
 from mpkit.layerwise.metropolis import Walk, metropolis
 from mpkit.layerwise.price import ITEMSIZE, Priced
@@ -132,14 +136,44 @@ class LayerStrategies:
             start = least_memory(costs)
         return metropolis(costs, start.splits, budget, seed, self.limit, beta)
 
-    def again(self, *, hardware: Hardware | str, memory: float | None = None) -> LayerStrategies:
+    def again(
+        self, *, hardware: Hardware | str | None = None, memory: float | None = None
+    ) -> LayerStrategies:
         """Return the strategies for the same layers and batch on other hardware, or with other memory.
 
         Raises:
             ValueError: there is no machine of that name, or nothing fits it.
         """
         priced = self.priced
+        if hardware is None:
+            return searched(priced, memory)
         return searched(Priced(priced.layers, find(hardware), priced.batch, priced.dtype), memory)
+
+    def run(
+        self, cluster: Cluster, model: nn.Module, data: Sequence[tuple[Tensor, Tensor]], *,
+        loss: Callable[[Any, Any], Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
+    ) -> LayerRun:  # fmt: skip
+        """Train a model with this strategy on real ranks: the losses and weights are those of serial training.
+
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        >>> found = layer_strategies(model, "2x-titan-rtx", batch=4)
+        >>> data = [(torch.randn(4, 8), torch.randn(4, 4))] * 3
+        >>> with Cluster(2, device="cpu") as cluster:
+        ...     run = found.run(cluster, model, data, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
+        >>> len(run.losses), sorted(run.state_dict)
+        (3, ['0.bias', '0.weight', '2.bias', '2.weight'])
+
+        Args:
+            cluster: as many ranks as the strategy has devices.
+            model: what it was found for; its weights are read and not changed.
+            data: (inputs, targets) for each step, whole batches.
+            loss: loss(outputs, targets) of a whole batch -> a scalar.
+            optimizer: optimizer(params) -> a torch.optim.Optimizer.
+
+        Raises:
+            ValueError: ranks cannot execute it; the message says what they could.
+        """
+        return run_on(self, cluster, model, data, loss, optimizer)
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a row per layer: its name, the degrees, the seconds by what they are spent on, and memory in bytes."""
