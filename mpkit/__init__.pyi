@@ -3,6 +3,7 @@
 from mpkit import devices as devices
 from mpkit import errors as errors
 from mpkit import experiments as experiments
+from mpkit import layerwise as layerwise
 from mpkit import models as models
 from mpkit.advice.advice import advise as advise
 from mpkit.analysis import learning_rate as learning_rate
@@ -32,6 +33,7 @@ from mpkit.experiments.profile import profile as profile
 from mpkit.experiments.scaling import scaling as scaling
 from mpkit.fake import trace_fake as trace_fake
 from mpkit.launch.process.context import Context as Context
+from mpkit.layerwise.strategies import layer_strategies as layer_strategies
 from mpkit.loss.mean import mean_loss as mean_loss
 from mpkit.loss.whole_batch import whole_batch_loss as whole_batch_loss
 from mpkit.parallel import tensor as tensor

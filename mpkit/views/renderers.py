@@ -49,6 +49,10 @@ RENDERERS = {
         "svg": "mpkit.views.memory.fits:fits_svg",
     },
     "Advice": {"chart": "mpkit.views.comparison.advice:advice_figure"},
+    "LayerStrategies": {
+        "text": "mpkit.views.comparison.layers:layers_text",
+        "html": "mpkit.views.comparison.layers:layers_html",
+    },
     "Scaling": {"chart": "mpkit.views.comparison.scaling:scaling_figure"},
     "MemoryByStrategy": {
         "svg": "mpkit.views.memory.strategies_svg:strategies_svg",

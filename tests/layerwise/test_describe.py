@@ -1,0 +1,86 @@
+"""Layers described from modules: their sizes, and what they may be split by."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+import torch
+from torch import nn
+
+import mpkit as mk
+from mpkit.layerwise.describe import described
+from mpkit.layerwise.layer import Layer
+from mpkit.models import GPT
+
+
+def images() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(8 * 16, 10), nn.Softmax(-1),
+    )  # fmt: skip
+
+
+def test_a_convolutional_network() -> None:
+    convolution, norm, relu, pool, flatten, linear, softmax = described(images(), sample=(3, 8, 8))
+    assert convolution == Layer(
+        "0", 3 * 64, 8 * 64, flops=2 * 64 * 8 * 3 * 9, parameters=8 * 3 * 9 + 8, attribute=8, parameter=8,
+        exchanged=2 * 3 * 8,
+    )  # fmt: skip
+    assert (norm.sample, norm.parameter, norm.channels) == (False, 8, "kept")
+    assert (relu.attribute, relu.parameter, relu.parameters) == (8, 8, 0)
+    assert (pool.inputs, pool.outputs, pool.attribute) == (8 * 64, 8 * 16, 4)
+    assert (flatten.attribute, flatten.parameter, flatten.channels) == (1, 8, "kept")
+    assert (linear.parameter, linear.attribute, linear.channels) == (10, 1, "gathered")
+    assert (softmax.sample, softmax.attribute, softmax.parameter) == (
+        True,
+        1,
+        1,
+    )  # of a kind that is not known
+
+
+def test_a_gpt() -> None:
+    model = GPT(layers=3, width=32, heads=4, length=16, vocab=64)
+    embedding, *blocks, head = described(model)
+    assert [block.name for block in blocks] == ["block0", "block1", "block2"]
+    assert len({block.sizes for block in blocks}) == 1
+    block = blocks[0]
+    assert block.flops == 16 * (24 * 32**2 + 4 * 16 * 32)
+    assert (block.attribute, block.parameter, block.sums, block.exchanged) == (16, 4, 2, 2 * 16 * 32)
+    assert (embedding.inputs, embedding.parameter, head.outputs, head.parameter) == (16, 32, 16 * 64, 64)
+    assert sum(each.parameters for each in described(model)) == sum(p.numel() for p in model.parameters())
+    with torch.device("meta"):
+        large = GPT(layers=3, width=32, heads=4, length=16, vocab=64)
+    assert described(large) == described(model)
+
+
+def test_strategies_of_a_module_are_those_of_its_layers() -> None:
+    model = images()
+    found = mk.layer_strategies(model, "4x-a100-nvlink", batch=64, sample=(3, 8, 8))
+    assert found.choice == mk.layer_strategies(list(found.priced.layers), "4x-a100-nvlink", batch=64).choice
+
+
+def test_dimensions_that_are_left_out_are_not_used() -> None:
+    model = GPT(layers=2, width=64, heads=4, length=16)
+    for letters in ("S", "SP", "A", "P", ""):
+        found = mk.layer_strategies(model, "4x-a100-nvlink", batch=8, dimensions=letters, memory=inf)
+        used = {
+            letter for each in found.choices for letter, n in zip("SOAP", each.split, strict=True) if n > 1
+        }
+        assert used <= set(letters)
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "message"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 8, 3)), {}, r"what a sample looks like.*sample=\(3, 32, 32\)"),
+        (nn.Sequential(nn.Linear(4, 4)), {"sample": 4}, r"sample=4: the shape of one sample"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4)), {}, r"layer '1', Linear, does not take .* shape \(4,\)"),
+        (nn.Sequential(nn.LSTM(4, 4)), {"sample": (2, 4)}, "does not return one tensor"),
+        (nn.Sequential(nn.Linear(4, 4)), {"dimensions": "SX"}, "some of the letters of 'SOAP'"),
+        ("gpt2", {}, "give a chain"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_described_says_so(model: object, how: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mk.layer_strategies(model, "4x-a100-nvlink", batch=4, **how)  # type: ignore[arg-type]
