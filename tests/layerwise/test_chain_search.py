@@ -91,6 +91,37 @@ def test_as_fast_as_the_best_of_all_choices_with_any_numbers() -> None:
             assert found.time == pytest.approx(best.time, rel=1e-12)
 
 
+def by_table(costs: Costs, limit: int) -> float:
+    """The least time within a limit where memory is whole numbers: a table over (split, memory), without any bound."""
+    table = np.full((len(costs.time[0]), limit + 1), np.inf)
+    for x, (seconds, nbytes) in enumerate(zip(costs.time[0], costs.memory[0], strict=True)):
+        table[x, int(nbytes) :] = seconds
+    for i, between in enumerate(costs.between):
+        following = np.full((len(costs.time[i + 1]), limit + 1), np.inf)
+        for y, (seconds, nbytes) in enumerate(zip(costs.time[i + 1], costs.memory[i + 1], strict=True)):
+            ahead = (table + between[:, [y]]).min(axis=0) + seconds
+            following[y, int(nbytes) :] = ahead[: max(0, limit + 1 - int(nbytes))]
+        table = following
+    return float(table[:, limit].min())
+
+
+def test_long_chains_against_a_table_over_memory() -> None:
+    """Where brute force is out of the question, and more labels are drawn than are kept for the first guess."""
+    rng = np.random.default_rng(3)
+    for length in (10, 40, 80):
+        for _ in range(4):
+            costs = Costs(
+                list(rng.random((length, 12))),
+                list(rng.integers(0, 30, (length, 12)).astype(float)),
+                list(0.5 * rng.random((length - 1, 12, 12))),
+            )
+            for limit in (2 * length, 5 * length, 9 * length):
+                found = fastest(costs, limit)
+                assert (np.inf if found is None else found.time) == pytest.approx(
+                    by_table(costs, limit), rel=1e-12
+                )
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 10_000), st.floats(1.0, 4.0))
 def test_a_faster_link_and_more_memory_never_make_it_slower(seed: int, times: float) -> None:
@@ -174,6 +205,7 @@ def test_a_markov_chain_never_beats_it(seed: int) -> None:
     walk = found.by_mcmc(budget=400, seed=seed)
     assert walk.time >= found.time * (1 - 1e-12) and walk.best.memory <= limit
     assert (walk.best.time, walk.best.memory) == found.priced.costs.of(walk.best.splits)
+    assert f"of {walk.budget} proposals" in str(walk)
     assert [time for _, time in walk.improved] == sorted((t for _, t in walk.improved), reverse=True)
 
 
