@@ -24,7 +24,7 @@ from mpkit.models.gpt import Block, Embedding, Head
 from mpkit.prepare.optimizer.made import check_optimizer, is_elementwise
 
 if TYPE_CHECKING:
-    from mpkit.layerwise.strategies import LayerStrategies
+    from mpkit.layerwise.result import LayerStrategies
 
 __all__ = ["run_on"]
 

@@ -196,6 +196,16 @@ def test_the_time_is_the_sum_of_what_the_layers_take() -> None:
     assert all(choice.time >= found.time for choice in found.uniform.values() if choice.memory <= found.limit)
 
 
+def test_the_table_in_a_terminal_and_in_a_notebook() -> None:
+    layers = [Layer("a<b", 64, 64, flops=8192, parameters=4160, parameter=64)] * 3
+    found = layer_strategies([*layers, replace(layers[0], parameter=1)], "2x-titan-rtx", batch=4)
+    text, html = str(found), found._repr_html_()
+    assert text == repr(found) and "4 layers on 2 devices of 2x-titan-rtx, batch 4" in text
+    assert "a<b ... a<b (3)" in text
+    assert "a&lt;b ... a&lt;b (3)" in html and "a<b" not in html
+    assert html.count("<tr>") == text.splitlines().index("", 2) - 2  # one for each line of the table
+
+
 @settings(max_examples=30)
 @given(st.integers(0, 10_000))
 def test_a_markov_chain_never_beats_it(seed: int) -> None:
@@ -216,6 +226,7 @@ def test_a_markov_chain_never_beats_it(seed: int) -> None:
         ({"batch": 0}, r"batch=0.*1 or more"),
         ({"dtype": "int8"}, "'float32', 'bfloat16', 'float16'"),
         ({"memory": -1}, "bytes per device, more than 0"),
+        ({"memory": float("nan")}, "bytes per device, more than 0"),
         ({"memory": 1e3}, r"need .* per device at least on 4 devices, and there are 1.00 kB.*memory="),
         ({"hardware": "cpu"}, "say how many, such as devices=4"),
         ({"devices": 5}, "has 4"),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.layerwise.chain_search import chosen, least_memory
-from mpkit.layerwise.strategies import LayerStrategies
+from mpkit.layerwise.result import LayerStrategies
 from mpkit.models import GPT
 from tests.serial import EXACT, serial
 
@@ -101,6 +101,17 @@ def test_the_strategy_found_trains_as_one_process_does(clusters: Clusters, ranks
     fitted = found.again(memory=1.1 * least_memory(found.priced.costs).memory)
     assert max(each.split.parameter for each in fitted.choices) > 1  # memory asks for divided parameters
     check(fitted, clusters(ranks), model, batches(6))
+
+
+def test_what_ranks_send_is_what_is_priced(clusters: Clusters) -> None:
+    """Under data parallelism: gradients in all-reduces, and the output that every rank computes the loss from."""
+    model, steps = linear_chain(), 3
+    found = mk.layer_strategies(model, "4x-a100-nvlink", batch=BATCH)
+    found = replace(found, choice=found.uniform["sample"])
+    run = found.run(clusters(4), model, batches(6, steps=steps), loss=F.mse_loss, optimizer=adam)
+    parameters = sum(layer.parameters for layer in found.priced.layers)
+    sent = {"all_reduce": 8 * parameters * steps, "all_gather": 8 * BATCH * 4 * steps}
+    assert mk.Timeline.of(run.trace).comm_bytes == [sent] * 4
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
