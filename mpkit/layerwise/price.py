@@ -135,9 +135,11 @@ class Priced:
             inside += self.seconds(Message(Kind.ALL_GATHER, nbytes, split.attribute))
             inside += self.seconds(Message(Kind.REDUCE_SCATTER, nbytes, split.attribute))
         # ---- gradients
-        stride = split.operator * split.parameter
-        gradients = Message(Kind.ALL_REDUCE, size * weights, split.sample * split.attribute)
-        return {"compute": compute, "inside": inside, "gradients": self.seconds(gradients, stride)}
+        gradients = 0.0
+        if layer.parameters:
+            message = Message(Kind.ALL_REDUCE, size * weights, split.sample * split.attribute)
+            gradients = self.seconds(message, stride=split.operator * split.parameter)
+        return {"compute": compute, "inside": inside, "gradients": gradients}
 
     def memory(self, layer: Layer, split: Split) -> float:
         """Return the bytes that a device holds of a layer: model states, and what the backward needs."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -205,6 +205,6 @@ def searched(priced: Priced, memory: float | None) -> LayerStrategies:
         raise ValueError(
             f"no strategy fits: the layers need {bytes_text(least)} per device at least on {priced.hardware.devices} "
             f"devices, and there are {bytes_text(limit)}. More devices, a smaller batch than {priced.batch}, or "
-            f"memory={least:.3g} to see what it would take (a pipeline with recomputation takes less: mk.advise)."
+            f"memory={ceil(least)} to see what it would take (a pipeline with recomputation takes less: mk.advise)."
         )
     return LayerStrategies(priced, choice, limit)

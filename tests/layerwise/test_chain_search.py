@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -252,6 +253,23 @@ def test_what_cannot_be_says_so(how: dict[str, object], message: str) -> None:
 def test_a_layer_that_cannot_be_says_so(sizes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layer(**{"name": "fc", "inputs": 2, "outputs": 2, "flops": 8, **sizes})  # type: ignore[arg-type]
+
+
+def test_the_memory_that_the_refusal_names_is_enough() -> None:
+    for seed in range(10):
+        with pytest.raises(ValueError, match="no strategy fits") as refused:
+            layer_strategies(random_chain(seed), machine(seed), batch=16, memory=1)
+        named = re.search(r"memory=(\d+)", str(refused.value))
+        assert (
+            named
+            and layer_strategies(random_chain(seed), machine(seed), batch=16, memory=int(named[1])).time > 0
+        )
+
+
+def test_what_has_no_parameters_has_no_gradients_to_sum() -> None:
+    layer = Layer("relu", 64, 64, flops=0, parameter=64, channels="kept")
+    priced = Priced([layer], mk.hardware("4x-a100-nvlink"), 8)
+    assert priced.parts(layer, Split(sample=4))["gradients"] == 0
 
 
 def test_what_is_sent_between_two_linear_layers() -> None:
