@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.layerwise.chain_search import chosen, least_memory
+from mpkit.layerwise.layer import Split
 from mpkit.layerwise.result import LayerStrategies
 from mpkit.models import GPT
 from tests.serial import EXACT, serial
@@ -122,6 +123,17 @@ def test_any_splits_train_as_one_process_does(clusters: Clusters, ranks: int, se
     check(with_splits(found, seed), clusters(ranks), model, batches(6))
 
 
+def test_degrees_that_do_not_divide_each_other(clusters: Clusters) -> None:
+    """On 6 ranks parts by halves and by thirds overlap in sixths."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6), nn.Linear(6, 3)).double()
+    data = [(torch.randn(12, 6).double(), torch.randn(12, 3).double())] * 2
+    found = mk.layer_strategies(model, "8x-a100-nvlink", batch=12, devices=6)
+    wanted = [Split(sample=2), Split(sample=3), Split(sample=2, parameter=3), Split(parameter=3)]
+    places = tuple(splits.index(split) for splits, split in zip(found.priced.splits, wanted, strict=True))
+    check(replace(found, choice=chosen(found.priced.costs, places)), clusters(6), model, data)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_any_splits_of_sequences_and_of_images(clusters: Clusters, seed: int) -> None:
     found = mk.layer_strategies(sequences(), "4x-a100-nvlink", batch=BATCH, sample=(4, 6))
@@ -162,6 +174,8 @@ def test_a_gpt_by_samples(clusters: Clusters) -> None:
         (linear_chain(), {}, {"data": []}, "a batch for each step"),
         (linear_chain(), {}, {"model": sequences()}, "layers 0, 1, 2, 3, 4, 5, and this model's differ"),
         (linear_chain(), {"parameter": 2}, {"optimizer": lambda p: Norm(p)}, "Norm is not known to change"),
+        (linear_chain(), {}, {"loss": lambda y, t: (y - t).square()}, r"shape \(8, 4\), and not a scalar"),
+        (linear_chain(), {}, {"loss": lambda y, t: (F.mse_loss(y, t), 8)}, "is tuple, and not a scalar"),
         (linear_chain(), {}, {"optimizer": adam([torch.ones(1)])}, "is an optimizer already, Adam"),
         (nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5)), {}, {}, r"layer '1' draws random numbers.*nn.Dropout\(0.0\)"),
         (nn.Sequential(nn.Linear(6, 4), nn.RReLU()), {}, {}, "layer '1', RReLU, cannot be executed as whole"),
@@ -173,10 +187,10 @@ def test_what_ranks_cannot_execute_is_refused(
     found = mk.layer_strategies(model, "2x-titan-rtx", batch=BATCH)
     if split:
         found = replace(found, choice=found.uniform["parameter"])
-    asked = {"model": model, "data": batches(6), "optimizer": adam, **how}
+    asked = {"model": model, "data": batches(6), "optimizer": adam, "loss": F.mse_loss, **how}
     cluster = clusters(asked.pop("ranks", 2))
     with pytest.raises(ValueError, match=message):
-        found.run(cluster, asked.pop("model"), asked.pop("data"), loss=F.mse_loss, **asked)
+        found.run(cluster, asked.pop("model"), asked.pop("data"), **asked)
 
 
 class Norm(torch.optim.SGD):
