@@ -17,7 +17,7 @@ import mpkit as mk
 from mpkit.layerwise.chain_search import brute_force, fastest, least_memory
 from mpkit.layerwise.layer import Layer
 from mpkit.layerwise.price import Priced
-from mpkit.layerwise.strategies import LayerStrategies
+from mpkit.layerwise.result import LayerStrategies
 
 CHAINS, BUDGETS = 200, (100, 1_000, 10_000)
 LENGTHS = (3, 6, 12, 24)

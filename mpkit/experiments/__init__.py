@@ -3,9 +3,11 @@
 scaling, memory_by_strategy    by ranks, by strategy
 hugging_face                   the guide's three configurations
 soap_...                       one layer split by sample, operator, attribute and parameter
+operators_at_once              a layer norm's mean and standard deviation on two ranks at the same time
 """
 
 from mpkit.experiments.hugging_face import hf_experiment
+from mpkit.experiments.operators_at_once import mean_and_std_at_once
 from mpkit.experiments.soap_splits import soap
 
-__all__ = ["hf_experiment", "soap"]
+__all__ = ["hf_experiment", "mean_and_std_at_once", "soap"]

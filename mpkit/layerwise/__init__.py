@@ -6,7 +6,8 @@ resharding     what is sent where a layer wants its input divided in another way
 price          time and memory of a layer under a split, with mpkit's roofline and its collectives
 chain_search   dynamic programming over the chain, under a memory limit; brute force
 metropolis     FlexFlow's own search, a Markov chain
-strategies     `mk.layer_strategies` and what it returns
+strategies     `mk.layer_strategies`
+result         what it returns
 executable     what real ranks can execute of it
 execute        the strategy found, on real ranks
 layout_exchange  resharding on real ranks

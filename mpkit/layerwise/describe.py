@@ -186,10 +186,12 @@ def _embedding(module: Any, inputs: Shape, outputs: Shape) -> dict[str, Any]:
 
 
 def _block(module: Any, inputs: Shape, outputs: Shape) -> dict[str, Any]:
-    # Megatron's two all-reduces; a sequence that is split gathers keys and values.
+    # Megatron's two all-reduces; a sequence that is split gathers keys and values. Saved, in units of the input: the
+    # outputs of both norms (2), q, k, v (3), attention's output (1), the stream in the middle (1), and the MLP's inner
+    # values before and after GELU (8), as if those of norms and stream were divided too (sequence parallelism).
     return {
         "attribute": inputs[0], "parameter": module.attention.heads, "channels": "summed", "sums": 2,
-        "exchanged": 2 * prod(inputs),
+        "exchanged": 2 * prod(inputs), "saved": 15 * prod(inputs),
     }  # fmt: skip
 
 
@@ -203,6 +205,10 @@ KINDS: dict[type | tuple[type, ...], Callable[[Any, Shape, Shape], dict[str, Any
     nn.LayerNorm: _layer_norm,
     (nn.Embedding, Embedding): _embedding,
     Block: _block,
-    Head: lambda module, inputs, outputs: {"attribute": inputs[0], "parameter": outputs[-1]},
+    Head: lambda module, inputs, outputs: {
+        "attribute": inputs[0],
+        "parameter": outputs[-1],
+        "saved": prod(inputs),
+    },
 }
 """By kind: a function of the module and the shapes of a sample's input and output."""

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from mpkit.api.cluster import Cluster
@@ -24,7 +25,7 @@ from mpkit.models.gpt import Block, Embedding, Head
 from mpkit.prepare.optimizer.made import check_optimizer, is_elementwise
 
 if TYPE_CHECKING:
-    from mpkit.layerwise.strategies import LayerStrategies
+    from mpkit.layerwise.result import LayerStrategies
 
 __all__ = ["run_on"]
 
@@ -76,6 +77,8 @@ def run_on(
             "parts of the parameters: optimizer=lambda params: torch.optim.Adam(params), or a strategy without such "
             "parts, layer_strategies(..., dimensions='SA')"
         )
+    # ---- loss
+    _check_loss(model, data[0], loss)
     # ---- ranks
     kept = [layer.channels == "kept" for layer in found.priced.layers]
     job = Job([(n, copy.deepcopy(m).cpu()) for n, m in layers], splits, kept, list(data), loss, optimizer)
@@ -115,6 +118,21 @@ def _check_model(found: LayerStrategies, model: nn.Module, sample: tuple[int, ..
         raise ValueError(
             "two layers share a parameter, of which each rank would train copies: give each layer its own, or train "
             "with mk.Plan, which keeps tied weights equal"
+        )
+
+
+def _check_loss(model: nn.Module, batch: tuple[Tensor, Tensor], loss: Loss) -> None:
+    """Check that the loss of the first batch is a scalar."""
+    inputs, targets = batch
+    with torch.no_grad():
+        value: object = loss(copy.deepcopy(model).cpu()(inputs.cpu()), targets.cpu())
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        told = (
+            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        )
+        raise ValueError(
+            f"loss(outputs, targets) is {told}, and not a scalar such as that of nn.functional.mse_loss "
+            "(a total with its count is for cluster.train)"
         )
 
 

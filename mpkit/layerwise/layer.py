@@ -85,8 +85,9 @@ class Layer:
         parameter: the size of the parameter dimension, such as output channels or heads; 1: it has none.
         channels: what a split by parameters divides, one of `CHANNELS`.
         sums: all-reduces of the output in a forward that is "summed", and as many in its backward.
-        exchanged: the numbers of a sample that each device of an attribute split gets from the others, such as keys
-            and values.
+        exchanged: the numbers of a sample that all devices of an attribute split need, such as keys and values: an
+            all-gather in the forward and a reduce-scatter in the backward.
+        saved: the numbers that its backward needs besides its input; each device has those of its share.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Layer:
     channels: str = "gathered"
     sums: int = 1
     exchanged: int = 0
+    saved: int = 0
 
     def __post_init__(self) -> None:
         least = {"inputs": 1, "outputs": 1, "operator": 1, "attribute": 1, "parameter": 1}

@@ -21,6 +21,7 @@ from math import exp, inf
 
 from mpkit.layerwise.chain_search import Choice, chosen
 from mpkit.layerwise.price import Costs
+from mpkit.support.units import percent, seconds
 
 __all__ = ["Walk", "metropolis"]
 
@@ -31,11 +32,13 @@ class Walk:
 
     Attributes:
         best: the fastest choice that was visited.
-        accepted: the number of proposals that were accepted.
+        budget: the number of proposals.
+        accepted: how many of them were accepted.
         improved: the proposals after which the best one became better, with its time.
     """
 
     best: Choice
+    budget: int
     accepted: int
     improved: Sequence[tuple[int, float]]
 
@@ -43,6 +46,13 @@ class Walk:
     def time(self) -> float:
         """The seconds per step of the best strategy."""
         return self.best.time
+
+    def __str__(self) -> str:
+        last, _ = self.improved[-1]
+        return (
+            f"{seconds(self.time)} per step, found after {last:,} of {self.budget:,} proposals, of which "
+            f"{percent(self.accepted / max(1, self.budget))} were accepted"
+        )
 
 
 def metropolis(
@@ -90,7 +100,7 @@ def metropolis(
             if visited.memory <= limit:
                 best = visited
                 improved.append((step, best.time))
-    return Walk(best, accepted, improved)
+    return Walk(best, budget, accepted, improved)
 
 
 def _touching(costs: Costs, splits: Sequence[int], i: int, split: int) -> float:

@@ -3,7 +3,7 @@
     compute      roofline of forward and backward: FLOPs and bytes over the degree of the split
     inside       all-reduces of a "summed" layer's output, forward and backward; what an attribute split exchanges
     gradients    an all-reduce of parameters among the sample x attribute devices that have the same ones
-    memory       parameters, gradients and optimizer states of a device's share, and the input that its backward needs
+    memory       parameters, gradients and optimizer states of a device's share; its input, and what else is saved
     between      resharding forward and backward (`mpkit.layerwise.resharding`)
 
 Nothing overlaps, as in a step of a single stream, so the time of a chain is a sum over layers and pairs of neighbours:
@@ -135,14 +135,17 @@ class Priced:
             inside += self.seconds(Message(Kind.ALL_GATHER, nbytes, split.attribute))
             inside += self.seconds(Message(Kind.REDUCE_SCATTER, nbytes, split.attribute))
         # ---- gradients
-        stride = split.operator * split.parameter
-        gradients = Message(Kind.ALL_REDUCE, size * weights, split.sample * split.attribute)
-        return {"compute": compute, "inside": inside, "gradients": self.seconds(gradients, stride)}
+        gradients = 0.0
+        if layer.parameters:
+            message = Message(Kind.ALL_REDUCE, size * weights, split.sample * split.attribute)
+            gradients = self.seconds(message, stride=split.operator * split.parameter)
+        return {"compute": compute, "inside": inside, "gradients": gradients}
 
     def memory(self, layer: Layer, split: Split) -> float:
-        """Return the bytes that a device holds of a layer: model states, and the input for the backward."""
+        """Return the bytes that a device holds of a layer: model states, and what the backward needs."""
         states = STATES * layer.parameters / (split.operator * split.parameter)
-        return states + ITEMSIZE[self.dtype] * self.batch * layer.inputs / layer.layout_in(split).parts
+        kept = layer.inputs / layer.layout_in(split).parts + layer.saved / split.degree
+        return states + ITEMSIZE[self.dtype] * self.batch * kept
 
     def between(self, layer: Layer, split: Split, following: Layer, its_split: Split) -> float:
         """Return the seconds of resharding between two layers, forward and backward."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -91,6 +92,37 @@ def test_as_fast_as_the_best_of_all_choices_with_any_numbers() -> None:
             assert found.time == pytest.approx(best.time, rel=1e-12)
 
 
+def by_table(costs: Costs, limit: int) -> float:
+    """The least time within a limit where memory is whole numbers: a table over (split, memory), without any bound."""
+    table = np.full((len(costs.time[0]), limit + 1), np.inf)
+    for x, (seconds, nbytes) in enumerate(zip(costs.time[0], costs.memory[0], strict=True)):
+        table[x, int(nbytes) :] = seconds
+    for i, between in enumerate(costs.between):
+        following = np.full((len(costs.time[i + 1]), limit + 1), np.inf)
+        for y, (seconds, nbytes) in enumerate(zip(costs.time[i + 1], costs.memory[i + 1], strict=True)):
+            ahead = (table + between[:, [y]]).min(axis=0) + seconds
+            following[y, int(nbytes) :] = ahead[: max(0, limit + 1 - int(nbytes))]
+        table = following
+    return float(table[:, limit].min())
+
+
+def test_long_chains_against_a_table_over_memory() -> None:
+    """Where brute force is out of the question, and more labels are drawn than are kept for the first guess."""
+    rng = np.random.default_rng(3)
+    for length in (10, 40, 80):
+        for _ in range(4):
+            costs = Costs(
+                list(rng.random((length, 12))),
+                list(rng.integers(0, 30, (length, 12)).astype(float)),
+                list(0.5 * rng.random((length - 1, 12, 12))),
+            )
+            for limit in (2 * length, 5 * length, 9 * length):
+                found = fastest(costs, limit)
+                assert (np.inf if found is None else found.time) == pytest.approx(
+                    by_table(costs, limit), rel=1e-12
+                )
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 10_000), st.floats(1.0, 4.0))
 def test_a_faster_link_and_more_memory_never_make_it_slower(seed: int, times: float) -> None:
@@ -165,6 +197,16 @@ def test_the_time_is_the_sum_of_what_the_layers_take() -> None:
     assert all(choice.time >= found.time for choice in found.uniform.values() if choice.memory <= found.limit)
 
 
+def test_the_table_in_a_terminal_and_in_a_notebook() -> None:
+    layers = [Layer("a<b", 64, 64, flops=8192, parameters=4160, parameter=64)] * 3
+    found = layer_strategies([*layers, replace(layers[0], parameter=1)], "2x-titan-rtx", batch=4)
+    text, html = str(found), found._repr_html_()
+    assert text == repr(found) and "4 layers on 2 devices of 2x-titan-rtx, batch 4" in text
+    assert "a<b ... a<b (3)" in text
+    assert "a&lt;b ... a&lt;b (3)" in html and "a<b" not in html
+    assert html.count("<tr>") == text.splitlines().index("", 2) - 2  # one for each line of the table
+
+
 @settings(max_examples=30)
 @given(st.integers(0, 10_000))
 def test_a_markov_chain_never_beats_it(seed: int) -> None:
@@ -174,6 +216,7 @@ def test_a_markov_chain_never_beats_it(seed: int) -> None:
     walk = found.by_mcmc(budget=400, seed=seed)
     assert walk.time >= found.time * (1 - 1e-12) and walk.best.memory <= limit
     assert (walk.best.time, walk.best.memory) == found.priced.costs.of(walk.best.splits)
+    assert f"of {walk.budget} proposals" in str(walk)
     assert [time for _, time in walk.improved] == sorted((t for _, t in walk.improved), reverse=True)
 
 
@@ -184,6 +227,7 @@ def test_a_markov_chain_never_beats_it(seed: int) -> None:
         ({"batch": 0}, r"batch=0.*1 or more"),
         ({"dtype": "int8"}, "'float32', 'bfloat16', 'float16'"),
         ({"memory": -1}, "bytes per device, more than 0"),
+        ({"memory": float("nan")}, "bytes per device, more than 0"),
         ({"memory": 1e3}, r"need .* per device at least on 4 devices, and there are 1.00 kB.*memory="),
         ({"hardware": "cpu"}, "say how many, such as devices=4"),
         ({"devices": 5}, "has 4"),
@@ -209,6 +253,23 @@ def test_what_cannot_be_says_so(how: dict[str, object], message: str) -> None:
 def test_a_layer_that_cannot_be_says_so(sizes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layer(**{"name": "fc", "inputs": 2, "outputs": 2, "flops": 8, **sizes})  # type: ignore[arg-type]
+
+
+def test_the_memory_that_the_refusal_names_is_enough() -> None:
+    for seed in range(10):
+        with pytest.raises(ValueError, match="no strategy fits") as refused:
+            layer_strategies(random_chain(seed), machine(seed), batch=16, memory=1)
+        named = re.search(r"memory=(\d+)", str(refused.value))
+        assert (
+            named
+            and layer_strategies(random_chain(seed), machine(seed), batch=16, memory=int(named[1])).time > 0
+        )
+
+
+def test_what_has_no_parameters_has_no_gradients_to_sum() -> None:
+    layer = Layer("relu", 64, 64, flops=0, parameter=64, channels="kept")
+    priced = Priced([layer], mk.hardware("4x-a100-nvlink"), 8)
+    assert priced.parts(layer, Split(sample=4))["gradients"] == 0
 
 
 def test_what_is_sent_between_two_linear_layers() -> None:

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.layerwise.chain_search import chosen, least_memory
-from mpkit.layerwise.strategies import LayerStrategies
+from mpkit.layerwise.layer import Split
+from mpkit.layerwise.result import LayerStrategies
 from mpkit.models import GPT
 from tests.serial import EXACT, serial
 
@@ -103,12 +104,34 @@ def test_the_strategy_found_trains_as_one_process_does(clusters: Clusters, ranks
     check(fitted, clusters(ranks), model, batches(6))
 
 
+def test_what_ranks_send_is_what_is_priced(clusters: Clusters) -> None:
+    """Under data parallelism: gradients in all-reduces, and the output that every rank computes the loss from."""
+    model, steps = linear_chain(), 3
+    found = mk.layer_strategies(model, "4x-a100-nvlink", batch=BATCH)
+    found = replace(found, choice=found.uniform["sample"])
+    run = found.run(clusters(4), model, batches(6, steps=steps), loss=F.mse_loss, optimizer=adam)
+    parameters = sum(layer.parameters for layer in found.priced.layers)
+    sent = {"all_reduce": 8 * parameters * steps, "all_gather": 8 * BATCH * 4 * steps}
+    assert mk.Timeline.of(run.trace).comm_bytes == [sent] * 4
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_splits_train_as_one_process_does(clusters: Clusters, ranks: int, seed: int) -> None:
     model = linear_chain()
     found = mk.layer_strategies(model, "8x-a100-nvlink", batch=BATCH, devices=ranks)
     check(with_splits(found, seed), clusters(ranks), model, batches(6))
+
+
+def test_degrees_that_do_not_divide_each_other(clusters: Clusters) -> None:
+    """On 6 ranks parts by halves and by thirds overlap in sixths."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6), nn.Linear(6, 3)).double()
+    data = [(torch.randn(12, 6).double(), torch.randn(12, 3).double())] * 2
+    found = mk.layer_strategies(model, "8x-a100-nvlink", batch=12, devices=6)
+    wanted = [Split(sample=2), Split(sample=3), Split(sample=2, parameter=3), Split(parameter=3)]
+    places = tuple(splits.index(split) for splits, split in zip(found.priced.splits, wanted, strict=True))
+    check(replace(found, choice=chosen(found.priced.costs, places)), clusters(6), model, data)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -151,6 +174,8 @@ def test_a_gpt_by_samples(clusters: Clusters) -> None:
         (linear_chain(), {}, {"data": []}, "a batch for each step"),
         (linear_chain(), {}, {"model": sequences()}, "layers 0, 1, 2, 3, 4, 5, and this model's differ"),
         (linear_chain(), {"parameter": 2}, {"optimizer": lambda p: Norm(p)}, "Norm is not known to change"),
+        (linear_chain(), {}, {"loss": lambda y, t: (y - t).square()}, r"shape \(8, 4\), and not a scalar"),
+        (linear_chain(), {}, {"loss": lambda y, t: (F.mse_loss(y, t), 8)}, "is tuple, and not a scalar"),
         (linear_chain(), {}, {"optimizer": adam([torch.ones(1)])}, "is an optimizer already, Adam"),
         (nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5)), {}, {}, r"layer '1' draws random numbers.*nn.Dropout\(0.0\)"),
         (nn.Sequential(nn.Linear(6, 4), nn.RReLU()), {}, {}, "layer '1', RReLU, cannot be executed as whole"),
@@ -162,10 +187,10 @@ def test_what_ranks_cannot_execute_is_refused(
     found = mk.layer_strategies(model, "2x-titan-rtx", batch=BATCH)
     if split:
         found = replace(found, choice=found.uniform["parameter"])
-    asked = {"model": model, "data": batches(6), "optimizer": adam, **how}
+    asked = {"model": model, "data": batches(6), "optimizer": adam, "loss": F.mse_loss, **how}
     cluster = clusters(asked.pop("ranks", 2))
     with pytest.raises(ValueError, match=message):
-        found.run(cluster, asked.pop("model"), asked.pop("data"), loss=F.mse_loss, **asked)
+        found.run(cluster, asked.pop("model"), asked.pop("data"), **asked)
 
 
 class Norm(torch.optim.SGD):

@@ -9,7 +9,7 @@ from mpkit.support.units import bytes_text, seconds
 from mpkit.support.visible import escape
 
 if TYPE_CHECKING:
-    from mpkit.layerwise.strategies import LayerChoice, LayerStrategies
+    from mpkit.layerwise.result import LayerChoice, LayerStrategies
 
 __all__ = ["layers_html", "layers_text"]
 
