@@ -87,7 +87,16 @@ def _alive() -> set[int]:
     tensors += [
         each.grad for each in tensors if isinstance(each, torch.nn.Parameter) and each.grad is not None
     ]
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided}
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if _has_an_address(tensor)}
+
+
+def _has_an_address(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor has memory of its own: not what a compiler traces with (which torch.compile keeps)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    traced = isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
+    return tensor.layout == torch.strided and not traced
 
 
 def _released(changes: list[tuple[int, int, int]], alive: set[int]) -> set[int]:
