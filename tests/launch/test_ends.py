@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import mpkit as mk
 from mpkit.launch import launch as launch_module
@@ -186,3 +188,21 @@ def test_no_folder_outlives_the_script(how: signal.Signals, tmp_path: Path) -> N
     while any(tmp_path.glob("mpkit-run-*")):
         os.sched_yield()
         assert time.monotonic() < deadline
+
+
+def ends_with_its_group(ctx: Any) -> int:
+    """Let a DistributedDataParallel be the last to hold the group, of which a thread lets go of a profiled collective.
+
+    A thread that lets go of it needs Python's lock, under which the group's destructor would wait for the thread.
+    """
+    dist.init_process_group()
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+    with torch.autograd.profiler.profile():
+        work = dist.all_reduce(torch.ones(10_000_000), async_op=True)
+        dist.destroy_process_group()
+        del work, ddp
+    return ctx.rank
+
+
+def test_a_program_that_frees_its_group_ends(clusters: Callable[..., mk.Cluster]) -> None:
+    assert clusters(2).run(ends_with_its_group, timeout=30) == [0, 1]

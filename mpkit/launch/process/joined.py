@@ -1,7 +1,8 @@
 """What a program expects of its launcher: torchrun's environment variables, and a process group to join.
 
 as_torchrun    the variables by which a program under torchrun knows its rank
-join           `init_process_group` in the program joins the group that this rank is in already
+join           `init_process_group` in the program joins the group that this rank is in already, and the groups that the
+               program destroys end with the rank
 """
 
 from __future__ import annotations
@@ -49,12 +50,16 @@ def join(rank: int, ranks: int, backend: str, store: Any) -> Replaced:
 
     Returns:
         What was replaced, to be restored if the process outlives the rank.
+
+    A destroyed group is kept. If a DistributedDataParallel held it last, its destructor would join the backend's
+    threads under Python's lock, which a thread needs that lets go of a collective issued under a profiler.
     """
     import torch.distributed as dist  # the launching process, which imports this module, may do without
     from torch.distributed import distributed_c10d
 
-    make = dist.init_process_group
+    make, destroy = dist.init_process_group, dist.destroy_process_group
     times = 0
+    kept: list[Any] = []
 
     def init_process_group(backend_asked: str | None = None, *args: Any, **kwargs: Any) -> None:
         nonlocal times
@@ -65,13 +70,18 @@ def join(rank: int, ranks: int, backend: str, store: Any) -> Replaced:
         if not dist.is_initialized():
             times += 1
             again = distributed_c10d.PrefixStore(f"again{times}", store)
-            kept = {name: kwargs[name] for name in ("timeout", "pg_options", "device_id") if name in kwargs}
-            make(backend, store=again, rank=rank, world_size=ranks, **kept)
+            said = {name: kwargs[name] for name in ("timeout", "pg_options", "device_id") if name in kwargs}
+            make(backend, store=again, rank=rank, world_size=ranks, **said)
 
-    init_process_group.__doc__ = make.__doc__
+    def destroy_process_group(group: Any = None) -> None:
+        kept.extend(distributed_c10d._world.pg_map if group in (None, dist.group.WORLD) else [group])
+        destroy(group)
+
+    init_process_group.__doc__, destroy_process_group.__doc__ = make.__doc__, destroy.__doc__
     replaced = Replaced()
     for module in (dist, distributed_c10d):
         replaced.put(module, "init_process_group", init_process_group)
+        replaced.put(module, "destroy_process_group", destroy_process_group)
     return replaced
 
 
