@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fractions import Fraction
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mpkit.plan.checks import call_of, checked_cut, checked_degree, checked_recompute
@@ -24,6 +26,7 @@ from mpkit.support.calls import answers
 from mpkit.support.tracebacks import public
 
 if TYPE_CHECKING:
+    from mpkit.plan.config import Config
     from mpkit.schedule.read import Source
 
 __all__ = ["Plan"]
@@ -304,6 +307,60 @@ class Plan:
         if isinstance(values.get("tensor"), Mapping):
             values["tensor"] = TensorPlan.from_dict(values["tensor"])
         return cls(**values)
+
+    # ------------------------------------------------------------ other frameworks' files
+
+    def to(self, format: str, **context: Any) -> Config:
+        """Return the plan as another framework's configuration, with a comment per key (docs/formats.md).
+
+        Args:
+            format: "torchrun", "deepspeed", "accelerate", "fsdp", "megatron", "torchtitan", "nanotron", "trainer",
+                "slurm" or "tf_config".
+            context: what a plan leaves open: micro_batch or global_batch (samples), nodes, gpus_per_node, sequence
+                (tokens), model, script, master, port.
+
+        >>> print(Plan.ddp(16).to("torchrun", script="pretrain.py", master="gpu1"))
+        #!/usr/bin/env bash
+        # torchrun's command line, written by mpkit from Plan(dp=16)
+        LAUNCH=(
+          --nnodes=2                                  # machines
+          --nproc-per-node=8                          # ranks per machine, one per GPU
+          --rdzv-backend=c10d                         # how machines find each other
+          --rdzv-endpoint=gpu1:29500                  # address of the first machine
+          --rdzv-id=model                             # the name of this run, the same on all machines
+          --max-restarts=0                            # how often all ranks are started again after a failure
+        )
+        torchrun "${LAUNCH[@]}" pretrain.py
+
+        Raises:
+            ValueError: there is no such format or argument, numbers do not fit together, or the framework would refuse
+                the plan.
+
+        What the format cannot say is in `.cannot_say` of the result, in the head of the file where there are comments,
+        and in a warning.
+        """
+        # By name, as results find their views: formats lie above plans.
+        text: Config = import_module("mpkit.formats.write").write(self, format, **context)
+        return text
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str] | Mapping[str, Any], format: str | None = None) -> Plan:
+        """Read the plan that another framework's configuration says.
+
+        Args:
+            path: the file, its text, or the mapping that it holds.
+            format: as for `to`; left out, it is guessed from the keys.
+
+        >>> Plan.read(Plan.zero(2, 8, precision="bf16").to("deepspeed"))
+        Plan(dp=8, zero=2, precision='bf16')
+
+        Raises:
+            ValueError: the format is not known or could be several, or what it says cannot work.
+
+        Keys of which a Plan says nothing are listed in a warning.
+        """
+        plan: Plan = import_module("mpkit.formats.read").read(path, format)
+        return plan
 
 
 # `plan.dp` is a number and `Plan.dp(4)` makes a plan: an instance attribute takes precedence over a classmethod.

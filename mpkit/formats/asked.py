@@ -1,0 +1,120 @@
+"""Asked: a Plan, and what it leaves open and a file has to say: the batch, the machines, their address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from mpkit.errors import ArgumentError
+from mpkit.plan.checks import whole
+
+if TYPE_CHECKING:
+    from mpkit.plan.plan import Plan
+
+__all__ = ["Asked"]
+
+NUMBERS = ("micro_batch", "global_batch", "nodes", "gpus_per_node", "sequence", "port")
+PER_NODE = 8  # most machines have no more GPUs
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is written.
+
+    Attributes:
+        plan: the plan.
+        micro_batch: samples per micro-batch and replica; 1 if neither it nor global_batch is given.
+        global_batch: samples per optimizer step: micro_batch x microbatches x dp.
+        nodes, gpus_per_node: the machines; their product is the number of ranks.
+        sequence: tokens per sample.
+        model: the name of the model.
+        script: the program that the ranks run.
+        master, port: the address of the first node.
+    """
+
+    plan: Plan
+    micro_batch: int
+    global_batch: int
+    nodes: int
+    gpus_per_node: int
+    sequence: int = 4096
+    model: str = "model"
+    script: str = "train.py"
+    master: str = "localhost"
+    port: int = 29500
+
+    @classmethod
+    def of(cls, plan: Plan, format: str, given: Mapping[str, Any]) -> Asked:
+        """Check what was given, and fill in the rest.
+
+        Raises:
+            ValueError: there is no such argument, or numbers do not multiply to the plan's.
+
+        >>> from mpkit.plan.plan import Plan
+        >>> asked = Asked.of(Plan.ddp(16, microbatches=2), "torchrun", {"global_batch": 64})
+        >>> asked.nodes, asked.gpus_per_node, asked.micro_batch, asked.master
+        (2, 8, 2, 'node0')
+        """
+        names = [field.name for field in fields(cls)][1:]
+        for name in given:
+            if name not in names:
+                near = get_close_matches(name, names, 1, 0.5)
+                hint = f"; did you mean {near[0]}={given[name]!r}?" if near else ""
+                raise ArgumentError(
+                    f"plan.to({format!r}, {name}={given[name]!r}): there is no such argument{hint} There are "
+                    f"{', '.join(names)}, such as plan.to({format!r}, micro_batch=4)"
+                )
+        for name in NUMBERS:
+            if given.get(name) is not None and (whole(given[name]) or 0) < 1:
+                raise ValueError(
+                    f"plan.to({format!r}, {name}={given[name]!r}): a whole number, 1 or more: {name}=4"
+                )
+        for name in ("model", "script", "master"):
+            if given.get(name) is not None and (not isinstance(given[name], str) or not _plain(given[name])):
+                raise ValueError(
+                    f"plan.to({format!r}, {name}={given[name]!r}): a name without spaces or quotes: {name}="
+                    f"{'node0' if name == 'master' else 'train.py'!r}"
+                )
+        said = {name: value for name, value in given.items() if value is not None}
+        said |= _batches(plan, format, said) | _machines(plan, format, said)
+        said.setdefault("master", "node0" if said["nodes"] > 1 else "localhost")
+        return cls(plan, **said)
+
+
+def _plain(name: str) -> bool:
+    return bool(name) and name.isprintable() and not set(name) & set(" \"'`$\\#;&|<>()")
+
+
+def _batches(plan: Plan, format: str, said: Mapping[str, Any]) -> dict[str, int]:
+    parts = plan.dp * plan.microbatches
+    micro, total = said.get("micro_batch"), said.get("global_batch")
+    if total is None:
+        return {"micro_batch": micro or 1, "global_batch": (micro or 1) * parts}
+    if total % parts or (micro is not None and micro * parts != total):
+        fit = micro or max(1, round(total / parts))
+        raise ValueError(
+            f"plan.to({format!r}, {f'micro_batch={micro}, ' if micro else ''}global_batch={total}): {plan!r} divides a "
+            f"batch into dp x microbatches = {plan.dp} x {plan.microbatches} parts, so the global batch is {parts} "
+            f"times the micro-batch: global_batch={fit * parts}, which is micro_batch={fit}"
+        )
+    return {"micro_batch": total // parts, "global_batch": total}
+
+
+def _machines(plan: Plan, format: str, said: Mapping[str, Any]) -> dict[str, int]:
+    ranks, nodes, each = plan.ranks, said.get("nodes"), said.get("gpus_per_node")
+    if nodes is None and each is None:
+        each = max(n for n in range(1, PER_NODE + 1) if ranks % n == 0)
+    if nodes is None and each is not None and ranks % each == 0:
+        nodes = ranks // each
+    if each is None and nodes is not None and ranks % nodes == 0:
+        each = ranks // nodes
+    if nodes is None or each is None or nodes * each != ranks:
+        n = max(n for n in range(1, PER_NODE + 1) if ranks % n == 0)
+        asked = ", ".join(f"{name}={said[name]}" for name in ("nodes", "gpus_per_node") if name in said)
+        raise ValueError(
+            f"plan.to({format!r}, {asked}): {plan!r} has {ranks} ranks, one per GPU, and so many there are not: "
+            f"nodes={ranks // n}, gpus_per_node={n}"
+        )
+    return {"nodes": nodes, "gpus_per_node": each}

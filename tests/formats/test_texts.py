@@ -1,0 +1,153 @@
+"""What is written, literally; what is refused; what other people's files say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import mpkit as mk
+from mpkit import Plan
+from mpkit.formats.table import FORMATS
+
+SAID_IN_FULL = [
+    ("deepspeed", Plan.zero(3, 8, microbatches=4, precision="bf16", offload="params")),
+    ("deepspeed", Plan(dp=2, tp=2, zero=1, precision="fp16")),
+    ("accelerate", Plan.serial()),
+    ("accelerate", Plan.ddp(4, precision="bf16")),
+    ("accelerate", Plan.zero(1, 4, microbatches=2)),
+    ("accelerate", Plan.zero(2, 4, offload="optimizer")),
+    ("accelerate", Plan.zero(3, 4, offload="params", recompute="full")),
+    ("accelerate", Plan(dp=2, tp=2, cp=2, zero=2)),
+    ("accelerate", Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4, zero=1, sequence_parallel=True)),
+    ("megatron", Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4, zero=1, sequence_parallel=True)),
+    ("megatron", Plan(pp=2, schedule="interleaved_1f1b", virtual_stages=3, microbatches=4, recompute="selective")),
+    ("megatron", Plan(dp=4, cp=2, cp_order="zigzag", zero=3, precision="bf16", schedule="1f1b")),
+    ("megatron", Plan(dp=4, zero=1, offload="optimizer", recompute="full", schedule="1f1b")),
+    ("torchtitan", Plan(pp=2, dp=2, tp=2, cp=2, schedule="gpipe", microbatches=4, zero=3, cp_order="zigzag")),
+    ("torchtitan", Plan(pp=2, dp=2, schedule="zbv", microbatches=4, zero=2, precision="bf16", recompute="full")),
+    ("torchtitan", Plan(pp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatches=4)),
+    ("torchtitan", Plan.ddp(4, microbatches=2)),
+    ("nanotron", Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4, zero=1, recompute="full")),
+    ("nanotron", Plan(pp=2, schedule="gpipe", microbatches=4, precision="bf16")),
+    ("trainer", Plan.serial(microbatches=4, precision="fp16")),
+    ("torchrun", Plan.ddp(8)),
+    ("slurm", Plan.ddp(16)),
+    ("tf_config", Plan.ddp(4)),
+]  # fmt: skip
+
+NO_EFFECT = {"schedule"}  # of a plan without stages
+
+
+@pytest.mark.parametrize(("name", "plan"), SAID_IN_FULL, ids=str)
+def test_what_a_format_can_say_in_full(name: str, plan: Plan) -> None:
+    config = plan.to(name)  # a warning would be an error
+    assert config.cannot_say.keys() <= NO_EFFECT
+    assert config.kind == name
+
+
+def test_deepspeed_literally() -> None:
+    config = Plan.zero(2, 4, microbatches=2, precision="bf16", bucket_mb=10).to("deepspeed", micro_batch=3)
+    assert json.loads(config) == {
+        "train_batch_size": 24,
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5 * 2**20},
+        "bf16": {"enabled": True},
+    }
+    lines = repr(config).splitlines()
+    assert len([line for line in lines if "//" in line]) == 1 + len(config.comments) == 7
+    assert all(comment in repr(config) for comment in config.comments.values())
+
+
+def test_what_cannot_be_said_is_in_the_head_in_the_mapping_and_in_a_warning() -> None:
+    plan = Plan(pp=2, schedule="zb_h1", microbatches=4)
+    with pytest.warns(UserWarning, match=r"Accelerate's configuration cannot say all of .*zb_h1.*1F1B"):
+        config = plan.to("accelerate")
+    assert "1F1B" in config.cannot_say["schedule"]
+    assert "#   schedule='zb_h1': through Megatron-LM Accelerate runs 1F1B" in config
+
+
+@pytest.mark.filterwarnings("ignore:transformers")
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"deepspeed", "tf_config"}))
+def test_every_key_of_a_text_has_its_comment(name: str) -> None:
+    config = Plan.ddp(16).to(name)
+    assert config.comments
+    assert all(f"# {comment}" in config for comment in config.comments.values())
+
+
+REFUSED: list[tuple[Plan, str, dict[str, Any], str]] = [
+    (Plan.ddp(4), "deepsped", {}, r"no format 'deepsped'.*plan.to\('deepspeed'\)"),
+    (Plan.ddp(4), "deepspeed", {"microbatch": 3}, "did you mean micro_batch=3"),
+    (Plan.ddp(4), "deepspeed", {"micro_batch": 0}, "1 or more: micro_batch=4"),
+    (Plan.ddp(4), "deepspeed", {"global_batch": 6}, r"dp x microbatches = 4 x 1.*global_batch=8"),
+    (Plan.ddp(4), "deepspeed", {"global_batch": 8, "micro_batch": 1}, "global_batch=4"),
+    (Plan.ddp(12), "torchrun", {"nodes": 5}, "12 ranks.*nodes=2, gpus_per_node=6"),
+    (Plan.ddp(12), "torchrun", {"nodes": 2, "gpus_per_node": 8}, "nodes=2, gpus_per_node=6"),
+    (Plan.ddp(2), "torchrun", {"script": "train.py; rm -rf /"}, "without spaces or quotes"),
+    (Plan(pp=2, dp=2, zero=2), "deepspeed", {}, r"pipeline engine.*zero=1"),
+    (Plan(pp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatches=3), "megatron", {}, "microbatches=4"),
+    (Plan.ddp(16), "tf_config", {"master": "10.0.0.1"}, "master='node0'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "name", "context", "says"), REFUSED, ids=str)
+def test_what_is_refused_says_why_and_what_works(plan: Plan, name: str, context: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        plan.to(name, **context)
+
+
+FILES: list[tuple[str, Plan]] = [
+    ("torchrun --nnodes 2 --nproc_per_node=8 \\\n  train.py", Plan.ddp(16)),
+    ("#!/bin/bash\n#SBATCH --nodes=4\n#SBATCH --gres=gpu:a100:8\nsrun torchrun train.py", Plan.ddp(32)),
+    ('{"zero_optimization": {"stage": 3}, "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4,\n'
+     '"gradient_accumulation_steps": 2, "fp16": {"enabled": true}, "bf16": {"enabled": false}}',
+     Plan.zero(3, 8, microbatches=2, precision="fp16")),
+    ("distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n",
+     Plan.zero(2, 8)),
+    ("per_device_train_batch_size: 4\nfsdp: full_shard auto_wrap\nbf16: true\n", Plan(zero=3, precision="bf16")),
+    ("torchrun --nproc-per-node=8 \\\n pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel "
+     "--pipeline-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 32",
+     Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=8, sequence_parallel=True)),
+    ('{"cluster": {"worker": ["a:1", "b:1"], "chief": ["c:1"]},\n "task": {"type": "chief", "index": 0}}', Plan.ddp(3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "plan"), FILES, ids=str)
+def test_other_peoples_files(text: str, plan: Plan) -> None:
+    assert mk.Plan.read(text) == plan
+
+
+WRONG = [
+    ('{"train_batch_size": 9, "train_micro_batch_size_per_gpu": 4}', None, "no multiple.*train_batch_size = 8"),
+    ('{"zero_optimization": {"stage": 4}}', None, "zero_optimization.stage = 4: one of 0, 1, 2, 3"),
+    ('{"gradient_accumulation_steps": 4}', None, "could be of deepspeed or trainer.*format='deepspeed'"),
+    ('{"gradient_accumulation_steps": "four"}', "deepspeed", "a whole number, 1 or more"),
+    ('{"learning_rate": 0.1}', None, "no key of a format that is known"),
+    ('{"bf16": {"enabled": true}, "fp16": {"enabled": true}, "train_batch_size": 8,'
+     ' "train_micro_batch_size_per_gpu": 8}', None, "both enabled"),
+    ("{", "deepspeed", "cannot be read as deepspeed"),
+    ("no_such_file.json", None, "no such file"),
+    ("torchrun --nproc-per-node=auto \\\n t.py", None, "--nproc-per-node=8"),
+    ("parallelism = ParallelismConfig(\n    data_parallel_shard_degree=-1)", None, "write the number"),
+    ("distributed_type: TPU\nnum_processes: 8", None, "one of NO, MULTI_GPU"),
+    ("parallelism:\n  dp: 2\n  pp_engine: dualpipe\n", None, "one of 1f1b, afab"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The text, read as")
+@pytest.mark.parametrize(("text", "format", "says"), WRONG, ids=str)
+def test_files_that_are_wrong_say_what_would_work(text: str, format: str | None, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Plan.read(text, format)
+
+
+def test_unknown_keys_are_listed() -> None:
+    text = (
+        '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "steps_per_print": 5, "zero_force": 1}'
+    )
+    with pytest.warns(UserWarning, match="Plan says nothing of it: steps_per_print, zero_force"):
+        assert Plan.read(text) == Plan()
+    with pytest.warns(UserWarning, match="hybrid_shard shards within a node"):
+        assert Plan.read("per_device_train_batch_size: 1\nfsdp: hybrid_shard") == Plan(zero=3)
