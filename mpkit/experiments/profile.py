@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Profile", "profile"]
 
-STEPS = 3  # of which the first warms up
+STEPS = 6  # of which the first warms up; fewer let one disturbed step decide
 SERIAL, SPLIT = Plan.serial(), Plan(pp=2, schedule="zb_h1", microbatches=4)  # whole and split backwards
 TRIALS = {
     SERIAL: (2, 8, 16),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from mpkit.formats.accelerate import ACCELERATE
 from mpkit.formats.deepspeed import DEEPSPEED
+from mpkit.formats.fsdp import FSDP
 from mpkit.formats.keys import Format
 from mpkit.formats.megatron import MEGATRON
 from mpkit.formats.nanotron import NANOTRON
@@ -19,6 +20,6 @@ __all__ = ["FORMATS"]
 FORMATS: Mapping[str, Format] = {
     each.name: each
     for each in (
-        TORCHRUN, DEEPSPEED, ACCELERATE, MEGATRON, TORCHTITAN, NANOTRON, TRAINER, SLURM, TF_CONFIG,
+        TORCHRUN, DEEPSPEED, ACCELERATE, FSDP, MEGATRON, TORCHTITAN, NANOTRON, TRAINER, SLURM, TF_CONFIG,
     )
 }  # fmt: skip

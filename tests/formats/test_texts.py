@@ -29,6 +29,8 @@ SAID_IN_FULL = [
     ("torchtitan", Plan(pp=2, dp=2, schedule="zbv", microbatches=4, zero=2, precision="bf16", recompute="full")),
     ("torchtitan", Plan(pp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatches=4)),
     ("torchtitan", Plan.ddp(4, microbatches=2)),
+    ("fsdp", Plan.zero(3, 8, microbatches=4, precision="bf16", recompute="full", offload="params")),
+    ("fsdp", Plan.zero(2, 8)),
     ("nanotron", Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4, zero=1, recompute="full")),
     ("nanotron", Plan(pp=2, schedule="gpipe", microbatches=4, precision="bf16")),
     ("trainer", Plan.serial(microbatches=4, precision="fp16")),
@@ -72,7 +74,7 @@ def test_what_cannot_be_said_is_in_the_head_in_the_mapping_and_in_a_warning() ->
 @pytest.mark.filterwarnings("ignore:transformers")
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"deepspeed", "tf_config"}))
 def test_every_key_of_a_text_has_its_comment(name: str) -> None:
-    config = Plan.ddp(16).to(name)
+    config = Plan.zero(3, 16).to(name) if name == "fsdp" else Plan.ddp(16).to(name)
     assert config.comments
     assert all(f"# {comment}" in config for comment in config.comments.values())
 
@@ -86,6 +88,7 @@ REFUSED: list[tuple[Plan, str, dict[str, Any], str]] = [
     (Plan.ddp(12), "torchrun", {"nodes": 5}, "12 ranks.*nodes=2, gpus_per_node=6"),
     (Plan.ddp(12), "torchrun", {"nodes": 2, "gpus_per_node": 8}, "nodes=2, gpus_per_node=6"),
     (Plan.ddp(2), "torchrun", {"script": "train.py; rm -rf /"}, "without spaces or quotes"),
+    (Plan.zero(1, 4), "fsdp", {}, r"ZeRO-2 or ZeRO-3: Plan\(dp=4, zero=3\)"),
     (Plan(pp=2, dp=2, zero=2), "deepspeed", {}, r"pipeline engine.*zero=1"),
     (Plan(pp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatches=3), "megatron", {}, "microbatches=4"),
     (Plan.ddp(16), "tf_config", {"master": "10.0.0.1"}, "master='node0'"),
