@@ -41,6 +41,7 @@ test-zoo: setup  ## some 60 architectures of transformers by each strategy, agai
 test-systems: setup  ## programs of other systems (DDP, FSDP, DeepSpeed, TensorFlow, ...) watched, against serial training
 	@sh scripts/systems.sh
 	@$(PY) -m tests.systems $(ARGS)
+	@$(PY) -m tests.systems.accepted
 
 check: setup  ## ruff, format, strict mypy
 	@$(PY) -m ruff check .

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Installs into .venv, once, what `make test-systems` watches besides what the set-up holds: DeepSpeed and TensorFlow.
-# A student needs neither, and together they take 1.5 GB.
+# Installs into .venv, once, what `make test-systems` needs besides what the set-up holds: DeepSpeed and TensorFlow, which
+# it watches, and torchtitan and Megatron-LM's core, which check the configurations that `plan.to` writes. A student
+# needs none, and together they take 1.6 GB.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -25,4 +26,7 @@ install tensorflow-cpu
 # DeepSpeed builds against the torch that is there, without its operators in C++.
 export DS_BUILD_OPS=0
 install --no-build-isolation deepspeed
+# Their configurations alone need nothing of what their training does.
+install --no-deps torchtitan spmd_types megatron-core
+install tyro
 echo "$wanted" >"$stamp"

@@ -64,7 +64,9 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
         notes.append("hybrid sharding (replicate x shard) is read as sharding among all replicas")
     pipelined = fields.get("pp", 1) > 1
     policy = values.get(f"{P}.fsdp_reshard_after_forward", "default")
-    if shard > 1:
+    if (
+        shard > 1 or fields.get("cp", 1) > 1 or fields.get("offload") == "params"
+    ):  # ranks of cp are sharded too
         fields["zero"] = 2 if policy == "never" or (policy == "default" and pipelined) else 3
     fields["dp"] = shard * replicate
     if fields.get("tp", 1) == 1:
@@ -128,7 +130,7 @@ TORCHTITAN = Format(
         "virtual_stages": "looped schedules have 2 stages per rank, unless pipeline_parallel_layers_per_stage says "
         "otherwise",
         "cut": "module_fqns_per_model_part lists the modules of each stage by name",
-        "zero": "replicas shard everything (FSDP) or nothing: zero=0, 2 or 3",
+        "zero": "replicas shard everything (FSDP) or nothing: zero=0, 2 or 3; ranks that share a sequence always do",
         "recompute": "all blocks (FullAC), or by operators (SelectiveAC), not attentions or every k-th block",
         "offload": "CPU offload is of all states, under FSDP",
         "precision": "it computes in bfloat16 or float32",
