@@ -28,7 +28,7 @@ from mpkit.devices.hardware import Hardware
 from mpkit.devices.unwise import out_of_memory
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
-from mpkit.support.display import HasChart, data_frame
+from mpkit.support.display import HasChart, data_frame, draw
 from mpkit.support.tracebacks import public
 from mpkit.support.units import percent, seconds
 
@@ -47,9 +47,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Advice(HasChart):
-    """The plans that fit, the best first; it prints the best of them with reasons, and is a chart in a notebook.
+    """The plans that fit, the best first; it prints the best of them with reasons.
 
-    The chart (`figure`) shows step time against memory, with the frontier marked.
+    A notebook shows a sortable table as well (`table`), a chart of step time against memory with the frontier marked
+    (`figure`), and the predicted timelines of the best three.
 
     Attributes:
         priced: what was asked, the machine and the stack.
@@ -108,6 +109,20 @@ class Advice(HasChart):
     def timelines(self, best: int = 3) -> dict[str, Timeline]:
         """Return the predicted timelines of the best plans, by plan: `mk.compare(**advice.timelines())` draws them."""
         return {repr(plan): self.estimate(plan).timeline() for plan in self.plans[:best]}
+
+    def table(self) -> Any:
+        """Return the best plans as a table for a notebook, which its reader sorts by any column.
+
+        Raises:
+            ImportError: what notebooks need is not installed.
+        """
+        return draw(self, "table")
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        for part in draw(self, "parts"):
+            display(part)  # type: ignore[no-untyped-call]
 
     def held(self, guess: Estimate) -> float:
         """Return the bytes of an estimate's fullest rank, with what fragmentation takes."""

@@ -48,7 +48,11 @@ RENDERERS = {
         "text": "mpkit.views.memory.fits:fits_text",
         "svg": "mpkit.views.memory.fits:fits_svg",
     },
-    "Advice": {"chart": "mpkit.views.comparison.advice:advice_figure"},
+    "Advice": {
+        "chart": "mpkit.views.comparison.advice:advice_figure",
+        "table": "mpkit.views.comparison.advice:advice_table",
+        "parts": "mpkit.views.comparison.advice:advice_parts",
+    },
     "LayerStrategies": {
         "text": "mpkit.views.comparison.layers:layers_text",
         "html": "mpkit.views.comparison.layers:layers_html",

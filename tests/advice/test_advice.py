@@ -10,6 +10,8 @@ import pytest
 import mpkit as mk
 from mpkit.advice.advice import Advice, plan_of
 from mpkit.apps.cli import main
+from mpkit.support.display import draw
+from mpkit.support.visible import escape
 
 GIB = 2**30
 
@@ -59,6 +61,17 @@ def test_the_chart_marks_the_frontier(advice: Advice) -> None:
     assert list(frontier.y) == sorted(frontier.y)
     assert min(every.y) == frontier.y[0]
     assert advice.figure().layout.title.text == "llama3-8b on 8x-a100-nvlink, 64 samples of 4096 tokens"
+
+
+def test_a_notebook_shows_words_table_chart_and_timelines(advice: Advice) -> None:
+    words, table, chart, timelines = draw(advice, "parts")
+    assert escape(repr(advice.best)) in words.data
+    assert [row[0][0] for row in table.rows] == [repr(plan) for plan in advice.plans]
+    steps = [row[1][1] for row in table.rows]
+    assert steps == sorted(steps)
+    assert table.to_html().count("<tr>") == 1 + len(steps)
+    assert chart.data == advice.figure().data
+    assert "Predicted timelines of the best plans" in timelines.data
 
 
 def test_why_not_says_what_stands_against_a_plan(advice: Advice) -> None:

@@ -10,16 +10,17 @@
     panel.js     the chart with figures, legend and table
     widget.js    the two entry points: a live widget, and a page that holds its data
 
-They are concatenated in this order, and so need not import each other. A separate module:
+They are concatenated in this order, and so need not import each other. Separate modules:
 
     memory.js    the memory chart of a run, drawn by plotly
+    sortable.js  a table that the reader sorts
 """
 
 from __future__ import annotations
 
 from importlib.resources import files
 
-__all__ = ["FILES", "css", "esm", "memory_esm"]
+__all__ = ["FILES", "css", "esm", "memory_esm", "sortable"]
 
 FILES = ("words", "store", "raster", "lanes", "chart", "tip", "pointer", "panel", "widget")
 
@@ -42,3 +43,11 @@ def css() -> str:
 def memory_esm() -> str:
     """Return the source of the memory chart's module."""
     return (files(__name__) / "memory.js").read_text(encoding="utf-8")
+
+
+def sortable() -> tuple[str, str]:
+    """Return the source of the sortable table's module, and its style sheet."""
+    here = files(__name__)
+    return (here / "sortable.js").read_text(encoding="utf-8"), (here / "sortable.css").read_text(
+        encoding="utf-8"
+    )

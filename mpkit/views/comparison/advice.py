@@ -1,11 +1,21 @@
-"""Advice as a plotly chart: step time against memory, every plan that fits, the frontier marked."""
+"""Advice in a notebook.
+
+chart      step time against memory, every plan that fits, the frontier marked
+table      the best plans, sortable
+parts      both, with the reasons and the timelines of the best three
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mpkit.support.display import image
 from mpkit.support.needs import needs_notebook
+from mpkit.support.units import percent, seconds
+from mpkit.support.visible import escape
+from mpkit.views.comparison.svg import comparison_svg
 from mpkit.views.drawing.chart_look import GREY, LINE, LOOK
+from mpkit.views.drawing.sortable import Cell, Column, SortableTable
 
 if TYPE_CHECKING:
     from mpkit.advice.advice import Advice
@@ -15,11 +25,14 @@ try:
 except ImportError as error:
     raise needs_notebook("the chart of an advice", error) from error
 
-__all__ = ["advice_figure"]
+__all__ = ["advice_figure", "advice_parts", "advice_table"]
 
 GIB = 2**30
 MOST = 2000
 """Points that are drawn: the fastest, beside the frontier."""
+
+LEGIBLE = 5000
+"""Operations of a timeline that a still picture shows; of more, `mk.compare(**advice.timelines())` draws a live one."""
 
 
 def advice_figure(advice: Advice) -> Any:
@@ -66,3 +79,49 @@ def advice_figure(advice: Advice) -> Any:
     figure.update_xaxes(title="GiB on the fullest rank", gridcolor=LINE, zeroline=False)
     figure.update_yaxes(title="seconds per step", type="log", gridcolor=LINE, zeroline=False)
     return figure
+
+
+COLUMNS = (
+    Column("plan", "the plan, as Python", number=False),
+    Column("step", "seconds per step"),
+    Column("GiB", "memory of the fullest rank"),
+    Column("tokens/s", "tokens per second of all devices"),
+    Column("MFU", "model FLOPs utilization"),
+    Column("most of it", "what takes most of the step", number=False),
+)
+
+
+def advice_table(advice: Advice) -> SortableTable:
+    """Lay out a row per plan of `advice.plans`, the best first."""
+    rows: list[list[Cell]] = []
+    for plan, found in zip(advice.plans, advice.found, strict=False):
+        this = advice.estimate(plan)
+        most = next(iter(this.because))
+        rows.append(
+            [
+                (repr(plan), repr(plan)),
+                (seconds(this.step_time), this.step_time),
+                (f"{found.memory / GIB:.1f}", found.memory),
+                (f"{this.tokens_per_second:,.0f}", this.tokens_per_second),
+                (percent(this.mfu), this.mfu),
+                (most, most),
+            ]
+        )
+    return SortableTable(f"The best {len(rows)} of {len(advice.found):,} plans that fit", COLUMNS, rows)
+
+
+def advice_parts(advice: Advice) -> list[Any]:
+    """Return what a notebook shows of an advice, from top to bottom: nothing but the words if no plan fits."""
+    from IPython.display import HTML
+
+    from mpkit.analysis.comparison import compare_timelines
+
+    words = HTML(f'<pre style="white-space:pre-wrap">{escape(str(advice))}</pre>')
+    if advice.best is None:
+        return [words]
+    parts = [words, advice_table(advice), advice_figure(advice)]
+    timelines = advice.timelines(3)
+    if max(len(each.spans) for each in timelines.values()) <= LEGIBLE:
+        three = compare_timelines([*timelines.items()])
+        parts.append(HTML(image(comparison_svg(three), f"Predicted timelines of the best plans. {three}")))
+    return parts
