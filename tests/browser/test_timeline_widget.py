@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
 import mpkit as mk
@@ -111,7 +112,7 @@ def test_a_page_of_two_strategies(
     assert colour(page, 95.0, rank=0) == getattr(INKS[Key.BACKWARD], scheme)
     assert colour(page, 40.0) not in ("", *(getattr(ink, scheme) for ink in INKS.values()))  # idle: the hatch
     page.get_by_label("draw all on one time scale").check()
-    page.wait_for_function("document.querySelectorAll('.mpkit-timeline')[1].panel.chart.room > 90")
+    page.wait_for_function("document.querySelectorAll('.mpkit-timeline')[1].panel.chart.seen.room > 90")
     screenshot(page, f"page-one-scale-{scheme}")
 
 
@@ -552,3 +553,74 @@ def test_the_theme_is_jupyterlabs(new_page: NewPage, screenshot: Screenshot, the
     page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.asked === 0")
     assert colour(page, 0.15) == getattr(INKS[Key.FORWARD], theme)
     screenshot(page, f"jupyterlab-{theme}")
+
+
+def test_a_long_run_is_followed_paged_and_grabbed(
+    new_page: NewPage, tmp_path: Path, screenshot: Screenshot
+) -> None:
+    page = new_page()
+    step = mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25)
+    length = float(step.spans["end"].max())
+    open_html(page, tmp_path, repeated(step, 20))
+    panel = "document.querySelector('.mpkit-timeline').panel"
+
+    # While a run goes on, its newest three steps are in view; once it has ended, they stay there.
+    page.evaluate(f"{panel}.update({{live: true}})")
+    page.wait_for_function(f"Math.abs({WINDOW}[0] - {17 * length}) < 1e-3")
+    assert window(page) == pytest.approx([17 * length, 20 * length], rel=1e-6)
+    screenshot(page, "followed")
+    page.evaluate(f"{panel}.update({{live: false}})")
+    assert window(page) == pytest.approx([17 * length, 20 * length], rel=1e-6)
+
+    # Page by step, by button and by key.
+    page.get_by_role("button", name="the step before").click()
+    assert window(page) == pytest.approx([17 * length, 18 * length], rel=1e-6)
+    page.locator(".mpkit-stage").focus()
+    page.keyboard.press("PageDown")
+    assert window(page) == pytest.approx([18 * length, 19 * length], rel=1e-6)
+
+    # The strip shows all: a click looks there, with the same length.
+    box = page.locator(".mpkit-overview").bounding_box()
+    assert box
+    page.mouse.click(box["x"] + box["width"] / 4, box["y"] + box["height"] / 2)
+    t0, t1 = window(page)
+    assert (t0 + t1) / 2 == pytest.approx(5 * length, rel=0.02)
+    assert t1 - t0 == pytest.approx(length, rel=1e-6)
+    frame = page.locator(".mpkit-frame").bounding_box()
+    assert frame and frame["width"] == pytest.approx(box["width"] / 20, abs=2)
+
+    # Fit shows all, and then there is no frame.
+    page.get_by_role("button", name="Fit").click()
+    page.wait_for_function(f"{panel}.chart.asked === 0")
+    assert window(page) == pytest.approx([0, 20 * length], rel=1e-6)
+    expect(page.locator(".mpkit-frame")).to_be_hidden()
+
+
+def test_every_operation_is_reached_by_keys_and_said(new_page: NewPage, tmp_path: Path) -> None:
+    page = new_page()
+    open_html(page, tmp_path, mk.simulate(mk.Plan.gpipe(4, 8)))
+    said = page.locator(".mpkit-said")
+    page.get_by_role("group", name="Timeline.").focus()
+    page.keyboard.press("Shift+ArrowRight")
+    expect(said).to_contain_text("forward · micro-batch 0, on GPU 0")
+    expect(page.locator(".mpkit-tip")).to_contain_text("micro-batch 0")
+    page.keyboard.press("Shift+ArrowRight")
+    expect(said).to_contain_text("forward · micro-batch 1, on GPU 0")
+    page.keyboard.press("Shift+ArrowDown")
+    expect(said).to_contain_text("on GPU 1")
+    page.keyboard.press("Shift+ArrowLeft")
+    page.keyboard.press("Shift+ArrowLeft")
+    expect(said).to_contain_text("forward · micro-batch 0, on GPU 1")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1100, 400])
+def test_axe_finds_nothing_serious(new_page: NewPage, tmp_path: Path, scheme: str, width: int) -> None:
+    page = new_page(color_scheme=scheme, viewport={"width": width, "height": 800})
+    gpipe = mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25)
+    open_html(page, tmp_path, {"GPipe": repeated(gpipe, 6), "naive": mk.simulate(mk.Plan.gpipe(4, 1))})
+    page.get_by_text("The figures as a table").first.click()
+    found = Axe().run(page).response["violations"]
+    serious = [(each["id"], each["help"], [node["target"] for node in each["nodes"]]) for each in found
+               if each["impact"] in ("serious", "critical")]  # fmt: skip
+    assert serious == []

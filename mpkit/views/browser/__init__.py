@@ -4,8 +4,11 @@
     store.js     spans in typed arrays, batches decoded
     raster.js    a row of boxes on the canvas
     lanes.js     which ranks have lanes, and where; groups of them, folded or not
-    chart.js     which times are shown; drawing one frame
+    seen.js      which times are seen: all, a window, a step, a run's newest steps
+    chart.js     what lies under a point; drawing one frame
+    overview.js  the whole run as a strip, with a frame around what is seen
     tip.js       what is under the pointer, in words
+    walk.js      from operation to operation by keys, said to a screen reader
     pointer.js   wheel, drag, hover, keys
     panel.js     the chart with figures, legend and table
     widget.js    the two entry points: a live widget, and a page that holds its data
@@ -22,7 +25,20 @@ from importlib.resources import files
 
 __all__ = ["FILES", "css", "esm", "memory_esm", "sortable"]
 
-FILES = ("words", "store", "raster", "lanes", "chart", "tip", "pointer", "panel", "widget")
+FILES = (
+    "words",
+    "store",
+    "raster",
+    "lanes",
+    "seen",
+    "chart",
+    "overview",
+    "tip",
+    "walk",
+    "pointer",
+    "panel",
+    "widget",
+)
 
 
 def esm() -> str:

@@ -1,62 +1,34 @@
-// The canvas: which times are seen, what lies under a point, and how one frame is drawn.
+// The canvas: what lies under a point, and how one frame is drawn.
 
 class Chart {
   constructor(canvas, store, look) {
     Object.assign(this, { canvas, store, look, labels: [], hidden: new Set(), dark: false });
     this.raster = new Raster();
     this.lanes = new Lanes();
-    this.window = null; // [t0, t1], or null for all there is
-    this.room = 0; // seconds to show at least, where several charts share a scale
-    this.follow = false; // keep the window's end at the newest span
+    this.seen = new Seen(store);
     this.pointed = null; // {row, index}: what the pointer rests on
     this.frames = 0;
     this.asked = 0;
   }
 
-  // ------------------------------------------------------------ which times are seen
-
-  get begin() {
-    return this.store.begin;
-  }
-
-  get end() {
-    return Math.max(this.store.end, this.store.begin + this.room);
-  }
-
+  /** [t0, t1]: the times that are seen. */
   get times() {
-    const { begin, end } = this;
-    if (!(end > begin)) return [0, 1];
-    if (!this.window) return [begin, end];
-    if (!this.follow) return this.window;
-    return [end - (this.window[1] - this.window[0]), end];
+    return this.seen.times;
   }
 
-  /** Show t0 to t1, but never nothing: at most all, at least a billionth of it. */
   show(t0, t1) {
-    const { begin, end } = this;
-    const whole = end - begin;
-    if (!(whole > 0)) return;
-    const length = Math.max(t1 - t0, whole * 1e-9);
-    if (length >= whole) {
-      this.window = null;
-    } else {
-      const from = Math.min(Math.max(t0, begin), end - length);
-      this.window = [from, from + length];
-    }
+    this.seen.show(t0, t1);
     this.ask();
   }
 
   zoom(factor, x = this.left + this.width / 2) {
-    const [t0, t1] = this.times;
-    const share = Math.min(Math.max((x - this.left) / this.width, 0), 1);
-    const still = this.follow ? t1 : t0 + share * (t1 - t0);
-    this.show(still - (still - t0) * factor, still + (t1 - still) * factor);
+    this.seen.zoom(factor, Math.min(Math.max((x - this.left) / this.width, 0), 1));
+    this.ask();
   }
 
   pan(share) {
-    const [t0, t1] = this.times;
-    this.follow = false;
-    this.show(t0 + share * (t1 - t0), t1 + share * (t1 - t0));
+    this.seen.pan(share);
+    this.ask();
   }
 
   time(x) {
@@ -130,6 +102,7 @@ class Chart {
     this.drawRows(frame, placed);
     this.drawAxis(frame, placed);
     this.drawPointed(frame, placed);
+    this.drawn?.();
     this.frames += 1;
   }
 

@@ -26,6 +26,9 @@ function watchTheme(changed) {
   };
 }
 
+const KEYS = "Timeline. Arrows pan and zoom, Page Up and Page Down go from step to step, 0 shows all, "
+  + "Shift and an arrow go from operation to operation.";
+
 /** Build everything inside `host`. */
 class Panel {
   constructor(host, store, look) {
@@ -34,7 +37,10 @@ class Panel {
     this.root.panel = this; // for tests, and for the curious in the browser's console
     this.build(look);
     this.chart = new Chart(this.canvas, store, look);
+    this.overview = new Overview(this.strip, this.chart, () => this.changed());
+    this.chart.drawn = () => this.overview.draw();
     this.tip = new Tip(this.stage);
+    this.walk = new Walk(this);
     this.stops = [watchTheme(() => this.theme()), watchSize(this.stage, this.chart), listen(this)];
     this.theme();
   }
@@ -45,13 +51,20 @@ class Panel {
     this.bubble = figure(head, "bubble", "idle share of a step, averaged over GPUs (GPipe's definition)");
     this.time = figure(head, "step time", "from a step's first operation to its last one's end");
     const tools = head.appendChild(node("span", "mpkit-tools"));
-    this.followed = button(tools, "Follow", "keep the newest operations in view", () => this.toggleFollow());
+    this.followed = button(tools, "Follow", "keep the newest steps in view", () => this.toggleFollow());
+    this.pages = [
+      button(tools, "‹", "the step before (Page Up)", () => this.page(-1)),
+      button(tools, "›", "the next step (Page Down)", () => this.page(1)),
+    ];
     this.folds = button(tools, "Fold", "show one rank of each group, or all", () => this.fold());
     button(tools, "−", "zoom out (-)", () => this.chart.zoom(1.6));
     button(tools, "+", "zoom in (+)", () => this.chart.zoom(1 / 1.6));
     button(tools, "Fit", "show all (double-click, or 0)", () => this.fit());
+    this.strip = this.root.appendChild(node("div"));
     this.stage = this.root.appendChild(node("div", "mpkit-stage"));
     this.stage.tabIndex = 0;
+    this.stage.setAttribute("role", "group");
+    this.stage.setAttribute("aria-label", KEYS);
     this.stage.dataset.lmSuppressShortcuts = "true"; // or JupyterLab takes the keys for its own
     this.canvas = this.stage.appendChild(node("canvas"));
     this.canvas.setAttribute("role", "img");
@@ -75,8 +88,8 @@ class Panel {
     this.note.textContent = note ?? "";
     this.chart.labels = labels ?? [];
     this.chart.lanes.take(groups ?? []);
-    if (room !== before.room) this.chart.room = room ?? 0;
-    if (live !== before.live) this.chart.follow = Boolean(live);
+    if (room !== before.room) this.chart.seen.room = room ?? 0;
+    if (live !== before.live) this.chart.seen.live(live);
     this.followed.hidden = !live;
     if (table?.head && table !== before.table) fillTable(this.table, table);
     this.canvas.setAttribute("aria-label", this.inWords());
@@ -89,7 +102,8 @@ class Panel {
     this.root.dataset.spans = store.count;
     if (store.keys.size !== this.legend.dataset.keys * 1) this.fillLegend();
     this.chart.ask();
-    this.followed.setAttribute("aria-pressed", String(this.chart.follow));
+    this.followed.setAttribute("aria-pressed", String(this.chart.seen.follow));
+    this.pages.forEach((each) => { each.hidden = store.steps.size < 2; });
     const { lanes } = this.chart;
     this.folds.hidden = !lanes.foldable.length;
     this.folds.setAttribute("aria-pressed", String(lanes.allFolded));
@@ -136,8 +150,13 @@ class Panel {
   }
 
   fit() {
-    this.chart.window = null;
-    this.chart.follow = Boolean(this.state.live);
+    this.chart.seen.window = null;
+    this.chart.seen.follow = false;
+    this.changed();
+  }
+
+  page(by) {
+    this.chart.seen.page(by);
     this.changed();
   }
 
@@ -151,7 +170,9 @@ class Panel {
   }
 
   toggleFollow() {
-    this.chart.follow = !this.chart.follow;
+    const { seen } = this.chart;
+    seen.follow = !seen.follow;
+    if (seen.follow) seen.window = null;
     this.changed();
   }
 

@@ -54,10 +54,10 @@ function wheel(event, panel, x) {
   const { chart } = panel;
   const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
   if (Math.abs(sideways) > Math.abs(event.deltaY) || event.shiftKey) {
-    if (!chart.window) return;
+    if (!chart.seen.window && !chart.seen.follow) return;
     chart.pan(sideways / chart.width);
   } else {
-    if (event.deltaY > 0 && !chart.window) return;
+    if (event.deltaY > 0 && !chart.seen.window && !chart.seen.follow) return;
     const lines = event.deltaMode === 1 ? 16 : 1; // some mice count lines, not pixels
     chart.zoom(Math.exp(Math.max(-100, Math.min(100, event.deltaY * lines)) * 0.003), x);
   }
@@ -88,11 +88,20 @@ function key(event, panel) {
     "-": () => chart.zoom(1.4),
     ArrowUp: () => chart.zoom(1 / 1.4),
     ArrowDown: () => chart.zoom(1.4),
+    PageUp: () => chart.seen.page(-1),
+    PageDown: () => chart.seen.page(1),
     0: () => panel.fit(),
     Home: () => panel.fit(),
   };
-  if (!acts[event.key]) return;
-  acts[event.key]();
+  const walks = {
+    ArrowLeft: () => panel.walk.along(-1),
+    ArrowRight: () => panel.walk.along(1),
+    ArrowUp: () => panel.walk.across(-1),
+    ArrowDown: () => panel.walk.across(1),
+  };
+  const act = (event.shiftKey && walks[event.key]) || acts[event.key];
+  if (!act) return;
+  act();
   panel.changed();
   event.preventDefault();
   event.stopPropagation();

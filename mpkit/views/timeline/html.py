@@ -111,7 +111,8 @@ def _section(number: int, name: str, timeline: Timeline, highest: int) -> str:
     if len(timeline.held):
         many = "" if timeline.world_size > 8 else " open"
         drawn = memory_svg(timeline, highest=highest)
-        memory = f"<details{many}><summary>Memory by GPU</summary><div class='scroll'>{drawn}</div></details>"
+        box = "<div class='scroll' tabindex='0' role='region' aria-label='memory by GPU'>"
+        memory = f"<details{many}><summary>Memory by GPU</summary>{box}{drawn}</div></details>"
     return (
         f'<section class="card" id="timeline-{number}">{heading}'
         f'<div class="host" data-number="{number}"><div class="static scroll">{still}</div></div>'
@@ -140,7 +141,8 @@ def _summary(named: Mapping[str, Timeline], facts: Mapping[str, Mapping[str, str
     share = share if len(named) > 1 else ""
     columns = "".join(f'<th scope="col">{escape(column)}</th>' for column in ["", *(head[at] for at in kept)])
     return (
-        f'<section class="card scroll"><table class="summary"><thead><tr>{columns}</tr></thead>'
+        '<section class="card scroll" tabindex="0" aria-label="figures of each timeline">'
+        f'<table class="summary"><thead><tr>{columns}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table>{share}</section>"
     )
 
