@@ -11,6 +11,7 @@ from mpkit.analysis.cutting import find_cut as find_cut
 from mpkit.analysis.placement import placement as placement
 from mpkit.analysis.schedule_search import search_schedule as search_schedule
 from mpkit.api.cluster import Cluster as Cluster
+from mpkit.api.run_list import runs as runs
 from mpkit.apps.compare import compare as compare
 from mpkit.apps.explorer import explore as explore
 from mpkit.checkup.doctor import doctor as doctor

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.api.launched_cluster import ProgressLine
 from mpkit.api.observer import Observer, Observers
+from mpkit.api.run_list import keep
 from mpkit.api.run_results import RunResults
 from mpkit.launch.external.external_launch import ExternalLaunch
 from mpkit.parallel.checkpoint.lock import FolderLock
@@ -203,6 +204,8 @@ class Run(RunResults):
                 with self._observers.telling:
                     self._ended = True
                     self._observers.tell("end", self)
+                if in_notebook():
+                    keep(self)
             finally:
                 self._over.set()
 

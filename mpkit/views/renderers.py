@@ -14,6 +14,10 @@ RENDERERS = {
         "bundle": "mpkit.views.timeline.fallback:static_bundle",
     },
     "Run": {"widget": "mpkit.views.dashboard.widget:show_run"},
+    "RunList": {
+        "text": "mpkit.views.comparison.run_list:run_list_text",
+        "widget": "mpkit.views.comparison.run_list:run_list_view",
+    },
     "WatchedRun": {"widget": "mpkit.views.dashboard.widget:show_run"},
     "CommMatrix": {
         "text": "mpkit.views.traffic.text:traffic_text",

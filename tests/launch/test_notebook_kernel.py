@@ -106,6 +106,9 @@ def test_running_the_training_cell_again(kernel: Kernel) -> None:
     said = run_cell(kernel, cell.replace("ones(2, 4))]", "ones(3, 4))]"))
     assert "first dimensions differ" in said and "this is its view" in said
     assert "stopped running" in run_cell(kernel, "print(first.status, run.status)")
+    assert (
+        run_cell(kernel, "run.stop(); print(*(row.status for row in mk.runs()))").strip() == "stopped stopped"
+    )
 
 
 @pytest.mark.thorough

@@ -1,0 +1,62 @@
+"""The runs of a notebook as lines of text, and as a table to sort."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpkit.support.units import bytes_text, percent, seconds
+
+if TYPE_CHECKING:
+    from mpkit.api.run_list import KeptRun, RunList
+
+__all__ = ["run_list_text", "run_list_view"]
+
+HEADS = "run", "plan", "status", "steps", "step time", "bubble", "peak memory", "loss"
+TITLES = (
+    "counts the runs of this notebook",
+    "the plan",
+    "how it ended",
+    "the steps that it did",
+    "the median step, on the virtual clock",
+    "the idle share of its last step",
+    "what the fullest rank held at its peak",
+    "the loss of its last step",
+)
+
+
+def _cells(row: KeptRun) -> list[tuple[str, float | str | None]]:
+    """Return what is shown of a run, each with the value that it is sorted by."""
+    return [
+        (str(row.number), row.number),
+        (repr(row.plan), repr(row.plan)),
+        (row.status, row.status),
+        (str(row.steps), row.steps),
+        ("" if row.step_time is None else seconds(row.step_time), row.step_time),
+        ("" if row.bubble is None else percent(row.bubble), row.bubble),
+        (bytes_text(row.memory) if row.memory else "", row.memory or None),
+        ("" if row.loss is None else f"{row.loss:.4g}", row.loss),
+    ]
+
+
+def run_list_text(found: RunList) -> str:
+    """Return a line per run, the oldest first."""
+    if not len(found):
+        return "No run has ended yet in this notebook."
+    table = [list(HEADS), *([text for text, _ in _cells(row)] for row in found)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(HEADS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    )
+
+
+def run_list_view(found: RunList) -> Any:
+    """Lay out a table whose heads sort it."""
+    from mpkit.views.drawing.sortable import Column, SortableTable
+
+    columns = [
+        Column(head, title, number=head not in ("plan", "status"))
+        for head, title in zip(HEADS, TITLES, strict=True)
+    ]
+    caption = "Runs of this notebook; mk.runs().compare(1, 2) draws two beside each other"
+    return SortableTable(caption, columns, [_cells(row) for row in found])

@@ -1,0 +1,60 @@
+"""The list of a notebook's runs: what a row says, sorted, and two compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import mpkit as mk
+from mpkit.api.run import Run
+from mpkit.api.run_list import RunList, keep
+from mpkit.models import MLP
+from mpkit.support.display import draw
+
+
+@pytest.fixture(scope="module")
+def found(train: Callable[..., Run], clusters: Callable[[int], mk.Cluster]) -> RunList:
+    """A pipeline's row, a DDP's, and that of a run that failed in its second step."""
+    torch.manual_seed(0)
+    model = MLP(2, 3)
+    data = [(torch.ones(8, 2), torch.zeros(8, dtype=torch.long))]
+    how = {"loss": nn.functional.cross_entropy, "optimizer": torch.optim.SGD, "steps": 3}
+    runs = [train(model, data, plan, **how) for plan in (mk.Plan.gpipe(2, 4), mk.Plan.ddp(2))]
+    wrong = [*data, (torch.ones(8, 2), torch.full((8,), 99))]  # no such class
+    failed = clusters(2).train(model, wrong, mk.Plan.ddp(2), **how)
+    failed.join()
+    return RunList([keep(run) for run in (*runs, failed)])
+
+
+def test_a_row_says_what_came_out(found: RunList) -> None:
+    pipeline, ddp, _ = found
+    assert [row.status for row in found] == ["finished", "finished", "failed"]
+    assert pipeline.plan == mk.Plan.gpipe(2, 4)
+    assert pipeline.bubble is not None and ddp.bubble is not None and pipeline.bubble > ddp.bubble
+    assert ddp.step_time is not None and ddp.step_time > 0
+    assert ddp.memory > pipeline.memory > 0  # replicas hold the whole model
+    assert ddp.loss == pytest.approx(pipeline.loss, rel=1e-5)
+    assert [row.number for row in found] == [pipeline.number + i for i in range(3)]
+    assert mk.runs()[-3:].to_dataframe()["status"].tolist() == ["finished", "finished", "failed"]
+    assert "Plan(dp=2)" in str(found) and str(RunList([])) == "No run has ended yet in this notebook."
+
+
+def test_two_runs_are_compared(found: RunList) -> None:
+    pipeline, ddp, _ = found
+    rows = found.compare(ddp.number, pipeline.number).rows
+    assert [row.name for row in rows] == [
+        f"run {ddp.number}: Plan(dp=2)",
+        f"run {pipeline.number}: {pipeline.plan!r}",
+    ]
+    with pytest.raises(ValueError, match=rf"no run 999999 with a step. There are: {pipeline.number}, "):
+        found.compare(999999)
+
+
+def test_its_table_is_sorted_by_values(found: RunList) -> None:
+    table = draw(found, "widget")
+    assert [row[0][1] for row in table.rows] == [row.number for row in found]
+    assert [row[4][1] for row in table.rows] == [row.step_time for row in found]
+    assert table.columns[6]["name"] == "peak memory"
