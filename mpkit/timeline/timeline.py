@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from mpkit.devices.hardware import Hardware
+    from mpkit.timeline.dependencies.critical import CriticalPath
     from mpkit.timeline.traffic import CommMatrix
     from mpkit.timeline.volume import CommVolume
     from mpkit.trace import Trace
@@ -150,6 +151,22 @@ class Timeline(Replayed, Figures):
         from mpkit.timeline.volume import comm_volume
 
         return comm_volume(self, rank)
+
+    # ---- what decides a step --------------------------------------------------------------------------------
+
+    def critical_path(self, step: int | None = None) -> CriticalPath:
+        """Return the operations that decide how long a step takes, and the slack of every other one.
+
+        Args:
+            step: its number; None: the last complete one.
+
+        Raises:
+            ValueError: there is no such step.
+        """
+        from mpkit.timeline.dependencies.critical import critical_path
+
+        number = self.steps[-1] if step is None and self.steps else step
+        return critical_path(self if number is None else self.step(number), -1 if number is None else number)
 
     # ---- as something else ---------------------------------------------------------------------------------
 

@@ -13,6 +13,11 @@ RENDERERS = {
         "widget": "mpkit.views.timeline.widget:TimelineView",
         "bundle": "mpkit.views.timeline.fallback:static_bundle",
     },
+    "CriticalPath": {
+        "text": "mpkit.views.timeline.critical:critical_text",
+        "svg": "mpkit.views.timeline.critical:critical_svg",
+        "html": "mpkit.views.timeline.critical:critical_html",
+    },
     "Run": {"widget": "mpkit.views.dashboard.widget:show_run"},
     "WatchedRun": {"widget": "mpkit.views.dashboard.widget:show_run"},
     "CommMatrix": {
