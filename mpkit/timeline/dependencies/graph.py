@@ -96,7 +96,7 @@ class StepGraph:
             for need in self.needs[number]:
                 if at < latest[need]:
                     latest[need] = at
-        return np.maximum(np.array(latest) - self.ends, 0.0)
+        return np.asarray(np.maximum(np.array(latest) - self.ends, 0.0))
 
     def chain(self) -> list[int]:
         """Return the pieces that decide the step, in order: each begins when the one before it ends.
