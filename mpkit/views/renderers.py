@@ -18,6 +18,12 @@ RENDERERS = {
         "svg": "mpkit.views.timeline.critical:critical_svg",
         "html": "mpkit.views.timeline.critical:critical_html",
     },
+    "Diagnosis": {
+        "text": "mpkit.views.timeline.diagnosis:diagnosis_text",
+        "svg": "mpkit.views.timeline.diagnosis:diagnosis_svg",
+        "html": "mpkit.views.timeline.diagnosis:diagnosis_html",
+        "panel": "mpkit.views.timeline.diagnosis:diagnosis_panel",
+    },
     "Run": {"widget": "mpkit.views.dashboard.widget:show_run"},
     "WatchedRun": {"widget": "mpkit.views.dashboard.widget:show_run"},
     "CommMatrix": {

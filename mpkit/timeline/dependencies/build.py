@@ -119,7 +119,7 @@ class _Builder:
     # ---- communication --------------------------------------------------------------------------------------
 
     def _communication(self) -> None:
-        self._busy: dict[tuple[int, bool], list[tuple[float, int]]] = defaultdict(list)
+        self._busy: dict[tuple[int, bool], list[tuple[float, int, int]]] = defaultdict(list)
         meetings = sorted(self._meetings(), key=lambda rows: max(float(self.spans["end"][r]) for r in rows))
         for rows in meetings:
             kinds = {int(self.spans["kind"][row]) for row in rows}
@@ -182,16 +182,24 @@ class _Builder:
             self.columns[ready][4] > end + self.close
         ):  # this rank did not wait for the others, as a root may not
             needs = [n] if (n := self.issued_after[row]) >= 0 else []
-        if not self.measured:  # behind what occupies the same way
-            ways = self._busy[rank, bool(sends)] + (self._busy[rank, not sends] if sends is None else [])
-            before = [each for each in ways[-8:] if each[0] <= start + self.close]
-            if before:
-                needs.append(max(before)[1])
+        if not self.measured:
+            needs += self._queued(span, sends, start > self.columns[ready][4] + self.close)
         since = max((self.columns[n][4] for n in needs), default=self.begin)
         piece = self._add(Node.TRANSFER, rank, row, end - max(since, self.begin), end, needs)
         self.transfer[row] = piece
         for way in (True, False) if sends is None else (bool(sends),):
-            self._busy[rank, way].append((end, piece))
+            self._busy[rank, way].append((end, piece, int(span["group"])))
+
+    def _queued(self, span: Any, sends: bool | None, late: bool) -> list[int]:
+        """Return what occupied the same way before, if that is why this began late, or else of the same group.
+
+        Others may overtake each other if the step is played with other durations.
+        """
+        start, group = float(span["start"]), int(span["group"])
+        ways = [way for way in (True, False) if sends is None or way == sends]
+        busy = [each for way in ways for each in self._busy[int(span["rank"]), way][-8:]]
+        before = [each for each in busy if each[0] <= start + self.close and (late or each[2] == group)]
+        return [max(before)[1]] if before else []
 
     # ---- order ----------------------------------------------------------------------------------------------
 

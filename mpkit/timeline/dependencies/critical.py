@@ -7,6 +7,7 @@ is the rank's own previous operation, or a communication; and before a communica
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from mpkit.support.display import Drawn, data_frame, draw, written
 from mpkit.timeline.dependencies.build import graph_of
 from mpkit.timeline.dependencies.graph import Node, StepGraph
+from mpkit.timeline.dependencies.waiting import Waiting, waiting_of
 from mpkit.timeline.replay.spans import Replayed
 from mpkit.trace import Kind
 
@@ -92,6 +94,11 @@ class CriticalPath(Drawn):
         """Seconds of the path by kind of operation, the most first."""
         sums = self._sums("kind")
         return dict(sorted(sums.items(), key=lambda each: -each[1]))
+
+    @cached_property
+    def waiting(self) -> Waiting:
+        """Who waits for whom: each wait is charged to the rank that came last, until it came."""
+        return waiting_of(self.graph, self.timeline.spans)
 
     def _sums(self, column: str) -> dict[Any, float]:
         sums: dict[Any, float] = {}
