@@ -1,4 +1,4 @@
-"""The command line: `python -m mpkit demo`, `watch`, `grade`, `exercises`, `doctor`, `estimate`, `fits`."""
+"""The command line: `python -m mpkit demo`, `watch`, `grade`, `exercises`, `diagnose`, `doctor`, `estimate`, `fits`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpkit.apps.diagnose import add_diagnose
 from mpkit.apps.doctor import add_doctor
 from mpkit.apps.predict import add_advise, add_predict
 from mpkit.errors import MpkitError
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_watch(commands)
     _add_launch(commands)
     _add_classroom(commands)
+    add_diagnose(commands)
     add_doctor(commands)
     add_predict(commands)
     add_advise(commands)

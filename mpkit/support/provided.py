@@ -12,7 +12,10 @@ from typing import Any
 
 __all__ = ["METHODS", "provided"]
 
-METHODS = {"Run.what_if": "mpkit.experiments.what_if:what_if"}
+METHODS = {
+    "Run.what_if": "mpkit.experiments.what_if:what_if",
+    "Timeline.diagnose": "mpkit.diagnosis.rules:diagnose",
+}
 """By the name of a method: the module and the name of its function."""
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from mpkit.devices.hardware import Hardware
+    from mpkit.timeline.dependencies.critical import CriticalPath
+    from mpkit.timeline.findings.diagnosis import Diagnosis
     from mpkit.timeline.traffic import CommMatrix
     from mpkit.timeline.volume import CommVolume
     from mpkit.trace import Trace
@@ -150,6 +152,45 @@ class Timeline(Replayed, Figures):
         from mpkit.timeline.volume import comm_volume
 
         return comm_volume(self, rank)
+
+    # ---- what decides a step --------------------------------------------------------------------------------
+
+    def critical_path(self, step: int | None = None) -> CriticalPath:
+        """Return the operations that decide how long a step takes, and the slack of every other one.
+
+        Args:
+            step: its number; None: the last complete one.
+
+        Raises:
+            ValueError: there is no such step.
+        """
+        from mpkit.timeline.dependencies.critical import critical_path
+
+        number = self.steps[-1] if step is None and self.steps else step
+        return critical_path(self if number is None else self.step(number), -1 if number is None else number)
+
+    def diagnose(self, step: int | None = None, *, hardware: Hardware | str | None = None) -> Diagnosis:
+        """Say why a step takes as long as it does: findings by what they cost, with reasons and what to try.
+
+        Each wait is charged to the rank that came last, and each gain is the step played again without its cause.
+
+        Args:
+            step: its number; None: the one of median length among the last nine, the first left out.
+            hardware: the machine that it ran on, for the memory of its devices and the latency of its links, where the
+                timeline does not name one of the catalogue.
+
+        Raises:
+            ValueError: there is no such step or hardware.
+
+        >>> import mpkit as mk
+        >>> found = mk.simulate(mk.Plan.pipeline("1f1b", 4, 16), forward=[1, 1, 3, 1]).diagnose()
+        >>> print(found[0].words)
+        Rank 2 with stage 2 has 1.43 times the mean time of a rank: it works 92.0 % of the step, the others 55.2 %.
+        """
+        from mpkit.support.provided import provided
+
+        found: Diagnosis = provided("Timeline.diagnose")(self, step, hardware)
+        return found
 
     # ---- as something else ---------------------------------------------------------------------------------
 

@@ -13,6 +13,17 @@ RENDERERS = {
         "widget": "mpkit.views.timeline.widget:TimelineView",
         "bundle": "mpkit.views.timeline.fallback:static_bundle",
     },
+    "CriticalPath": {
+        "text": "mpkit.views.timeline.critical:critical_text",
+        "svg": "mpkit.views.timeline.critical:critical_svg",
+        "html": "mpkit.views.timeline.critical:critical_html",
+    },
+    "Diagnosis": {
+        "text": "mpkit.views.timeline.diagnosis:diagnosis_text",
+        "svg": "mpkit.views.timeline.diagnosis:diagnosis_svg",
+        "html": "mpkit.views.timeline.diagnosis:diagnosis_html",
+        "panel": "mpkit.views.timeline.diagnosis:diagnosis_panel",
+    },
     "Run": {"widget": "mpkit.views.dashboard.widget:show_run"},
     "RunList": {
         "text": "mpkit.views.comparison.run_list:run_list_text",

@@ -10,6 +10,7 @@ Its size is bounded by its width: a row with more boxes than pixels is drawn by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from textwrap import wrap
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from mpkit.views.drawing.ticks import ticks
 from mpkit.views.timeline.coverage import coverage, runs, strongest
 from mpkit.views.timeline.picture import Picture, Row, picture
 
-__all__ = ["gutter_of", "summary", "svg"]
+__all__ = ["HEIGHTS", "Over", "Plot", "gutter_of", "summary", "svg"]
 
 HEIGHTS = {"compute": 26.0, "layers": 8.0, "comm": 7.0, "host": 5.0, "data": 7.0, "group": 14.0}
 GAP, BETWEEN, MARGIN, GUTTER = 2.0, 7.0, 16.0, 96.0
@@ -38,6 +39,10 @@ class Plot(NamedTuple):
 
     left: float
     span: float
+
+
+Over = Callable[[Picture, list[float], Plot], str]
+"""Returns what is drawn over the rows of a picture, given the y of each row and the time axis."""
 
 
 def gutter_of(pic: Picture) -> float:
@@ -56,6 +61,7 @@ def svg(
     room: float = 0.0,
     fold: bool = False,
     gutter: float = 0.0,
+    over: Over | None = None,
 ) -> str:
     """Draw the timeline as a standalone SVG document.
 
@@ -68,6 +74,7 @@ def svg(
         room: the least seconds that the axis covers, so that several pictures share a scale.
         fold: draw only the first rank of each group.
         gutter: the least pixels for the labels, for the same purpose.
+        over: what is drawn over the rows, such as a critical path.
 
     Raises:
         ValueError: the width leaves no room for a picture, or there is no such theme.
@@ -85,6 +92,7 @@ def svg(
     body = [_heading(title)] if title else []
     body += [_row(pic, number, tops[number], plot) for number in range(len(pic.rows))]
     body += [_axis(pic, top, bottom, plot)]
+    body += [over(pic, tops, plot)] if over is not None else []
     legend, height = _legend(pic, bottom + 38, width)
     caption, height = _caption(pic, height + 24, width)
     letters = int((width - 2 * MARGIN) / 6.2)  # about as many letters fit on a line
@@ -125,6 +133,7 @@ def _style(theme: str) -> str:
         ground = THEMES[name]
         rules = [
             f".ground{{fill:{ground.ground}}}.words{{fill:{ground.text}}}.faint{{fill:{ground.faint}}}",
+            f".path{{fill:none;stroke:{ground.text};stroke-width:1.6}}",
             f".line{{stroke:{ground.line}}}.hatch{{stroke:{ground.hatch}}}.bare{{fill:{ground.idle}}}",
         ]
         for key, ink in INKS.items():

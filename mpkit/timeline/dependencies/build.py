@@ -1,0 +1,243 @@
+"""From the spans of a step to its graph.
+
+lanes      each rank's pieces in order; time between them without a reason is a GAP
+meetings   which issues belong to one message or one collective: the k-th of its group and kind on each rank
+transfers  a collective begins when its last member has come; a message when it was sent
+order      every piece after those that it needs
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.timeline.dependencies.graph import Node, StepGraph
+from mpkit.timeline.dependencies.lane import ISSUE, PIECE, Item, items_of
+from mpkit.trace import Kind, Lane
+
+__all__ = ["graph_of"]
+
+Array = npt.NDArray[Any]
+SEND, RECV = int(Kind.SEND), int(Kind.RECV)
+
+
+def graph_of(spans: Array, world_size: int, clock: str) -> StepGraph:
+    """Return the graph of one step.
+
+    Args:
+        spans: (n,) of `SPAN`, those of one step.
+        world_size: the number of ranks.
+        clock: the timeline's clock; on "measured", a communication's span begins when its rank issued it.
+    """
+    return _Builder(spans, world_size, clock == "measured").graph()
+
+
+class _Builder:
+    """The pieces so far: kind, rank, row, seconds, when it ended, what it needs."""
+
+    def __init__(self, spans: Array, world_size: int, measured: bool) -> None:
+        self.spans, self.world_size, self.measured = spans, world_size, measured
+        active = spans[(spans["kind"] != Kind.WAIT) & (spans["lane"] != Lane.NONE)]
+        self.begin = float(active["start"].min(initial=np.inf)) if len(active) else 0.0
+        length = float(active["end"].max() - self.begin) if len(active) else 0.0
+        self.close = 1e-9 * length + 1e-12  # times nearer than this are equal
+        self.columns: list[tuple[int, int, int, float, float]] = []
+        self.needs: list[list[int]] = []
+        self.issued_after: dict[int, int] = {}  # by communication's row: its rank's last piece before
+        self.transfer: dict[int, int] = {}
+        self.waits: list[tuple[int, int]] = []  # piece, row of the wait
+
+    def graph(self) -> StepGraph:
+        """Build it."""
+        for rank in range(self.world_size):
+            rows = np.flatnonzero(self.spans["rank"] == rank)
+            self._lane(rank, items_of(self.spans, rows, self.measured))
+        self._communication()
+        for piece, row in self.waits:
+            self._wait(piece, row)
+        return self._ordered()
+
+    def _add(self, kind: Node, rank: int, row: int, took: float, end: float, needs: list[int]) -> int:
+        self.columns.append((int(kind), rank, row, max(took, 0.0), end))
+        self.needs.append(needs)
+        return len(self.needs) - 1
+
+    # ---- lanes ----------------------------------------------------------------------------------------------
+
+    def _lane(self, rank: int, items: list[Item]) -> None:
+        last, at = -1, self.begin
+        explicit = any(item.what == 1 for item in items)
+        for what, row, start, end in items:
+            if start > at + self.close:
+                kind = Node.BEFORE if last < 0 else Node.GAP
+                hidden = what == PIECE and self.measured and not explicit and last >= 0
+                needs = [last] if last >= 0 else []
+                if hidden:  # a trace without waits: a stream that stood still until a communication ended
+                    last = self._add(Node.WAIT, rank, row, start - at, start, needs)
+                    self.waits.append((last, -1))
+                else:
+                    last = self._add(kind, rank, row, start - at, start, needs)
+                at = start
+            needs = [last] if last >= 0 else []
+            if what == ISSUE:
+                self.issued_after[row] = last
+            elif what == PIECE:
+                last = self._add(Node.WORK, rank, row, end - start, end, needs)
+                at = max(at, end)
+            else:
+                last = self._add(Node.WAIT, rank, row, max(end - at, 0.0), max(end, at), needs)
+                self.waits.append((last, row))
+                at = max(at, end)
+
+    def _wait(self, piece: int, row: int) -> None:
+        """Give a wait what it waited for; what is left of its time has no known reason."""
+        _, rank, of, took, end = self.columns[piece]
+        if row >= 0:
+            cause = int(self.spans["cause"][row])
+            found = self.transfer.get(cause, -1)
+        else:
+            found = self._ended_within(rank, end - took, end)
+        if found >= 0 and self.columns[found][4] <= end + self.close:
+            self.needs[piece].append(found)
+            took = min(took, max(end - max(self.columns[found][4], end - took), 0.0))
+        if took > self.close:
+            kind = Node.GAP
+        else:
+            kind, took = Node.WAIT, 0.0
+        self.columns[piece] = (int(kind), rank, of, took, end)
+
+    def _ended_within(self, rank: int, start: float, end: float) -> int:
+        times, pieces = self._ends_of_comm[rank]
+        at = bisect_right(times, end + self.close) - 1
+        return pieces[at] if at >= 0 and times[at] > start else -1
+
+    # ---- communication --------------------------------------------------------------------------------------
+
+    def _communication(self) -> None:
+        self._busy: dict[tuple[int, bool], list[tuple[float, int, int]]] = defaultdict(list)
+        meetings = sorted(self._meetings(), key=lambda rows: max(float(self.spans["end"][r]) for r in rows))
+        for rows in meetings:
+            kinds = {int(self.spans["kind"][row]) for row in rows}
+            if kinds <= {SEND, RECV}:
+                self._message(rows)
+            else:
+                self._collective(rows)
+        by_rank: dict[int, list[tuple[float, int]]] = defaultdict(list)
+        for row, piece in self.transfer.items():
+            by_rank[int(self.spans["rank"][row])].append((float(self.spans["end"][row]), piece))
+        self._ends_of_comm = {
+            rank: ([t for t, _ in sorted(by_rank[rank])], [p for _, p in sorted(by_rank[rank])])
+            for rank in range(self.world_size)
+        }
+
+    def _meetings(self) -> list[list[int]]:
+        """Return the rows of each message and collective: the k-th of its group and kind on each rank."""
+        comm = np.flatnonzero(self.spans["lane"] == Lane.COMM)
+        order = comm[np.lexsort((comm, self.spans["issued"][comm]))]
+        count: dict[tuple[int, int, int], int] = defaultdict(int)
+        meetings: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for row in order.tolist():
+            span = self.spans[row]
+            rank, kind, group = int(span["rank"]), int(span["kind"]), int(span["group"])
+            meets = 0 if kind in (SEND, RECV) else kind
+            # Without a group's name there is nothing to match: the rank is on its own.
+            key = (group, meets, count[rank, kind, group]) if group else (-1 - row, meets, 0)
+            count[rank, kind, group] += 1
+            meetings[key].append(row)
+        return list(meetings.values())
+
+    def _message(self, rows: list[int]) -> None:
+        spans = self.spans
+        sends = [row for row in rows if spans["kind"][row] == SEND]
+        asks = [row for row in rows if spans["kind"][row] == RECV]
+        # On the wall clock, bytes may wait for their receiver; elsewhere they are on their way before it asks.
+        first = sends + (asks if self.measured or not sends else [])
+        ready = self._ready(first, max(float(spans["end"][row]) for row in rows))
+        for row in rows:
+            self._transfer(row, ready, spans["kind"][row] == SEND)
+
+    def _collective(self, rows: list[int]) -> None:
+        ready = self._ready(rows, max(float(self.spans["end"][row]) for row in rows))
+        for row in rows:
+            self._transfer(row, ready, None)
+
+    def _ready(self, rows: list[int], end: float) -> int:
+        """Return the point at which the last of these has issued its part."""
+        last = max(rows, key=lambda row: float(self.spans["issued"][row]))
+        needs = sorted({n for row in rows if (n := self.issued_after[row]) >= 0})
+        when = min(max(float(self.spans["issued"][last]), self.begin), end)
+        needs = [n for n in needs if self.columns[n][4] <= end + self.close]
+        return self._add(Node.READY, int(self.spans["rank"][last]), last, 0.0, when, needs)
+
+    def _transfer(self, row: int, ready: int, sends: bool | None) -> None:
+        span = self.spans[row]
+        rank, start, end = int(span["rank"]), float(span["start"]), float(span["end"])
+        needs = [ready]
+        if (
+            self.columns[ready][4] > end + self.close
+        ):  # this rank did not wait for the others, as a root may not
+            needs = [n] if (n := self.issued_after[row]) >= 0 else []
+        if not self.measured:
+            needs += self._queued(span, sends, start > self.columns[ready][4] + self.close)
+        since = max((self.columns[n][4] for n in needs), default=self.begin)
+        piece = self._add(Node.TRANSFER, rank, row, end - max(since, self.begin), end, needs)
+        self.transfer[row] = piece
+        for way in (True, False) if sends is None else (bool(sends),):
+            self._busy[rank, way].append((end, piece, int(span["group"])))
+
+    def _queued(self, span: Any, sends: bool | None, late: bool) -> list[int]:
+        """Return what occupied the same way before, if that is why this began late, or else of the same group.
+
+        Others may overtake each other if the step is played with other durations.
+        """
+        start, group = float(span["start"]), int(span["group"])
+        ways = [way for way in (True, False) if sends is None or way == sends]
+        busy = [each for way in ways for each in self._busy[int(span["rank"]), way][-8:]]
+        before = [each for each in busy if each[0] <= start + self.close and (late or each[2] == group)]
+        return [max(before)[1]] if before else []
+
+    # ---- order ----------------------------------------------------------------------------------------------
+
+    def _ordered(self) -> StepGraph:
+        """Return the graph: each piece after what it needs, by the recorded end among those that could be next.
+
+        Clocks of different machines may contradict each other: of a ring of needs, the earliest piece is taken first.
+        """
+        after: list[list[int]] = [[] for _ in self.needs]
+        missing = [len(set(needs)) for needs in self.needs]
+        for number, needs in enumerate(self.needs):
+            for need in set(needs):
+                after[need].append(number)
+        ends = [each[4] for each in self.columns]
+        heap = [(ends[n], n) for n, left in enumerate(missing) if not left]
+        heapify(heap)
+        place = [-1] * len(ends)
+        order: list[int] = []
+        while len(order) < len(ends):
+            if not heap:
+                left = min((n for n in range(len(ends)) if place[n] < 0), key=ends.__getitem__)
+                heap = [(ends[left], left)]
+            number = heappop(heap)[1]
+            if place[number] >= 0:
+                continue
+            place[number] = len(order)
+            order.append(number)
+            for each in after[number]:
+                missing[each] -= 1
+                if not missing[each]:
+                    heappush(heap, (ends[each], each))
+        needs_of = [tuple(sorted({place[n] for n in self.needs[o] if place[n] < place[o]})) for o in order]
+        table = np.array([self.columns[o] for o in order], float).reshape(-1, 5)
+        of_row: dict[int, list[int]] = defaultdict(list)
+        for number, (kind, _, row, took, _) in enumerate(table.tolist()):
+            if kind in (Node.WORK, Node.TRANSFER) and took > 0:
+                of_row[int(row)].append(number)
+        kind, rank, row = (table[:, i].astype(int) for i in range(3))
+        return StepGraph(
+            kind, rank, row, table[:, 3], needs_of, self.begin, table[:, 4], self.world_size, dict(of_row)
+        )  # fmt: skip

@@ -1,0 +1,73 @@
+"""Diagnosis: what `timeline.diagnose()` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpkit.support.display import Drawn, data_frame, draw, written
+from mpkit.timeline.dependencies.critical import CriticalPath
+from mpkit.timeline.findings.finding import Finding
+
+__all__ = ["Diagnosis"]
+
+
+@dataclass(frozen=True)
+class Diagnosis(Drawn):
+    """Why a step takes as long as it does. It prints as text, and shows itself as a panel in a notebook.
+
+    Attributes:
+        path: the critical path of the step that was diagnosed, with its timeline; `path.waiting` says who waits for
+            whom.
+        findings: what is about to end the run first, then by what they cost.
+        why: why this step.
+    """
+
+    path: CriticalPath
+    findings: tuple[Finding, ...]
+    why: str = ""
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+        return self.path.step
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of the step."""
+        return self.path.step_time
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def __getitem__(self, number: int) -> Finding:
+        return self.findings[number]
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def of(self, kind: str) -> list[Finding]:
+        """Return the findings of one kind, such as "straggler"."""
+        return [finding for finding in self.findings if finding.kind == kind]
+
+    def to_dataframe(self) -> Any:
+        """Return one row per finding.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        columns = ["kind", "words", "reason", "remedy", "gain", "by", "step", "ranks", "check"]
+        return data_frame(([getattr(each, name) for name in columns] for each in self.findings), columns)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """Return a page with the findings, each shown in the timeline; write it to `path` as well if that is given."""
+        return written(draw(self, "html"), path)
+
+    def __repr__(self) -> str:
+        first = f": {self.findings[0].kind} first" if self.findings else ""
+        return f"<Diagnosis of step {self.step}, {len(self)} finding{'s' * (len(self) != 1)}{first}>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {"text/html": draw(self, "panel"), "text/plain": str(self)}

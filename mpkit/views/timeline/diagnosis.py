@@ -1,0 +1,126 @@
+"""A diagnosis: as text, and as a panel in which each finding opens and shows its operations in the timeline."""
+
+from __future__ import annotations
+
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+from mpkit.support.display import image
+from mpkit.support.units import percent, seconds
+from mpkit.support.visible import escape
+from mpkit.timeline.timeline import Timeline
+from mpkit.trace import Lane
+from mpkit.views.drawing.lanes import FOLDED
+from mpkit.views.timeline.critical import critical_svg, critical_text, page
+from mpkit.views.timeline.picture import Picture
+from mpkit.views.timeline.svg import HEIGHTS, Plot, svg
+
+if TYPE_CHECKING:
+    from mpkit.timeline.findings.diagnosis import Diagnosis
+    from mpkit.timeline.findings.finding import Finding
+
+__all__ = ["diagnosis_html", "diagnosis_panel", "diagnosis_svg", "diagnosis_text"]
+
+PICTURES = 5
+"""How many findings of a panel have a picture."""
+
+OUTLINES = 2000
+"""The most operations of a finding that are outlined."""
+
+PARTS = {Lane.COMM: "comm", Lane.HOST: "host", Lane.DATA: "data"}
+
+
+# ---- in words -----------------------------------------------------------------------------------------------------
+
+
+def heading(found: Diagnosis) -> str:
+    """Say which step was diagnosed and how much the findings come to."""
+    what = f"Step {found.step}" if found.step >= 0 else "The timeline"
+    many = (
+        f"{len(found)} finding{'s' * (len(found) != 1)}" if len(found) else "nothing costs 2 % of it or more"
+    )
+    return (
+        f"{what} ({found.why}): {seconds(found.step_time)} on {found.path.timeline.world_size} ranks; {many}."
+    )
+
+
+def diagnosis_text(found: Diagnosis, width: int = 110) -> str:
+    """Return the findings as text."""
+    lines = [heading(found)]
+    for number, each in enumerate(found, 1):
+        lines.append("")
+        first = f"{number}. "
+        for label, words in (("", each.words), *_parts(found, each)):
+            start = f"{first}{label}" if not label else f"   {label}: "
+            lines.append(fill(words, width, initial_indent=start, subsequent_indent="   "))
+    return "\n".join(lines)
+
+
+def _parts(found: Diagnosis, each: Finding) -> list[tuple[str, str]]:
+    parts = [("why", each.reason), ("try", each.remedy)]
+    if each.gain:
+        gain = f"{seconds(each.gain)} a step, {percent(each.gain / found.step_time)}, by {each.by}"
+        parts.append(("gain", gain))
+    return [*parts, ("check", each.check)] if each.check else parts
+
+
+# ---- drawn ------------------------------------------------------------------------------------------------------
+
+
+def diagnosis_svg(found: Diagnosis, width: int = 960) -> str:
+    """Draw the step with the operations of the first finding outlined; without findings, its critical path."""
+    return finding_svg(found, found[0], width) if len(found) else critical_svg(found.path, width)
+
+
+def finding_svg(found: Diagnosis, each: Finding, width: int = 960) -> str:
+    """Draw the step with the operations of a finding outlined."""
+    timeline = found.path.timeline
+    assert isinstance(timeline, Timeline)
+    return svg(
+        timeline, width, title=each.kind.capitalize(), fold=timeline.world_size > FOLDED,
+        over=lambda pic, tops, plot: _outlines(found, each, pic, tops, plot),
+    )  # fmt: skip
+
+
+def _outlines(found: Diagnosis, each: Finding, pic: Picture, tops: list[float], plot: Plot) -> str:
+    scale = plot.span / pic.duration if pic.duration else 0.0
+    rows = {(row.rank, row.part): number for number, row in enumerate(pic.rows)}
+    spans, parts = found.path.timeline.spans, []
+    for row in each.ops[:OUTLINES]:
+        span = spans[row]
+        part = PARTS.get(Lane(int(span["lane"])), "compute")
+        number = rows.get((int(span["rank"]), part))
+        if number is not None:
+            x = plot.left + (float(span["start"]) - pic.origin) * scale
+            length = max(float(span["end"] - span["start"]) * scale, 0.5)
+            parts.append(
+                f'<rect class="path" x="{x:.2f}" y="{tops[number]:g}" width="{length:.2f}" height="{HEIGHTS[part]:g}"/>'
+            )
+    return f'<g aria-label="operations of the finding">{"".join(parts)}</g>'
+
+
+def diagnosis_panel(found: Diagnosis) -> str:
+    """Return the findings as HTML without scripts: each opens with the keyboard or a click."""
+    parts = [f"<p><b>{escape(heading(found))}</b></p>"]
+    for number, each in enumerate(found, 1):
+        gain = f" <b>{percent(each.gain / found.step_time)}</b>" if each.gain else ""
+        items = "".join(
+            f"<dt>{label}</dt><dd>{_code(words) if label == 'check' else escape(words)}</dd>"
+            for label, words in _parts(found, each)
+        )
+        picture = image(finding_svg(found, each), f"{each.kind}: {each.words}") if number <= PICTURES else ""
+        parts.append(
+            f"<details{' open' * (number == 1)}><summary>{number}. {escape(each.words)}{gain}</summary>"
+            f"<dl>{items}</dl>{picture}</details>"
+        )
+    return f'<section aria-label="diagnosis">{"".join(parts)}</section>'
+
+
+def _code(words: str) -> str:
+    return f"<code>{escape(words)}</code>"
+
+
+def diagnosis_html(found: Diagnosis) -> str:
+    """Return a page: the findings, and the critical path."""
+    path = f"<h2>Critical path</h2>{critical_svg(found.path)}<pre>{escape(critical_text(found.path))}</pre>"
+    return page("Diagnosis", f"<h1>Diagnosis</h1>{diagnosis_panel(found)}{path}")

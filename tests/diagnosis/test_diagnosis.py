@@ -1,0 +1,170 @@
+"""Diagnoses: the planted cause comes first, sound runs have none, and each number can be checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpkit as mk
+from mpkit.apps.cli import main
+from mpkit.diagnosis.evidence import WORTH, listed
+from mpkit.diagnosis.rules import RULES
+from mpkit.timeline.findings.diagnosis import Diagnosis
+from mpkit.trace import Kind
+from tests.diagnosis.planted import (
+    CASES,
+    Case,
+    ddp,
+    first_finding,
+    full,
+    pipeline,
+    slow_loader,
+    slow_rank,
+    with_ops,
+)
+
+KINDS = sorted({case.kind for case in CASES})
+MIDDLE = [[case for case in CASES if case.kind == kind][2] for kind in KINDS]
+
+
+def diagnosed(case: Case) -> tuple[mk.Timeline, Diagnosis]:
+    timeline, machine = case.make()
+    return timeline, timeline.diagnose(hardware=machine)
+
+
+# ---- held to truth ----------------------------------------------------------------------------------------------
+
+
+def test_there_are_12_kinds_of_5_sizes() -> None:
+    assert len(CASES) == 60 and len(KINDS) == 12
+    assert set(KINDS) == set(RULES) - {"exposed communication"}
+
+
+@pytest.mark.thorough
+def test_the_first_finding_names_the_planted_cause() -> None:
+    wrong = [
+        f"{case.kind}, {case.size}: {found}" for case in CASES if (found := first_finding(case)) != case.kind
+    ]
+    assert len(wrong) <= 5, wrong
+
+
+@pytest.mark.parametrize("case", MIDDLE, ids=lambda case: case.kind)
+def test_a_planted_cause_is_first_and_every_number_can_be_checked(case: Case) -> None:
+    timeline, found = diagnosed(case)
+    assert found[0].kind == case.kind
+    for finding in found:
+        assert finding.kind in RULES and finding.words.endswith(".") and finding.reason and finding.remedy
+        assert finding.urgent or finding.gain >= WORTH * found.step_time
+        assert finding.gain < found.step_time
+        assert all(0 <= row < len(found.path.timeline.spans) for row in finding.ops)
+        assert eval(finding.check, {"timeline": timeline}) is not None
+    assert str(found).count("\n   try: ") == len(found)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: mk.Timeline.of(ddp()), lambda: mk.Timeline.of(ddp(8))], ids=["4", "8"]
+)
+def test_a_sound_run_has_no_finding(make: object) -> None:
+    timeline = make()  # type: ignore[operator]
+    assert list(timeline.diagnose()) == []
+    assert "nothing costs 2 % of it or more" in str(timeline.diagnose())
+
+
+def test_a_sound_pipeline_has_no_finding_of_more_than_its_bubble() -> None:
+    assert {each.kind for each in mk.Timeline.of(pipeline()).diagnose()} <= {"schedule's bubble"}
+
+
+# ---- what a finding says ----------------------------------------------------------------------------------------
+
+
+def test_a_gain_is_what_the_cause_costs() -> None:
+    sound, slow = mk.Timeline.of(ddp()), slow_rank(ddp(), 3, 1.6)
+    finding = slow.diagnose()[0]
+    assert finding.ranks == (3,)
+    assert finding.gain == pytest.approx(slow.step_time - sound.step_time, rel=0.05)
+    assert "Rank 3 arrives last in" in finding.words
+
+
+def test_waiting_is_charged_to_the_rank_that_came_last() -> None:
+    waiting = slow_rank(ddp(), 3, 1.6).critical_path().waiting
+    late = waiting.ranks[:3, 3]
+    assert waiting.last[3] == waiting.collectives > 0
+    assert (late > 0.9 * (waiting.ranks.sum(axis=1) + waiting.under_way)[:3]).all()
+    assert waiting.ranks[3].sum() == 0
+
+
+def test_the_larger_of_two_causes_is_first() -> None:
+    trace = ddp()
+
+    def slower(factor: float) -> mk.Trace:
+        def change(ops: np.ndarray) -> np.ndarray:
+            works = ops["kind"] < Kind.WAIT
+            ops["cpu"][works] = (ops["cpu"][works] * factor).astype(ops["cpu"].dtype)
+            return ops
+
+        return with_ops(trace, 2, change)
+
+    for factor, share, first in ((1.2, 0.6, "data loading"), (1.8, 0.15, "straggler")):
+        found = slow_loader(slower(factor), range(4), share).diagnose()
+        assert [each.kind for each in found] == [first, *({"data loading", "straggler"} - {first})]
+
+
+def test_what_is_about_to_end_a_run_is_first() -> None:
+    timeline, machine = full(0.95)
+    slow = slow_rank(ddp(), 1, 2.0)
+    assert [each.kind for each in slow.diagnose(hardware=machine)] == ["memory near the limit", "straggler"]
+    assert timeline.diagnose(hardware=machine)[0].urgent
+
+
+TIMES = st.lists(st.floats(0.1, 3.0), min_size=4, max_size=4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["gpipe", "1f1b", "zb_h1"]), TIMES, TIMES, st.sampled_from([0.0, 0.05]))
+def test_a_step_played_with_other_durations_is_the_one_simulated_with_them(
+    name: str, before: list[float], after: list[float], hop: float
+) -> None:
+    plan = mk.Plan.pipeline(name, 4, 6)
+    graph = mk.simulate(plan, before, before, before, hop=hop).critical_path()
+    spans, factors = graph.timeline.spans, np.array(after) / np.array(before)
+    took = graph.graph.took.copy()
+    for row, nodes in graph.graph.of_row.items():
+        if spans["kind"][row] < Kind.WAIT:
+            took[nodes] *= factors[spans["stage"][row]]
+    expected = mk.simulate(plan, after, after, after, hop=hop).step_time
+    assert graph.graph.time_with(took) == pytest.approx(expected)
+
+
+def test_ranks_are_listed_as_people_do() -> None:
+    assert listed([2, 0]) == "Ranks 0 and 2" and listed(range(3)) == "Ranks 0 to 2"
+
+
+# ---- shown ------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_shown_in_a_notebook_and_on_a_page(tmp_path: Path) -> None:
+    found = slow_rank(ddp(), 3, 1.6).diagnose()
+    panel = found._repr_mimebundle_()["text/html"]
+    assert panel.count("<details") == len(found) and panel.count("<img") == len(found)
+    page = found.to_html(tmp_path / "found.html")
+    assert "Critical path" in page and (tmp_path / "found.html").read_text(encoding="utf-8") == page
+    assert 'class="path"' in found.to_svg()
+    assert found.of("straggler")[0].kind == "straggler" and repr(found).startswith(
+        "<Diagnosis of step 1, 1 finding"
+    )
+    assert found.to_dataframe().kind.tolist() == [each.kind for each in found]
+
+
+def test_the_command_line_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = pipeline().save(tmp_path / "run.trace")
+    main(["diagnose", str(path), "--critical", "--html", str(tmp_path / "page.html")])
+    printed = capsys.readouterr().out
+    assert printed.startswith("Step 1 (the last complete step)") and "Critical path of step 1" in printed
+    assert (tmp_path / "page.html").exists()
+    with pytest.raises(SystemExit):
+        main(["diagnose", str(tmp_path / "none.trace")])
+    assert "no such file" in capsys.readouterr().err
