@@ -613,6 +613,16 @@ def test_every_operation_is_reached_by_keys_and_said(new_page: NewPage, tmp_path
     expect(said).to_contain_text("forward · micro-batch 0, on GPU 1")
 
 
+def test_timelines_above_each_other_have_one_axis(new_page: NewPage, tmp_path: Path) -> None:
+    page = new_page()
+    few, many = mk.simulate(mk.Plan.gpipe(2, 8)), mk.simulate(mk.Plan.gpipe(12, 8))
+    open_html(page, tmp_path, {"few": few, "many": many})
+    lefts = page.evaluate(
+        "[...document.querySelectorAll('.mpkit-timeline')].map((each) => each.panel.chart.left)"
+    )
+    assert len({*lefts}) == 1 and lefts[0] > 0
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1100, 400])
 def test_axe_finds_nothing_serious(new_page: NewPage, tmp_path: Path, scheme: str, width: int) -> None:

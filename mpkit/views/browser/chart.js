@@ -2,7 +2,7 @@
 
 class Chart {
   constructor(canvas, store, look) {
-    Object.assign(this, { canvas, store, look, labels: [], hidden: new Set(), dark: false });
+    Object.assign(this, { canvas, store, look, labels: [], widest: "", hidden: new Set(), dark: false });
     this.raster = new Raster();
     this.lanes = new Lanes();
     this.seen = new Seen(store);
@@ -86,7 +86,8 @@ class Chart {
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.clearRect(0, 0, this.canvas.width, this.canvas.height);
     context.font = `${12 * ratio}px ${FONT}`;
-    const longest = Math.max(0, ...this.labels.map((label) => context.measureText(label).width / ratio));
+    const labels = [...this.labels, this.widest];
+    const longest = Math.max(...labels.map((label) => context.measureText(label).width / ratio));
     this.left = Math.min(Math.ceil(longest) + 12, css / 3);
     this.width = Math.max(css - this.left - 8, 40);
     const [t0, t1] = this.times;

@@ -1,6 +1,7 @@
 // The chart with what surrounds it: figures above, legend and table below, pointer and keys.
 //
-// The state it shows: {title, labels, groups, bubble, step_time, of, clock, note, live, table: {head, rows}}
+// The state it shows: {title, labels, groups, bubble, step_time, of, clock, note, live, table: {head, rows},
+// room, widest}
 
 /** Dark as JupyterLab, VS Code, Colab or the page says; as the system prefers, where none does. */
 function isDark() {
@@ -87,6 +88,7 @@ class Panel {
     this.clock.textContent = clock ?? "";
     this.note.textContent = note ?? "";
     this.chart.labels = labels ?? [];
+    this.chart.widest = this.state.widest ?? "";
     this.chart.lanes.take(groups ?? []);
     if (room !== before.room) this.chart.seen.room = room ?? 0;
     if (live !== before.live) this.chart.seen.live(live);

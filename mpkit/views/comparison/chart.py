@@ -10,6 +10,7 @@ from mpkit.support.units import seconds
 from mpkit.timeline.idleness import CAUSES
 from mpkit.views.comparison.svg import CAUSE_INKS, bars_svg
 from mpkit.views.drawing.chart_look import LINE, LOOK
+from mpkit.views.drawing.lanes import widest_label
 from mpkit.views.timeline.widget import TimelineView
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ __all__ = ["comparison_figure", "comparison_view"]
 def comparison_view(comparison: Comparison) -> Any:
     """Lay out the timelines below each other, on the axis of the longest, and below them where the time goes."""
     room = max(row.timeline.step_time for row in comparison.rows)
-    views = [TimelineView(row.timeline, title=row.name, room=room) for row in comparison.rows]
+    widest = widest_label(row.timeline for row in comparison.rows)
+    views = [TimelineView(row.timeline, title=row.name, room=room, widest=widest) for row in comparison.rows]
     return ipywidgets.VBox([*views, ipywidgets.HTML(image(bars_svg(comparison), str(comparison)))])
 
 

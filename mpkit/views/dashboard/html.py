@@ -14,7 +14,18 @@ from mpkit.views.memory.svg import memory_svg
 from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import summary, svg
 
-__all__ = ["STOP_HINT", "charts", "head", "output", "progress", "sparkline", "static", "theory", "trouble"]
+__all__ = [
+    "STOP_HINT",
+    "charts",
+    "head",
+    "output",
+    "progress",
+    "sparkline",
+    "starting",
+    "static",
+    "theory",
+    "trouble",
+]
 
 STOP_HINT = "End the ranks now. While a cell is running, interrupt the kernel instead: that stops them too."
 
@@ -37,6 +48,15 @@ def head(title: str, status: str) -> str:
         f'<div style="font-size:15px;font-weight:600;line-height:1.7">{escape(title)}'
         f'<span style="{chip};font-weight:500">{escape(status)}</span></div>'
     )
+
+
+def starting(ranks: int) -> str:
+    """Return the status of a run of which nothing has been recorded yet.
+
+    >>> starting(1), starting(4)
+    ('starting 1 process', 'starting 4 processes')
+    """
+    return f"starting {ranks} process{'es' if ranks > 1 else ''}"
 
 
 def progress(step: int, steps: int | None, losses: Sequence[float]) -> str:

@@ -72,13 +72,14 @@ class Dashboard:
         self._static: tuple[str, str] | None = None  # text/html and text/plain, once the run is over
         self._handle: Any = None
         self._losses: list[float] = []
-        self._head = ipywidgets.HTML(parts.head(title, "running"))
+        self._started = False
+        self._head = ipywidgets.HTML(parts.head(title, parts.starting(len(labels))))
         self._bar = ipywidgets.IntProgress(value=0, max=max(steps or 1, 1), layout={"width": "220px"})
         if steps is None:
             self._bar.layout.display = "none"
         self._words = ipywidgets.HTML(parts.progress(0, steps, []))
         self._stop = ipywidgets.Button(
-            description="Stop", icon="stop", layout={"width": "90px"}, tooltip=parts.STOP_HINT
+            description="Stop", icon="stop", layout={"width": "110px"}, tooltip=parts.STOP_HINT
         )
         self._stop.on_click(self._pressed)
         if on_stop is None:
@@ -91,7 +92,7 @@ class Dashboard:
         self._memory = MemoryView()
         # Drawn in the background: importing plotly alone takes longer than the first steps of a small run.
         self._memory_worker: Background[Timeline] = Background(self._memory.show)
-        line = ipywidgets.HBox([self._bar, self._words, self._stop], layout={"align_items": "center"})
+        line = ipywidgets.HBox([self._bar, self._stop, self._words], layout={"align_items": "center"})
         self.widget = ipywidgets.VBox(
             [self._head, line, self._trouble, self._charts, self.timeline, self._memory, self._output]
         )
@@ -100,6 +101,9 @@ class Dashboard:
 
     def add_spans(self, spans: npt.NDArray[Any], names: Sequence[str]) -> None:
         """Add operations, in the form that `TimelineView.append` takes."""
+        if not self._started and len(spans):
+            self._started = True
+            self._head.value = parts.head(self.title, "running")
         self.timeline.append(spans, names)
 
     def set_progress(self, step: int, losses: Sequence[float], note: str = "") -> None:
@@ -176,7 +180,9 @@ class Dashboard:
         """Return the widgets, together with what is shown where no kernel runs."""
         with self._lock:
             static = self._static or (
-                parts.head(self.title, "running"),
+                parts.head(
+                    self.title, "running" if self._started else parts.starting(len(self.timeline.labels))
+                ),
                 f"{self.title}: running, in a widget that this front end does not show",
             )
             view = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}

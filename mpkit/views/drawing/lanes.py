@@ -6,14 +6,14 @@ stage of one replica. A group has a thin header; when folded, it shows its first
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mpkit.plan.mesh_of_trace import long_axes, place_text
 from mpkit.timeline.timeline import Timeline
 
-__all__ = ["FOLDED", "LaneGroup", "groups_of", "groups_trait", "rank_label", "short_label"]
+__all__ = ["FOLDED", "LaneGroup", "groups_of", "groups_trait", "rank_label", "short_label", "widest_label"]
 
 FOLDED = 16
 """With more ranks than this, groups are folded at first."""
@@ -98,6 +98,16 @@ def rank_label(timeline: Timeline, rank: int) -> str:
     replayed = timeline.meta.get("hardware", "cpu") != "cpu"  # replayed on a machine other than the run's own
     on_cpu = timeline.meta.get("device") == "cpu" and timeline.clock != "simulated" and not replayed
     return f"rank {rank} (CPU)" if on_cpu else f"GPU {rank}"
+
+
+def widest_label(timelines: Iterable[Timeline]) -> str:
+    """Return the longest name of a rank, for pictures above each other whose axes begin at one place.
+
+    >>> import mpkit as mk
+    >>> widest_label([mk.simulate(mk.Plan.gpipe(2, 2)), mk.simulate(mk.Plan.gpipe(11, 2))])
+    'GPU 10'
+    """
+    return max((rank_label(each, rank) for each in timelines for rank in range(each.world_size)), key=len)
 
 
 def short_label(timeline: Timeline, rank: int) -> str:

@@ -23,7 +23,7 @@ from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.browser import css, esm
 from mpkit.views.drawing.colours import THEMES
-from mpkit.views.drawing.lanes import FOLDED, groups_of, groups_trait, rank_label
+from mpkit.views.drawing.lanes import FOLDED, groups_of, groups_trait, rank_label, widest_label
 from mpkit.views.memory.held import held_text
 from mpkit.views.memory.svg import highest_of, memory_svg
 from mpkit.views.timeline.counting import BubbleCounter
@@ -68,8 +68,10 @@ def html(
         "Timelines" if len(named) > 1 else f"Timeline of {next(iter(named.values())).world_size} ranks"
     )
     highest = max(highest_of(timeline) for timeline in named.values())
+    widest = widest_label(named.values())
     sections = [
-        _section(number, name, timeline, highest) for number, (name, timeline) in enumerate(named.items())
+        _section(number, name, timeline, highest, widest)
+        for number, (name, timeline) in enumerate(named.items())
     ]
     page = Template((files("mpkit.views.browser") / "page.html").read_text(encoding="utf-8"))
     return page.substitute(
@@ -84,7 +86,7 @@ def html(
     )
 
 
-def _section(number: int, name: str, timeline: Timeline, highest: int) -> str:
+def _section(number: int, name: str, timeline: Timeline, highest: int, widest: str) -> str:
     """Return one timeline: the SVG that is shown until the canvas is drawn, the data, and the memory."""
     batches, counter = Batches(), BubbleCounter(timeline.world_size)
     batches.add(timeline.spans, timeline.names)
@@ -103,6 +105,7 @@ def _section(number: int, name: str, timeline: Timeline, highest: int) -> str:
         "clock": CLOCKS.get(timeline.clock, timeline.clock),
         "note": " ".join(timeline.notes),
         "live": False,
+        "widest": widest,
         "table": rank_table(timeline),
     }
     still = svg(timeline, fold=timeline.world_size > FOLDED)

@@ -58,6 +58,7 @@ class TimelineView(anywidget.AnyWidget):
         clock: "measured", "virtual" or "simulated", if no timeline is given.
         room: see below.
         groups: the groups of the ranks, if no timeline is given.
+        widest: see below.
 
     Attributes:
         bubble: the idle share of a step; None before there is any.
@@ -67,6 +68,7 @@ class TimelineView(anywidget.AnyWidget):
         note: a sentence below the picture.
         live: whether more spans will follow; if so, the view follows the newest operations.
         room: the least seconds that the axis covers, so that several views share a scale.
+        widest: a label as wide as the widest of the views above and below, so that all axes begin at one place.
     """
 
     _esm = esm()
@@ -81,6 +83,7 @@ class TimelineView(anywidget.AnyWidget):
     note = traitlets.Unicode().tag(sync=True)
     live = traitlets.Bool(False).tag(sync=True)
     room = traitlets.Float(0.0).tag(sync=True)
+    widest = traitlets.Unicode().tag(sync=True)
     table = traitlets.Dict().tag(sync=True)
     look = traitlets.Dict().tag(sync=True)
     backlog = traitlets.Bytes(b"").tag(sync=True)
@@ -95,9 +98,10 @@ class TimelineView(anywidget.AnyWidget):
         clock: str = "virtual",
         room: float = 0.0,
         groups: Sequence[LaneGroup] = (),
+        widest: str = "",
     ) -> None:
         super().__init__(
-            look=look(), title=title, labels=list(labels), clock=CLOCKS.get(clock, clock), room=room,
+            look=look(), title=title, labels=list(labels), clock=CLOCKS.get(clock, clock), room=room, widest=widest,
             groups=groups_trait(groups, len(labels)),
         )  # fmt: skip
         self._lock = threading.RLock()
