@@ -65,7 +65,9 @@ export function showTimeline(host, look, state, batches) {
 
 /** The bytes of base64 text that holds gzip, as a DataView. */
 export async function unpacked(text) {
-  const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const letters = atob(text);
+  const packed = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) packed[i] = letters.charCodeAt(i); // `from` would be ten times slower
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new DataView(await new Response(stream).arrayBuffer());
 }

@@ -51,11 +51,15 @@ def outside(inner: npt.NDArray[Any], outer: npt.NDArray[Any]) -> npt.NDArray[Any
     return metrics.covered(joined)
 
 
-def idle_gaps(spans: npt.NDArray[Any], rank: int) -> npt.NDArray[Any]:
-    """Return the [start, end] of a rank's idle times within steps, (n, 2) seconds, sorted."""
-    mine = spans[spans["rank"] == rank]
+def idle_gaps(mine: npt.NDArray[Any], extents: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the [start, end] of a rank's idle times within steps, (n, 2) seconds, sorted.
+
+    Args:
+        mine: the rank's spans.
+        extents: those of the steps of all ranks, as `step_extents` returns them.
+    """
     working = outside(metrics.covered(metrics.waits_within(mine)), metrics.covered(metrics.work(mine)))
-    return outside(working, step_extents(spans))
+    return outside(working, extents)
 
 
 def _within(times: npt.NDArray[Any], intervals: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -26,7 +26,7 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
 from mpkit.views.drawing.colours import Key, key_of
 from mpkit.views.drawing.lanes import groups_of, rank_label
-from mpkit.views.timeline.idle import idle_gaps
+from mpkit.views.timeline.idle import idle_gaps, step_extents
 
 __all__ = ["BOX", "CLOCKS", "Mark", "Picture", "Row", "describe", "figures", "picture"]
 
@@ -262,9 +262,10 @@ def _pieces(
 
 def _idle_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Row]) -> npt.NDArray[Any]:
     boxes = []
+    extents = step_extents(spans)
     for number, row in enumerate(rows):
         if row.part == "compute":
-            gaps = idle_gaps(spans, row.rank)
+            gaps = idle_gaps(spans[spans["rank"] == row.rank], extents)
             mine = np.zeros(len(gaps), BOX)
             mine["row"], mine["key"], mine["span"] = number, Key.IDLE, _waits_in(spans, drawn, row.rank, gaps)
             mine["start"], mine["end"] = gaps[:, 0], gaps[:, 1]
