@@ -33,6 +33,7 @@ from mpkit.experiments.memory_by_strategy import memory_by_strategy as memory_by
 from mpkit.experiments.profile import profile as profile
 from mpkit.experiments.scaling import scaling as scaling
 from mpkit.fake import trace_fake as trace_fake
+from mpkit.kineto.opening import open as open
 from mpkit.launch.process.context import Context as Context
 from mpkit.layerwise.strategies import layer_strategies as layer_strategies
 from mpkit.loss.mean import mean_loss as mean_loss

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mpkit.apps.diagnose import add_diagnose
 from mpkit.apps.doctor import add_doctor
+from mpkit.apps.open import add_open
 from mpkit.apps.predict import add_advise, add_predict
 from mpkit.errors import MpkitError
 
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=_demo)
     _add_watch(commands)
+    add_open(commands)
     _add_launch(commands)
     _add_classroom(commands)
     add_diagnose(commands)

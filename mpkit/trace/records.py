@@ -108,6 +108,7 @@ OP = np.dtype(
         ),  # ns of CPU time that the rank's thread used in between, for compute ops other than WAIT
         ("bytes", "<i8"),  # payload of a communication or copy; bytes that a compute op touches, 0 if unknown
         ("flops", "<f8"),  # for a compute op, 0 if unknown
+        # An action imported from a GPU: the seconds in which it stood still since its host had launched nothing.
         ("value", "<f8"),  # STEP: the loss, nan if unknown; a played compute op: the number of its operators
     ]
 )

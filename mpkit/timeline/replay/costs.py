@@ -41,7 +41,7 @@ def machine(
     if "fake" in meta:
         return _machine_of_fake(wanted, meta, world_size)
     on_gpu = meta.get("device") in TIMED_BY_EVENTS
-    measured = _on_gpu if on_gpu else _on_cpu
+    measured = (_launched if "imported" in meta else _on_gpu) if on_gpu else _on_cpu
     is_known = not on_gpu or meta.get("hardware") in find()  # an unnamed GPU is like no other
     own = find(meta["hardware"] if meta.get("hardware") in find() else "cpu")
     chosen = own if wanted is None else find(wanted)
@@ -50,9 +50,10 @@ def machine(
         return chosen, lambda rank: measured, [f"Each rank on a {what} of its own; {_in_words(chosen.link)}."]
     dtype = str(meta.get("dtype", "float32"))
     scaled = ", scaled by the rates of the two devices" if is_known else ""
+    starting = "takes as long as it took" if measured is _launched else "takes no time"
     notes = [
         f"Compute is modelled for {_devices(chosen, dtype, world_size)}; ops of unknown FLOPs take "
-        f"their measured time{scaled}. Starting a kernel takes no time here.",
+        f"their measured time{scaled}. Starting a kernel {starting} here.",
     ]
 
     def modelled(rank: int) -> Cost:
@@ -60,9 +61,10 @@ def machine(
         scale = own.device.rate(dtype) / device.rate(dtype) if is_known else 1.0
 
         def cost(ops: Array) -> Array:
-            took = measured(ops)
-            # Reading data takes equally long with another device.
-            return _roofline(ops, device, dtype, np.where(ops["kind"] == Kind.DATA, took, took * scale))
+            took, kept = measured(ops), _by_host(ops) if measured is _launched else 0.0
+            # Reading data takes equally long with another device, and so does launching kernels.
+            same = (took - kept) * scale + kept
+            return _roofline(ops, device, dtype, np.where(ops["kind"] == Kind.DATA, took, same))
 
         return cost
 
@@ -138,7 +140,17 @@ def _on_gpu(ops: Array) -> Array:
     return (ops["end"] - ops["start"]) * 1e-9  # type: ignore[no-any-return]
 
 
-MEASURED = (_on_cpu, _on_gpu)
+def _launched(ops: Array) -> Array:
+    """Return the time that kernels of an imported trace took, and that an action stood still for its host."""
+    return _on_cpu(ops) + _by_host(ops)
+
+
+def _by_host(ops: Array) -> Array:
+    """Return the seconds in which an imported action stood still since its host had launched nothing."""
+    return np.where(ops["kind"] < Kind.WAIT, ops["value"], 0.0)
+
+
+MEASURED = (_on_cpu, _on_gpu, _launched)
 """The costs that are measured; any other is modelled."""
 
 

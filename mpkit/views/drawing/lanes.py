@@ -6,7 +6,7 @@ stage of one replica. A group has a thin header; when folded, it shows its first
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,8 @@ def rank_label(timeline: Timeline, rank: int) -> str:
     "GPU 2", or "rank 2 (CPU)" if the run's ranks have no device of their own on this clock.
     """
     mesh = timeline.mesh
+    if "imported" in timeline.meta:
+        return _imported_label(timeline.meta["imported"], rank)
     if mesh is not None and len(long_axes(mesh)) > 1:
         return f"rank {rank}  {place_text(mesh, rank)}"
     replayed = timeline.meta.get("hardware", "cpu") != "cpu"  # replayed on a machine other than the run's own
@@ -127,6 +129,15 @@ def widest_label(timelines: Iterable[Timeline]) -> str:
     'GPU 10'
     """
     return max((rank_label(each, rank) for each in timelines for rank in range(each.world_size)), key=len)
+
+
+def _imported_label(imported: Mapping[str, Any], rank: int) -> str:
+    """Name a rank of an imported trace, of which some ranks may be absent or without a number."""
+    processes, ranks = imported.get("processes", []), imported.get("ranks", [])
+    if rank < len(processes):
+        return str(processes[rank])
+    known = ranks[rank] if rank < len(ranks) else rank
+    return "rank ?" if known is None else f"rank {known}"
 
 
 def short_label(timeline: Timeline, rank: int) -> str:

@@ -1,0 +1,115 @@
+"""`mk.open`: traces from files, whoever wrote them.
+
+a folder or files of torch.profiler     imported: a file per rank
+what `Trace.save` wrote                 loaded as it is
+the folder of a run                     loaded as far as it is written
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mpkit.errors import TraceError
+from mpkit.kineto.imported import import_traces
+from mpkit.kineto.opened import OpenedTrace
+from mpkit.kineto.read import looks_like_json
+from mpkit.support.tracebacks import public
+from mpkit.trace import Trace
+
+__all__ = ["open"]
+
+_LARGE = 32 << 20
+"""Bytes from which on reading shows a progress bar."""
+
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+@public
+def open(path: Paths) -> OpenedTrace:
+    """Open traces: torch.profiler's of one rank or many, JSON of other tools in Chrome's format, or mpkit's own.
+
+    The result is a `Trace`, and shows itself as its timeline. What is known of it besides (which ranks of how many,
+    what was mended, how clocks were aligned) is in `notes`.
+
+    Args:
+        path: a file, a folder of files with one per rank, or several files. JSON may be zipped by gzip.
+
+    Raises:
+        TraceError: there is no such file, or it cannot be read as a trace.
+
+    >>> import json, pathlib, tempfile
+    >>> import mpkit as mk
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "spans.json")
+    ...     _ = path.write_text(json.dumps([{"ph": "X", "name": "load", "pid": 1, "tid": 1, "ts": 0, "dur": 5}]))
+    ...     mk.open(path)
+    <OpenedTrace of 1 rank, 1 ops, spans.json>
+    """
+    asked = [path] if isinstance(path, str | os.PathLike) else list(path)
+    if len(asked) == 1 and (own := _own(Path(asked[0]))) is not None:
+        return OpenedTrace(own.ranks, own.meta)
+    files = [file for each in asked for file in _files(Path(each))]
+    if not files:
+        where = ", ".join(str(each) for each in asked) or "an empty list"
+        raise TraceError(
+            f"{where}: no trace. mk.open takes .json and .json.gz files of torch.profiler (export_chrome_trace), a "
+            "folder of them, and what trace.save wrote"
+        )
+    with _progress(files) as progress:
+        trace = import_traces(files, progress)
+    return OpenedTrace(trace.ranks, trace.meta)
+
+
+def _own(path: Path) -> Trace | None:
+    """Return a trace that mpkit wrote; None if the path is something else.
+
+    Raises:
+        TraceError: there is nothing there, or it is neither.
+    """
+    if path.is_dir():
+        own = (path / "meta.json").is_file() or any(path.glob("rank*.ops"))
+        return Trace.read(path) if own else None
+    if path.is_file() and looks_like_json(path):
+        return None
+    return Trace.load(path)
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files of JSON that a path names.
+
+    Raises:
+        TraceError: there is no such file.
+    """
+    if path.is_dir():
+        return sorted(
+            file for pattern in ("*.json", "*.json.gz") for file in path.glob(pattern) if file.is_file()
+        )
+    if not path.is_file():
+        raise TraceError(f"{path}: no such file or folder")
+    return [path]
+
+
+@contextmanager
+def _progress(files: list[Path]) -> Iterator[Callable[[Path, int], None]]:
+    """Give a function that shows how much of large files has been read."""
+    sizes = {file: file.stat().st_size for file in files}
+    if sum(sizes.values()) < _LARGE:
+        yield lambda path, done: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(file=sys.stderr), transient=True) as bar:
+        task: Any = bar.add_task("reading traces", total=sum(sizes.values()))
+        read = dict.fromkeys(files, 0)
+
+        def progress(path: Path, done: int) -> None:
+            read[path] = done
+            bar.update(task, completed=sum(read.values()))
+
+        yield progress

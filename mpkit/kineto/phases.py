@@ -1,0 +1,155 @@
+"""What a program was doing at a time of its host: step, stage, micro-batch; forward, backward or optimizer.
+
+steps          `ProfilerStep#4` of torch.profiler's schedule; without any, a step ends with the last optimizer's
+pipelines      `PP:2F0` of torch.distributed.pipelining: stage, action, micro-batch; `Forward 0` of its GPipe
+optimizer      `Optimizer.step#AdamW.step`, which every optimizer of torch announces; or an annotation of the user's
+backward       what autograd's engine evaluates, and annotations that say backward
+recomputation  operators within a backward that autograd records again
+forward        annotations that say forward, and what else comes before a backward of the same step
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.kineto.events import Events
+from mpkit.kineto.lanes import covered, within
+from mpkit.trace import Kind
+
+__all__ = ["PLACE", "place_of"]
+
+Array = npt.NDArray[Any]
+
+PLACE = np.dtype([("step", "<i8"), ("kind", "u1"), ("stage", "<i4"), ("microbatch", "<i4"), ("name", "<i8")])
+"""Where a program was. `name` is a number of `Events.names`, -1: none."""
+
+_PIPELINE = re.compile(r"PP:(\d+)(F|B|I|W|BACKWARD_INPUT|BACKWARD_WEIGHT)(\d+)$")
+_CHUNK = re.compile(r"(Forward|Backward) (\d+)$")
+_ACTIONS = {
+    "F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRAD, "W": Kind.WEIGHT_GRAD,
+    "BACKWARD_INPUT": Kind.INPUT_GRAD, "BACKWARD_WEIGHT": Kind.WEIGHT_GRAD,
+    "Forward": Kind.FORWARD, "Backward": Kind.BACKWARD,
+}  # fmt: skip
+_STEP = re.compile(r"ProfilerStep#(\d+)$")
+
+
+def place_of(events: Events, asked: Array) -> Array:
+    """Return (n,) of `PLACE` for (n,) times of the host in ns.
+
+    Args:
+        events: a rank's events.
+        asked: when the program asked for each piece of work.
+    """
+    place = np.zeros(len(asked), PLACE)
+    for name in ("step", "stage", "microbatch", "name"):
+        place[name] = -1
+    said = events["annotation"]
+    words = [events.names[number] for number in said.name.tolist()]
+    lower = [word.lower() for word in words]
+
+    def mark(rows: list[int], kind: Kind | None = None) -> tuple[Array, Array]:
+        """Return which times lie in one of these annotations, and in which; set their kind."""
+        here, which = _inside(asked, said.start[rows], said.end[rows])
+        if kind is not None:
+            place["kind"][here] = kind
+        return here, np.array(rows, np.int64)[which] if rows else which
+
+    # ---- phases, what says more overrules what says less
+    mark([i for i, word in enumerate(lower) if "forward" in word and "backward" not in word], Kind.FORWARD)
+    mark([i for i, word in enumerate(lower) if "zero_grad" in word], Kind.COMPUTE)
+    _mark_backward(events, asked, place)
+    mark(
+        [i for i, word in enumerate(lower) if "backward" in word and not word.startswith("pp:")],
+        Kind.BACKWARD,
+    )
+    _mark_recomputed(events, asked, place)
+    optimizers = [
+        i
+        for i, word in enumerate(lower)
+        if word.startswith("optimizer.step#") or word.strip("# ") == "optimizer"
+    ]
+    here, which = mark(optimizers, Kind.OPTIMIZER)
+    place["name"][here] = said.name[which[here]]
+    # ---- stages and micro-batches
+    actions = {
+        i: found for i, word in enumerate(words) if (found := _PIPELINE.match(word) or _CHUNK.match(word))
+    }
+    here, which = mark(list(actions))
+    for at in np.flatnonzero(here).tolist():
+        found = actions[int(which[at])]
+        kind = _ACTIONS[found[found.re.groups - 1]]
+        place["microbatch"][at] = int(found[found.re.groups])
+        place["stage"][at] = int(found[1]) if found.re is _PIPELINE else -1
+        place["kind"][at] = (
+            Kind.RECOMPUTE if place["kind"][at] == Kind.RECOMPUTE and kind != Kind.FORWARD else kind
+        )
+    # ---- steps
+    numbers = {i: int(found[1]) for i, word in enumerate(words) if (found := _STEP.match(word))}
+    here, which = mark(list(numbers))
+    place["step"][here] = [numbers[int(row)] for row in which[here]]
+    if not numbers:
+        _count_steps(asked, place)
+    _mark_rest(asked, place)
+    return place
+
+
+def _inside(times: Array, start: Array, end: Array) -> tuple[Array, Array]:
+    """Return which times lie within one of the intervals, and in which one: of several, the one that began last."""
+    if not len(start):
+        return np.zeros(len(times), bool), np.zeros(len(times), np.int64)
+    order = np.argsort(start, kind="stable")
+    at = np.maximum(np.searchsorted(start[order], times, side="right") - 1, 0)
+    spans = covered(start, end)
+    around = np.maximum(np.searchsorted(spans[:, 0], times, side="right") - 1, 0)
+    return (times >= spans[around, 0]) & (times < spans[around, 1]), order[at]
+
+
+def _mark_backward(events: Events, asked: Array, place: Array) -> None:
+    ops = events["op"]
+    rows = np.flatnonzero(_engine(events))
+    here, _ = _inside(asked, ops.start[rows], ops.end[rows])
+    place["kind"][here] = Kind.BACKWARD
+
+
+def _engine(events: Events) -> Array:
+    """Return, for each operator, whether it is autograd's engine evaluating a node."""
+    names = np.array(
+        [name.startswith("autograd::engine::evaluate_function") for name in events.names] + [False]
+    )
+    return names[events["op"].name]
+
+
+def _mark_recomputed(events: Events, asked: Array, place: Array) -> None:
+    ops = events["op"]
+    rows = np.flatnonzero(ops.records == 1)
+    rows = rows[within(ops, rows, ops, np.flatnonzero(_engine(events)))]
+    here, _ = _inside(asked, ops.start[rows], ops.end[rows])
+    place["kind"][here & (place["kind"] == Kind.BACKWARD)] = Kind.RECOMPUTE
+
+
+def _count_steps(asked: Array, place: Array) -> None:
+    """Count the steps, each of which ends with the last work of an optimizer before other work."""
+    order = np.argsort(asked, kind="stable")
+    updates = (place["kind"][order] == Kind.OPTIMIZER).astype(np.int64)
+    if updates.any() and (place["kind"] == Kind.BACKWARD).any():
+        place["step"][order] = np.cumsum(np.diff(updates, prepend=0) == -1)
+
+
+def _mark_rest(asked: Array, place: Array) -> None:
+    """Take for a forward what has no phase yet and comes before a backward of its step, all else for other work."""
+    order = np.argsort(asked, kind="stable")
+    kind, step = place["kind"][order], place["step"][order]
+    known = np.flatnonzero(kind)
+    backward = (kind == Kind.BACKWARD) | (kind == Kind.INPUT_GRAD) | (kind == Kind.RECOMPUTE)
+    if not backward.any():
+        kind[kind == 0] = Kind.FORWARD if not len(known) else Kind.COMPUTE
+    else:
+        unknown = np.flatnonzero(kind == 0)
+        following = known[np.minimum(np.searchsorted(known, unknown), len(known) - 1)]
+        before = (following > unknown) & backward[following] & (step[following] == step[unknown])
+        kind[unknown] = np.where(before, Kind.FORWARD, Kind.COMPUTE)
+    place["kind"][order] = kind

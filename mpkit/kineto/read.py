@@ -1,0 +1,218 @@
+"""Reading Chrome's trace format as a stream: one event at a time, however large the file is.
+
+    text       the file unzipped and decoded, in pieces
+    values     one JSON value at a time, from wherever the text has got to
+    repairs    what public tools mend as well: an empty value, a backslash that escapes nothing, an end that was cut off
+
+Source: "Trace Event Format" (Google, 2016): an object with the list "traceEvents", or that list alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mpkit.errors import TraceError
+
+__all__ = ["EventStream", "looks_like_json"]
+
+PIECE = 4 << 20
+"""Characters that are read at a time."""
+
+_GZIP = 31  # zlib: the format of gzip, with the largest window
+_LONGEST = 64 << 20  # characters of one value
+_BETWEEN = re.compile(r"[\s,]*").match
+_EMPTY = re.compile(r'(?<!\\)("\s*:)\s*(?=[,}\]])')
+_BACKSLASH = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
+_NEXT_EVENT = re.compile(r"\}\s*,\s*(?=\{)")
+
+
+def looks_like_json(path: Path) -> bool:
+    """Say whether a file holds JSON, zipped by gzip or not, from its first characters."""
+    with path.open("rb") as file:
+        head = file.read(2)
+    opened: Any = gzip.open if head == b"\x1f\x8b" else open
+    with opened(path, "rb") as file:
+        try:
+            return bytes(file.read(64)).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            return False
+
+
+class EventStream:
+    """The events of one file.
+
+    Args:
+        path: the file, JSON or JSON zipped by gzip.
+        progress: is called with the bytes of the file that have been read so far.
+
+    Attributes:
+        header: everything beside the events, complete once all events have been read.
+        repairs: how often each thing was mended.
+    """
+
+    def __init__(self, path: Path, progress: Callable[[int], None] = lambda done: None) -> None:
+        self.path = path
+        self.header: dict[str, Any] = {}
+        self.repairs: Counter[str] = Counter()
+        self._progress = progress
+        self._scan: Any = json.JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
+        self._text, self._at, self._ended = "", 0, False
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the events, in the order of the file.
+
+        Raises:
+            TraceError: the file holds no object and no list of JSON.
+        """
+        with self.path.open("rb") as raw:
+            self._raw = raw
+            zipped = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            self._unzip = zlib.decompressobj(_GZIP) if zipped else None
+            self._decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
+            first = self._next()
+            if first == "[":
+                self._at += 1
+                yield from self._events()
+            elif first == "{":
+                self._at += 1
+                yield from self._members()
+            else:
+                raise TraceError(
+                    f"{self.path} begins with {first!r}, so it is no JSON. mk.open reads what torch.profiler's "
+                    "export_chrome_trace writes (.json or .json.gz), and what trace.save writes"
+                )
+
+    # ---- values
+
+    def _members(self) -> Iterator[dict[str, Any]]:
+        """Yield the events of the object whose "{" has been read, and fill the header with its other members."""
+        while self._next() not in ("}", ""):
+            key = self._value()
+            if self._next() != ":" or not isinstance(key, str):
+                self._cut()
+                return
+            self._at += 1
+            if self._next() == "[" and key == "traceEvents":
+                self._at += 1
+                yield from self._events()
+            elif self._text[self._at : self._at + 1] in (",", "}"):
+                self.repairs["empty value"] += 1
+            else:
+                self.header[key] = self._value()
+        if self._ended and self._next() == "":
+            self._cut()
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events of the list whose "[" has been read."""
+        while True:
+            self._at = _BETWEEN(self._text, self._at).end()  # type: ignore[union-attr]
+            try:
+                event, self._at = self._scan(self._text, self._at)
+            except (StopIteration, ValueError):
+                if (following := self._next()) == "]":
+                    self._at += 1
+                    return
+                if following == "":
+                    self._cut()
+                    return
+                event = self._value()
+            if isinstance(event, dict):
+                yield event
+
+    def _value(self) -> Any:
+        """Return the next value, after reading on and mending as far as that takes."""
+        while True:
+            try:
+                value, end = self._scan(self._text, self._at)
+            except (StopIteration, ValueError):
+                if len(self._text) - self._at < PIECE and self._more():
+                    continue
+                if self._mend():
+                    continue
+                if len(self._text) - self._at < _LONGEST and self._more():
+                    continue
+                following = _NEXT_EVENT.search(self._text, self._at)
+                if following is None:
+                    self._at = len(self._text)
+                    self._ended = True
+                    return None
+                self.repairs["event that cannot be read, left out"] += 1
+                self._at = following.end()
+                continue
+            if end == len(self._text) and not isinstance(value, dict | list | str) and self._more():
+                continue  # a number may go on
+            self._at = end
+            return value
+
+    def _next(self) -> str:
+        """Return the next character that is no space and no comma; "" at the end."""
+        while True:
+            self._at = _BETWEEN(self._text, self._at).end()  # type: ignore[union-attr]
+            if self._at < len(self._text) or not self._more():
+                return self._text[self._at : self._at + 1]
+
+    # ---- repairs
+
+    def _mend(self) -> bool:
+        """Mend what is wrong in the text at hand; return whether there was anything."""
+        rest = self._text[self._at :]
+        rest, empty = _EMPTY.subn(r'\1""', rest)
+        lone = 0
+
+        whole = len(rest) if self._ended else len(rest) - 6  # an escape may go on in the next piece
+
+        def escaped(match: re.Match[str]) -> str:
+            nonlocal lone
+            if match[1] is not None or match.start() >= whole:
+                return match[0]
+            lone += 1
+            return "\\\\"
+
+        rest = _BACKSLASH.sub(escaped, rest)
+        self.repairs["empty value"] += empty
+        self.repairs["backslash that escapes nothing"] += lone
+        self._text, self._at = rest, 0
+        return bool(empty + lone)
+
+    def _cut(self) -> None:
+        self._ended, self._at = True, len(self._text)
+        self.repairs["end that was cut off"] = 1
+
+    # ---- text
+
+    def _more(self) -> bool:
+        """Read another piece; return whether there was any."""
+        if self._ended:
+            return False
+        piece = ""
+        while not piece and (raw := self._raw.read(PIECE)):
+            piece = self._decoder.decode(self._unzipped(raw))
+        self._ended = not piece
+        self._text, self._at = self._text[self._at :] + piece, 0
+        self._progress(self._raw.tell())
+        return bool(piece)
+
+    def _unzipped(self, raw: bytes) -> bytes:
+        """Return what these bytes of the file hold; a zipped file may have several members."""
+        text = b""
+        try:
+            while self._unzip is not None and raw:
+                text += self._unzip.decompress(raw)
+                raw = self._unzip.unused_data
+                if self._unzip.eof:
+                    self._unzip = zlib.decompressobj(_GZIP)
+            return text + raw
+        except zlib.error:
+            self.repairs["zipped data that is damaged"] += 1
+            self._raw.seek(0, io.SEEK_END)
+            return text
