@@ -164,21 +164,18 @@ def predicted(timeline: Timeline) -> Timeline:
 
 def _work(one: Timeline) -> dict[str, float]:
     """Return seconds per rank by kind and stage, averaged over ranks, without the waits within actions."""
-    work = metrics.work(one.spans)
-    kinds = np.unique(work[["kind", "stage"]])
-    seconds_by_work = {}
-    for kind, stage in kinds.tolist():
-        of = work[(work["kind"] == kind) & (work["stage"] == stage)]
-        word = Kind(kind).word.replace("_", " ")
-        seconds_by_work[f"{word} of stage {stage}" if stage >= 0 else word] = float(
-            (of["end"] - of["start"]).sum()
-        )
-    within = metrics.waits_within(one.spans)
-    waited = float((within["end"] - within["start"]).sum())
-    whole = sum(seconds_by_work.values())
-    return {
-        what: seconds * (1 - waited / whole) / one.world_size for what, seconds in seconds_by_work.items()
+    words = {
+        (kind, stage): Kind(kind).word.replace("_", " ") + (f" of stage {stage}" if stage >= 0 else "")
+        for kind, stage in np.unique(metrics.work(one.spans)[["kind", "stage"]]).tolist()
     }
+    seconds_by_work = dict.fromkeys(words.values(), 0.0)
+    for rank in range(one.world_size):
+        mine = one.spans[one.spans["rank"] == rank]
+        work, worked = metrics.work(mine), metrics.worked(mine)
+        for (kind, stage), what in words.items():
+            of = (work["kind"] == kind) & (work["stage"] == stage)
+            seconds_by_work[what] += float(worked[of].sum()) / one.world_size
+    return seconds_by_work
 
 
 def _splits(row: Compared) -> bool:

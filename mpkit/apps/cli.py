@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _leave(str(error), 1)
     except KeyboardInterrupt:
         _leave("interrupted; the ranks are gone", 130)
+    except BrokenPipeError:  # as in `mpkit diagnose trace | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _leave(message: str, code: int) -> None:

@@ -118,7 +118,9 @@ class _Graph:
         data = metrics.loading(spans)
         self.loads = len(data) > 0
         begin = self._begin = metrics.extent(metrics.done(spans))[0]
-        took = (work["end"] - work["start"]) - _waited_within(work, metrics.waits_within(spans))
+        took = np.zeros(len(work))
+        for rank in range(world_size):
+            took[work["rank"] == rank] = metrics.worked(spans[spans["rank"] == rank])
         usual = {kind: float(took[work["kind"] == kind].mean()) for kind in np.unique(work["kind"]).tolist()}
         # ---- pieces, sorted by start, so that whatever a piece needs comes before it
         self._pieces: list[_Piece] = []
@@ -260,14 +262,3 @@ def _clipped(spans: Array, start: float, end: float) -> Array:
     cut = spans[(spans["start"] < end) & (spans["end"] > start)].copy()
     cut["start"], cut["end"] = np.maximum(cut["start"], start), np.minimum(cut["end"], end)
     return cut
-
-
-def _waited_within(work: Array, waits: Array) -> Array:
-    """Return the seconds that each action waits in its middle."""
-    waited = np.zeros(len(work))
-    for number, action in enumerate(work) if len(waits) else ():
-        own = waits[waits["rank"] == action["rank"]]
-        waited[number] = metrics.length(
-            metrics.covered(_clipped(own, float(action["start"]), float(action["end"])))
-        )
-    return waited

@@ -80,12 +80,31 @@ def waits_within(spans: Array) -> Array:
     return within
 
 
+def worked(mine: Array) -> Array:
+    """Return the seconds of each of a rank's actions without the waits inside it.
+
+    Args:
+        mine: the spans of one rank.
+    """
+    actions, waits = work(mine), covered(waits_within(mine))
+    if not len(waits):
+        seconds: Array = actions["end"] - actions["start"]
+        return seconds
+    ends = np.cumsum(waits[:, 1] - waits[:, 0])
+    waited = np.stack([ends - (waits[:, 1] - waits[:, 0]), ends], axis=1)  # before each border of a wait
+    at = [
+        actions[bound] - np.interp(actions[bound], waits.ravel(), waited.ravel())
+        for bound in ("start", "end")
+    ]
+    return np.asarray(at[1] - at[0])
+
+
 def busy(spans: Array, world_size: int) -> Array:
     """Return the seconds of work by rank: its actions, without the waits inside them."""
-    total = np.zeros(world_size)
-    for these, sign in ((work(spans), 1.0), (waits_within(spans), -1.0)):
-        total += sign * np.bincount(these["rank"], these["end"] - these["start"], minlength=world_size)
-    return total
+    if not len(waits_within(spans)):
+        these = work(spans)
+        return np.bincount(these["rank"], these["end"] - these["start"], minlength=world_size)
+    return np.array([worked(spans[spans["rank"] == rank]).sum() for rank in range(world_size)])
 
 
 def covered(spans: Array) -> Array:
