@@ -87,7 +87,8 @@ class _Builder:
             if what == ISSUE:
                 self.issued_after[row] = last
             elif what == PIECE:
-                last = self._add(Node.WORK, rank, row, end - start, end, needs)
+                # What overlaps with the piece before it, as a host that loads while its device computes, adds the rest.
+                last = self._add(Node.WORK, rank, row, end - max(start, at), max(end, at), needs)
                 at = max(at, end)
             else:
                 last = self._add(Node.WAIT, rank, row, max(end - at, 0.0), max(end, at), needs)
