@@ -88,6 +88,7 @@ class Slow(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return torch.randn(256), torch.randn(256)
 
 
+@pytest.mark.thorough
 def test_a_slow_loader(cluster: mk.Cluster) -> None:
     timeline = trained(cluster, chain([256] * 5), mk.Batches(Slow(), 32), mk.Plan.ddp(2))
     assert kinds(timeline)[0] == "data loading"
@@ -131,8 +132,14 @@ def test_work_that_one_rank_does_more(cluster: mk.Cluster) -> None:
         reduced(model)
         optimizer.step()
 
-    found = ran(cluster, program(body)).diagnose()
+    timeline = ran(cluster, program(body))
+    found = timeline.diagnose()
     assert found[0].kind == "straggler" and found[0].ranks == (0,)
+    for each in (timeline, mk.Timeline.of(cluster.trace, clock="measured")):
+        path = each.critical_path()
+        recorded = path.graph.end - path.graph.begin
+        assert path.graph.ends == pytest.approx(recorded, abs=1e-3 * path.step_time)
+        assert sum(op.seconds for op in path.ops) == pytest.approx(path.step_time)
 
 
 @pytest.mark.thorough
@@ -157,6 +164,7 @@ def test_a_host_that_does_something_else(cluster: mk.Cluster) -> None:
     assert kinds(ran(cluster, program(body, 256, 64), "measured"))[0] == "host-bound"
 
 
+@pytest.mark.thorough
 def test_barriers_in_the_loop(cluster: mk.Cluster) -> None:
     def body(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
         rank = torch.distributed.get_rank()

@@ -26,7 +26,9 @@ class Node(IntEnum):
 
     WORK = 0  # of an action, a copy or a load
     WAIT = 1  # a point at which a rank waits; it takes no time of its own
-    READY = 2  # a message was sent, or the last member of a collective has come; likewise
+    READY = (
+        2  # a message was sent, or the last member of a collective has come; or the time until one is issued
+    )
     TRANSFER = 3  # communication, once it was ready
     GAP = 4  # a rank does nothing known before its next operation: on a GPU, the host has not launched it
     BEFORE = 5  # a rank is not in this step yet
