@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = ["add_diagnose", "diagnose"]
@@ -13,12 +14,14 @@ def add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command = commands.add_parser(
         "diagnose",
         help="say why a recorded run's step takes as long as it does",
-        description="Reads a trace (what Trace.save or mpkit watch --trace wrote, or a run's folder) and prints "
-        "findings by "
+        description="Reads traces of torch.profiler, or mpkit's own (Trace.save, mpkit watch --trace), and "
+        "prints findings by "
         "what they cost: slow ranks and links, communication that nothing hides, uneven stages, loading, launches, and "
         "more; each with its reason, what to try and what that would gain.",
     )
-    command.add_argument("path", type=Path, help="the trace")
+    command.add_argument(
+        "paths", nargs="+", metavar="PATH", help="what mpkit open takes: files, or a folder with one per rank"
+    )
     command.add_argument("--step", type=int, help="which step; left out: one of median length")
     command.add_argument(
         "--hardware", help="the machine, if the trace does not name it, such as 8x-a100-nvlink"
@@ -31,19 +34,19 @@ def add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _run(options: argparse.Namespace) -> None:
     diagnose(
-        options.path, step=options.step, hardware=options.hardware, clock=options.clock, critical=options.critical,
+        options.paths, step=options.step, hardware=options.hardware, clock=options.clock, critical=options.critical,
         html=options.html,
     )  # fmt: skip
 
 
 def diagnose(
-    path: Path, *, step: int | None = None, hardware: str | None = None, clock: str | None = None,
+    paths: Sequence[str | Path], *, step: int | None = None, hardware: str | None = None, clock: str | None = None,
     critical: bool = False, html: Path | None = None,
 ) -> None:  # fmt: skip
     """Print the diagnosis of a trace.
 
     Args:
-        path: a trace's file or folder.
+        paths: as for `mk.open`.
         step: as for `Timeline.diagnose`.
         hardware: the machine that it ran on, for its memory and latency.
         clock: "measured" or "virtual"; None: that of the run.
@@ -54,10 +57,10 @@ def diagnose(
         ValueError: there is no such step or hardware.
         TraceError: the file is no trace.
     """
+    from mpkit.kineto.opening import open
     from mpkit.timeline.timeline import Timeline
-    from mpkit.trace import Trace
 
-    found = Timeline.of(Trace.load(path), clock=clock).diagnose(step, hardware=hardware)
+    found = Timeline.of(open(paths), clock=clock).diagnose(step, hardware=hardware)
     print(found)
     if critical:
         print(f"\n{found.path}")
