@@ -14,11 +14,14 @@ def add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command = commands.add_parser(
         "diagnose",
         help="say why a recorded run's step takes as long as it does",
-        description="Opens traces (torch.profiler's, what Trace.save or mpkit watch --trace wrote, or a run's folder) "
-        "and prints findings by what they cost: slow ranks and links, communication that nothing hides, uneven stages, "
-        "loading, launches, and more; each with its reason, what to try and what that would gain.",
+        description="Reads traces of torch.profiler, or mpkit's own (Trace.save, mpkit watch --trace), and "
+        "prints findings by "
+        "what they cost: slow ranks and links, communication that nothing hides, uneven stages, loading, launches, and "
+        "more; each with its reason, what to try and what that would gain.",
     )
-    command.add_argument("paths", nargs="+", metavar="PATH", help="files, or a folder with one file per rank")
+    command.add_argument(
+        "paths", nargs="+", metavar="PATH", help="what mpkit open takes: files, or a folder with one per rank"
+    )
     command.add_argument("--step", type=int, help="which step; left out: one of median length")
     command.add_argument(
         "--hardware", help="the machine, if the trace does not name it, such as 8x-a100-nvlink"
@@ -43,7 +46,7 @@ def diagnose(
     """Print the diagnosis of a trace.
 
     Args:
-        paths: as for `mpkit.open`.
+        paths: as for `mk.open`.
         step: as for `Timeline.diagnose`.
         hardware: the machine that it ran on, for its memory and latency.
         clock: "measured" or "virtual"; None: that of the run.

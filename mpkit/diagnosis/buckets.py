@@ -10,7 +10,6 @@ A bucket is late if it is issued only once the backward has ended, though it is 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,12 +29,22 @@ REDUCES = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 
 
 class _Late(NamedTuple):
-    """A bucket that a rank issued late: its row, its number among the rank's, how many there are, seconds too late."""
+    """A bucket that a rank issued late.
+
+    Attributes:
+        row: of its span.
+        number, of: its place among the rank's buckets of one group, from 1, and how many there are.
+        seconds: how much later it was issued than its gradients were there.
+        backward: the row of the backward that made them.
+        made: seconds of that backward until they were there.
+    """
 
     row: int
     number: int
     of: int
     seconds: float
+    backward: int
+    made: float
 
 
 def late_buckets(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
@@ -43,17 +52,14 @@ def late_buckets(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Find
     graph, late = evidence.graph, _late(evidence)
     if not late:
         return
-    earlier: dict[int, float] = {}  # by READY: all members could issue it so much earlier
-    members: dict[int, int] = defaultdict(int)
+    took, instead = graph.took.copy(), dict[int, tuple[int, ...]]()
     for each in late:
         for node in graph.of_row.get(each.row, []):
             if (ready := graph.ready_of.get(node)) is not None:
-                earlier[ready] = min(earlier.get(ready, np.inf), each.seconds)
-                members[ready] += 1
-    took = graph.took.copy()
-    for ready, much in earlier.items():
-        took[ready] = -much
-    gain = evidence.gain(took)
+                begin = graph.of_row[each.backward][0]
+                instead[ready] = instead.get(ready, ()) + graph.needs[begin]
+                took[ready] = max(took[ready], each.made)
+    gain = evidence.path.step_time - float(graph.play(took, instead=instead).max(initial=0.0))
     if not evidence.worth(gain):
         return
     first = max(late, key=lambda each: (each.seconds, -each.number))
@@ -81,20 +87,20 @@ def _late(evidence: Evidence) -> list[_Late]:
     actions = (spans["depth"] == 0) & np.isin(spans["kind"], BACKWARDS)
     reduces = np.isin(spans["kind"], REDUCES)
     for rank in range(evidence.graph.world_size):
-        backwards = spans[actions & (spans["rank"] == rank)]
+        backwards = np.flatnonzero(actions & (spans["rank"] == rank) & (spans["end"] > spans["start"]))
         rows = np.flatnonzero(reduces & (spans["rank"] == rank))
         if not len(backwards) or len(rows) < 2:
             continue
-        last = backwards[np.argmax(backwards["end"])]
+        last = int(backwards[np.argmax(spans["end"][backwards])])
         for group in np.unique(spans["group"][rows]).tolist():
             mine = rows[spans["group"][rows] == group]
             found += _late_of(spans, mine[np.argsort(spans["issued"][mine], kind="stable")], last)
     return found
 
 
-def _late_of(spans: Array, rows: Array, backward: Array) -> list[_Late]:
+def _late_of(spans: Array, rows: Array, backward: int) -> list[_Late]:
     """Return the late ones of a rank's buckets of one group, in the order in which they were issued."""
-    start, end = float(backward["start"]), float(backward["end"])
+    start, end = float(spans["start"][backward]), float(spans["end"][backward])
     rows = rows[spans["issued"][rows] >= start]  # those before belong to earlier backwards
     size = spans["bytes"][rows].astype(float)
     if len(rows) < 2 or not size.sum():
@@ -102,7 +108,14 @@ def _late_of(spans: Array, rows: Array, backward: Array) -> list[_Late]:
     ready = start + (end - start) * np.cumsum(size) / size.sum()
     issued, close = spans["issued"][rows], 1e-6 * (end - start)
     return [
-        _Late(int(row), number + 1, len(rows), float(issued[number] - ready[number]))
+        _Late(
+            row,
+            number + 1,
+            len(rows),
+            float(issued[number] - ready[number]),
+            backward,
+            float(ready[number] - start),
+        )
         for number, row in enumerate(rows.tolist()[:-1])
         if issued[number] >= end - close
     ]

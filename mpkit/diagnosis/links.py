@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mpkit.diagnosis.evidence import Evidence, listed
 from mpkit.support.units import bytes_text, percent, seconds
-from mpkit.timeline.dependencies.graph import Node
 from mpkit.timeline.findings.finding import Finding
 from mpkit.trace import Kind
 
 __all__ = ["SLOW", "slow_links", "small_messages"]
+
+Array = npt.NDArray[Any]
 
 SLOW = 1.5
 """How many times as long as between other ranks a communication must take on a slow link."""
@@ -50,9 +52,16 @@ def slow_links(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Findin
         alike[met.kind, len(met.ranks)].append(met)
     for mets in alike.values():
         links = sorted({met.ranks for met in mets})
-        for link in links if len(links) > 2 else []:
+        size, took_all = np.array([met.nbytes for met in mets]), np.array([met.took for met in mets])
+        numbers = {link: number for number, link in enumerate(links)}
+        of_link = np.array([numbers[met.ranks] for met in mets])
+        for number, link in enumerate(links if len(links) > 2 else []):
             own = [met for met in mets if met.ranks == link]
-            usual = {met: _usual(met, mets) for met in own}
+            others = of_link != number
+            by_size = {
+                nbytes: _usual(nbytes, size[others], took_all[others]) for nbytes in {m.nbytes for m in own}
+            }
+            usual = {met: by_size[met.nbytes] for met in own}
             known = [met for met in own if usual[met] > 0]
             should, took = sum(usual[met] for met in known), sum(met.took for met in known)
             if not known or took < SLOW * should:
@@ -66,14 +75,10 @@ def slow_links(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Findin
                 yield _slow(evidence, link, took, should, known, gain, rows)
 
 
-def _usual(met: _Met, mets: Sequence[_Met]) -> float:
-    """Return the median seconds of other ranks' communications of about the same size; 0 if there are none."""
-    near = [
-        each.took
-        for each in mets
-        if each.ranks != met.ranks and each.nbytes <= ALIKE * met.nbytes and met.nbytes <= ALIKE * each.nbytes
-    ]
-    return float(np.median(near)) if near else 0.0
+def _usual(nbytes: int, size: Array, took: Array) -> float:
+    """Return the median seconds of other ranks' communications of about so many bytes; 0 if there are none."""
+    near = took[(size <= ALIKE * nbytes) & (nbytes <= ALIKE * size)]
+    return float(np.median(near)) if len(near) else 0.0
 
 
 def _slow(
@@ -105,11 +110,10 @@ def small_messages(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Fi
         taking = [met.took for met in mets if met.took > 0]
         if len(taking) < MANY:
             continue
-        latency = _latency(evidence, mets)
-        share = latency / float(np.mean(taking))
+        share = _latency_share(evidence, mets)
         if share < LATENCY:
             continue
-        saved = latency * (1 - 1 / MERGED)
+        saved = share * float(np.mean(taking)) * (1 - 1 / MERGED)
         rows = [row for met in mets for row in met.rows]
         factors = [max(1 - saved / met.took, 0.0) if met.took else 1.0 for met in mets for _ in met.rows]
         gain = evidence.gain(evidence.scaled(rows, factors))
@@ -127,14 +131,17 @@ def small_messages(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Fi
             )  # fmt: skip
 
 
-def _latency(evidence: Evidence, mets: Sequence[_Met]) -> float:
-    """Return the seconds that the shortest of these would take without bytes, at the rate of the machine's link."""
-    shortest = min((met for met in mets if met.took > 0), key=lambda met: met.took)
+def _latency_share(evidence: Evidence, mets: Sequence[_Met]) -> float:
+    """Return the share of these communications' time that they would take without bytes.
+
+    By the machine's link, if it is known; else the shortest one seen counts as latency.
+    """
     if evidence.machine is None:
-        return shortest.took
-    at = evidence.machine.time
-    wire = at(shortest.kind, shortest.nbytes, shortest.ranks) - at(shortest.kind, 0, shortest.ranks)
-    return max(shortest.took - wire, 0.0)
+        taking = [met.took for met in mets if met.took > 0]
+        return min(taking) / float(np.mean(taking))
+    times = [evidence.machine.time(met.kind, met.nbytes, met.ranks) for met in mets]
+    whole = sum(times)
+    return len(mets) * evidence.machine.time(mets[0].kind, 0, mets[0].ranks) / whole if whole else 0.0
 
 
 def _meetings(evidence: Evidence) -> list[_Met]:
@@ -157,5 +164,4 @@ def _meetings(evidence: Evidence) -> list[_Met]:
                 tuple(sorted(ranks)), MESSAGES[1] if kind in MESSAGES else kind, int(one["bytes"]), rows, took
             )
         )
-    assert all(graph.kind[node] == Node.TRANSFER for each in nodes.values() for node in each)
     return mets

@@ -96,7 +96,10 @@ def bubble(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     even = simulate(shape, **mean, hop=hop)
     now = even.step_time
     parts: dict[str, Any] = {name: value * m / more for name, value in mean.items()}
-    then = simulate(replace(shape, microbatches=more), **parts, hop=hop).step_time
+    schedule = (
+        "1f1b" if plan.schedule == "naive" else plan.schedule
+    )  # one after the other, more would be no better
+    then = simulate(replace(shape, schedule=schedule, microbatches=more), **parts, hop=hop).step_time
     if not evidence.worth(now - then):
         return
     expects = (
@@ -105,7 +108,8 @@ def bubble(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     yield evidence.finding(
         "schedule's bubble",
         f"With equal stages ranks are idle for {percent(even.bubble)}, {expects} with {p} ranks and {m} "
-        f"micro-batch{'es' * (m > 1)}; {more} micro-batches would take {evidence.share(now - then)} of the step less.",
+        f"micro-batch{'es' * (m > 1)}; {more}{' of 1f1b' * (schedule != plan.schedule)} would "
+        f"take {evidence.share(now - then)} of the step less.",
         reason="A pipeline fills at the begin and drains at the end; both take as long as a few micro-batches, so they "
         "count less if there are more of them.",
         remedy=f"microbatches={more}, each {more / m:g} times smaller (as long as their kernels still fill the "

@@ -81,15 +81,16 @@ def _finding(evidence: Evidence, rank: int, ratio: float, gain: float, rows: Arr
     of_all = f", {percent(float(for_it.sum()) / total)} of their waiting" if total else ""
     arrives = ""
     if waiting.last[rank]:
-        arrives = f"arrives last in {waiting.last[rank]} of {waiting.collectives} collectives: "
+        arrives = f"arrives last in {waiting.last[rank]} of {waiting.collectives} collectives: it "
     words = (
-        f"Rank {rank} {arrives}it takes {ratio:.2f} times as long as ranks that do the same, and the others wait "
+        f"Rank {rank} {arrives}takes {ratio:.2f} times as long as ranks that do the same, and the others wait "
         f"{seconds(mean)} a step for it{of_all}."
     )
     return evidence.finding(
         "straggler",
         words,
-        reason="A collective begins when its last member has come, so every rank goes at the pace of the slowest.",
+        reason="A collective begins when its last member has come, and a stage when it has its inputs: all go at the "
+        "pace of the slowest.",
         remedy=f"Compare rank {rank}'s device with the others: clock rate, temperature, other programs on it, "
         f"its share "
         "of the batch, work that only this rank does.",

@@ -17,6 +17,7 @@ from mpkit.support.disk import write_whole
 from mpkit.support.display import data_frame, draw, written
 from mpkit.support.tracebacks import public
 from mpkit.timeline import metrics
+from mpkit.timeline.breakdown import Breakdown, breakdown
 from mpkit.timeline.clock_notes import clock_notes
 from mpkit.timeline.figures import Figures
 from mpkit.timeline.placement_notes import placement_notes
@@ -168,6 +169,25 @@ class Timeline(Replayed, Figures):
 
         number = self.steps[-1] if step is None and self.steps else step
         return critical_path(self if number is None else self.step(number), -1 if number is None else number)
+
+    def breakdown(self, step: int | None = None, *, tick: float = 0.0) -> Breakdown:
+        """Return how long each rank computes, only moves data, or is idle, as HolisticTraceAnalysis counts it.
+
+        Args:
+            step: of this step; None: of everything, from each rank's first kernel to its last.
+            tick: seconds; 1e-6 shrinks what runs to whole microseconds, as HTA does.
+
+        Raises:
+            ValueError: there is no such step.
+
+        >>> import mpkit as mk
+        >>> print(mk.simulate(mk.Plan.gpipe(2, 2), hop=0.5).breakdown())
+        rank   total          compute           other            idle  overlap
+           0  10.0 s  6.00 s (60.0 %)  500 ms (5.0 %)  3.50 s (35.0 %)   50.0 %
+           1  6.50 s  6.00 s (92.3 %)  500 ms (7.7 %)      0 s (0.0 %)   50.0 %
+        """
+        spans = self.spans if step is None else self.step(step).spans
+        return breakdown(spans, self.world_size, tick)
 
     def diagnose(self, step: int | None = None, *, hardware: Hardware | str | None = None) -> Diagnosis:
         """Say why a step takes as long as it does: findings by what they cost, with reasons and what to try.

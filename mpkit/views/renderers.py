@@ -13,6 +13,10 @@ RENDERERS = {
         "widget": "mpkit.views.timeline.widget:TimelineView",
         "bundle": "mpkit.views.timeline.fallback:static_bundle",
     },
+    "Breakdown": {
+        "text": "mpkit.views.timeline.breakdown:breakdown_text",
+        "html": "mpkit.views.timeline.breakdown:breakdown_html",
+    },
     "CriticalPath": {
         "text": "mpkit.views.timeline.critical:critical_text",
         "svg": "mpkit.views.timeline.critical:critical_svg",

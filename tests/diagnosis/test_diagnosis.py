@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,12 @@ from tests.diagnosis.planted import (
     first_finding,
     full,
     pipeline,
+    played,
     slow_loader,
     slow_rank,
+    walled,
     with_ops,
-)
+)  # fmt: skip
 
 KINDS = sorted({case.kind for case in CASES})
 MIDDLE = [[case for case in CASES if case.kind == kind][2] for kind in KINDS]
@@ -168,3 +171,31 @@ def test_the_command_line_prints_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         main(["diagnose", str(tmp_path / "none.trace")])
     assert "no such file" in capsys.readouterr().err
+
+
+# ---- other plans than those of the cases --------------------------------------------------------------------------
+
+OTHERS = {
+    "zero 3": (mk.Plan(dp=4, zero=3), 16384),
+    "pp x dp": (mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=16), 32768),
+    "tensor parallel": (mk.Plan.tp(4), 16384),
+    "gpipe": (mk.Plan.gpipe(4, 24), 49152),
+}
+PLANTS: dict[str, Callable[[mk.Trace], mk.Timeline]] = {
+    "straggler": lambda trace: slow_rank(trace, 1, 1.3),
+    "data loading": lambda trace: slow_loader(trace, range(1, 2), 0.3),
+    "host-bound": lambda trace: walled(
+        trace, (Kind.FORWARD, Kind.BACKWARD), mk.Timeline.of(trace).step_time * 0.03
+    ),
+    "synchronizing call": lambda trace: walled(
+        trace, (Kind.FORWARD,), mk.Timeline.of(trace).step_time * 0.05, call=True
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("kind", PLANTS)
+def test_a_cause_planted_in_another_plan_is_first(name: str, kind: str) -> None:
+    plan, batch = OTHERS[name]
+    assert PLANTS[kind](played(plan, 8, batch)).diagnose()[0].kind == kind

@@ -11,6 +11,7 @@ from mpkit.kineto.about import about
 from mpkit.kineto.communication import communications
 from mpkit.kineto.events import Events, read_events
 from mpkit.kineto.lanes import gpu_time
+from mpkit.timeline.breakdown import breakdown
 from mpkit.trace import Kind
 
 GIVEN = Path(__file__).parents[2].parent / "shared" / "traces"
@@ -38,6 +39,18 @@ def test_gpu_time_is_what_hta_says(resnet: Events) -> None:
         338_781, 75_169, 21_636, 435_586,
     ]  # fmt: skip
     assert 100 * time.overlap == pytest.approx(14.31, abs=0.01)
+
+
+def test_the_timeline_has_hta_s_numbers_and_says_that_the_host_is_late() -> None:
+    timeline = mk.Timeline.of(mk.open(GIVEN / "nccl_data.json.gz"))
+    found = breakdown(timeline.spans[timeline.spans["step"] < timeline.steps[-1]], 1, 1e-6)
+    assert [1e6 * float(each[0]) for each in (found.idle, found.compute, found.total)] == pytest.approx(
+        [338_781, 75_169, 435_586], rel=0.01
+    )
+    assert 100 * found.overlap[0] == pytest.approx(14.31, rel=0.01)
+    path = timeline.critical_path()
+    assert path.graph.ends == pytest.approx(path.graph.end - path.graph.begin, abs=1e-6)
+    assert timeline.diagnose()[0].kind == "host-bound"
 
 
 def test_collectives_are_ddps_buckets_and_buffers(resnet: Events) -> None:

@@ -70,7 +70,7 @@ class _Builder:
     # ---- lanes ----------------------------------------------------------------------------------------------
 
     def _lane(self, rank: int, items: list[Item]) -> None:
-        last, at = -1, self.begin
+        last, at, first = -1, self.begin, len(self.needs)
         explicit = any(item.what == 1 for item in items)
         for what, row, start, end in items:
             if start > at + self.close:
@@ -85,14 +85,33 @@ class _Builder:
                 at = start
             needs = [last] if last >= 0 else []
             if what == ISSUE:
-                self.issued_after[row] = last
+                self.issued_after[row] = self._issued(rank, row, start, last, first)
             elif what == PIECE:
-                last = self._add(Node.WORK, rank, row, end - start, end, needs)
+                # What overlaps with the piece before it, as a host that loads while its device computes, adds the rest.
+                last = self._add(Node.WORK, rank, row, end - max(start, at), max(end, at), needs)
                 at = max(at, end)
             else:
                 last = self._add(Node.WAIT, rank, row, max(end - at, 0.0), max(end, at), needs)
                 self.waits.append((last, row))
                 at = max(at, end)
+
+    def _issued(self, rank: int, row: int, time: float, last: int, first: int) -> int:
+        """Return the piece after which a rank issued a communication.
+
+        On a stream of its own one may begin while the compute lane stands still: then it came some time after the last
+        piece that had ended by then.
+
+        Args:
+            rank, row, time: of the communication.
+            last, first: the last and the first piece of the rank's lane so far.
+        """
+        if last < 0 or self.columns[last][4] <= time + self.close:
+            return last
+        before = last
+        while before >= first and self.columns[before][4] > time + self.close:
+            before -= 1
+        ended, needs = (self.columns[before][4], [before]) if before >= first else (self.begin, [])
+        return self._add(Node.READY, rank, row, time - ended, time, needs)
 
     def _wait(self, piece: int, row: int) -> None:
         """Give a wait what it waited for; what is left of its time has no known reason."""

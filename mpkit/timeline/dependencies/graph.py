@@ -7,7 +7,7 @@ what does not change is who waits for whom, and the order in which each rank wor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -26,7 +26,9 @@ class Node(IntEnum):
 
     WORK = 0  # of an action, a copy or a load
     WAIT = 1  # a point at which a rank waits; it takes no time of its own
-    READY = 2  # a message was sent, or the last member of a collective has come; likewise
+    READY = (
+        2  # a message was sent, or the last member of a collective has come; or the time until one is issued
+    )
     TRANSFER = 3  # communication, once it was ready
     GAP = 4  # a rank does nothing known before its next operation: on a GPU, the host has not launched it
     BEFORE = 5  # a rank is not in this step yet
@@ -66,21 +68,29 @@ class StepGraph:
         """Seconds of the step."""
         return float(self.ends.max(initial=0.0))
 
-    def play(self, took: Array | Sequence[float], *, without: Collection[int] = ()) -> Array:
+    def play(
+        self,
+        took: Array | Sequence[float],
+        *,
+        without: Collection[int] = (),
+        instead: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> Array:
         """Return (n,) seconds from the step's begin at which each piece ends if they take so long.
 
         Args:
-            took: (n,) seconds; a READY may take less than 0, if a communication is to be issued earlier.
+            took: (n,) seconds.
             without: pieces that nobody waits for any more.
+            instead: what some pieces need instead of what they needed; all of it comes before them.
         """
         ends = [0.0] * len(self.needs)
         times = np.asarray(took, float).tolist()
+        other = instead or {}
         for number, needs in enumerate(self.needs):
             at = 0.0
-            for need in needs:
+            for need in other.get(number, needs):
                 if ends[need] > at and need not in without:
                     at = ends[need]
-            ends[number] = max(at + times[number], 0.0)
+            ends[number] = at + times[number]
         return np.array(ends)
 
     def time_with(self, took: Array) -> float:

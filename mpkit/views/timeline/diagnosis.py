@@ -35,13 +35,12 @@ PARTS = {Lane.COMM: "comm", Lane.HOST: "host", Lane.DATA: "data"}
 
 def heading(found: Diagnosis) -> str:
     """Say which step was diagnosed and how much the findings come to."""
+    ranks = found.path.timeline.world_size
     what = f"Step {found.step}" if found.step >= 0 else "The timeline"
     many = (
         f"{len(found)} finding{'s' * (len(found) != 1)}" if len(found) else "nothing costs 2 % of it or more"
     )
-    return (
-        f"{what} ({found.why}): {seconds(found.step_time)} on {found.path.timeline.world_size} ranks; {many}."
-    )
+    return f"{what} ({found.why}): {seconds(found.step_time)} on {ranks} rank{'s' * (ranks != 1)}; {many}."
 
 
 def diagnosis_text(found: Diagnosis, width: int = 110) -> str:

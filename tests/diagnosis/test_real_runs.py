@@ -1,0 +1,176 @@
+"""Causes planted in real runs on CPU ranks: the first finding names them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from tests.recipes import sgd
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[mk.Cluster]:
+    with mk.Cluster(2, device="cpu") as cluster:
+        yield cluster
+
+
+def chain(widths: list[int]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+
+
+def samples(count: int, width: int) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(count, width), torch.randn(count, width))]
+
+
+def trained(cluster: mk.Cluster, model: nn.Module, data: Any, plan: mk.Plan) -> mk.Timeline:
+    run = cluster.train(model, data, plan, steps=STEPS, loss=F.mse_loss, optimizer=sgd)
+    return run.wait().timeline()
+
+
+def ran(cluster: mk.Cluster, program: Callable[[Any], None], clock: str = "virtual") -> mk.Timeline:
+    cluster.run(program, watch=True)
+    return mk.Timeline.of(cluster.trace, clock=clock)
+
+
+def kinds(timeline: mk.Timeline, **given: Any) -> list[str]:
+    return [finding.kind for finding in timeline.diagnose(**given)]
+
+
+# ---- trainings --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+def test_a_large_stage(cluster: mk.Cluster) -> None:
+    timeline = trained(cluster, chain([512] * 9), samples(512, 512), mk.Plan.gpipe(2, 8, cut=[6]))
+    assert kinds(timeline)[0] == "unbalanced stages"
+    assert timeline.diagnose()[0].ranks == (0,)
+
+
+@pytest.mark.thorough
+def test_few_micro_batches(cluster: mk.Cluster) -> None:
+    timeline = trained(cluster, chain([512] * 9), samples(1024, 512), mk.Plan.gpipe(2, 1))
+    assert kinds(timeline)[0] == "schedule's bubble"
+
+
+@pytest.mark.thorough
+def test_buckets_of_one_weight_each(cluster: mk.Cluster) -> None:
+    timeline = trained(cluster, chain([32] * 33), samples(16, 32), mk.Plan(dp=2, bucket_mb=0.001))
+    assert kinds(timeline)[0] == "small messages"
+
+
+@pytest.mark.thorough
+def test_recomputation_of_little(cluster: mk.Cluster) -> None:
+    plan = mk.Plan(pp=2, schedule="gpipe", microbatches=8, recompute="full")
+    timeline = trained(cluster, chain([1024] * 5), samples(128, 1024), plan)
+    assert "useless recomputation" in kinds(timeline)[:1]
+
+
+class Slow(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Samples that take a while to decode."""
+
+    def __len__(self) -> int:
+        return 32 * STEPS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(0.002)
+        return torch.randn(256), torch.randn(256)
+
+
+@pytest.mark.thorough
+def test_a_slow_loader(cluster: mk.Cluster) -> None:
+    timeline = trained(cluster, chain([256] * 5), mk.Batches(Slow(), 32), mk.Plan.ddp(2))
+    assert kinds(timeline)[0] == "data loading"
+
+
+@pytest.mark.thorough
+def test_memory_that_is_nearly_used_up(cluster: mk.Cluster) -> None:
+    timeline = trained(cluster, chain([256] * 5), samples(64, 256), mk.Plan.ddp(2))
+    peak, machine = max(held["total"] for held in timeline.peak_memory_of_run), mk.hardware("cpu")
+    small = replace(machine, device=replace(machine.device, memory=round(peak / 0.95)))
+    assert kinds(timeline, hardware=small)[0] == "memory near the limit"
+
+
+# ---- programs of one's own, watched ------------------------------------------------------------------------------
+
+
+def program(
+    body: Callable[[nn.Module, Tensor, torch.optim.Optimizer], None], width: int = 512, rows: int = 256
+) -> Any:
+    def run(ctx: Any) -> None:
+        torch.set_num_threads(1)
+        model = chain([width] * 5)
+        x, optimizer = torch.randn(rows, width), torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(STEPS):
+            body(model, x, optimizer)
+            mk.step()
+
+    return run
+
+
+def reduced(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        torch.distributed.all_reduce(parameter.grad)
+
+
+def test_work_that_one_rank_does_more(cluster: mk.Cluster) -> None:
+    def body(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        y = model(x if torch.distributed.get_rank() else torch.cat([x, x, x]))
+        y.square().mean().backward()
+        reduced(model)
+        optimizer.step()
+
+    timeline = ran(cluster, program(body))
+    found = timeline.diagnose()
+    assert found[0].kind == "straggler" and found[0].ranks == (0,)
+    for each in (timeline, mk.Timeline.of(cluster.trace, clock="measured")):
+        path = each.critical_path()
+        recorded = path.graph.end - path.graph.begin
+        assert path.graph.ends == pytest.approx(recorded, abs=1e-3 * path.step_time)
+        assert sum(op.seconds for op in path.ops) == pytest.approx(path.step_time)
+
+
+@pytest.mark.thorough
+def test_gradients_that_are_reduced_at_the_end(cluster: mk.Cluster) -> None:
+    def body(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        model(x).square().mean().backward()
+        reduced(model)
+        optimizer.step()
+
+    assert "late bucket" in kinds(ran(cluster, program(body, 768, 512)))[:1]
+
+
+def test_a_host_that_does_something_else(cluster: mk.Cluster) -> None:
+    def body(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(4):
+            loss = model(x).square().mean()
+            time.sleep(0.02)
+            loss.backward()
+            time.sleep(0.02)
+        optimizer.step()
+
+    assert kinds(ran(cluster, program(body, 256, 64), "measured"))[0] == "host-bound"
+
+
+@pytest.mark.thorough
+def test_barriers_in_the_loop(cluster: mk.Cluster) -> None:
+    def body(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        rank = torch.distributed.get_rank()
+        for number in range(6):
+            torch.distributed.barrier()
+            model(torch.cat([x, x, x]) if number % 2 == rank else x).square().mean().backward()
+        optimizer.step()
+
+    assert kinds(ran(cluster, program(body)))[0] == "synchronizing call"
