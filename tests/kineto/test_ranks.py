@@ -145,3 +145,17 @@ def test_waits_are_for_what_ended_last(tmp_path: Path) -> None:
     assert {Kind(int(kind)) for kind in spans["kind"][waits["cause"]]} == {Kind.ALL_REDUCE}
     longest = waits[int((waits["end"] - waits["start"]).argmax())]
     assert longest["end"] - longest["start"] == pytest.approx(1500e-6, rel=0.01)
+
+
+def test_one_perfetto_trace_has_all_ranks_and_arrows_from_who_came_last(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    trace = mk.open(mesh_of_four(folder))
+    events = json.loads(trace.timeline().to_perfetto(tmp_path / "all.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+    arrows = [event for event in events if event["name"] == "came last"]
+    first = [event for event in arrows if event["ph"] == "s"]
+    assert len(arrows) == 2 * len(first)
+    assert len(first) == 3 * (2 * 2 + 2)  # steps x (2 in each of 2 tp groups, 1 in each of 2 dp groups)
+    last = {event["pid"] for event in first if event["ts"] % 10_000 > 4000}
+    assert last == {2, 3}  # their all-reduces among dp begin 10 us later per rank
