@@ -31,6 +31,7 @@ def _open(options: argparse.Namespace) -> None:
     trace = open(options.paths)
     timeline = trace.timeline(options.on)
     print(timeline)
+    print(f"inferred: {trace.inferred}")
     if options.html:
         timeline.to_html(options.html)
         print(f"mpkit: an interactive timeline is in {options.html}")

@@ -84,8 +84,10 @@ def _count_microbatches(events: Events, work: Work, actions: list[Action]) -> No
     for action in actions:
         if action.kind not in (Kind.FORWARD, Kind.BACKWARD):
             continue
-        if trivial[work.name[action.first : action.last]].all():
+        real = np.flatnonzero(~trivial[work.name[action.first : action.last]])
+        if not len(real):
             action.kind = Kind.COMPUTE
             continue
+        action.first += int(real[0])
         action.microbatch = counted[action.step, action.kind]
         counted[action.step, action.kind] += 1

@@ -137,9 +137,13 @@ def _of_operators(events: Events, about: About) -> Iterator[Comm]:
         if name.startswith(BACKENDS):
             runs[_queue(kind_of(name))].append(row)
     issued: dict[str, list[int]] = defaultdict(list)
-    for row in np.argsort(ops.start, kind="stable").tolist():
+    reached: dict[int, int] = {}
+    for row in np.lexsort((-ops.end, ops.start)).tolist():
         name = events.names[ops.name[row]]
         if name.startswith("c10d::") and kind_of(name.removeprefix("c10d::")) is not None:
+            if ops.start[row] < reached.get(int(ops.thread[row]), -1):
+                continue  # the same call, dispatched on to the backend's kernel
+            reached[int(ops.thread[row])] = int(ops.end[row])
             issued[_queue(kind_of(name.removeprefix("c10d::")))].append(row)
     for queue in {*runs, *issued}:
         pairs = len(runs[queue]) == len(issued[queue])

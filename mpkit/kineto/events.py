@@ -35,7 +35,9 @@ CATEGORIES = {
 DEVICE = ("kernel", "copy", "set")
 COLUMNS = ("name", "thread", "correlation", "external", "nbytes", "records")
 _COMMUNICATES = ("Collective name", "Process Group Name", "In msg nelems")
-_CALLS = re.compile(r"c10d::|record_param_comms|gloo:|nccl:|rccl:|ucc:|xccl:|mpi:")
+_CALLS = re.compile(
+    r"torch::autograd::AccumulateGrad|c10d::|record_param_comms|gloo:|nccl:|rccl:|ucc:|xccl:|mpi:"
+)
 
 
 class Table:

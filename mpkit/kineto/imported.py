@@ -10,7 +10,7 @@ facts       in `meta["imported"]`: files, ranks, repairs, how busy GPUs are; and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from mpkit.kineto.hardware import machine_of
 from mpkit.kineto.lanes import gpu_time
 from mpkit.kineto.plain import plain_trace
 from mpkit.kineto.rank import rank_trace
+from mpkit.kineto.said import said_by
 from mpkit.support.units import seconds
 from mpkit.trace import Trace
 
@@ -129,6 +130,8 @@ def _meta(
         "repairs": [events.repairs for _, events in parts],
         "clocks": [asdict(clock) for clock in clocks],
         "gpu_time": [asdict(time) if time else None for time in times],
+        "groups": [_groups(mine, index, at) for at, mine in enumerate(comms)],
+        "said": [said_by(events) for _, events in parts],
         "reserved": [int(events.memory[:, 4].max(initial=-1)) for _, events in parts],
     }
     imported["notes"] = _notes(parts, imported, clocks)
@@ -136,6 +139,17 @@ def _meta(
         "world_size": len(parts), "device": "cuda" if on_device else "cpu", "axes": axes, "imported": imported,
         "hardware": machine_of(device or "a GPU") if on_device else "cpu",
     }  # fmt: skip
+
+
+def _groups(comms: Sequence[Comm], index: Mapping[int, int], mine: int) -> dict[str, list[Any]]:
+    """Return how many ranks a rank's groups really have, absent ones too, and their axis, by kind and group."""
+    counted: dict[str, Counter[tuple[int, str]]] = {}
+    for comm in comms:
+        here = sorted(index[rank] for rank in comm.call.members if rank in index)
+        key = f"{comm.kind.word} {','.join(map(str, here if mine in here else [mine]))}"
+        whole = max(len(comm.call.members), 1), comm.call.axis
+        counted.setdefault(key, Counter())[whole] += comm.call.nbytes + 1
+    return {key: list(groups.most_common(1)[0][0]) for key, groups in counted.items()}
 
 
 def _notes(

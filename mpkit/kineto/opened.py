@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from mpkit.kineto.inference.infer import Inferred, infer
 from mpkit.support.tracebacks import public
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Trace
@@ -24,6 +26,11 @@ class OpenedTrace(Trace):
     def notes(self) -> list[str]:
         """Sentences on what a reader should know: absent ranks, repairs of the files, how clocks were aligned."""
         return list(self.meta.get("imported", {}).get("notes", []))
+
+    @cached_property
+    def inferred(self) -> Inferred:
+        """The plan that the program ran as far as the trace tells it, with a sentence of evidence for each part."""
+        return infer(self)
 
     def timeline(self, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
         """Return the trace on a clock.

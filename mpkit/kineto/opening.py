@@ -16,6 +16,7 @@ from typing import Any
 
 from mpkit.errors import TraceError
 from mpkit.kineto.imported import import_traces
+from mpkit.kineto.inference.mesh_fit import plan_of_mesh
 from mpkit.kineto.opened import OpenedTrace
 from mpkit.kineto.read import looks_like_json
 from mpkit.support.tracebacks import public
@@ -62,7 +63,13 @@ def open(path: Paths) -> OpenedTrace:
         )
     with _progress(files) as progress:
         trace = import_traces(files, progress)
-    return OpenedTrace(trace.ranks, trace.meta)
+    opened = OpenedTrace(trace.ranks, trace.meta)
+    if (plan := plan_of_mesh(opened, opened.inferred.plan)) is not None:
+        opened.meta["plan"] = plan.to_json()
+        opened.meta["imported"]["notes"].append(
+            f"The plan is inferred (trace.inferred has the evidence): {plan}."
+        )
+    return opened
 
 
 def _own(path: Path) -> Trace | None:

@@ -34,6 +34,7 @@ _ACTIONS = {
     "BACKWARD_INPUT": Kind.INPUT_GRAD, "BACKWARD_WEIGHT": Kind.WEIGHT_GRAD,
     "Forward": Kind.FORWARD, "Backward": Kind.BACKWARD,
 }  # fmt: skip
+_BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.RECOMPUTE)
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
 
 
@@ -93,7 +94,7 @@ def place_of(events: Events, asked: Array) -> Array:
     place["step"][here] = [numbers[int(row)] for row in which[here]]
     if not numbers:
         _count_steps(asked, place)
-    _mark_rest(asked, place)
+    _mark_rest(events, asked, place)
     return place
 
 
@@ -139,17 +140,41 @@ def _count_steps(asked: Array, place: Array) -> None:
         place["step"][order] = np.cumsum(np.diff(updates, prepend=0) == -1)
 
 
-def _mark_rest(asked: Array, place: Array) -> None:
-    """Take for a forward what has no phase yet and comes before a backward of its step, all else for other work."""
+def _mark_rest(events: Events, asked: Array, place: Array) -> None:
+    """Give what has no phase yet one, by what comes before and after it in its step.
+
+    Before a backward it belongs to the forward; but between two backwards to the backward, unless autograd records it;
+    and before a forward that an annotation begins it is other work, as is everything else.
+    """
     order = np.argsort(asked, kind="stable")
     kind, step = place["kind"][order], place["step"][order]
-    known = np.flatnonzero(kind)
-    backward = (kind == Kind.BACKWARD) | (kind == Kind.INPUT_GRAD) | (kind == Kind.RECOMPUTE)
+    unknown, known = kind == 0, np.flatnonzero(kind)
+    backward = np.isin(kind, _BACKWARDS)
     if not backward.any():
-        kind[kind == 0] = Kind.FORWARD if not len(known) else Kind.COMPUTE
+        kind[unknown] = Kind.COMPUTE if len(known) else Kind.FORWARD
     else:
-        unknown = np.flatnonzero(kind == 0)
-        following = known[np.minimum(np.searchsorted(known, unknown), len(known) - 1)]
-        before = (following > unknown) & backward[following] & (step[following] == step[unknown])
-        kind[unknown] = np.where(before, Kind.FORWARD, Kind.COMPUTE)
+        ops = events["op"]
+        recorded, _ = _inside(asked[order], ops.start[ops.records == 1], ops.end[ops.records == 1])
+        another = np.diff(step, prepend=step[:1]) != 0
+        begins = np.flatnonzero(unknown & (another | ~np.concatenate([[False], unknown[:-1]])))
+        over = np.concatenate([~unknown[1:] | another[1:], [True]])
+        phases = np.flatnonzero((kind != 0) & (kind != Kind.COMPUTE))
+        for first, last in zip(begins.tolist(), (np.flatnonzero(unknown & over) + 1).tolist(), strict=True):
+            at = int(np.searchsorted(phases, first))
+            before, after = (
+                Kind(int(kind[phases[i]]))
+                if 0 <= i < len(phases) and step[phases[i]] == step[first]
+                else None
+                for i in (at - 1, at)
+            )
+            kind[first:last] = _between(before, after, bool(recorded[first:last].any()))
     place["kind"][order] = kind
+
+
+def _between(before: Kind | None, after: Kind | None, recorded: bool) -> Kind:
+    """Return the phase of work between two of the same step; `recorded`: whether autograd records it."""
+    if after == Kind.FORWARD:
+        return Kind.FORWARD if before == Kind.FORWARD or (before is not None and recorded) else Kind.COMPUTE
+    if after not in _BACKWARDS:
+        return Kind.COMPUTE
+    return Kind.BACKWARD if before in _BACKWARDS and not recorded else Kind.FORWARD

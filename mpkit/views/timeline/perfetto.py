@@ -3,6 +3,7 @@
     a process per rank, a thread per lane    thread 0: the steps; layers lie within their actions
     a counter per rank                       memory by category, stacked
     an arrow per message                     from the send to the receive that it feeds
+    arrows of a collective                   from the rank that came last to those that had waited for it
 
 Source: "Trace Event Format" (Google, 2016): X complete events, C counters, s and f flows, M metadata.
 """
@@ -50,6 +51,7 @@ def perfetto(timeline: Timeline) -> bytes:
         *_names(timeline, threads),
         *_slices(timeline, threads, origin),
         *_flows(timeline, threads, origin),
+        *_last_arrivers(timeline, threads, origin),
         *_counters(timeline),
     ]
     other = {"clock": CLOCKS.get(timeline.clock, timeline.clock), "notes": timeline.notes}
@@ -151,6 +153,33 @@ def _flows(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Iter
                         "cat": "message",
                         **({"bp": "e"} if phase == "f" else {}),
                     }
+
+
+def _last_arrivers(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Iterator[Event]:
+    """Yield an arrow from the rank that issued a collective last to each other one, the n-th of a group to the n-th."""
+    spans = timeline.spans
+    chosen = np.flatnonzero((spans["kind"] > Kind.RECV) & (spans["lane"] == Lane.COMM) & (spans["group"] > 0))
+    counted: dict[tuple[int, int, int], int] = {}
+    calls: dict[tuple[int, int, int], list[int]] = {}
+    for at in chosen[np.argsort(spans["issued"][chosen], kind="stable")].tolist():
+        group, kind, rank = (int(spans[name][at]) for name in ("group", "kind", "rank"))
+        number = counted[group, kind, rank] = counted.get((group, kind, rank), -1) + 1
+        calls.setdefault((group, kind, number), []).append(at)
+    for number, members in enumerate(calls.values()):
+        last = members[-1]
+        for other in members[:-1]:
+            for phase, at, share in (("s", last, 0.0), ("f", other, 1.0)):
+                start, end = float(spans["start"][at]), float(spans["end"][at])
+                yield {
+                    "ph": phase,
+                    "id": f"collective {number} to {int(spans['rank'][other])}",
+                    "pid": int(spans["rank"][at]),
+                    "tid": int(threads[at]),
+                    "ts": (start + share * (end - start) - origin) * 1e6,
+                    "name": "came last",
+                    "cat": "collective",
+                    **({"bp": "e"} if phase == "f" else {}),
+                }
 
 
 def _counters(timeline: Timeline) -> Iterator[Event]:

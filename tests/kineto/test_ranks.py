@@ -1,0 +1,161 @@
+"""Several ranks: numbers, absent ones, clocks of several hosts, groups of a mesh; in files as NCCL's runs have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mpkit as mk
+from mpkit.trace import Kind
+
+STEP, KERNEL = 10_000.0, 400.0  # us
+
+
+def reduce(
+    at: float, ranks: list[int], name: str, desc: str, elements: int, took: float = 900.0
+) -> dict[str, Any]:
+    """What a kernel of an all-reduce has in a file."""
+    args = {
+        "device": 0, "stream": 20, "Collective name": "allreduce", "dtype": "Float", "In msg nelems": elements,
+        "Out msg nelems": elements, "Group size": len(ranks), "Process Group Name": name,
+        "Process Group Description": desc, "Process Group Ranks": str(ranks),
+    }  # fmt: skip
+    return {
+        "ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "pid": 0, "tid": 20, "ts": at,
+        "dur": took, "args": args,
+    }  # fmt: skip
+
+
+def file_of(
+    path: Path, rank: int, world: int, *, offset: float = 0.0, tp: list[int] | None = None, dp: list[int] | None = None,
+    host: str = "",
+) -> Path:  # fmt: skip
+    """Write three steps: a forward with an all-reduce among tp, a backward, and one among dp; times in us."""
+    events: list[dict[str, Any]] = []
+    for step in range(3):
+        at = 1e6 + offset + STEP * step
+
+        def host_event(cat: str, name: str, start: float, took: float, at: float = at) -> None:
+            events.append(
+                {
+                    "ph": "X",
+                    "cat": cat,
+                    "name": name,
+                    "pid": 9,
+                    "tid": 9,
+                    "ts": at + start,
+                    "dur": took,
+                    "args": {},
+                }
+            )
+
+        def kernel(start: float, number: int, at: float = at, step: int = step) -> None:
+            ids = {"correlation": 100 * step + number, "External id": 100 * step + number}
+            place = {"ph": "X", "dur": 5.0, "pid": 9, "tid": 9, "ts": at + start - 50.0, "args": ids}
+            events.append({**place, "cat": "cuda_runtime", "name": "cudaLaunchKernel"})
+            args = {**ids, "device": 0, "stream": 7}
+            where = {"pid": 0, "tid": 7, "ts": at + start, "dur": KERNEL, "args": args}
+            events.append({"ph": "X", "cat": "kernel", "name": "gemm", **where})
+
+        host_event("user_annotation", f"ProfilerStep#{step}", 0.0, STEP - 10)
+        host_event("user_annotation", "forward", 100.0, 2000.0)
+        host_event("user_annotation", "backward", 3000.0, 2000.0)
+        host_event("user_annotation", "Optimizer.step#AdamW.step", 7000.0, 600.0)
+        for number, start in enumerate((200.0, 1600.0, 3100.0, 4000.0, 7100.0)):
+            kernel(start, number)
+        if tp:
+            events.append(reduce(at + 650.0 + 10 * rank, tp, "1", "mesh_tp", 4096, 900.0 - 10 * rank))
+            events.append(reduce(at + 2050.0, tp, "1", "mesh_tp", 4096, 300.0))
+        if dp:
+            events.append(reduce(at + 4500.0 + 10 * rank, dp, "2", "mesh_dp", 1 << 20, 1500.0 - 10 * rank))
+    said = {"backend": "nccl", "rank": rank, "world_size": world}
+    header = {
+        "distributedInfo": said,
+        "host_name": host,
+        "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}],
+    }
+    path.write_text(json.dumps({**header, "traceEvents": events}))
+    return path
+
+
+def mesh_of_four(folder: Path, ranks: tuple[int, ...] = (0, 1, 2, 3), late: float = 0.0) -> Path:
+    for rank in ranks:
+        tp = [0, 1] if rank < 2 else [2, 3]
+        dp = [0, 2] if rank % 2 == 0 else [1, 3]
+        file_of(
+            folder / f"worker_{3 - rank}.json",
+            rank,
+            4,
+            tp=tp,
+            dp=dp,
+            offset=late * (rank > 1),
+            host=f"node{rank // 2}",
+        )
+    return folder
+
+
+def test_ranks_are_the_files_own_and_groups_lie_along_the_mesh(tmp_path: Path) -> None:
+    trace = mk.open(mesh_of_four(tmp_path))
+    assert trace.meta["imported"]["ranks"] == [0, 1, 2, 3]
+    assert trace.meta["axes"] == {"0,1": "tp", "2,3": "tp", "0,2": "dp", "1,3": "dp"}
+    assert trace.inferred.plan == mk.Plan(dp=2, tp=2)
+    timeline = trace.timeline()
+    assert timeline.mesh is not None
+    assert [*timeline.comm_matrix().by_axis] == ["dp", "tp"]
+    assert timeline.comm_bytes[0] == {"all_reduce": 4 * (1 << 20) + 2 * 4 * 4096}
+
+
+def test_clocks_of_hosts_are_aligned_by_the_ends_of_collectives(tmp_path: Path) -> None:
+    trace = mk.open(mesh_of_four(tmp_path, late=3_000_000.0))
+    clocks = trace.meta["imported"]["clocks"]
+    assert [round(clock["offset"] / 1e3) for clock in clocks] == [0, 0, -3_000_000, -3_000_000]
+    assert any("put on that of rank 0 by the ends of" in note for note in trace.notes)
+    assert trace.timeline().makespan < 0.1
+
+
+def test_other_hardware_takes_what_its_links_take(tmp_path: Path) -> None:
+    trace = mk.open(mesh_of_four(tmp_path))
+    fast, slow = trace.timeline("8x-h100-nvlink"), trace.timeline("8x-h100-pcie")
+    assert fast.step_time < slow.step_time
+    assert not any("never comes" in note for note in [*fast.notes, *slow.notes])
+
+
+def test_absent_ranks_are_said_to_be_absent(tmp_path: Path) -> None:
+    trace = mk.open(mesh_of_four(tmp_path, ranks=(1, 3)))
+    assert trace.meta["imported"]["ranks"] == [1, 3]
+    assert "2 of 4 ranks: ranks 1, 3" in trace.notes[0]
+    timeline = trace.timeline()
+    assert "rank 3" in str(timeline)
+    assert "rank 2" not in str(timeline)
+    spans = timeline.spans
+    groups = {timeline.names[group] for group in spans["group"][spans["kind"] == Kind.ALL_REDUCE]}
+    assert groups == {"0", "1", "0,1"}  # tp's other ranks are absent, dp's are these two
+    assert trace.inferred.plan == mk.Plan(dp=2, tp=2)  # sizes are those of the groups, absent ranks too
+
+
+def test_waits_are_for_what_ended_last(tmp_path: Path) -> None:
+    trace = mk.open(mesh_of_four(tmp_path))
+    spans = trace.timeline().spans
+    waits = spans[
+        (spans["kind"] == Kind.WAIT) & (spans["rank"] == 0) & (spans["cause"] >= 0) & (spans["step"] == 1)
+    ]
+    assert {Kind(int(kind)) for kind in spans["kind"][waits["cause"]]} == {Kind.ALL_REDUCE}
+    longest = waits[int((waits["end"] - waits["start"]).argmax())]
+    assert longest["end"] - longest["start"] == pytest.approx(1500e-6, rel=0.01)
+
+
+def test_one_perfetto_trace_has_all_ranks_and_arrows_from_who_came_last(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    trace = mk.open(mesh_of_four(folder))
+    events = json.loads(trace.timeline().to_perfetto(tmp_path / "all.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+    arrows = [event for event in events if event["name"] == "came last"]
+    first = [event for event in arrows if event["ph"] == "s"]
+    assert len(arrows) == 2 * len(first)
+    assert len(first) == 3 * (2 * 2 + 2)  # steps x (2 in each of 2 tp groups, 1 in each of 2 dp groups)
+    last = {event["pid"] for event in first if event["ts"] % 10_000 > 4000}
+    assert last == {2, 3}  # their all-reduces among dp begin 10 us later per rank
