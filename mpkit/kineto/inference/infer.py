@@ -120,9 +120,9 @@ def _of_replicas(trace: Trace, ranks: Sequence[RankTrace], evidence: list[str]) 
     called = sum(each["ddp"] for each in said)
     first = next((i for i, ops in enumerate(reduced) if len(ops)), 0)
     if called:
-        evidence.append(
-            f"DistributedDataParallel.forward is called {called / max(len(said), 1) / steps:g} times a step."
-        )
+        each = called / max(len(said), 1) / steps
+        often = "once" if each == 1 else f"{each:g} times"
+        evidence.append(f"DistributedDataParallel.forward is called {often} per step.")
     elif not _like_buckets(reduced[first]):
         return {}
     gradients = said[first]["gradients"] if said else []
