@@ -64,9 +64,12 @@ def infer(trace: Trace) -> Inferred:
     options |= _of_tensor(trace, ranks, options, evidence)
     if pipeline is None:
         options |= _of_accumulation(trace, ranks, evidence)
-    if any((rank.ops["kind"] == Kind.RECOMPUTE).any() for rank in ranks):
+    again = sum(each["recomputed"] for each in trace.meta.get("imported", {}).get("said", []))
+    if again:
         options["recompute"] = "full"
-        evidence.append("Operators that autograd records run within backwards: activations are recomputed.")
+        evidence.append(
+            f"{again:,} operators that autograd records run within backwards: activations are recomputed."
+        )
     world = trace.meta.get("imported", {}).get("world_size")
     try:
         plan = Plan(**options)
