@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpkit.kineto.events import Events
+from mpkit.kineto.lanes import within
 
 __all__ = ["said_by"]
 
@@ -21,8 +22,8 @@ def said_by(events: Events) -> dict[str, Any]:
     """Return, as JSON types, what annotations and operators say.
 
     ddp: how often `DistributedDataParallel.forward` was called; fsdp: by layer, how often FSDP2 gathers and reduces it;
-    steps: profiled ones; optimizer: its class; gradients: elements of each parameter in the order of the backward, of
-    the last step, where shapes were recorded.
+    steps: profiled ones; optimizer: its class; recomputed: operators of a forward that run within backwards; gradients:
+    elements of each parameter in the order of the backward, of the last step, where shapes were recorded.
     """
     table = events["annotation"]
     words = Counter(events.names[number] for number in table.name.tolist())
@@ -41,8 +42,19 @@ def said_by(events: Events) -> dict[str, Any]:
         "pipeline": any(word.startswith("PP:") for word in words),
         "steps": len(on_host),
         "optimizer": optimizers[0] if optimizers else "",
+        "recomputed": _recomputed(events),
         "gradients": _gradients(events, int(table.start[on_host[-1]]) if on_host else 0),
     }
+
+
+def _recomputed(events: Events) -> int:
+    """Return how many operators autograd records while its engine evaluates a node: those of a forward run again."""
+    ops = events["op"]
+    engine = np.array(
+        [name.startswith("autograd::engine::evaluate_function") for name in events.names] + [False]
+    )
+    rows = np.flatnonzero(ops.records == 1)
+    return int(within(ops, rows, ops, np.flatnonzero(engine[ops.name])).sum())
 
 
 def _gradients(events: Events, since: int) -> list[int]:

@@ -147,3 +147,22 @@ def test_a_pipeline_of_four_ranks(tmp_path: Path) -> None:
 def test_accumulated_gradients(tmp_path: Path) -> None:
     opened, _ = both(1, accumulated, tmp_path)
     assert opened.inferred.plan == mk.Plan(microbatches=3)
+
+
+def recomputed(ctx: Any, folder: Path) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = layers()
+
+    def step() -> None:
+        out: Any = checkpoint(model, torch.randn(8, 32), use_reentrant=False)
+        out.square().mean().backward()
+
+    profiled(ctx.rank, folder, model, step)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(120)
+def test_recomputed_activations(tmp_path: Path) -> None:
+    opened, _ = both(1, recomputed, tmp_path)
+    assert opened.inferred.plan == mk.Plan(recompute="full")

@@ -11,6 +11,7 @@ import pytest
 
 import mpkit as mk
 from mpkit.errors import TraceError
+from mpkit.kineto.events import read_events
 from mpkit.kineto.read import EventStream
 from mpkit.trace import Trace
 
@@ -129,3 +130,22 @@ def test_what_is_no_trace_is_refused_with_what_would_work(tmp_path: Path) -> Non
         written(tmp_path / name, json.dumps({"distributedInfo": {"rank": 3}, "traceEvents": [event()]}))
     with pytest.raises(TraceError, match=r"a\.json, b\.json are all of rank 3"):
         mk.open([tmp_path / "a.json", tmp_path / "b.json"])
+
+
+def test_torch_of_2021_has_other_words(tmp_path: Path) -> None:
+    ids = {"external id": 4, "correlation": 7}
+    host, device = {"ph": "X", "pid": 1, "tid": "1"}, {"ph": "X", "pid": 0, "tid": "stream 7"}
+    here = {"device": 0, "stream": 7}
+    events = [
+        {**host, "cat": "Operator", "name": "aten::mm", "ts": 100, "dur": 20, "args": {"External id": 4}},
+        {**host, "cat": "Runtime", "name": "cudaLaunchKernel", "ts": 105, "dur": 3, "args": ids},
+        {**device, "cat": "Kernel", "name": "gemm", "ts": 130, "dur": 40, "args": {**here, **ids}},
+        {**device, "cat": "Memcpy", "name": "Memcpy HtoD", "ts": 180, "dur": 9, "args": here},
+    ]
+    path = written(tmp_path / "t.json", json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    read = read_events(path)
+    assert (read.launches("kernel").tolist(), read.operators("kernel").tolist()) == ([0], [0])
+    frame = mk.open(path).timeline().to_dataframe()
+    assert frame[["kind", "name", "depth"]].values.tolist() == [
+        ["forward", "", 0], ["forward", "aten::mm", 1], ["copy_to_device", "Memcpy HtoD", 0],
+    ]  # fmt: skip

@@ -64,9 +64,12 @@ def infer(trace: Trace) -> Inferred:
     options |= _of_tensor(trace, ranks, options, evidence)
     if pipeline is None:
         options |= _of_accumulation(trace, ranks, evidence)
-    if any((rank.ops["kind"] == Kind.RECOMPUTE).any() for rank in ranks):
+    again = sum(each["recomputed"] for each in trace.meta.get("imported", {}).get("said", []))
+    if again:
         options["recompute"] = "full"
-        evidence.append("Operators that autograd records run within backwards: activations are recomputed.")
+        evidence.append(
+            f"{again:,} operators that autograd records run within backwards: activations are recomputed."
+        )
     world = trace.meta.get("imported", {}).get("world_size")
     try:
         plan = Plan(**options)
@@ -120,9 +123,9 @@ def _of_replicas(trace: Trace, ranks: Sequence[RankTrace], evidence: list[str]) 
     called = sum(each["ddp"] for each in said)
     first = next((i for i, ops in enumerate(reduced) if len(ops)), 0)
     if called:
-        evidence.append(
-            f"DistributedDataParallel.forward is called {called / max(len(said), 1) / steps:g} times a step."
-        )
+        each = called / max(len(said), 1) / steps
+        often = "once" if each == 1 else f"{each:g} times"
+        evidence.append(f"DistributedDataParallel.forward is called {often} per step.")
     elif not _like_buckets(reduced[first]):
         return {}
     gradients = said[first]["gradients"] if said else []
