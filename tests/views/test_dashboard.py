@@ -16,6 +16,7 @@ from mpkit.views.dashboard.html import head, output, progress, sparkline, troubl
 from mpkit.views.dashboard.pace import Pace
 from mpkit.views.dashboard.widget import Dashboard
 from mpkit.views.drawing.lanes import groups_of, rank_label
+from mpkit.views.memory import widget
 from mpkit.views.memory.chart import memory_figure
 from mpkit.views.memory.widget import MemoryView
 
@@ -35,7 +36,7 @@ def test_a_run_from_its_start_to_its_end(gpipe: mk.Timeline) -> None:
     assert board._bar.value == 2
     assert "4.2500" in board._words.value and "of 3" in board._words.value
     assert "[rank 1] hello" in board._output.value
-    assert board._memory.picture.startswith("<svg") and board._memory in board.widget.children
+    assert board._memory.plotted and board._memory.chart["data"] and board._memory in board.widget.children
     board.finish(gpipe)
     assert board.timeline.bubble == gpipe.bubble and not board.timeline.live
     bundle = board.mimebundle()
@@ -164,10 +165,19 @@ def test_many_gpus_have_a_bar_each(gpipe: mk.Timeline) -> None:
 def test_the_live_chart_moves_and_carries_no_library(data_parallel: mk.Timeline) -> None:
     view = MemoryView()
     view.show(replace(data_parallel, held=data_parallel.held[data_parallel.held["time"] < 1]))
-    assert "1.20 kB" in view.chart["layout"]["annotations"][0]["text"] and "1.20 kB" in view.picture
+    assert "1.20 kB" in view.chart["layout"]["annotations"][0]["text"]
     view.show(data_parallel)
-    assert "2.00 kB" in view.chart["layout"]["annotations"][0]["text"] and "2.00 kB" in view.picture
+    assert "2.00 kB" in view.chart["layout"]["annotations"][0]["text"]
     assert len(json.dumps(view.get_state(), default=str)) < 100_000
+
+
+def test_without_plotly_it_is_a_picture_from_first_to_last(
+    data_parallel: mk.Timeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(widget, "find_spec", lambda name: None)
+    view = MemoryView()
+    view.show(data_parallel)
+    assert "2.00 kB" in view.picture and not view.plotted and not view.chart
 
 
 def test_plotly_comes_when_a_page_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-/** The memory chart of a run: SVG at first, and from when plotly has come a plotly chart of the same.
+/** The memory chart of a run, drawn by plotly; where the kernel has none, an SVG picture. Until plotly has come, its
+ *  place is kept free, so that nothing below it moves.
  *
  *  Plotly is 1.4 MB packed. It is sent once a page, when the first chart asks for it, and is part of no widget's
  *  state: a page that is loaded again asks the kernel for the states of all widgets at once, and does not wait long.
@@ -38,11 +39,13 @@ const memoryWidget = {
     let drawn = null;
     const draw = () => {
       const chart = model.get("chart");
-      if (!plotly.is || !chart.data) {
+      if (!model.get("plotted")) {
         host.innerHTML = model.get("picture");
-        if (chart.data) ask(model);
+      } else if (!plotly.is || !chart.data) {
+        if (chart.data) host.style.minHeight = `${chart.layout.height}px`;
+        ask(model);
       } else if (shown()) {
-        if (!host._fullLayout) host.replaceChildren();
+        host.style.minHeight = "";
         drawn = chart;
         plotly.is.react(host, chart.data, chart.layout, { displaylogo: false, displayModeBar: false });
       }
@@ -52,12 +55,12 @@ const memoryWidget = {
       if (drawn === model.get("chart")) plotly.is.Plots.resize(host);
       else draw();
     });
-    model.on("change:chart change:picture", draw);
+    model.on("change:chart change:picture change:plotted", draw);
     plotly.came.add(draw);
     sizes.observe(host);
     draw();
     return () => {
-      model.off("change:chart change:picture", draw);
+      model.off("change:chart change:picture change:plotted", draw);
       plotly.came.delete(draw);
       sizes.disconnect();
       plotly.is?.purge(host);

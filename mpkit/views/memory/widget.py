@@ -1,4 +1,4 @@
-"""A run's memory chart as a widget that moves while the run goes on: SVG until the page has plotly, then plotly.
+"""A run's memory chart as a widget that moves while the run goes on, drawn by plotly; where there is none, as SVG.
 
 A plotly FigureWidget would do the same, but with five megabytes of plotly in each widget's state. A page that is loaded
 again asks for all states at once, gives up after four seconds, and then shows none of the notebook's widgets. So
@@ -11,6 +11,7 @@ import gzip
 import json
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 from mpkit.support.needs import needs_notebook
@@ -31,16 +32,18 @@ class MemoryView(anywidget.AnyWidget):
     """The memory of a run so far.
 
     Attributes:
-        picture: the chart as SVG; "" before there is anything to see.
-        chart: the chart as plotly's JSON; empty if plotly is not installed.
+        plotted: whether plotly draws it: one of the two draws it from the first frame to the last.
+        chart: the chart as plotly's JSON; empty before there is anything to see.
+        picture: the chart as SVG, if plotly is not installed.
     """
 
     _esm = memory_esm()
+    plotted = traitlets.Bool().tag(sync=True)
     picture = traitlets.Unicode().tag(sync=True)
     chart = traitlets.Dict().tag(sync=True)
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(plotted=find_spec("plotly") is not None)
         self.on_msg(self._hear)
 
     def show(self, timeline: Timeline) -> None:
@@ -49,11 +52,13 @@ class MemoryView(anywidget.AnyWidget):
         Args:
             timeline: the timeline of the run so far.
         """
-        self.picture = memory_svg(timeline)
-        try:  # imported here since importing plotly takes longer than a run needs to begin
-            from mpkit.views.memory.chart import memory_figure
-        except ImportError:
-            return  # the SVG picture is shown instead
+        if not self.plotted:
+            self.picture = memory_svg(timeline)
+            return
+        from mpkit.views.memory.chart import (
+            memory_figure,  # importing plotly takes longer than a run needs to begin
+        )
+
         self.chart = json.loads(memory_figure(timeline).to_json())
 
     def _hear(self, _widget: object, message: Any, _buffers: object) -> None:
