@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Profile", "profile"]
 
-STEPS = 6  # of which the first warms up; fewer let one disturbed step decide
+STEPS, SHORT = 6, 18
+"""Steps of a trial: `STEPS` of the largest micro-batch, up to `SHORT` of smaller ones; the first warms up."""
 SERIAL, SPLIT = Plan.serial(), Plan(pp=2, schedule="zb_h1", microbatches=4)  # whole and split backwards
 TRIALS = {
     SERIAL: (2, 8, 16),
@@ -202,7 +203,7 @@ def profile(
                 plan,
                 loss=loss,
                 optimizer=optimizer,
-                steps=STEPS,
+                steps=min(SHORT, STEPS * max(1, samples // (2 * size))),
                 show=False,
             )
             return _whole_model(run.wait().timeline(clock="virtual"))
