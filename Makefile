@@ -9,7 +9,7 @@ PY := .venv/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PYTHON CHROMIUM
 
-.PHONY: help setup demo lab test test-all test-classroom test-browser test-zoo test-systems check format hooks exercises notebooks bench clean distclean
+.PHONY: help setup demo lab test test-all test-classroom test-mutants test-browser test-lite lite test-book book exercise exam slides test-zoo test-systems check format hooks exercises notebooks bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -21,7 +21,7 @@ demo: setup  ## train on 4 processes and watch the pipeline bubble
 	@$(PY) -m mpkit demo $(ARGS)
 
 lab: setup  ## open JupyterLab on the notebooks
-	@$(PY) -m jupyterlab $(AS_ROOT) notebooks $(ARGS)
+	@$(PY) -m jupyterlab $(AS_ROOT) --FileContentsManager.preferred_dir=notebooks $(ARGS)
 
 test: setup  ## every module, every strategy against serial training, every doctest: some minutes
 	@$(PY) -m pytest -m "not thorough" $(ARGS)
@@ -32,8 +32,25 @@ test-all: setup  ## also what takes long: many examples, kills, whole tutorials 
 test-classroom: setup  ## the exercises: solutions, stubs, wrong answers, notebooks, a class graded
 	@$(PY) -m pytest tests/classroom notebooks/exercises/solved $(ARGS)
 
+exercise: setup  ## one exercise: its solution, its stub, each wrong answer; make exercise NAME=pass-the-token
+	@test -n "$(NAME)" || { echo "make exercise NAME=pass-the-token"; exit 2; }
+	@$(PY) -m pytest tests/classroom/test_exercises.py -k "$(NAME)" $(ARGS)
+
+test-mutants: setup  ## the exercises' checks, by faulty solutions: at least 95 % have to be caught; some 20 minutes
+	@$(PY) -m tests.classroom.mutants $(ARGS)
+
 test-browser: setup  ## the notebooks in a headless Chromium
 	@CHROMIUM=$$(sh scripts/chromium.sh) && export CHROMIUM && $(PY) -m pytest tests/browser $(ARGS)
+
+slides: setup  ## the tutorials as slides, into build/slides; ARGS=notebooks/03-zero.ipynb for one of them
+	@$(PY) scripts/slides.py $(ARGS)
+
+test-lite: setup  ## the browser edition: built, opened in a headless Chromium from a plain file server
+	@sh scripts/lite.sh
+	@CHROMIUM=$$(sh scripts/chromium.sh) && export CHROMIUM && $(PY) -m pytest tests/lite $(ARGS)
+
+test-book: book  ## the book: built, then opened in a headless Chromium from a plain file server
+	@CHROMIUM=$$(sh scripts/chromium.sh) && export CHROMIUM && $(PY) -m pytest tests/book scripts/book $(ARGS)
 
 test-zoo: setup  ## some 60 architectures of transformers by each strategy, against plain PyTorch
 	@$(PY) -m tests.zoo $(ARGS)
@@ -58,8 +75,19 @@ hooks: setup  ## check before every commit from now on
 exercises: setup  ## write the exercises' notebooks anew, from mpkit/classroom/exercises
 	@$(PY) -m mpkit exercises notebooks/exercises
 
+exam: setup  ## two wheels for an exam, in build/exam: mpkit without the exercises' solutions, and mpkit-solutions
+	@$(PY) -m scripts.exam $(ARGS)
+
 notebooks: setup  ## run the tutorials and store their outputs, with pictures for readers without a kernel
 	@CHROMIUM=$$(sh scripts/chromium.sh) && export CHROMIUM && $(PY) scripts/store_outputs.py $(ARGS)
+
+lite: setup  ## the browser edition as static files, in build/lite/site; PYODIDE=FOLDER for another Pyodide
+	@sh scripts/lite.sh
+	@$(PY) scripts/lite/build.py $(if $(PYODIDE),--pyodide "$(PYODIDE)") $(ARGS)
+
+book: setup  ## tutorials, exercises, guides and API as one static site, in build/book
+	@sh scripts/book.sh
+	@$(PY) -m scripts.book
 
 bench: setup  ## measure, print a table, write benchmarks/results.json
 	@$(PY) -m benchmarks $(ARGS)

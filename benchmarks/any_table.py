@@ -78,13 +78,14 @@ def observation_of(row: Row) -> Observation:
     mbs = given.whole("microbatch", 1)
     batch = given.whole("batch") or dp * mbs * given.whole("accumulated", 1)
     chunks = given.whole("chunks", 1)
+    machine, stack = _machine(given.row, gpus), _stack(given.row)
     layout = Layout(
         pp=pp, dp=dp, cp=cp, tp=tp, zero=given.whole("zero", 3 if "fsdp" in given.row else 0), microbatch=mbs,
         microbatches=max(1, batch // (dp * mbs)), virtual_stages=chunks, recompute=_recompute(given.row),
         schedule="interleaved_1f1b" if chunks > 1 else "1f1b", sequence_parallel=_sequence_parallel(given.row, tp),
+        head=model.head_in_layers if stack.by_weight else 0.0,
     )  # fmt: skip
     sequence = given.whole("sequence", model.positions or 2048)
-    machine, stack = _machine(given.row, gpus), _stack(given.row)
     name = f"{given.row.get('model') or given.row.get('name') or f'{model.parameters / 1e9:.3g}B'} on {gpus}"
     memory = given.number("memory") * 2**30
     return Observation(

@@ -133,14 +133,25 @@ def _llm_foundry(row: Row) -> Iterator[Observation]:
 
 
 def _nanotron(row: Row) -> Iterator[Observation]:
-    """Nanotron's benchmark: MFU counts attention as if it were not causal; EFA between nodes."""
+    """Nanotron's benchmark: MFU counts attention as if it were not causal; EFA between nodes.
+
+    Embeddings are tied where the MLP is narrower than 10,000, and stages are cut by weight (nanotron at e24d2483,
+    scripts/scaling_benchmarks.py: create_config; src/nanotron/models/base.py: build_model).
+    """
     layers, hidden, heads, ffn, vocabulary, sequence, gpus = _ints(
         row, "layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus"
     )
     dp, tp, pp, accumulated, mbs, zero = _ints(row, "dp", "tp", "pp", "grad_accum", "mbs", "zero")
-    model = Architecture(layers, hidden, heads, ffn=ffn, vocabulary=vocabulary, gated=True)
+    model = Architecture(layers, hidden, heads, ffn=ffn, vocabulary=vocabulary, gated=True, tied=ffn < 10_000)
     layout = Layout(
-        pp=pp, dp=dp, tp=tp, zero=zero, microbatch=mbs, microbatches=accumulated, sequence_parallel=tp > 1
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        zero=zero,
+        microbatch=mbs,
+        microbatches=accumulated,
+        sequence_parallel=tp > 1,
+        head=model.head_in_layers,
     )
     flops = 3 * layout.global_batch * model.forward_flops(sequence, causal=False)
     seconds = flops / gpus / (989e12 * float(row["mfu_pct"]) / 100)

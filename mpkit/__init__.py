@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import Any
 
 from mpkit.support.display import look_in
+from mpkit.support.needs import lacks_torch, needs_torch
+from mpkit.support.tracebacks import public
 
 __version__ = "0.1.0"
 
@@ -55,6 +57,7 @@ def homes() -> dict[str, str]:
     return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
+@public
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(homes())
@@ -62,7 +65,12 @@ def __getattr__(name: str) -> Any:
         now = f"; it is mk.{MOVED[name]}.{name} now" if name in MOVED else ""
         raise AttributeError(f"module 'mpkit' has no attribute {name!r}{now}")
     home = homes()[name]
-    value = vars(import_module(home)).get(name) or import_module(f"{home}.{name}")
+    try:
+        value = vars(import_module(home)).get(name) or import_module(f"{home}.{name}")
+    except ModuleNotFoundError as error:
+        if not lacks_torch(error):
+            raise
+        raise needs_torch(f"mk.{name}") from None
     globals()[name] = value
     return value
 

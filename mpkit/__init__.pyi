@@ -7,7 +7,10 @@ from mpkit import layerwise as layerwise
 from mpkit import models as models
 from mpkit.advice.advice import advise as advise
 from mpkit.analysis import learning_rate as learning_rate
+from mpkit.analysis.bubble_curve import bubble_curve as bubble_curve
+from mpkit.analysis.chart import chart as chart
 from mpkit.analysis.cutting import find_cut as find_cut
+from mpkit.analysis.memory_by_plan import memory_by_plan as memory_by_plan
 from mpkit.analysis.placement import placement as placement
 from mpkit.analysis.schedule_search import search_schedule as search_schedule
 from mpkit.api.cluster import Cluster as Cluster
@@ -17,6 +20,7 @@ from mpkit.apps.explorer import explore as explore
 from mpkit.checkup.doctor import doctor as doctor
 from mpkit.classroom.check import check as check
 from mpkit.classroom.check import progress as progress
+from mpkit.classroom.predictions.predict import predict as predict
 from mpkit.cost_model.calibrate import calibrate as calibrate
 from mpkit.cost_model.estimate import estimate as estimate
 from mpkit.cost_model.fits import fits as fits

@@ -14,6 +14,7 @@ __all__ = [
     "CommMismatch",
     "Deadlock",
     "MpkitError",
+    "NeedsTorch",
     "RankFailed",
     "TraceError",
     "UnwisePlan",
@@ -26,6 +27,10 @@ class MpkitError(Exception):
 
 class ArgumentError(TypeError, ValueError):
     """A call lacks a required argument or has an unknown one; the message shows a call to paste."""
+
+
+class NeedsTorch(MpkitError, ImportError):
+    """A call trains, or reads a model, and this Python has no PyTorch; the message says what works without it."""
 
 
 class UnwisePlan(UserWarning):

@@ -16,6 +16,7 @@ import struct
 import sys
 import zlib
 from base64 import b64decode, b64encode
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -40,31 +41,47 @@ def store(path: Path, page: Page) -> None:
     for cell in book.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
-            cell.outputs = [kept for output in cell.outputs if (kept := still(output, page))]
+            cell.outputs = [kept for output in cell.outputs for kept in stills(output, page)]
     nbformat.write(book, path)
     print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
 
 
-def still(output: Any, page: Page) -> Any:
-    """Return the output in a form that needs no kernel; None if nothing is left of it."""
+def stills(output: Any, page: Page) -> list[Any]:
+    """Return the output in a form that needs no kernel: nothing if nothing is left of it, a picture with its words."""
     if output.output_type == "stream":
         # Cells have file names that depend on process and content: replace them.
         output.text = re.sub(r'"?/\S*/ipykernel_\d+/\d+\.py"?', "<a cell>", output.text)
     if output.output_type not in ("display_data", "execute_result"):
-        return output
+        return [output]
     data = output.data
+    html = data.get("text/html", "")
     if PLOTLY in data:
         image = chart(data[PLOTLY], page)
     elif WIDGET in data:
-        if "text/html" not in data:
-            return None
-        image = picture(data["text/html"], page)
-    elif data.get("text/html", "").startswith("<img "):  # GitHub leaves these out
-        image = picture(data["text/html"], page)
+        if not html:
+            return []
+        image = picture(html, page)
+    elif html.startswith("<img "):  # GitHub leaves these out
+        image = picture(html, page)
     else:
-        return output
-    output.data = {"image/png": image, "text/plain": data.get("text/plain") or "a chart"}
-    return output
+        return [output]
+    plain = data.get("text/plain") or "a chart"
+    words = "; ".join(unescape(alt) for alt in re.findall(r'<img alt="([^"]*)"', html)) or plain
+    output.data = {"image/png": image, "text/plain": plain}
+    output.metadata["image/png"] = {"alt": words.splitlines()[0]}
+    return [output, in_words(words)]
+
+
+def in_words(words: str) -> Any:
+    """Return an output that tells a picture in words: most viewers of stored notebooks leave out its alt text."""
+    lines = escape(words, quote=False)
+    return nbformat.v4.new_output(
+        "display_data",
+        {
+            "text/html": f"<details><summary>The picture in words</summary><pre>{lines}</pre></details>",
+            "text/plain": "",
+        },
+    )
 
 
 def picture(html: str, page: Page) -> str:

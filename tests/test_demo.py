@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import mpkit as mk
 from mpkit.apps.cli import main
-from mpkit.apps.demo import STRATEGIES, Demo
+from mpkit.apps.demo import Demo, Outcome
+from mpkit.apps.demo_strategies import SEEN, STRATEGIES
 
 
 @pytest.mark.thorough
@@ -36,6 +39,41 @@ def test_it_compares_the_strategies_and_keeps_the_timelines(tmp_path: Path) -> N
         assert [held[category] for held in ddp.typical.peak_memory] == 4 * [whole]
     html = page.read_text()
     assert "bubble in theory" in html and "naive MP" in html
+
+
+def test_the_page_and_the_terminal_say_the_same_digit_by_digit(tmp_path: Path) -> None:
+    """Runs of three steps, simulated, each step slower than the one before: a typical step is not the last one."""
+    plans = {"serial": mk.Plan.serial(), "naive MP": mk.Plan.naive_mp(4), "GPipe": mk.Plan.gpipe(4, 8)}
+    outcomes = []
+    for name, plan in plans.items():
+        timeline = mk.simulate(plan, 1e-3, 1.4e-3, 1.3e-3, 1e-4, steps=3)
+        late = timeline.spans["step"] == 2
+        timeline.spans["end"][late & (timeline.spans["kind"] == 1)] += 2e-4
+        outcomes.append(Outcome(name, timeline, [4.0, 3.0, 2.71828], 3 / 11, SEEN["gpipe"]))
+    demo = Demo(html=str(tmp_path / "demo.html"), console=Console(file=io.StringIO(), width=200))
+    demo.console.print(demo.table(outcomes))
+    demo._keep(outcomes, "trains nothing")
+    text = demo.console.file.getvalue()  # type: ignore[attr-defined]
+    said = {}
+    for line in text.splitlines():
+        label, *cells = (cell.strip() for cell in line.strip("│").split("│"))
+        said[label] = [cell.replace(" x", " ×") for cell in cells]
+    page = (tmp_path / "demo.html").read_text(encoding="utf-8")
+    assert (
+        'name="ranks" min="2" max="8" step="1" value="4"' in page
+    )  # the schedules to try begin as the demo does
+    body = page[page.index("<tbody>") : page.index("</tbody>")]
+    shown = [
+        dict(re.findall(r'<td data-head="([^"]*)">(?:<span class="bar".*?"number">)?([^<]*)', row))
+        for row in body.split("</tr>")[:-1]
+    ]
+    same = {
+        "bubble measured": "bubble", "bubble in theory": "bubble in theory", "step time": "step time",
+        "speed-up": "speed-up over serial", "last loss": "last loss", "equal to serial": "losses equal to serial",
+    }  # fmt: skip
+    for terminal, column in same.items():
+        assert said[terminal] == [row[column] for row in shown]
+    assert len({*said["bubble measured"]}) == 3 and outcomes[1].typical_step == 1
 
 
 @pytest.mark.thorough

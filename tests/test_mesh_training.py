@@ -380,8 +380,13 @@ def test_a_model_nobody_knows_how_to_divide(clusters: Any) -> None:
 
 def test_a_plan_that_works_against_itself_says_so(clusters: Any) -> None:
     plan = mk.Plan(pp=2, dp=2, zero=3, schedule="1f1b", microbatches=2)
-    with pytest.warns(mk.UnwisePlan, match=r"3 m psi per step with m = 2.*zero=1"):
+    with pytest.warns(mk.UnwisePlan, match=r"3 m psi per step with m = 2.*zero=1") as said:
         clusters(4).train(small_gpt(), tokens(4, 12, 33), plan, **HOW).wait()
+    assert {each.filename for each in said} == {__file__}, "shown at the user's line"
+    made = {"batch": tokens(4, 12, 33)[0], "loss": HOW["loss"], "optimizer": HOW["optimizer"]}
+    with pytest.warns(mk.UnwisePlan, match="3 m psi") as said:
+        mk.trace_fake(small_gpt, plan, cluster=clusters(4), **made)
+    assert [each.filename for each in said] == [__file__]
 
 
 def test_mlp_of_the_kit(train: Train) -> None:

@@ -44,7 +44,7 @@ def found(clusters: Callable[[int], mk.Cluster]) -> Profile:
 @pytest.fixture(scope="module")
 def said(found: Profile) -> Profile:
     """A profile whose seconds are ours, so that what it says of a plan can be computed by hand."""
-    return replace(found, measured=SECONDS, beside={}, busy=replace(found.busy, issue=0.0), start=0.0)
+    return replace(found, measured=SECONDS, beside={}, busy=replace(found.busy, issue={}), start=0.0)
 
 
 def times(timeline: mk.Timeline, kind: Kind) -> float:
@@ -139,7 +139,8 @@ def test_what_is_measured_between_busy_ranks(found: Profile) -> None:
     assert found.busy.link.latency > 0
     assert found.busy.link.time(Kind.ALL_REDUCE, 1e6) < found.busy.link.time(Kind.ALL_REDUCE, 1e8)
     assert 0 < found.busy.taken < 4
-    assert 0 < found.busy.issue < 0.1
+    assert set(found.busy.issue) == {Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.SEND}
+    assert all(0 < call < 0.1 and 0 <= each < 1e-6 for call, each in found.busy.issue.values())
     assert 0 <= found.start < 0.1
     assert "between two busy ranks a message waits" in str(found)
 
@@ -159,7 +160,7 @@ def test_starting_operators_does_not_shrink_with_what_they_work_on(
 def test_each_call_within_an_action_takes_its_time(
     said: Profile, clusters: Callable[[int], mk.Cluster]
 ) -> None:
-    slow = replace(said, busy=replace(said.busy, issue=1.0))
+    slow = replace(said, busy=replace(said.busy, issue={Kind.ALL_REDUCE: (1.0, 0.0)}))
     plan = mk.Plan(tp=2)
     free, paid = (one.predict(plan, cluster=clusters(2)) for one in (said, slow))
     calls = free.spans[(free.spans["kind"] == Kind.ALL_REDUCE) & (free.spans["rank"] == 0)]

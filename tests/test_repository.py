@@ -165,3 +165,26 @@ def test_what_views_and_catalogue_need_ships_with_the_package(tmp_path: Path) ->
     shipped = {included.distribution_path for included in WheelBuilder(str(ROOT)).recurse_included_files()}
     ours = {path.relative_to(ROOT).as_posix() for path in source_files()}
     assert {path for path in ours if path.startswith("mpkit/")} <= shipped
+
+
+# ---------------------------------------------------------------- benchmarks
+
+
+def test_every_benchmark_can_be_run_by_name() -> None:
+    without = [
+        path.name
+        for path in (ROOT / "benchmarks").glob("bench_*.py")
+        if "\ndef measure(" not in path.read_text(encoding="utf-8")
+    ]
+    assert not without, "`python -m benchmarks` calls measure() of each"
+
+
+# ---------------------------------------------------------------- make
+
+
+def test_every_target_of_the_makefile_is_written_once_and_declared() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z-]+):", text, re.MULTILINE)
+    assert sorted(set(targets)) == sorted(targets)
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert set(phony.split()) == set(targets)

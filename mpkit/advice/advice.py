@@ -16,21 +16,20 @@ from mpkit.advice.resharding import resharding_bytes
 from mpkit.advice.rules import Rule, rules_of
 from mpkit.advice.search import Found, Priced
 from mpkit.advice.space import Question
-from mpkit.cost_model.check import check_plan
+from mpkit.advice.summary import change_since, summary_of
+from mpkit.advice.why_not import why_not
 from mpkit.cost_model.estimate import Estimate, estimated
 from mpkit.cost_model.fits import FRAGMENTATION
 from mpkit.cost_model.known_models import architecture_of
-from mpkit.cost_model.layout import Layout
+from mpkit.cost_model.layout import plan_of
 from mpkit.cost_model.preset import Preset, preset_for
 from mpkit.cost_model.stack import Stack, stack_of
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
-from mpkit.devices.unwise import out_of_memory
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.support.display import HasChart, data_frame, draw
 from mpkit.support.tracebacks import public
-from mpkit.support.units import percent, seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
 __all__ = ["Advice", "advise"]
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -135,36 +132,7 @@ class Advice(HasChart):
         >>> print(advice.why_not(Plan.ddp(8)))
         Plan(dp=8) does not fit: it needs 340.7 GiB of 74.5, out by 266.2 GiB; the largest part is activations.
         """
-        check_plan(plan)
-        try:
-            this = self.estimate(plan)
-        except ValueError as error:
-            return f"{plan!r} cannot work: {error}"
-        needed, room = self.held(this), float(self.priced.hardware.device.memory)
-        if needed > room:
-            stage = max(this.stage_memory, key=lambda memory: sum(memory.values()))
-            largest = max(stage, key=stage.__getitem__)
-            return f"{plan!r} does not fit: {out_of_memory(needed, room, largest)}."
-        if self.best is None or self.objective.of(this.step_time, plan.ranks) <= self.objective.of(
-            self.found[0].seconds, self.best.ranks
-        ):
-            return f"{plan!r} is as good as any: {seconds(this.step_time)} per step."
-        if self.objective.by != "time":
-            against = self.objective.against(this.step_time, plan.ranks, self.found[0])
-            return f"{plan!r} fits, but {against}, beside {self.best!r}."
-        best = self.estimate(self.best)
-        more = {name: part - best.because.get(name, 0.0) for name, part in this.because.items()}
-        cause = max(more, key=more.__getitem__)
-        longer, took, least = (
-            this.step_time / best.step_time - 1,
-            this.because[cause],
-            best.because.get(cause, 0.0),
-        )
-        return (
-            f"{plan!r} fits and takes {seconds(this.step_time)} per step, {percent(longer)} longer than {self.best!r}: "
-            f"{cause} takes {seconds(took)} of its step, {percent(took / this.step_time)}, where the best has "
-            f"{seconds(least)}."
-        )
+        return why_not(self, plan)
 
     def try_out(
         self, best: int, cluster: Cluster, model: torch.nn.Module, data: Any, *,
@@ -226,19 +194,7 @@ class Advice(HasChart):
     @property
     def change(self) -> str:
         """After `again`: what changed, and what it costs to move weights and states; "" otherwise."""
-        if self.before is None:
-            return ""
-        if not self.found or not self.before.found:
-            return f"Before, on {self.before.priced.hardware.name}: {self.before.best!r}; now: {self.best!r}."
-        old, new = self.before.found[0], self.found[0]
-        was = f"On {self.before.priced.hardware.name} it was {self.before.best!r} with {seconds(old.seconds)} per step"
-        moved = self.moved
-        if not any(moved):
-            return f"{was}; every rank holds what it needs to go on."
-        return (
-            f"{was}, now {seconds(new.seconds)}; to go on, ranks fetch {sum(moved) / GIB:,.1f} GiB of weights and "
-            f"states, {max(moved) / GIB:.1f} GiB at most each."
-        )
+        return change_since(self)
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a row per plan of `plans`: step time, memory, tokens per second and utilization."""
@@ -254,32 +210,7 @@ class Advice(HasChart):
         return data_frame(rows)
 
     def __str__(self) -> str:
-        asked, hardware = self.priced.asked, self.priced.hardware
-        name = asked.model.name or "the model"
-        what = f"{name} on {hardware.name}, {asked.global_batch} samples of {asked.sequence} tokens"
-        counted = f"{self.considered:,} plans considered, {len(self.found):,} fit"
-        if self.best is None:
-            lines = [f"{what}: no plan fits; {counted}."]
-        else:
-            best = self.estimate(self.best)
-            low, high = best.band
-            lines = [
-                f"{what}: {self.best!r}",
-                f"  {seconds(best.step_time)} per step ({seconds(low)} to {seconds(high)}), "
-                f"{best.tokens_per_second:,.0f} tokens/s, MFU {percent(best.mfu)}, "
-                f"{self.found[0].memory / GIB:.1f} of {hardware.device.memory / GIB:.1f} GiB; {counted}",
-            ]
-            if self.objective.by != "time":
-                lines.append(f"  {self.objective.words(self.found[0], hardware.devices)}")
-            within = sum(each.seconds <= high for each in self.found)
-            lines.append(f"  {within:,} plans are within the band: measure the best few before you choose.")
-        lines += [f"- {rule}" for rule in self.because]
-        out = [miss for miss in self.near_misses if miss.excess > 0][:2]
-        others = [miss for miss in self.near_misses if miss.excess <= 0][:2]
-        lines += [f"- Near miss, {miss}." for miss in (*out, *others)]
-        if self.before is not None:
-            lines.append(f"- {self.change}")
-        return "\n".join(lines)
+        return summary_of(self)
 
 
 @public
@@ -324,12 +255,3 @@ def advised(
     priced = Priced(asked, machine, stack, preset or preset_for(machine.device.name, stack.name))
     found, considered = objective.search(priced)
     return Advice(priced, found, considered, objective)
-
-
-def plan_of(layout: Layout) -> Plan:
-    """Return the plan of a layout, in 16 bits."""
-    return Plan(
-        pp=layout.pp, dp=layout.dp, tp=layout.tp, cp=layout.cp, zero=layout.zero, schedule=layout.schedule,
-        microbatches=layout.microbatches, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
-        sequence_parallel=layout.sequence_parallel, offload=layout.offload, precision="bf16",
-    )  # fmt: skip

@@ -140,7 +140,7 @@ def _layouts(priced: Priced, layout: Layout, offers: Offers) -> Iterator[Layout]
     if layout.pp > 1 and schedule == "gpipe":
         schedule, v = offers.schedules[0]
     for each in (layout.microbatch // 2, layout.microbatch, layout.microbatch * 2):
-        if each and samples % each == 0:
+        if each and samples % each == 0 and (not offers.filled or samples // each >= layout.pp - 1):
             yield replace(
                 layout, schedule=schedule, virtual_stages=v, microbatch=each, microbatches=samples // each,
                 sequence_parallel=layout.tp > 1 and offers.sequence, zero=layout.zero if layout.replicas > 1 else 0,

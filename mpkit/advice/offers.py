@@ -6,10 +6,12 @@ for a stack of a year what the paper of that year describes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["EVERYTHING", "Offers", "offers_of"]
+from mpkit.cost_model.layout import Layout
+
+__all__ = ["EVERYTHING", "Offers", "lacking", "offers_of"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Offers:
         tensor, context, sequence: whether it has tensor, context and sequence parallelism.
         even: whether it wants as many layers in each virtual stage, and for interleaved schedules micro-batches in
             multiples of pp.
+        filled: whether a pipeline wants as many micro-batches as it has stages, less one.
     """
 
     schedules: tuple[tuple[str, int], ...] = (
@@ -39,6 +42,7 @@ class Offers:
     context: bool = True
     sequence: bool = True
     even: bool = False
+    filled: bool = False
 
 
 EVERYTHING = Offers()
@@ -57,7 +61,7 @@ OFFERS: Mapping[str, Offers] = {
     "llm-foundry-pure": Offers(
         (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False
     ),
-    "nanotron": Offers((("1f1b", 1),), (0, 1), ("none",), ("none",), context=False),
+    "nanotron": Offers((("1f1b", 1),), (0, 1), ("none",), ("none",), context=False, filled=True),
 }
 """Sources: Narayanan et al. 2021 (SC'21, which recomputes everything); Megatron-LM's, DeepSpeed's, llm-foundry's and
 nanotron's documentation."""
@@ -70,3 +74,39 @@ def offers_of(stack: str) -> Offers:
     ((('1f1b', 1),), True)
     """
     return OFFERS.get(stack, EVERYTHING)
+
+
+def lacking(stack: str, layout: Layout) -> str:
+    """Say what a layout asks for that a stack does not offer, with what it has; "" if nothing.
+
+    >>> lacking("nanotron", Layout(dp=8, zero=3))
+    'nanotron has no ZeRO-3: it has ZeRO-0, ZeRO-1'
+    """
+    has = offers_of(stack)
+    asked = [
+        (f"ZeRO-{layout.zero}", layout.zero in has.zero or layout.replicas == 1, _listed("ZeRO-", has.zero)),
+        ("tensor parallelism", has.tensor or layout.tp == 1, ""),
+        ("context parallelism", has.context or layout.cp == 1, ""),
+        ("sequence parallelism", has.sequence or layout.tp == 1 or not layout.sequence_parallel, ""),
+        ("pipelines", bool(has.schedules) or layout.pp == 1, ""),
+        (
+            f"schedule {layout.schedule!r}",
+            layout.pp == 1 or has is EVERYTHING or layout.schedule in {"gpipe", *dict(has.schedules)},
+            _listed("", tuple(dict(has.schedules))),
+        ),
+        (
+            f"recompute={layout.recompute!r}",
+            layout.recompute in has.recompute or layout.recompute not in EVERYTHING.recompute,
+            _listed("", has.recompute),
+        ),
+        (f"offload={layout.offload!r}", layout.offload in has.offload, _listed("", has.offload)),
+    ]
+    missing = next(((what, others) for what, offered, others in asked if not offered), None)
+    if missing is None:
+        return ""
+    what, others = missing
+    return f"{stack} has no {what}" + (f": it has {others}" if others else "")
+
+
+def _listed(kind: str, values: Sequence[object]) -> str:
+    return ", ".join(f"{kind}{value}" if kind else repr(value) for value in values)

@@ -60,6 +60,11 @@ class Priced:
     stack: Stack
     preset: Preset
 
+    @cached_property
+    def head(self) -> float:
+        """As how many layers the head counts where the software cuts stages by weight; 0: it does not."""
+        return self.asked.model.head_in_layers if self.stack.by_weight else 0.0
+
     def memory(self, layout: Layout) -> float:
         """Return the bytes at the peak of the rank with most, with what fragmentation takes."""
         asked = self.asked
@@ -75,14 +80,16 @@ class Priced:
 
         @cache
         def shares(pp: int, tp: int, zero: int, replicas: int) -> Shares:
-            return Shares(self.asked.model, Layout(pp=pp, tp=tp, zero=zero, dp=replicas), self.stack)
+            return Shares(
+                self.asked.model, Layout(pp=pp, tp=tp, zero=zero, dp=replicas, head=self.head), self.stack
+            )
 
         return shares
 
     @cached_property
     def _fullest(self) -> Callable[[int], Collection[int]]:
         """Return the stages of which one holds most; they depend on nothing but pp."""
-        return cache(lambda pp: fullest_stages(self.asked.model, Layout(pp=pp)))
+        return cache(lambda pp: fullest_stages(self.asked.model, Layout(pp=pp, head=self.head)))
 
     def seconds(self, layout: Layout) -> float:
         """Return the seconds per step."""
@@ -99,7 +106,7 @@ def search(priced: Priced, devices: int) -> tuple[list[Found], int]:
     found: list[Found] = []
     considered = 0
     offers = offers_of(priced.stack.name)
-    for family in families(priced.asked, devices, priced.hardware.per_node, offers):
+    for family in families(priced.asked, devices, priced.hardware.per_node, offers, priced.head):
         reliefs = _reliefs(family[0], offers, priced.stack)
         considered += len(reliefs) * len(family)
         for layout in family:

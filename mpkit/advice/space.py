@@ -37,7 +37,7 @@ class Question:
 
 
 def families(
-    asked: Question, devices: int, per_node: int, offers: Offers = EVERYTHING
+    asked: Question, devices: int, per_node: int, offers: Offers = EVERYTHING, head: float = 0.0
 ) -> Iterator[tuple[Layout, ...]]:
     """Yield families of layouts that differ in the samples of a micro-batch only, the smallest first.
 
@@ -46,6 +46,7 @@ def families(
         devices: all of them are used.
         per_node: devices per node; tensor parallelism goes up to four nodes.
         offers: what the software can do.
+        head: as in a Layout.
 
     >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257)
     >>> found = list(families(Question(gpt2, 8, 1024), 2, 8))
@@ -63,11 +64,11 @@ def families(
                 dp = devices // tp // cp // pp
                 if pp > model.layers or asked.global_batch % dp:
                     continue
-                yield from _of_mesh(asked, offers, pp, dp, tp, cp)
+                yield from _of_mesh(asked, offers, pp, dp, tp, cp, head)
 
 
 def _of_mesh(
-    asked: Question, offers: Offers, pp: int, dp: int, tp: int, cp: int
+    asked: Question, offers: Offers, pp: int, dp: int, tp: int, cp: int, head: float
 ) -> Iterator[tuple[Layout, ...]]:
     samples = asked.global_batch // dp
     for zero in offers.zero if dp * cp > 1 else (0,):
@@ -80,9 +81,10 @@ def _of_mesh(
                 Layout(
                     pp=pp, dp=dp, cp=cp, tp=tp, zero=zero, microbatch=each, microbatches=samples // each,
                     virtual_stages=v, schedule=schedule, sequence_parallel=tp > 1 and offers.sequence,
+                    head=head,
                 )
                 for each in divisors(samples)
-                if samples // each % groups == 0
+                if samples // each % groups == 0 and (not offers.filled or samples // each >= pp - 1)
             )  # fmt: skip
             if family:
                 yield family

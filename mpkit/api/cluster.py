@@ -24,6 +24,7 @@ from mpkit.launch.launch import Launch
 from mpkit.launch.process.fork_server_client import ForkServerClient
 from mpkit.launch.process.payload import here, pack
 from mpkit.support.calls import answers
+from mpkit.support.needs import require_torch
 from mpkit.support.tracebacks import public
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Cluster:
         self, ranks: int | None = None, device: str = "auto", *, devices: Any = None, layers: bool = False,
         start: str | None = None,
     ) -> None:  # fmt: skip
+        require_torch("mk.Cluster")
         launched = ranks is None and is_launched()
         if not launched:
             refuse_second_launcher()
@@ -305,18 +307,25 @@ class Cluster:
     def _agreed(self, prepare: Callable[..., TrainJob], *args: Any, **kwargs: Any) -> TrainJob:
         """Return what `prepare` returns; under a launcher, once all processes have found that they ask for the same.
 
-        Warn if it is estimated to need more memory than GPUs have.
+        Warn if the plan's features work against each other, if it is estimated to need more memory than GPUs have, or
+        if tensor parallelism spans nodes.
         """
+        from mpkit.prepare.unwise import warn_if_unwise
+
         if self._session is None:
             job = prepare(*args, **kwargs)
+            warn_if_unwise(job.plan)
             if self.device != "cpu":
                 from mpkit.api.memory_ahead import warn_of_memory
 
                 warn_of_memory(job, self._chosen, self.ranks)
             return job
-        from mpkit.api.launched_cluster import facts_in_common
+        from mpkit.api.launched_cluster import facts_in_common, warn_of_nodes
 
-        return self._session.same("this training", partial(prepare, *args, **kwargs), facts_in_common)
+        job = self._session.same("this training", partial(prepare, *args, **kwargs), facts_in_common)
+        warn_if_unwise(job.plan)
+        warn_of_nodes(job.plan, self._session.nodes, self._session.place.rank)
+        return job
 
     def _worked(self, training: Run) -> Run:
         """Return the Run; under a launcher, once this process's rank and all others have finished."""

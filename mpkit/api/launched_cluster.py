@@ -5,9 +5,14 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpkit.data.stream import Stream
+from mpkit.devices.unwise import spans_nodes
+from mpkit.plan.plan import Plan
+from mpkit.support.caught import report
 from mpkit.support.units import percent, seconds
 
 if TYPE_CHECKING:
@@ -15,7 +20,7 @@ if TYPE_CHECKING:
     from mpkit.prepare.prepare import TrainJob
     from mpkit.timeline.live_timeline import LiveFeed
 
-__all__ = ["ProgressLine", "facts_in_common"]
+__all__ = ["ProgressLine", "facts_in_common", "warn_of_nodes"]
 
 LINE_EVERY = 1.0, 30.0
 """Seconds between two lines: in a terminal, where each replaces the last one; elsewhere, as in a job's log."""
@@ -42,6 +47,21 @@ def facts_in_common(job: TrainJob) -> dict[str, Any]:
 
         facts["data"] = data_digest(*job.what.batches[0])  # type: ignore[index]
     return facts
+
+
+def warn_of_nodes(plan: Plan, nodes: Sequence[str], rank: int) -> None:
+    """Warn, with an `UnwisePlan` in rank 0's process, if tensor parallelism spans nodes.
+
+    Args:
+        plan: what is trained.
+        nodes: the node of each rank.
+        rank: this process's.
+    """
+    if rank or plan.tp == 1:
+        return
+    most = max(Counter(nodes).values())
+    if words := spans_nodes(plan.mesh.groups("tp"), nodes.__getitem__, most):
+        report(f"{plan!r}: {words}")
 
 
 class ProgressLine:

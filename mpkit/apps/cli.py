@@ -6,8 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from mpkit.apps.classroom import add_classroom
 from mpkit.apps.diagnose import add_diagnose
 from mpkit.apps.doctor import add_doctor
 from mpkit.apps.open import add_open
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_watch(commands)
     add_open(commands)
     _add_launch(commands)
-    _add_classroom(commands)
+    add_classroom(commands)
     add_diagnose(commands)
     add_doctor(commands)
     add_predict(commands)
@@ -123,43 +123,6 @@ def _add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     launch.set_defaults(run=_launch)
 
 
-def _add_classroom(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    grade = commands.add_parser(
-        "grade",
-        help="grade the exercise notebooks of a class",
-        description="Runs each notebook below FOLDER (STUDENT.ipynb or STUDENT/NOTEBOOK.ipynb) in a process of its "
-        "own, checks its answers on ranks of their own, and writes a table of the class and a page with hints for "
-        "each student. The table grows with each notebook; a grading that was stopped goes on where it stopped, and "
-        "one that is repeated grades only notebooks that are new or changed. A notebook is enclosed as far as this "
-        "system allows without root, which is said first: where it allows nothing, grade strangers' in a container.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    grade.add_argument("folder", type=Path, help="with the notebooks")
-    grade.add_argument("-o", "--output", type=Path, default=Path("grades.csv"), help="the table")
-    grade.add_argument("--pages", type=Path, help="folder of the students' pages; left out: beside the table")
-    grade.add_argument(
-        "--exercises", default="", help="names with commas between; left out: all of a notebook's families"
-    )
-    grade.add_argument(
-        "--roster",
-        type=Path,
-        help="names of all students, one per line or a CSV: the table tells who is missing",
-    )
-    grade.add_argument("--again", action="store_true", help="grade also what is graded already and unchanged")
-    grade.add_argument("--seconds", type=float, default=60.0, help="that running a notebook may take")
-    grade.add_argument("--memory", type=float, default=4.0, help="GiB that a notebook may take")
-    grade.add_argument("--processes", type=int, default=40, help="that a notebook may run at a time")
-    grade.set_defaults(run=_grade)
-    write = commands.add_parser(
-        "exercises",
-        help="write the exercise notebooks",
-        description="Writes the exercises as notebooks: for students into FOLDER, solved into FOLDER/solved, and for "
-        "nbgrader into FOLDER/nbgrader/source.",
-    )
-    write.add_argument("folder", type=Path)
-    write.set_defaults(run=_exercises)
-
-
 def _demo(options: argparse.Namespace) -> None:
     from mpkit.apps.demo import Demo
 
@@ -187,34 +150,3 @@ def _launch(options: argparse.Namespace) -> None:
     plan = LaunchPlan(program, options.nodes, options.gpus, options.address, options.port, options.hours)
     plan.check()
     print(commands(plan))
-
-
-def _grade(options: argparse.Namespace) -> None:
-    try:
-        import IPython  # noqa: F401  # the notebooks' processes need it
-
-        from mpkit.classroom.grading.grade import grade
-        from mpkit.classroom.grading.guard import Guard
-        from mpkit.classroom.grading.report import read_roster
-    except ImportError as error:
-        raise ValueError(
-            f"grading runs notebooks, and their packages are not here ({error}): pip install 'mpkit[notebook]'"
-        ) from None
-
-    if not options.output.parent.is_dir():
-        raise ValueError(f"-o {options.output}: there is no folder {options.output.parent} to write it into")
-    guard = Guard(options.seconds, int(options.memory * 2**30), options.processes)
-    names = tuple(name.strip() for name in options.exercises.split(",") if name.strip())
-    pages = options.pages or options.output.with_suffix("")
-    roster = read_roster(options.roster) if options.roster is not None else ()
-    grade(
-        options.folder, names, output=options.output, pages=pages, roster=roster, again=options.again, guard=guard
-    )  # fmt: skip
-    print(f"{options.output}: the class; {pages}: a page a student")
-
-
-def _exercises(options: argparse.Namespace) -> None:
-    from mpkit.classroom.notebooks import link_tutorials, write_notebooks
-
-    for path in (*write_notebooks(options.folder), *link_tutorials(options.folder)):
-        print(path)

@@ -9,7 +9,6 @@ keep       the interactive timelines in one HTML file
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mpkit.api.cluster import Cluster
+from mpkit.apps.demo_strategies import SEEN, STRATEGIES
 from mpkit.data.datasets import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.plan import Plan
@@ -29,34 +29,13 @@ from mpkit.views.timeline.terminal import watch
 
 __all__ = ["Demo", "Outcome"]
 
-STRATEGIES: dict[str, Callable[[int, int], tuple[str, Plan]]] = {
-    "naive": lambda n, m: ("naive MP", Plan.naive_mp(n)),
-    "gpipe": lambda n, m: (f"GPipe, m={m}", Plan.gpipe(n, m)),
-    "gpipe-recompute": lambda n, m: ("GPipe, recomputing", Plan.gpipe(n, m, recompute="full")),
-    "1f1b": lambda n, m: (f"1F1B, m={m}", Plan.pipeline("1f1b", n, m)),
-    "zb-h1": lambda n, m: (f"ZB-H1, m={m}", Plan.pipeline("zb_h1", n, m)),
-    "dp": lambda n, m: ("DP", Plan(dp=n, data_parallel="dp")),
-    "ddp": lambda n, m: ("DDP", Plan.ddp(n)),
-    "zero1": lambda n, m: ("ZeRO-1", Plan(dp=n, zero=1)),
-    "zero2": lambda n, m: ("ZeRO-2", Plan(dp=n, zero=2)),
-    "zero3": lambda n, m: ("ZeRO-3", Plan(dp=n, zero=3)),
-    "tp": lambda n, m: ("TP", Plan(tp=n)),
-    "2d": lambda n, m: ("ZeRO-3 x TP", Plan(dp=_replicas(n, 2), tp=2, zero=3)),
-    "3d": lambda n, m: (
-        "PP x DP x TP, ZeRO-1",
-        Plan(pp=2, dp=_replicas(n, 4), tp=2, zero=1, schedule="1f1b", microbatches=m),
-    ),
-}
-"""By the option's value: a function of ranks and micro-batches that returns the name in the table, and the plan."""
-
-
-def _replicas(ranks: int, each: int) -> int:
-    """Return the number of replicas if each takes `each` ranks; there must be two or more."""
-    if ranks < 2 * each or ranks % each:
-        raise ValueError(
-            f"--ranks {ranks}: this strategy takes two replicas or more, of {each} ranks each: --ranks {2 * each}"
-        )
-    return ranks // each
+LOOK_FOR = (
+    "Each picture has a row per rank, and time goes to the right: blue is forward, orange backward, green the "
+    "optimizer. The thin pink marks below are messages. Where a row is hatched, the rank is idle. The idle share of "
+    "a step is called its bubble; it stands above the picture and in the table. All strategies train the same model on "
+    "the same data and reach the same losses. Compare what they cost: time, memory and messages."
+)
+"""What the page tells its readers to look for."""
 
 
 @dataclass
@@ -67,19 +46,26 @@ class Outcome:
         timeline: the timeline of the whole run.
         losses: one per step.
         theory: the bubble according to the formula; None for serial training.
+        caption: the strategy, and what is to be seen in its picture.
     """
 
     name: str
     timeline: Timeline
     losses: list[float]
     theory: float | None
+    caption: str
 
     @property
-    def typical(self) -> Timeline:
+    def typical_step(self) -> int:
         """The step with the median bubble; the first is left out, since it allocates memory and loads code."""
         steps = self.timeline.steps[1:] or self.timeline.steps
         by_bubble = sorted(steps, key=self.timeline.bubble_of)
-        return self.timeline.step(by_bubble[len(by_bubble) // 2])
+        return by_bubble[len(by_bubble) // 2]
+
+    @property
+    def typical(self) -> Timeline:
+        """That step, which the table and the page show."""
+        return self.timeline.step(self.typical_step)
 
 
 @dataclass
@@ -123,27 +109,30 @@ class Demo:
         model = GPT(layers=self.layers, width=self.width, length=self.length)
         data = text_batches(self.batch, self.length, self.steps, seed=self.seed)
         size = sum(p.numel() for p in model.parameters())
-        self.console.print(
-            f"[bold]mpkit[/bold] trains a GPT of {self.layers} blocks, {size / 1e6:.1f} M parameters, on Python's own "
-            f"documentation: {self.steps} steps of {self.batch} x {self.length} bytes.",
-            highlight=False,
+        what = (
+            f"trains a GPT of {self.layers} blocks, {size / 1e6:.1f} M parameters, on Python's own documentation: "
+            f"{self.steps} steps of {self.batch} x {self.length} bytes."
         )
+        self.console.print(f"[bold]mpkit[/bold] {what}", highlight=False)
         with Cluster(self.ranks, self.device) as all_ranks:
-            outcomes = [self._train("serial", Plan.serial(), all_ranks.resized(1), model, data)]
-            for name, plan in plans.items():
-                outcomes.append(self._train(name, plan, all_ranks, model, data))
+            alone = all_ranks.resized(1)
+            outcomes = [self._train("serial", Plan.serial(), SEEN["serial"], alone, model, data)]
+            for option, (name, plan) in zip(dict.fromkeys(self.strategies), plans.items(), strict=True):
+                outcomes.append(self._train(name, plan, SEEN[option], all_ranks, model, data))
         self.console.print()
         self.console.print(self.table(outcomes))
-        for sentence in self._explain(outcomes):
+        notes = dict.fromkeys(note for outcome in outcomes for note in outcome.timeline.notes)
+        for sentence in [*self._explain(outcomes), *notes]:
             self.console.print(f"[dim]{sentence}[/dim]", highlight=False)
         if self.html:
-            self._keep(outcomes)
+            self._keep(outcomes, f"mpkit {what}")
         return outcomes
 
     def _train(
         self,
         name: str,
         plan: Plan,
+        seen: str,
         cluster: Cluster,
         model: GPT,
         data: list[tuple[torch.Tensor, torch.Tensor]],
@@ -160,8 +149,9 @@ class Demo:
             show=False,
         )
         watch(run, title=name, console=self.console, live=not self.plain)
-        theory = plan.bubble_in_theory
-        return Outcome(name, run.timeline(), run.losses, None if theory is None else float(theory))
+        exact = plan.bubble_in_theory
+        theory = None if exact is None else float(exact)
+        return Outcome(name, run.timeline(), run.losses, theory, f"{plan.describe()} {seen}")
 
     def table(self, outcomes: list[Outcome]) -> Table:
         """Return a table of what each strategy cost, with a column per strategy."""
@@ -175,7 +165,7 @@ class Demo:
             table.add_row(label, *values)
 
         each = [outcome.typical for outcome in outcomes]
-        row("bubble measured", ["-" if t.world_size == 1 else percent(t.bubble) for t in each])
+        row("bubble measured", [percent(t.bubble) for t in each])
         row(
             "bubble in theory",
             ["-" if o.theory is None or not o.theory else percent(o.theory) for o in outcomes],
@@ -193,32 +183,39 @@ class Demo:
         return table
 
     def _explain(self, outcomes: list[Outcome]) -> list[str]:
-        """Say what the figures are: what all timelines note, once, and how the table was made."""
-        notes = list(dict.fromkeys(note for outcome in outcomes for note in outcome.timeline.notes))
+        """Say what the figures are, and how they were measured."""
         how = "Shown is the step with the median bubble. Memory is that of the rank that holds most; m: micro-batches."
         if outcomes[-1].timeline.clock == "measured":
-            return [how, "Times are the wall clock's, from CUDA events.", *notes]
+            return [how, "Times are the wall clock's, from CUDA events."]
         return [
             how,
             "Times are on the virtual clock: each rank has a core of its own, as a GPU would, although here all share "
             "this machine's. An op takes the CPU time that it really used.",
-            *notes,
         ]
 
-    def _keep(self, outcomes: list[Outcome]) -> None:
-        from mpkit.views.timeline.html import html
+    def _keep(self, outcomes: list[Outcome], what: str) -> None:
+        from mpkit.views.page.html import html
 
-        serial, *parallel = outcomes
-        shown = parallel or outcomes
+        serial = outcomes[0]
         facts = {
             o.name: {
                 "bubble in theory": "-" if not o.theory else percent(o.theory),
-                "losses equal to serial": "yes" if _equal(o, serial) else "no",
+                "last loss": f"{o.losses[-1]:.4f}",
+                "losses equal to serial": "-" if o is serial else "yes" if _equal(o, serial) else "NO",
             }
-            for o in shown
+            for o in outcomes
         }
         path = Path(self.html)
-        page = html({o.name: o.timeline for o in shown}, title="mpkit demo", facts=facts)
+        page = html(
+            {o.name: o.timeline for o in outcomes},
+            title="One model, trained in several ways",
+            facts=facts,
+            intro="\n\n".join([what, LOOK_FOR, " ".join(self._explain(outcomes))]),
+            captions={o.name: o.caption for o in outcomes},
+            steps={o.name: o.typical_step for o in outcomes},
+            base=serial.name,
+            try_it=(self.ranks, self.microbatches),
+        )
         write_whole(path, page.encode())
         self.console.print(
             f"Interactive timelines: [bold]{path.resolve()}[/bold] (open it in a browser)", highlight=False

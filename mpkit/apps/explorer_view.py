@@ -1,28 +1,25 @@
 """The schedule explorer: sliders and dropdowns above, a timeline with its figures and its rows for each schedule.
 
 set     a slider moved: each side is simulated and drawn again
-edit    the text of a side was edited and applied: it becomes a schedule of its own
-run     a side's schedule trains a model on real ranks; the measured timeline is shown below the predicted one
+edit    the text of a side was edited and applied: it becomes a schedule of its own; if it cannot work, the picture of
+        the one before is marked as stale
+run     a side's schedule trains a model on real ranks (`mpkit.apps.explored_run`, imported when the button is pressed)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mpkit.analysis.comparison import compare_timelines
-from mpkit.api.cluster import Cluster
 from mpkit.apps.explored import Explored, Setting
-from mpkit.data.datasets import text_batches
 from mpkit.errors import MpkitError
-from mpkit.models import GPT, next_token_loss
 from mpkit.schedule import NAMES
 from mpkit.support.display import image
-from mpkit.support.needs import needs_notebook
+from mpkit.support.needs import needs_notebook, require_torch
 from mpkit.support.visible import escape
+from mpkit.views.drawing.slider_names import SliderNames
 from mpkit.views.timeline.widget import TimelineView
 
 try:
@@ -30,23 +27,41 @@ try:
 except ImportError as error:
     raise needs_notebook("the schedule explorer", error) from error
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["Explorer"]
 
 OWN = "your own"
+PER_MICROBATCH = "seconds per micro-batch on one rank"
 SLIDERS = {
-    "ranks": ("ranks p", 1, 16, 1),
-    "microbatches": ("micro-batches m", 1, 64, 1),
-    "virtual_stages": ("stages per rank v", 1, 4, 1),
-    "forward": ("F", 0.0, 4.0, 0.1),
-    "input_grad": ("I", 0.0, 4.0, 0.1),
-    "weight_grad": ("W", 0.0, 4.0, 0.1),
-    "hop": ("hop", 0.0, 2.0, 0.05),
+    "ranks": ("ranks p", "number of ranks p", 1, 16, 1),
+    "microbatches": ("micro-batches m", "number of micro-batches m", 1, 64, 1),
+    "virtual_stages": (
+        "stages per rank v",
+        "stages per rank v, where the schedule allows any number",
+        1,
+        4,
+        1,
+    ),
+    "forward": ("forward F, s", f"forward F, {PER_MICROBATCH}", 0.0, 4.0, 0.1),
+    "input_grad": ("input grad I, s", f"gradients of the inputs I, {PER_MICROBATCH}", 0.0, 4.0, 0.1),
+    "weight_grad": ("weight grad W, s", f"gradients of the weights W, {PER_MICROBATCH}", 0.0, 4.0, 0.1),
+    "hop": ("message, s", "message, seconds from one stage to the next", 0.0, 2.0, 0.05),
 }
-"""By setting: its label, minimum, maximum and step."""
+"""By setting: its label, what it is in words, minimum, maximum and step."""
+
+UNITS = (
+    "All times are in seconds: F, I and W per micro-batch on one rank, a message from one stage to the next, and the "
+    "step time from the step's first action to its last. A backward in one piece takes I + W."
+)
+STALE = "The picture is that of the last schedule that worked, not of what is set now."
 
 
 class Side:
     """One schedule: its dropdown, figures, timeline, rows and buttons.
+
+    While what is set cannot work, the side is `stale`: it shows the last schedule that did.
 
     Args:
         setting: the initial settings.
@@ -66,11 +81,12 @@ class Side:
         self.rows = ipywidgets.Textarea(layout={"width": "auto", "height": "110px"}, continuous_update=False)
         self.rows.add_class("mpkit-rows")
         self.apply = ipywidgets.Button(
-            description="use my edit", tooltip="simulate the rows as they stand here"
+            description="draw my rows", tooltip="simulate the rows as they stand here"
         )
         self.train = ipywidgets.Button(description="run on ranks", tooltip="train a model by this schedule")
         self.problem, self.result = ipywidgets.HTML(), ipywidgets.HTML()
         self.explored: Explored | None = None
+        self.stale = False
         self.schedule.observe(self._chosen, names="value")
         self.apply.on_click(self._applied)
         self.train.on_click(self._started)
@@ -83,14 +99,17 @@ class Side:
         )  # fmt: skip
 
     def set(self, setting: Setting) -> None:
-        """Simulate with these degrees and times; if they cannot work, say why and keep the picture."""
+        """Simulate with these degrees and times; if they cannot work, say why and mark the picture as stale."""
         chosen = self._own if self.schedule.value == OWN else self.schedule.value
         try:
             self.explored = replace(setting, schedule=chosen).explored()
         except ValueError as error:
             self.problem.value = _problem(str(error))
+            self._mark_stale()
             return
         self.problem.value = ""
+        self.stale = self.train.disabled = False
+        self.view.stale = False
         words = [
             f"<b>{escape(value)}</b> {escape(name)}"
             for name, value in self.explored.figures.items()
@@ -101,9 +120,17 @@ class Side:
 
     def draw(self, room: float) -> None:
         """Show the simulated timeline on an axis of `room` seconds."""
-        if self.explored is not None:
+        if self.explored is not None and not self.stale:
             self.view.room = room
             self.view.replace(self.explored.timeline)
+
+    def _mark_stale(self) -> None:
+        """Grey out the picture, which belongs to an earlier setting, with its figures taken away."""
+        self.stale = self.train.disabled = True
+        self.figures.value = ""
+        self.view.bubble = self.view.step_time = None
+        self.view.note = STALE
+        self.view.stale = True
 
     def _chosen(self, _: Any) -> None:
         if self.schedule.value == OWN and not self._own:
@@ -127,7 +154,7 @@ class Side:
         except (ValueError, MpkitError) as error:
             self.result.value = _problem(str(error))
         finally:
-            self.train.disabled = False
+            self.train.disabled = self.stale
 
 
 class Explorer(ipywidgets.VBox):
@@ -154,7 +181,9 @@ class Explorer(ipywidgets.VBox):
             slider.observe(lambda _: self._changed(), names="value")
         super().__init__(
             [
-                ipywidgets.Box([*self.sliders.values()], layout={"flex_flow": "row wrap"}),
+                ipywidgets.Box(
+                    [*self.sliders.values(), SliderNames(UNITS)], layout={"flex_flow": "row wrap"}
+                ),
                 ipywidgets.Box(
                     [side.box for side in self.sides], layout={"flex_flow": "row wrap", "grid_gap": "16px"}
                 ),
@@ -175,43 +204,38 @@ class Explorer(ipywidgets.VBox):
         setting = Setting(**{name: slider.value for name, slider in self.sliders.items()})
         for side in self.sides:
             side.set(setting)
-        room = max((side.explored.timeline.makespan for side in self.sides if side.explored), default=0.0)
+        drawn = [side.explored.timeline.makespan for side in self.sides if side.explored and not side.stale]
+        room = max(drawn, default=0.0)
         for side in self.sides:
             side.draw(room)
 
     def _train(self, plan: Any) -> str:
         """Run the plan on real ranks; return the predicted and the measured timeline below each other, as HTML."""
-        model, data, loss, optimizer = self._job
-        if model is None:
-            torch.manual_seed(0)
-            model = GPT(layers=max(plan.stages - 2, 1), width=64, length=32)
-        if data is None:
-            data = text_batches(batch=max(2 * plan.microbatches, 8), length=32, steps=3)
-        with Cluster(plan.ranks) as cluster:
-            run = cluster.train(
-                model,
-                data,
-                plan,
-                loss=loss or next_token_loss,
-                optimizer=optimizer or _sgd,
-                steps=3,
-                show=False,
-            ).wait()
+        require_torch("The button that runs a schedule on ranks")
+        from mpkit.apps.explored_run import train
+
+        run = train(plan, *self._job)
         comparison = compare_timelines([("", run)])
         return image(comparison.to_svg(), str(comparison)) + f"<pre>{escape(str(comparison))}</pre>"
 
 
-def _sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
-
-
 def _slider(name: str, value: float) -> Any:
-    words, least, most, step = SLIDERS[name]
+    words, tooltip, least, most, step = SLIDERS[name]
     make = ipywidgets.IntSlider if isinstance(step, int) else ipywidgets.FloatSlider
-    style, layout = {"description_width": "110px"}, {"width": "330px"}
+    style, layout = {"description_width": "130px"}, {"width": "350px"}
     most = max(most, value)
-    return make(value=value, min=least, max=most, step=step, description=words, style=style, layout=layout)
+    return make(
+        value=value,
+        min=least,
+        max=most,
+        step=step,
+        description=words,
+        tooltip=tooltip,
+        style=style,
+        layout=layout,
+    )
 
 
 def _problem(words: str) -> str:
-    return f'<pre style="color:#b35900;white-space:pre-wrap">{escape(words)}</pre>'
+    look = "color:#b35900;white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
+    return f'<pre style="{look}">{escape(words)}</pre>'

@@ -1,5 +1,8 @@
 """Exercises by name: each is a module of a family's folder in `mpkit/classroom/exercises/`.
 
+In an exam, students install an mpkit whose exercises have no solutions (`scripts/exam`). The distribution
+mpkit-solutions has the same modules whole; where it is installed, they are used.
+
 A family is a package. Its docstring is the beginning of the notebook: a title, then Markdown. The code after
 `# %% given` is used by all of its exercises.
 """
@@ -8,14 +11,19 @@ from __future__ import annotations
 
 import difflib
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
+from importlib.util import find_spec
+from inspect import getsource
 from types import ModuleType
 
-import mpkit.classroom.exercises as home
 from mpkit.classroom.framework.exercise import Exercise
 from mpkit.classroom.framework.source import Source, given_in
+from mpkit.classroom.framework.variants import Variant, varied, varies
+
+SOLUTIONS = "mpkit_solutions"
+"""The package of the distribution mpkit-solutions."""
 
 __all__ = ["Entry", "families", "find", "of_family"]
 
@@ -27,20 +35,22 @@ class Entry:
     Attributes:
         name: the exercise's name, such as "ring-all-reduce".
         family: the family's name, such as "ranks".
+        variant: whose numbers it has (`framework.variants`); "": those that are in its file.
     """
 
     name: str
     family: str
+    variant: str = ""
 
     @property
     def module(self) -> str:
         """The name of the exercise's module."""
-        return f"{home.__name__}.{self.family}.{self.name.replace('-', '_')}"
+        return f"{_home().__name__}.{self.family}.{self.name.replace('-', '_')}"
 
     @cached_property
     def exercise(self) -> Exercise:
         """The exercise that its author wrote."""
-        exercise = import_module(self.module).EXERCISE
+        exercise = self._file[0].EXERCISE
         assert isinstance(exercise, Exercise)
         return exercise
 
@@ -48,28 +58,43 @@ class Entry:
     def given(self) -> str:
         """The code that a student has before the answer's cell: the family's, and the exercise's own."""
         package = import_module(self.module.rpartition(".")[0])
-        return f"{given_in(package)}\n\n{self.source.given}\n"
+        return f"{given_in(getsource(package))}\n\n{self.source.given}\n"
 
     @cached_property
     def source(self) -> Source:
         """The exercise's file, in its parts."""
-        return Source.of(import_module(self.module))
+        return Source.of(*self._file)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the solution and all that tells it are missing here, as on a student's machine in an exam."""
+        return bool(getattr(_home(), "SEALED", False))
+
+    @property
+    def varies(self) -> bool:
+        """Whether the exercise's numbers differ from student to student."""
+        return bool(varies(import_module(self.module)))
+
+    @property
+    def _file(self) -> tuple[ModuleType, str]:
+        return varied(self.module, self.variant)
 
 
 def families() -> list[ModuleType]:
     """Return the families' packages, in the order of the course."""
+    home = _home()
     packages = [import_module(f"{home.__name__}.{each.name}") for each in pkgutil.iter_modules(home.__path__)]
     return sorted(packages, key=lambda package: package.PLACE)
 
 
-def of_family(family: str) -> list[Entry]:
-    """Return the exercises of a family, in their order."""
-    entries = [entry for entry in _entries() if entry.family == family]
+def of_family(family: str, variant: str = "") -> list[Entry]:
+    """Return the exercises of a family, in their order; `variant` says whose numbers they have."""
+    entries = [replace(entry, variant=variant) for entry in _entries() if entry.family == family]
     return sorted(entries, key=lambda entry: (entry.exercise.place, entry.name))
 
 
-def find(name: str) -> Entry:
-    """Return the exercise of that name.
+def find(name: str, variant: str = "") -> Entry:
+    """Return the exercise of that name; `variant` says whose numbers it has.
 
     >>> find("pass-the-token").family
     'ranks'
@@ -79,18 +104,26 @@ def find(name: str) -> Entry:
     ValueError: there is no exercise 'pass-a-token'; did you mean 'pass-the-token'? mk.progress() lists them all
 
     Raises:
-        ValueError: There is no exercise of that name.
+        ValueError: There is no exercise of that name, or nobody was handed out that variant.
     """
+    if variant:
+        Variant.read(variant)
     entries = {entry.name: entry for entry in _entries()}
     if name in entries:
-        return entries[name]
+        return replace(entries[name], variant=variant)
     near = difflib.get_close_matches(str(name), entries, 1, 0.5)
     meant = f"; did you mean {near[0]!r}?" if near else "."
     raise ValueError(f"there is no exercise {name!r}{meant} mk.progress() lists them all")
 
 
+def _home() -> ModuleType:
+    """Return the package of the exercises."""
+    return import_module(SOLUTIONS if find_spec(SOLUTIONS) is not None else "mpkit.classroom.exercises")
+
+
 def _entries() -> list[Entry]:
     """Return all exercises without importing any."""
+    home = _home()
     return [
         Entry(module.name.replace("_", "-"), family.name)
         for family in pkgutil.iter_modules(home.__path__)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mpkit.api.cluster import Cluster
 from mpkit.classroom.catalogue import families, find, of_family
 from mpkit.classroom.framework.room import Answer, Room, shared_room
-from mpkit.classroom.judge import Checked, judge
+from mpkit.classroom.judge import UNCOUNTED, Checked, is_stub, judge, look
 from mpkit.classroom.overview import Overview
-from mpkit.classroom.progress import Progress
+from mpkit.classroom.progress import Done, Progress
 
 __all__ = ["check", "progress"]
 
 
-def check(name: str, answer: Any, *, cluster: Cluster | None = None) -> Checked:
+def check(
+    name: str, answer: Any, *, variant: str = "", exam: bool = False, cluster: Cluster | None = None
+) -> Checked:
     """Check an answer to an exercise, on real ranks, with inputs that you have not seen.
 
     The first check in a notebook takes a few seconds longer: a helper process imports torch, and stays for the next.
@@ -28,22 +31,42 @@ def check(name: str, answer: Any, *, cluster: Cluster | None = None) -> Checked:
     Args:
         name: the name of the exercise, as its notebook has it; `mk.progress()` lists all.
         answer: what the exercise asks for: a function, a class, a schedule, values.
+        variant: whose numbers the exercise has, as `VARIANT` in a notebook of your own says; "": the same for all.
+        exam: whether to say only if there is an answer that runs: no verdict, no hint, and no try.
         cluster: the cluster whose helper process is used; None: one that all checks share.
 
     Returns:
-        The verdict. A wrong answer raises no exception; its verdict has a hint, more specific each time.
+        The verdict. A wrong answer raises no exception; its verdict has a hint, more specific for each new answer.
 
     Raises:
-        ValueError: There is no such exercise, or the answer cannot be sent to ranks.
+        ValueError: There is no such exercise, the variant is not yours, or the answer cannot be sent to ranks.
     """
-    entry = find(name)
+    entry = find(name, variant)
     packed = Answer.of(answer)
     done = Progress.read()
-    before = done.done.get(name)
+    if entry.varies:
+        done = _of_student(done, name, variant)
+    if exam or entry.sealed:
+        done.write()
+        return look(entry, packed, shared_room() if cluster is None else Room(cluster))
+    before = done.done.get(name, Done())
     room = shared_room() if cluster is None else Room(cluster)
-    checked = judge(entry, packed, room, before.failures if before else 0)
-    done.after(name, checked.passed).write()
+    stub = is_stub(entry, packed)
+    checked = judge(entry, packed, room, 0 if stub else before.earlier(packed.print))
+    counts = not stub and checked.mistake not in UNCOUNTED
+    done.after(name, checked.passed, packed.print, counts=counts).write()
     return checked
+
+
+def _of_student(done: Progress, name: str, variant: str) -> Progress:
+    """Return the progress, which is one student's from the first check of a variant on."""
+    if done.variant and done.variant != variant:
+        raise ValueError(
+            f"check({name!r}, ..., variant={variant!r}): the progress in this folder is that of {done.variant!r}, and "
+            f"everybody has numbers of their own. Check it with variant={done.variant!r}; to work on another "
+            f"notebook, put it into a folder of its own"
+        )
+    return replace(done, variant=variant)
 
 
 def progress(folder: str | Path | None = None) -> Overview:

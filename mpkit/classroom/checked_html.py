@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["checked_html"]
 
-GOOD, BAD = "#007a5a", "#c23b00"
+GOOD, BAD, NEUTRAL = "#007a5a", "#c23b00", "#57606a"
 FAINT = "color:var(--jp-ui-font-color2,#656d76)"
 TITLES = {"yours": "Yours", "target": "The solution's"}
 LINE = "1px solid var(--jp-border-color2,#d0d7de)"
@@ -50,6 +50,8 @@ def checked_html(checked: Checked) -> str:
 
 def _head(checked: Checked) -> str:
     colour, mark = (GOOD, "✔") if checked.passed else (BAD, "✗")
+    if checked.exam:  # in an exam an answer is no right answer
+        colour, mark = NEUTRAL, "·"
     return (
         f'<div style="font-size:15px;font-weight:600;margin:2px 0 8px"><span style="color:{colour}">{mark}</span> '
         f'{escape(checked.title)} <span style="background:{colour};color:#fff;border-radius:9px;padding:1px 9px;'
@@ -64,7 +66,8 @@ def _tables(checked: Checked) -> str:
     rest = [row for row in checked.rows if row not in before]
     if not before:
         return _table(rest)
-    words = f"{len(before)} checks in other cases passed before"
+    many = len(before)
+    words = "1 check in another case passed" if many == 1 else f"{many} checks in other cases passed"
     return (
         f'<details style="margin:0 0 6px;font-size:13px"><summary style="{FAINT};cursor:pointer">{words}</summary>'
         f"{_table(before)}</details>{_table(rest)}"
@@ -92,7 +95,7 @@ def _table(rows: Sequence[Row]) -> str:
 def _printed(checked: Checked) -> str:
     lines = checked.printed[:MOST_LINES]
     more = len(checked.printed) - len(lines)
-    text = "\n".join(lines) + (f"\n({more} lines more)" if more else "")
+    text = "\n".join(lines) + (f"\n({more} more {'line' if more == 1 else 'lines'})" if more else "")
     return f'<div style="{FAINT};font-size:13px">printed by the ranks</div><pre style="{MONO}">{escape(text)}</pre>'
 
 

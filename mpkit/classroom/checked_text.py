@@ -5,6 +5,8 @@ from __future__ import annotations
 from textwrap import fill
 from typing import TYPE_CHECKING
 
+from mpkit.classroom.answered import ANSWERED, NOT_ANSWERED
+
 if TYPE_CHECKING:
     from mpkit.classroom.judge import Checked
 
@@ -17,6 +19,8 @@ MOST_LINES = 12
 
 def verdict(checked: Checked) -> str:
     """Return the verdict in a few words."""
+    if checked.exam:
+        return ANSWERED if checked.answered else NOT_ANSWERED
     if checked.passed:
         return "solved" + (f", at the {_ordinal(checked.tries)} try" if checked.tries > 1 else "")
     return "not yet"
@@ -46,4 +50,5 @@ def _wrapped(line: str) -> str:
 
 
 def _ordinal(n: int) -> str:
-    return {1: "first", 2: "second", 3: "third"}.get(n, f"{n}th")
+    last = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return {1: "first", 2: "second", 3: "third"}.get(n, f"{n}{last}")

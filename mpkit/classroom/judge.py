@@ -2,18 +2,20 @@
 
 examine   run the exercise's own checks, up to the first that fails
 tell      find the mistake: the first one that shows in the results
-hint      choose the mistake's next hint, by how often the student has failed
+hint      choose the mistake's next hint, by how many different answers of the student's were wrong before
 show      draw the answer's timeline beside the solution's
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mpkit.classroom.answered import answered_row
 from mpkit.classroom.catalogue import Entry
-from mpkit.classroom.framework.exercise import Exercise, Mistake, Row
+from mpkit.classroom.framework.exercise import UNFORESEEN, Exercise, Mistake, Row
 from mpkit.classroom.framework.lesson import lesson
 from mpkit.classroom.framework.room import Answer, Room
 from mpkit.classroom.framework.seen import Seen
@@ -24,12 +26,19 @@ from mpkit.trace import Lane
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["Checked", "NotSolved", "judge"]
+__all__ = ["CHECKED", "SLIP", "UNCOUNTED", "Checked", "NotSolved", "is_stub", "judge", "look"]
 
-UNFORESEEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What looking for a mistake raises where the ranks' results have another form than the exercise asks for, such as None
-or a tensor of another shape: then it is not this mistake. Anything else is an error of the exercise, or of a class that
-the student wrote, and is raised."""
+CHECKED = "application/vnd.mpkit.checked+json"
+"""The type of the part of a check's output that a notebook keeps for the class report; browsers do not show it."""
+
+STUB, SLIP = "not-written", "an-error"
+UNCOUNTED = (STUB, SLIP)
+"""What is found in programs that are no answers yet: they spend no hint, and are no tries."""
+
+SLIPS = (
+    "NameError", "UnboundLocalError", "SyntaxError", "ImportError", "ModuleNotFoundError", "AttributeError",
+)  # fmt: skip
+"""Errors of typing, which say nothing of what the student has understood."""
 
 
 class NotSolved(MpkitError):
@@ -48,9 +57,10 @@ class Checked:
         mistake: the name of the mistake that shows; "" if none is known, or the answer is right.
         lesson: paragraphs on what happened on the ranks, if they hang or failed.
         hint: a hint; "" if the answer is right.
-        tries: how often this exercise was checked, this time included.
+        tries: how many different answers to this exercise were checked, this one included.
         printed: what the ranks printed in the last case.
         timelines: the timelines "yours" and "target", if there is something to see.
+        exam: whether nothing was judged: the one row says whether there is an answer that runs.
     """
 
     name: str
@@ -63,12 +73,18 @@ class Checked:
     tries: int = 1
     printed: tuple[str, ...] = ()
     timelines: dict[str, Timeline] | None = None
+    exam: bool = False
+
+    @property
+    def answered(self) -> bool:
+        """Whether there is an answer that runs."""
+        return self.rows[-1].ok
 
     def require(self) -> Checked:
         """Return this verdict if the answer is right.
 
         Raises:
-            NotSolved: The answer is wrong; the message has the table and the hint.
+            NotSolved: The answer is wrong, or was not judged; the message has the table and the hint.
         """
         if not self.passed:
             raise NotSolved(str(self))
@@ -84,7 +100,8 @@ class Checked:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         from mpkit.classroom.checked_html import checked_html
 
-        return {"text/html": checked_html(self), "text/plain": str(self)}
+        kept = {"name": self.name, "passed": self.passed, "tries": self.tries, "mistake": self.mistake}
+        return {"text/html": checked_html(self), "text/plain": str(self), CHECKED: kept}
 
 
 def judge(entry: Entry, answer: Answer, room: Room, failures: int = 0, *, draw: bool = True) -> Checked:
@@ -94,7 +111,7 @@ def judge(entry: Entry, answer: Answer, room: Room, failures: int = 0, *, draw: 
         entry: the exercise.
         answer: the packed answer.
         room: the ranks to run it on.
-        failures: how often the student has failed before; hints get more specific.
+        failures: how many other answers of the student's were wrong before; hints get more specific.
         draw: whether to run the solution as well, and make the timelines of both.
     """
     exercise = entry.exercise
@@ -117,16 +134,47 @@ def judge(entry: Entry, answer: Answer, room: Room, failures: int = 0, *, draw: 
     )  # fmt: skip
 
 
+def look(entry: Entry, answer: Answer, room: Room) -> Checked:
+    """Say whether there is an answer that runs, and nothing of whether it is right: a check in an exam."""
+    exercise = entry.exercise
+    seen = exercise.tried(answer, room)
+    stub = run_cell(entry.source.stub, exercise.name_of_answer, "stub", entry.given)
+    untouched = exercise.untouched(seen) or Answer.of(stub).print == answer.print
+    row = answered_row(seen, untouched, exercise.asked(stub))
+    lines = () if untouched or row.ok else tuple(lesson(seen))
+    return Checked(
+        entry.name, entry.source.title, (row,), False, lesson=lines, printed=tuple(seen.printed), exam=True
+    )
+
+
 def tell(entry: Entry, seen: Seen | None, room: Room) -> tuple[str, Sequence[str]]:
     """Return the name of the mistake that shows, and its hints."""
     exercise = entry.exercise
     if seen is not None:
         if exercise.untouched(seen):
-            return "not-written", (exercise.start,)
+            return STUB, (exercise.start,)
+        if _slipped(seen):
+            return SLIP, ()
         for mistake in exercise.mistakes:
             if _shows(entry, mistake, seen, room):
                 return mistake.name, mistake.hints
+        if seen.error and seen.where and not seen.mismatch:
+            return SLIP, ()
     return "", exercise.otherwise
+
+
+def is_stub(entry: Entry, answer: Answer) -> bool:
+    """Return whether an answer is the program that the student was given to mend."""
+    if not entry.source.has_instead:
+        return False  # the stub raises NotImplementedError, which `untouched` sees
+    stub = run_cell(entry.source.stub, entry.exercise.name_of_answer, "stub", entry.given)
+    return Answer.of(stub).print == answer.print
+
+
+def _slipped(seen: Seen) -> bool:
+    """Return whether the student's own line ended in an error of typing."""
+    kind = re.search(r"(?:rank \d+: )?(\w+): ", seen.error)
+    return bool(seen.where) and kind is not None and kind[1] in SLIPS and "NoneType" not in seen.error
 
 
 def _shows(entry: Entry, mistake: Mistake, seen: Seen, room: Room) -> bool:

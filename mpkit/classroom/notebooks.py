@@ -10,15 +10,27 @@ Each tutorial gets a last cell with links to the exercises that it prepares for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from inspect import getsource
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 from mpkit.classroom.catalogue import Entry, families, of_family
 from mpkit.classroom.framework.source import BEGIN, END, IMPORTS, given_in
+from mpkit.classroom.framework.variants import NOT_IN_FILES, Variant, plainly
 
-__all__ = ["Kind", "link_tutorials", "notebook", "notebooks", "write_notebooks", "your_turn"]
+__all__ = [
+    "METADATA",
+    "Kind",
+    "link_tutorials",
+    "notebook",
+    "notebooks",
+    "write_notebooks",
+    "write_variants",
+    "your_turn",
+]
 
 Kind = Literal["student", "solved", "nbgrader"]
 HIDDEN = ("### BEGIN HIDDEN TESTS", "### END HIDDEN TESTS")
@@ -28,26 +40,116 @@ WORDS = {
     "solved": "The solutions. Look at them once yours passes, or does not for too long.",
     "nbgrader": "Write your answer into the cells that say so, and run the check below each.",
 }
+IN_AN_EXAM = (
+    "Run the first cell. Then write your answers into the cells that say so. The check below each says whether there "
+    "is an answer that runs, and not whether it is right."
+)
 TURN = "your-turn"
 """The id of the tutorials' last cell."""
+JUSTIFICATION = "justification"
+"""The tag of a cell in which a student says why the answer is right."""
+ASKED = "*Why is your answer right, and why within its budgets? Some sentences, in place of this one.*"
+"""What is in such a cell when it is handed out."""
+KINDS_OF_A_STUDENT: tuple[tuple[Kind, str], ...] = (("student", "students"), ("solved", "solved"))
+"""The kinds of notebooks that each student of a roster has, and the folder of each."""
+METADATA = "mpkit"
+"""The key of the metadata that say whose numbers a notebook has."""
 UP = {"student": "../", "solved": "../../"}
 """The path from the notebook's folder to the tutorials."""
 
 
-def write_notebooks(folder: Path) -> list[Path]:
+def write_notebooks(folder: Path, *, justify: bool = False, exam: bool = False) -> list[Path]:
     """Write all notebooks below a folder, and return their paths.
 
     Student notebooks lie in the folder itself, solved ones in `solved/`, nbgrader's in `nbgrader/source/`.
+
+    Args:
+        folder: the folder.
+        justify: whether students' notebooks ask for a justification after each check.
+        exam: whether their checks say only if there is an answer.
     """
     import nbformat
 
     written = []
     for path, book in notebooks():
+        if exam and path.parent == Path("."):
+            _for_exam(book)
+        if justify and path.parent == Path("."):
+            book.cells = list(_justified(book.cells))
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(book, target)
         written.append(target)
     return written
+
+
+def write_variants(
+    folder: Path, course: str, students: Sequence[str], *, justify: bool = False, exam: bool = False
+) -> list[Path]:
+    """Write notebooks for each student of a course, with numbers of their own; return their paths.
+
+    What is handed out lies in `students/NAME/`, the solutions of it in `solved/NAME/`.
+
+    Args:
+        folder: the folder.
+        course: the course; whoever knows this text can compute everybody's numbers.
+        students: the names of the students.
+        justify: whether the notebooks ask for a justification after each check.
+        exam: whether their checks say only if there is an answer.
+
+    Raises:
+        ValueError: The course has no name, or two students' names are the same but for case and underscores.
+    """
+    import nbformat
+
+    if not course.strip():
+        raise ValueError(
+            "--roster needs --course TEXT too, from which everybody's numbers follow: keep it for grading"
+        )
+    folders = {plainly(name): re.sub(NOT_IN_FILES, "_", name) for name in students}
+    if len(folders) < len(students) or len(set(folders.values())) < len(folders):
+        twice = sorted(name for name in students if [*map(plainly, students)].count(plainly(name)) > 1)
+        raise ValueError(
+            f"--roster: {', '.join(map(repr, twice or students))} would share a folder and its numbers; give each a "
+            "name of their own, such as 'kim lee 2'"
+        )
+    written = []
+    for name in students:
+        for kind, home in KINDS_OF_A_STUDENT:
+            target = folder / home / folders[plainly(name)]
+            target.mkdir(parents=True, exist_ok=True)
+            for package in families():
+                book = notebook(package, kind, str(Variant.of(course, name)))
+                if exam and kind == "student":
+                    _for_exam(book)
+                if justify and kind == "student":
+                    book.cells = list(_justified(book.cells))
+                written.append(target / f"{_name(package)}.ipynb")
+                nbformat.write(book, written[-1])
+    return written
+
+
+def _for_exam(book: Any) -> None:
+    """Change a student's notebook into one for an exam: its metadata say so, and its checks give no verdict."""
+    book.metadata.setdefault(METADATA, {})["exam"] = True
+    for cell in book.cells:
+        if cell.id == "start-text":
+            cell.source = cell.source.replace(WORDS["student"], IN_AN_EXAM)
+        if cell.id.endswith("-check"):
+            cell.source = cell.source.removesuffix(")") + ", exam=True)"
+    book.cells = [cell for cell in book.cells if cell.id not in ("end-text", "progress")]
+
+
+def _justified(cells: list[Any]) -> Iterator[Any]:
+    """Yield the cells, and after each check one for a justification."""
+    import nbformat
+
+    for cell in cells:
+        yield cell
+        if cell.id.endswith("-check"):
+            name = cell.id.removesuffix("-check")
+            tags = {"tags": [JUSTIFICATION, f"for:{name}"]}
+            yield nbformat.v4.new_markdown_cell(ASKED, id=f"{name[:50]}-why", metadata=tags)
 
 
 def notebooks() -> Iterator[tuple[Path, Any]]:
@@ -90,12 +192,12 @@ def your_turn(tutorial: str) -> str:
     return "\n".join(["## Your turn", "", words, "", *lines])
 
 
-def notebook(package: ModuleType, kind: Kind) -> Any:
-    """Return one family's notebook of one kind."""
+def notebook(package: ModuleType, kind: Kind, variant: str = "") -> Any:
+    """Return one family's notebook of one kind; `variant` says whose numbers it has, "" those of everybody."""
     import nbformat
 
     cells = []
-    for name, source, graded in _cells(package, kind):
+    for name, source, graded in _cells(package, kind, variant):
         markdown = not source.lstrip("\n") or name.endswith("-text")
         make = nbformat.v4.new_markdown_cell if markdown else nbformat.v4.new_code_cell
         cell = make(source.strip("\n"), id=name[:64])
@@ -103,18 +205,25 @@ def notebook(package: ModuleType, kind: Kind) -> Any:
             cell.metadata["nbgrader"] = graded
         cells.append(cell)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    metadata: dict[str, Any] = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    if variant:
+        metadata[METADATA] = {"student": Variant.read(variant).student, "variant": variant}
     return nbformat.v4.new_notebook(cells=cells, metadata=metadata)
 
 
-def _cells(package: ModuleType, kind: Kind) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
+def _cells(package: ModuleType, kind: Kind, variant: str) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
     """Yield the id, source and nbgrader metadata of each cell."""
-    entries = of_family(_family(package))
+    entries = of_family(_family(package), variant)
     title, _, text = (package.__doc__ or "").strip().partition("\n")
     contents = "\n".join(f"{i}. {entry.source.title}" for i, entry in enumerate(entries, 1))
     yield "start-text", f"# {title.rstrip('.')}\n\n{text.strip()}\n\n{WORDS[kind]}\n\n{contents}", None
-    yield "imports", IMPORTS, None
-    if given := given_in(package):
+    varied = variant and any(entry.varies for entry in entries)
+    yield (
+        "imports",
+        IMPORTS + (f"\nVARIANT = {variant!r}  # whose numbers these are\n" if varied else ""),
+        None,
+    )
+    if given := given_in(getsource(package)):
         yield "given", given, None
     for i, entry in enumerate(entries, 1):
         yield from _exercise(i, entry, kind)
@@ -138,7 +247,8 @@ def _exercise(number: int, entry: Entry, kind: Kind) -> Iterator[tuple[str, str,
     if broken:  # nbgrader puts its own stub in place of what is between the markers
         answer = f"{BEGIN}\n{source.plain}\n\n{END}\n"  # two empty lines, as the formatter has them
     yield entry.name, answer, _graded(entry.name, solution=True) if graded else None
-    check = f'mk.check("{entry.name}", {exercise.name_of_answer})'
+    variant = ", variant=VARIANT" if entry.varies and entry.variant else ""
+    check = f'mk.check("{entry.name}", {exercise.name_of_answer}{variant})'
     if kind == "solved":
         check += ".require()"
     if graded:

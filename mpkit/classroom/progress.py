@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-__all__ = ["FILE", "Done", "Progress"]
+__all__ = ["FILE", "Done", "Predicted", "Progress"]
 
 FILE = "mpkit-progress.json"
 VERSION = 1
@@ -20,14 +20,37 @@ class Done:
     """A student's progress in one exercise.
 
     Attributes:
-        tries: how often the exercise was checked.
-        failures: how often in a row it failed since it was last solved.
+        tries: how many different answers were checked; the stub, and programs that raise an error, are no answers.
+        failures: how many different answers in a row were wrong since it was last solved.
         passed: whether it was ever solved.
+        wrong: the fingerprints of these wrong answers, in their order.
     """
 
     tries: int = 0
     failures: int = 0
     passed: bool = False
+    wrong: Sequence[str] = field(default_factory=list)
+
+    def earlier(self, answer: str) -> int:
+        """Return how many other wrong answers came before this one; a second check of it counts for nothing.
+
+        >>> Done(2, 2, wrong=["a", "b"]).earlier("a"), Done(2, 2, wrong=["a", "b"]).earlier("c")
+        (0, 2)
+        """
+        return self.wrong.index(answer) if answer in self.wrong else self.failures
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A prediction.
+
+    Attributes:
+        value: the number that was locked in.
+        shown: the number that it was first compared with; None if there was none yet.
+    """
+
+    value: float
+    shown: float | None = None
 
 
 @dataclass(frozen=True)
@@ -37,10 +60,14 @@ class Progress:
     Attributes:
         path: the path of the file.
         done: the progress in each exercise, by name.
+        predictions: the predictions, by name.
+        variant: whose numbers the exercises have; "" as long as none was checked whose numbers vary.
     """
 
     path: Path
     done: Mapping[str, Done]
+    predictions: Mapping[str, Predicted] = field(default_factory=dict)
+    variant: str = ""
 
     @classmethod
     def read(cls, folder: Path | None = None) -> Progress:
@@ -53,22 +80,44 @@ class Progress:
             told = json.loads(path.read_text(encoding="utf-8"))
             if told["version"] != VERSION:
                 raise ValueError(f"version {told['version']}")
-            return cls(path, {name: Done(**one) for name, one in told["exercises"].items()})
+            predictions = {name: Predicted(**one) for name, one in told.get("predictions", {}).items()}
+            done = {name: Done(**one) for name, one in told["exercises"].items()}
+            return cls(path, done, predictions, str(told.get("variant", "")))
         except FileNotFoundError:
             return cls(path, {})
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             return cls(_put_aside(path, error), {})
 
-    def after(self, name: str, passed: bool) -> Progress:
-        """Return the progress after one more check of an exercise."""
+    def after(self, name: str, passed: bool, answer: str = "", *, counts: bool = True) -> Progress:
+        """Return the progress after one more check of an exercise.
+
+        Args:
+            name: the exercise's name.
+            passed: whether the answer is right.
+            answer: its fingerprint; a wrong answer that was checked before changes nothing. "": it is a new one.
+            counts: whether it is an answer at all, and not the stub or a program that raises an error.
+        """
         before = self.done.get(name, Done())
+        if not passed and (not counts or (answer and answer in before.wrong)):
+            return replace(self, done={**self.done, name: before})
+        wrong = [] if passed else [*before.wrong, *([answer] if answer else [])]
         failures = 0 if passed else before.failures + 1
-        now = replace(before, tries=before.tries + 1, failures=failures, passed=before.passed or passed)
+        tries, ever = before.tries + 1, before.passed or passed
+        now = replace(before, tries=tries, failures=failures, passed=ever, wrong=wrong)
         return replace(self, done={**self.done, name: now})
+
+    def predicting(self, name: str, predicted: Predicted) -> Progress:
+        """Return the progress with a prediction."""
+        return replace(self, predictions={**self.predictions, name: predicted})
 
     def write(self) -> None:
         """Write the file atomically; warn if it cannot be written."""
-        told = {"version": VERSION, "exercises": {name: vars(one) for name, one in sorted(self.done.items())}}
+        told: dict[str, object] = {"version": VERSION}
+        told["exercises"] = {name: vars(one) for name, one in sorted(self.done.items())}
+        if self.variant:
+            told["variant"] = self.variant
+        if self.predictions:
+            told["predictions"] = {name: vars(one) for name, one in sorted(self.predictions.items())}
         partial = self.path.with_suffix(f".{os.getpid()}.partial")
         try:
             partial.write_text(json.dumps(told, indent=1), encoding="utf-8")

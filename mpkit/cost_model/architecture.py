@@ -201,6 +201,11 @@ class Architecture:
         return (self.patch or self.vocabulary) * self.hidden + self.positions * self.hidden
 
     @property
+    def head_in_layers(self) -> float:
+        """The matrix of the head, its own or the embedding, as a number of layers of the first kind."""
+        return self.vocabulary * self.hidden / sum(product.parameters for product in self.matmuls(0))
+
+    @property
     def head_parameters(self) -> int:
         """The parameters after the last layer: its norm and the head, unless that is the embedding."""
         return (0 if self.tied else self.vocabulary * self.hidden) + (1 + self.bias) * self.hidden

@@ -9,7 +9,7 @@ memory      by rank and category (`mpkit.cost_model.memory`)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -222,6 +222,8 @@ def estimated(
         ValueError: the plan cannot work.
     """
     layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable, stack.shard_within)
+    if stack.by_weight:
+        layout = replace(layout, head=model.head_in_layers)
     as_played = preset_as_played(hardware.device) if stack.name == "mpkit" else None
     chosen = preset or as_played or preset_for(hardware.device.name, stack.name)
     step = step_time(model, layout, sequence, hardware, stack, chosen.constants)

@@ -107,7 +107,8 @@ def head_time(model: Architecture, layout: Layout, sequence: int, kernels: Kerne
         return 0.0
     if model.patch:  # of an image, only one token is classified
         tokens = layout.microbatch
-    return sum(kernels.product(tokens, model.hidden, width)) + kernels.elementwise(16.0 * tokens * width)
+    loss = kernels.elementwise(kernels.stack.loss * tokens * width)
+    return sum(kernels.product(tokens, model.hidden, width)) + loss
 
 
 def _experts(local: int, visits: float, k: int, n: int, kernels: Kernels) -> tuple[float, float]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import gcd
 
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.schedule import Schedule
 
-__all__ = ["Layout", "layout_of"]
+__all__ = ["Layout", "layout_of", "plan_of"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Layout:
             "full", or "every=k".
         sequence_parallel: whether what tensor parallelism leaves whole is divided by sequence.
         offload: "none", "optimizer" or "params".
-        cut: the layers of each stage; (): equal numbers.
+        cut: the layers of each stage; (): equal numbers, or by weight.
+        head: where stages are cut by weight, as how many layers the head counts; 0: stages have equal numbers.
         trainable: the share of the parameters that is trained; the others are frozen (LoRA: Hu et al. 2021).
         sharded: the ranks among which ZeRO shards; 0: all that hold the same weights. Fewer: HSDP.
 
@@ -52,6 +53,7 @@ class Layout:
     sequence_parallel: bool = False
     offload: str = "none"
     cut: Sequence[int] = ()
+    head: float = 0.0
     trainable: float = 1.0
     sharded: int = 0
 
@@ -99,11 +101,26 @@ class Layout:
 
         >>> Layout(pp=4).stage_layers(30)
         [8, 8, 7, 7]
+        >>> Layout(pp=2, head=4.0).stage_layers(16)  # the second stage has the head too
+        [11, 5]
         """
         if self.cut:
             return list(self.cut)
+        if self.head and self.pp > 1:
+            return list(_by_weight(layers, self.pp, self.head))
         each, more = divmod(layers, self.pp)
         return [each + (stage < more) for stage in range(self.pp)]
+
+
+@cache
+def _by_weight(layers: int, pp: int, head: float) -> tuple[int, ...]:
+    """Return the layers of each stage as nanotron cuts them: a stage ends with the block that exceeds its share."""
+    held, stage = [0] * pp, 0
+    for layer in range(1, layers + 1):
+        held[stage] += 1
+        if layer > (layers + head) * (stage + 1) / pp:
+            stage += 1
+    return tuple(held)
 
 
 def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
@@ -130,4 +147,13 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
         microbatches=plan.microbatches, virtual_stages=plan.virtual_stages, schedule=schedule,
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, offload=plan.offload,
         trainable=trainable,
+    )  # fmt: skip
+
+
+def plan_of(layout: Layout) -> Plan:
+    """Return the plan of a layout, in 16 bits."""
+    return Plan(
+        pp=layout.pp, dp=layout.dp, tp=layout.tp, cp=layout.cp, zero=layout.zero, schedule=layout.schedule,
+        microbatches=layout.microbatches, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
+        sequence_parallel=layout.sequence_parallel, offload=layout.offload, precision="bf16",
     )  # fmt: skip

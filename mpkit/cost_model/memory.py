@@ -1,7 +1,8 @@
 """Memory: what a rank holds at its peak, by category.
 
     params        the weights it computes with; under ZeRO-3 its part
-    grads         accumulated gradients; under ZeRO-2 and -3 its part
+    grads         accumulated gradients; under ZeRO-2 and -3 its part. Some stacks convert them for the update, when the
+                  activations are gone
     optimizer     states and master weights; under ZeRO its part
     activations   what the backward needs of each micro-batch in flight, and the largest layer's working set
     logits        of the last stage: logits, their copy in 32 bits and its gradient, whose peak is before the backward
@@ -175,6 +176,9 @@ def stage_memory(
             "buffers": _buffers(model, layout, stack, shares, stage),
             "context": CONTEXT + (NCCL if layout.ranks > 1 else 0.0),
         }
+        converted = stack.converted * updated
+        if converted > memory["activations"] + memory["logits"]:  # the update is the peak
+            memory |= {"grads": memory["grads"] + converted, "activations": 0.0, "logits": 0.0}
         out.append(memory)
     return out
 

@@ -13,6 +13,10 @@ from difflib import get_close_matches
 __all__ = ["PRIOR", "STACKS", "Constants", "Stack", "stack_of"]
 
 MIB = 2**20
+EAGER_LOSS = 52.0
+"""Bytes per logit that Megatron's vocabulary-parallel cross entropy moves, one operator after another: the copy in 32
+bits 6, the maximum 4, the difference 8, exponentials 8, their sum 4, the quotient 8; the gradient 8, its copy in 16
+bits 6. Source: megatron/mpu/cross_entropy.py at 6985e589; nanotron has the same code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +56,14 @@ class Stack:
         gradient: bytes per parameter of accumulated gradients.
         reduced: bytes per parameter of gradients as they are sent.
         states: bytes per parameter of the optimizer's states and master weights.
+        converted: bytes per parameter of gradients in 32 bits that exist during the update only.
         overlap: whether communication of replicas runs beside compute.
+        staged_overlap: whether it does so in a pipeline too.
         async_tp: whether tensor-parallel communication is cut up and runs beside the product that needs it.
         bucket: bytes that are reduced or gathered at once under ZeRO 0 to 2; ZeRO-3 gathers by layer.
         partition: elements of the flat buffers that DeepSpeed keeps (`reduce_bucket_size`, 5e8); 0 for others.
         logits: bytes per logit at the peak of the loss: the logits, their copy in 32 bits, its gradient.
+        loss: bytes per logit that the loss moves, forward and backward; 16 where it is fused.
         gates: tensors of the MLP's width that a gated MLP keeps: the gate, what it is multiplied with and the product;
             eager code keeps the gate's activation as well.
         copies: bytes per parameter of DDP's buckets where gradients are not views of them.
@@ -64,8 +71,10 @@ class Stack:
         early_stop: whether recomputation ends before the last product, whose output nobody needs
             (torch.utils.checkpoint with use_reentrant=False).
         blocking_p2p: whether a stage waits for its messages to be sent.
+        scatter_gather: whether each rank of a stage sends 1/t of a message, and the next stage gathers it.
         placeholders: whether the backward allocates a gradient for each shape of weight beside the accumulated one
             (Transformer Engine's fused accumulation).
+        by_weight: whether a pipeline's stages are cut by the weights of their layers, the head included.
         shard_within: whether ZeRO-3 shards inside a node, and nodes hold replicas (HSDP).
     """
 
@@ -76,17 +85,22 @@ class Stack:
     gradient: float = 2.0
     reduced: float = 2.0
     states: float = 12.0
+    converted: float = 0.0
     overlap: bool = True
+    staged_overlap: bool = True
     async_tp: bool = False
     bucket: float = 25 * MIB
     partition: float = 0.0
     logits: float = 10.0
+    loss: float = 16.0
     gates: int = 4
     copies: float = 0.0
     dropout: bool = False
     early_stop: bool = False
     blocking_p2p: bool = False
+    scatter_gather: bool = False
     placeholders: bool = False
+    by_weight: bool = False
     shard_within: bool = False
 
 
@@ -96,7 +110,17 @@ STACKS = {
         Stack("pytorch", early_stop=True),
         Stack("mpkit", element=4, gradient=4, reduced=4, states=8, logits=12),
         Stack("pytorch-fp32", element=4, gradient=4, reduced=4, states=8, logits=12, early_stop=True),
-        Stack("megatron-2021", fused=False, overlap=False, dropout=True, gradient=4, reduced=4),
+        # SC'21's own scripts: fp16 gradients, torch's DDP without stages and Megatron's own with them.
+        Stack(
+            "megatron-2021",
+            fused=False,
+            staged_overlap=False,
+            converted=4,
+            dropout=True,
+            loss=EAGER_LOSS,
+            blocking_p2p=True,
+            scatter_gather=True,
+        ),
         Stack(
             "megatron",
             gradient=4,
@@ -111,7 +135,16 @@ STACKS = {
         Stack("deepspeed", partition=5e8),
         Stack("llm-foundry", gradient=4, reduced=4, early_stop=True),
         Stack("llm-foundry-pure", states=4, early_stop=True),
-        Stack("nanotron", gradient=4, reduced=4, async_tp=True, blocking_p2p=True, copies=2),
+        Stack(
+            "nanotron",
+            gradient=4,
+            reduced=4,
+            async_tp=True,
+            blocking_p2p=True,
+            copies=2,
+            loss=EAGER_LOSS,
+            by_weight=True,
+        ),
         Stack("torchtitan", gradient=4, reduced=4, early_stop=True),
         Stack("torchtitan-compile", gradient=4, reduced=4, gates=3, early_stop=True),
     )

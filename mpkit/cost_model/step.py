@@ -31,6 +31,9 @@ __all__ = ["KAPPA", "StepTime", "overlapped", "step_time"]
 
 KAPPA = 0.3
 """How much of the time that communication shares with compute is lost; fitted to all published rows at once."""
+HOST_ADAM = 4e9
+"""Parameters per second that the processors of a node update; ZeRO-Offload (Ren et al. 2021), table 4: 1 B in .22 s,
+10 B in 2.57 s."""
 ADAM = 32
 """Bytes per parameter that the update moves: gradient, master weight and two states read; three of them written."""
 
@@ -176,10 +179,12 @@ def _stages(
 
 
 def _optimizer(layout: Layout, shares: Shares, hardware: Hardware, kernels: Kernels) -> float:
-    """Return the seconds of the update: Adam's traffic, or that to the host and back where states stay there."""
+    """Return the seconds of the update: Adam's traffic; of states on the host, the way there and back and its Adam."""
     if layout.offload == "none":
         return kernels.move(ADAM * shares.updated)
-    return 2 * kernels.stack.element * shares.updated / hardware.device.host
+    beside = min(layout.ranks, hardware.per_node)  # they share the node's processors
+    moved = 2 * kernels.stack.element * shares.updated / hardware.device.host
+    return moved + beside * shares.updated / HOST_ADAM
 
 
 def _by_cause(kinds: list[tuple[int, LayerTime]]) -> list[list[tuple[int, float]]]:
@@ -233,16 +238,24 @@ def _hop(
         return 0.0
     nbytes = stack.element * layout.microbatch * sequence / layout.cp * model.hidden
     apart = layout.tp * layout.replicas  # ranks from one stage to the next
-    return network.message(
-        nbytes / (layout.tp if layout.sequence_parallel else 1), apart >= hardware.per_node
-    )
+    parts = layout.tp if layout.sequence_parallel or stack.scatter_gather else 1
+    hop = network.message(nbytes / parts, apart >= hardware.per_node)
+    if parts > 1 and not layout.sequence_parallel:
+        inside = layout.per_node("tp", network.per_node)
+        hop += network.time(Kind.ALL_GATHER, nbytes, parts, inside)
+    return hop
 
 
 def _exposed_messages(layout: Layout, stack: Stack) -> float:
-    """Return how many messages a step waits for beside those that fill the pipeline."""
-    if layout.virtual_stages > 1:
-        return 2.0 * layout.microbatches * (layout.virtual_stages - 1) / layout.virtual_stages
-    return 2.0 * layout.microbatches if stack.blocking_p2p else 0.0
+    """Return how many messages a step waits for beside those that fill the pipeline.
+
+    A rank sends each micro-batch once per virtual stage, forward and backward; interleaving makes v times as many
+    messages (Narayanan et al. 2021, section 2.2.2). A stack whose sends block waits for all of them.
+    """
+    m, v = layout.microbatches, layout.virtual_stages
+    if stack.blocking_p2p:
+        return 2.0 * m * v
+    return 2.0 * m * (v - 1) / v
 
 
 def _reduced(
@@ -268,6 +281,6 @@ def _reduced(
         reduce = times * network.time(Kind.REDUCE_SCATTER, gradients, n, inside, calls)
         weights = stack.element * shares.parameters * layout.trainable
         gather = network.time(Kind.ALL_GATHER, weights, n, inside, shares.calls(weights, layout))
-    if not stack.overlap:
+    if not stack.overlap or (layout.pp > 1 and not stack.staged_overlap):
         return reduce + gather
     return overlapped(last, reduce) - last + gather

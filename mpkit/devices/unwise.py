@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from mpkit.devices.hardware import Hardware
 
-__all__ = ["TP_INSIDE", "across_nodes", "out_of_memory"]
+__all__ = ["TP_INSIDE", "across_nodes", "out_of_memory", "spans_nodes"]
 
 GIB = 2**30
 TP_INSIDE = "Tensor parallelism sends four times per layer what nothing hides: keep it inside the node."
@@ -21,11 +21,25 @@ def across_nodes(groups: Sequence[Sequence[int]], hardware: Hardware) -> str:
     >>> across_nodes([range(8), range(8, 16)], hardware("2x8-h100-ndr"))
     ''
     """
-    spans = {len({hardware.node_of(rank) for rank in group}): len(group) for group in groups}
+    return spans_nodes(groups, hardware.node_of, hardware.per_node)
+
+
+def spans_nodes(groups: Sequence[Sequence[int]], node_of: Callable[[int], Hashable], per_node: int) -> str:
+    """Return what to say of groups of tensor parallelism that span nodes; "" if none does.
+
+    >>> spans_nodes([(0, 1), (2, 3)], ["a", "a", "a", "b"].__getitem__, 3).split(". ")[1]
+    'Here a group of 2 spans 2 nodes of 3 devices.'
+
+    Args:
+        groups: ranks that share their layers.
+        node_of: returns the node of a rank.
+        per_node: devices per node.
+    """
+    spans = {len({node_of(rank) for rank in group}): len(group) for group in groups}
     nodes = max(spans, default=1)
     if nodes < 2:
         return ""
-    return f"{TP_INSIDE} Here a group of {spans[nodes]} spans {nodes} nodes of {hardware.per_node} devices."
+    return f"{TP_INSIDE} Here a group of {spans[nodes]} spans {nodes} nodes of {per_node} devices."
 
 
 def out_of_memory(needed: float, room: float, largest: str) -> str:

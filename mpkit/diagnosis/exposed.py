@@ -19,7 +19,7 @@ __all__ = ["exposed"]
 REMEDIES = {
     Kind.ALL_REDUCE: "Hide it behind the backward (buckets that start early), send fewer bytes (bf16 gradients, "
     "gradient "
-    "accumulation, larger batches a rank), or use a faster link.",
+    "accumulation, larger batches per rank), or use a faster link.",
     Kind.REDUCE_SCATTER: "Let the reduction of one block overlap with the backward of the next, or use a lower "
     "ZeRO stage.",
     Kind.ALL_GATHER: "Gather the next block while this one computes (prefetch), keep weights gathered between "
@@ -48,7 +48,7 @@ def exposed(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
             "exposed communication",
             f"{evidence.share(whole)} of the step is {word} that nothing hides: {seconds(whole)}, {len(rows)} "
             f"operations. "
-            f"Ranks communicate for {seconds(busy)} a step on average, and compute during {seconds(hidden)} of it.",
+            f"Ranks communicate for {seconds(busy)} per step on average, and compute during {seconds(hidden)} of it.",
             reason=_reason(evidence, rows),
             remedy=REMEDIES.get(kind, "Overlap it with computation, send fewer bytes, or use a faster link."),
             gain=gain, rows=rows, check=f"timeline.critical_path({{step}}).if_free(kind={kind.word!r})",

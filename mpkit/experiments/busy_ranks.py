@@ -4,7 +4,7 @@
     wait        a collective between ranks that have just computed waits for the slower one, and for the threads that
                 copy its payload to get a core
     copy        a collective that hides behind compute still takes the time of a core
-    issue       the rank's own thread spends time on each call
+    issue       the rank's own thread spends time on each call and on its payload: over gloo, a reduce-scatter copies it
 
 A test of collectives alone, such as nccl-tests, has none of the three.
 """
@@ -12,12 +12,13 @@ A test of collectives alone, such as nccl-tests, has none of the three.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpkit.devices.link import Link, hops, wire_factor
 from mpkit.trace import Kind, Lane
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
 __all__ = ["BusyRanks", "measure_busy", "overlapped"]
+
+Array = npt.NDArray[Any]
 
 COMPUTE = 0.008
 """Seconds of compute before each collective."""
@@ -51,12 +54,21 @@ class BusyRanks:
     Attributes:
         link: messages and collectives between them.
         taken: cores that a rank's collective keeps busy.
-        issue: seconds of its own CPU that a rank spends on a call.
+        issue: seconds of its own CPU that a rank spends on a call and per byte of its payload, by kind.
     """
 
     link: Link
     taken: float
-    issue: float
+    issue: Mapping[Kind, tuple[float, float]]
+
+    def issued(self, kinds: Array, nbytes: Array) -> Array:
+        """Return the seconds of its own CPU that a rank spends on communications, (n,), from kinds and bytes, (n,).
+
+        One whose kind was not measured takes what an all-reduce does.
+        """
+        other = self.issue.get(Kind.ALL_REDUCE, (0.0, 0.0))
+        costs = np.array([self.issue.get(Kind(kind), other) for kind in kinds.tolist()]).reshape(-1, 2)
+        return np.asarray(costs[:, 0] + costs[:, 1] * nbytes)
 
 
 def measure_busy(cluster: Cluster) -> BusyRanks:
@@ -67,13 +79,14 @@ def measure_busy(cluster: Cluster) -> BusyRanks:
     """
     rounds = cluster.run(_collectives)
     took: dict[Kind, dict[int, float]] = {}
-    used, issued = [], []
+    used = []
+    issued: dict[Kind, dict[int, float]] = {}
     for (kind, nbytes), samples in rounds[0].items():
         both = [*samples, *rounds[1][kind, nbytes]]
         calls = 2 if kind == Kind.SEND else 1  # there and back
         took.setdefault(kind, {})[nbytes] = median(wall for wall, _, _ in both) / calls
         used += [core / wall for wall, core, _ in both if nbytes == LARGE]
-        issued += [mine / calls for _, _, mine in both if nbytes == SMALL]
+        issued.setdefault(kind, {})[nbytes] = median(mine for _, _, mine in both) / calls
     latency = median(times[SMALL] / hops(kind, 2) for kind, times in took.items())
     rates = {
         kind: wire_factor(kind, 2) * LARGE / max(times[LARGE] - hops(kind, 2) * latency, times[LARGE] / 10)
@@ -83,7 +96,13 @@ def measure_busy(cluster: Cluster) -> BusyRanks:
         ("latency", "bandwidth", "bus"), "measured between two busy ranks on this machine"
     )
     link = Link("loopback between busy ranks", latency, rates[Kind.SEND], rates, sources)
-    return BusyRanks(link, median(used), median(issued))
+    return BusyRanks(link, median(used), {kind: _per_byte(times) for kind, times in issued.items()})
+
+
+def _per_byte(times: Mapping[int, float]) -> tuple[float, float]:
+    """Return the seconds of a call, and per byte, from those of a small and of a large payload."""
+    slope = max(0.0, (times[LARGE] - times[SMALL]) / (LARGE - SMALL))
+    return times[SMALL] - slope * SMALL, slope
 
 
 def _collectives(ctx: Any) -> dict[tuple[Kind, int], list[tuple[float, float, float]]]:

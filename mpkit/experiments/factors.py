@@ -41,15 +41,17 @@ def kinds_of(trace: Trace) -> set[Kind]:
 
 
 def scaled(
-    trace: Trace, factor: Callable[[int, Kind, Array], Any], kinds: Collection[Kind], *, issue: float = 0.0
-) -> Trace:
+    trace: Trace, factor: Callable[[int, Kind, Array], Any], kinds: Collection[Kind], *,
+    issued: Callable[[Array, Array], Array] | None = None,
+) -> Trace:  # fmt: skip
     """Return the trace with each rank's ops of these kinds taking `factor(rank, kind, ops)` times as long.
 
     Args:
         trace: any trace.
         factor: returns a number for all ops, (n,) of `OP`, or an array with one for each.
         kinds: kinds of compute.
-        issue: seconds that an op takes longer for each communication that is issued within.
+        issued: returns the seconds that an op takes longer for the communications that are issued within, from their
+            kinds and bytes, (n,); None: nothing.
     """
     ranks = []
     for number, rank in enumerate(trace.ranks):
@@ -58,16 +60,19 @@ def scaled(
             mine = ops["kind"] == int(kind)
             if mine.any():
                 times = ops["cpu"][mine] * factor(number, kind, ops[mine])
-                times = times + _issued_within(ops, mine) * issue * 1e9
+                if issued is not None:
+                    times = times + _issued_within(ops, mine, issued) * 1e9
                 ops["cpu"][mine] = times.astype(ops["cpu"].dtype)
         ranks.append(replace(rank, ops=ops))
     return replace(trace, ranks=ranks)
 
 
-def _issued_within(ops: Array, mine: Array) -> Array:
-    """Return for each of some ops how many communications were issued within it."""
-    issued = np.sort(ops["start"][(ops["kind"] >= Kind.SEND) & (ops["lane"] == Lane.COMM)])
-    return np.searchsorted(issued, ops["end"][mine]) - np.searchsorted(issued, ops["start"][mine])
+def _issued_within(ops: Array, mine: Array, issued: Callable[[Array, Array], Array]) -> Array:
+    """Return for each of some ops the seconds of the communications that were issued within it."""
+    calls = np.sort(ops[(ops["kind"] >= Kind.SEND) & (ops["lane"] == Lane.COMM)], order="start")
+    until = np.concatenate([[0.0], np.cumsum(issued(calls["kind"], calls["bytes"]))])
+    begin, end = (np.searchsorted(calls["start"], ops[at][mine]) for at in ("start", "end"))
+    return np.asarray(until[end] - until[begin])
 
 
 def with_starts(trace: Trace, seconds: float) -> Trace:

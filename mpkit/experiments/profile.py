@@ -17,7 +17,7 @@ So the plan's own code says which operators and messages there are, and this mac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ import numpy as np
 from mpkit.api.borrowed_cluster import lent_of_any_size
 from mpkit.api.cluster import Cluster
 from mpkit.devices.catalogue import hardware as find
+from mpkit.experiments.action_times import action_times, whole_model
 from mpkit.experiments.busy_ranks import BusyRanks, measure_busy, overlapped
 from mpkit.experiments.factors import HALVES, LIKE, WHOLE, kinds_of, scaled, with_starts
 from mpkit.experiments.played_training import PlayedTraining, first_samples
@@ -44,16 +45,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Profile", "profile"]
 
-STEPS, SHORT = 6, 18
-"""Steps of a trial: `STEPS` of the largest micro-batch, up to `SHORT` of smaller ones; the first warms up."""
 SERIAL, SPLIT = Plan.serial(), Plan(pp=2, schedule="zb_h1", microbatches=4)  # whole and split backwards
 TRIALS = {
     SERIAL: (2, 8, 16),
     SPLIT: (2, 4),
 }  # plans to measure, with the numbers by which the batch is divided
 REPLICAS = Plan.ddp(2)
-Trial = Callable[[Plan, int], dict[Kind, float]]
-"""Trains under a plan on so many samples; returns seconds of the whole model's actions."""
+Trial = Callable[[Plan, Sequence[int], Collection[Kind]], Mapping[int, Mapping[Kind, float]]]
+"""Trains under a plan on batches of so many samples; returns seconds of the whole model's actions of each kind."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Profile:
         samples = max(1, round(self.samples / (plan.dp * plan.microbatches)))
         kinds = kinds_of(counted)
         factors = {kind: self._factor(LIKE.get(kind, kind), samples, cluster) for kind in kinds}
-        trace = scaled(counted, lambda rank, kind, ops: factors[kind], kinds, issue=self.busy.issue)
+        trace = scaled(counted, lambda rank, kind, ops: factors[kind], kinds, issued=self.busy.issued)
         # ---- share
         hardware = None if clock == "virtual" else replace(find("cpu"), name="cpu-busy", link=self.busy.link)
         alone = Timeline.of(trace, hardware)
@@ -134,7 +133,7 @@ class Profile:
             plan = SPLIT if kind in HALVES else SERIAL
             size = samples * plan.microbatches
             trace = with_starts(self._played.trace(plan, samples=size, cluster=cluster), self.start)
-            counted = _whole_model(Timeline.of(trace))
+            counted = whole_model(Timeline.of(trace), (*WHOLE, *HALVES))
             self._counted.update({(each, samples): time for each, time in counted.items()})
         return self.seconds(kind, samples) / self._counted[kind, samples]
 
@@ -196,17 +195,15 @@ def profile(
 
     with lent_of_any_size(cluster.resized if cluster is not None else None, "cpu") as clusters:
 
-        def trial(plan: Plan, size: int) -> dict[Kind, float]:
-            run = clusters(plan.ranks).train(
-                model,
-                [first_samples(size, batch)],
-                plan,
-                loss=loss,
-                optimizer=optimizer,
-                steps=min(SHORT, STEPS * max(1, samples // (2 * size))),
-                show=False,
-            )
-            return _whole_model(run.wait().timeline(clock="virtual"))
+        def trial(plan: Plan, sizes: Sequence[int], kinds: Collection[Kind]) -> dict[int, dict[Kind, float]]:
+            def on_batches(turns: Sequence[int]) -> Timeline:
+                run = clusters(plan.ranks).train(
+                    model, [first_samples(size, batch) for size in turns], plan, loss=loss, optimizer=optimizer,
+                    steps=len(turns), show=False,
+                )  # fmt: skip
+                return run.wait().timeline(clock="virtual")
+
+            return action_times(on_batches, sizes, kinds)
 
         measured, whole = _measured(trial, samples)
         beside = _beside(trial, samples, measured)
@@ -220,16 +217,18 @@ def _measured(trial: Trial, samples: int) -> tuple[dict[Kind, dict[int, float]],
     measured: dict[Kind, dict[int, float]] = {}
     whole = ""
     for plan, parts in TRIALS.items():
-        for size in sorted({max(plan.microbatches, samples // part) for part in parts}):
-            try:
-                found = trial(plan, size)
-            except ValueError as error:
-                if plan is not SPLIT:
-                    raise
-                whole = str(error)  # what `predict` says if it is asked for such a plan
-                continue
-            for kind in HALVES if plan is SPLIT else WHOLE:
-                measured.setdefault(kind, {})[size // plan.microbatches] = found[kind]
+        sizes = sorted({max(plan.microbatches, samples // part) for part in parts})
+        kinds = HALVES if plan is SPLIT else WHOLE
+        try:
+            found = trial(plan, sizes, kinds)
+        except ValueError as error:
+            if plan is not SPLIT:
+                raise
+            whole = str(error)  # what `predict` says if it is asked for such a plan
+            continue
+        for size, times in found.items():
+            for kind in kinds:
+                measured.setdefault(kind, {})[size // plan.microbatches] = times[kind]
     return measured, whole
 
 
@@ -238,7 +237,7 @@ def _beside(trial: Trial, samples: int, measured: Mapping[Kind, Mapping[int, flo
     half = samples // 2
     if not half:
         return {}
-    both = trial(REPLICAS, 2 * half)
+    both = trial(REPLICAS, [2 * half], WHOLE)[2 * half]
     beside = {kind: max(1.0, both[kind] / REPLICAS.ranks / measured[kind][half]) for kind in WHOLE}
     return beside | dict.fromkeys(HALVES, beside[Kind.BACKWARD])
 
@@ -254,7 +253,7 @@ def _start(played: Callable[[int], Trace], measured: Mapping[Kind, Mapping[int, 
         return 0.0
 
     def both(trace: Trace) -> float:
-        found = _whole_model(Timeline.of(trace))
+        found = whole_model(Timeline.of(trace), (*WHOLE, *HALVES))
         return found[Kind.FORWARD] + found[Kind.BACKWARD]
 
     took = {size: measured[Kind.FORWARD][size] + measured[Kind.BACKWARD][size] for size in (small, large)}
@@ -265,20 +264,6 @@ def _start(played: Callable[[int], Trace], measured: Mapping[Kind, Mapping[int, 
     if f <= 0:
         return took[small] / operators  # the larger one takes no longer: starting is all there is
     return max(0.0, (took[small] / f - roofline[small]) / operators)
-
-
-def _whole_model(timeline: Timeline) -> dict[Kind, float]:
-    """Return the seconds of each kind of action of the whole model: medians after the first step, summed over ranks."""
-    spans = timeline.spans[timeline.spans["depth"] == 0]
-    if len(timeline.steps) > 1:
-        spans = spans[spans["step"] > timeline.steps[0]]
-    found: dict[Kind, float] = {}
-    for rank in sorted(set(spans["rank"].tolist())):
-        for kind in (*WHOLE, *HALVES):
-            mine = spans[(spans["rank"] == rank) & (spans["kind"] == kind)]
-            if len(mine):
-                found[kind] = found.get(kind, 0.0) + float(np.median(mine["end"] - mine["start"]))
-    return found
 
 
 def _batch_of(data: Any) -> tuple[Any, Any]:

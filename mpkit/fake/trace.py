@@ -21,6 +21,7 @@ from mpkit.devices.catalogue.enough import check_enough, enough_a100
 from mpkit.devices.hardware import Hardware
 from mpkit.fake.mirror import Mirror
 from mpkit.plan.plan import Plan
+from mpkit.prepare.unwise import warn_if_unwise
 from mpkit.support.tracebacks import public
 from mpkit.trace import Trace
 
@@ -126,3 +127,4 @@ def _check(model_fn: Any, plan: Any, rank: Any) -> None:
         raise ValueError(
             f"rank={rank!r}: {plan} has the ranks 0 to {plan.ranks - 1}; None plays one of each kind"
         )
+    warn_if_unwise(plan)

@@ -23,10 +23,10 @@ from mpkit.kineto.events import Events, read_events
 from mpkit.kineto.hardware import machine_of
 from mpkit.kineto.lanes import gpu_time
 from mpkit.kineto.plain import plain_trace
-from mpkit.kineto.rank import rank_trace
+from mpkit.kineto.rank import MOST, rank_trace
 from mpkit.kineto.said import said_by
 from mpkit.support.units import seconds
-from mpkit.trace import Trace
+from mpkit.trace import Kind, RankTrace, Trace
 
 __all__ = ["import_traces"]
 
@@ -62,6 +62,7 @@ def import_traces(
     meta = _meta(parts, numbers, comms, clocks)
     steps = {int(step) for rank in ranks for step in rank.ops["step"] if step >= 0}
     meta["first_step"] = min(steps, default=0)
+    meta["imported"]["notes"] += _without_layers(ranks, numbers)
     return Trace(ranks, meta).check()
 
 
@@ -185,6 +186,23 @@ def _notes(
             "ends they could be aligned."
         )
     return notes
+
+
+def _without_layers(ranks: Sequence[RankTrace], numbers: Sequence[int]) -> list[str]:
+    """Return what to say of ranks that have more work than layers are shown of."""
+    compute = [(rank.ops["kind"] < Kind.WAIT, rank.ops["depth"]) for rank in ranks]
+    bare = [
+        number
+        for (works, depth), number in zip(compute, numbers, strict=True)
+        if works.any() and not (works & (depth > 0)).any()
+    ]
+    if not bare:
+        return []
+    whose = ", ".join(map(str, bare[:8])) + (", ..." if len(bare) > 8 else "")
+    return [
+        f"Rank{'s' * (len(bare) > 1)} {whose}: layers within forwards and backwards are not shown, since there are "
+        f"more than {MOST:,} pieces of work; a profile of fewer steps shows them."
+    ]
 
 
 def _unknown(parts: Sequence[tuple[About, Events]]) -> str:

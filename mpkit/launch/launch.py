@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from mpkit.errors import MpkitError, RankFailed
 from mpkit.launch.failure import failure
+from mpkit.launch.gpu_sampler import sampler_for
 from mpkit.launch.hang.hang import GRACE, Patience
 from mpkit.launch.hang.hang_watch import HangWatch
 from mpkit.launch.output_reader import OutputReader
@@ -80,10 +81,13 @@ class Launch:
         self.over = False
         self.error: Exception | None = None
         self.stopped = False
-        self.meta = {"world_size": self.ranks, "device": settings.device, "backend": settings.backend, **meta}
+        self._sampler = sampler_for(settings)
+        facts = {"world_size": self.ranks, "device": settings.device, "backend": settings.backend}
+        self.meta = {**facts, **self._sampler.meta, **meta}
         self._fork_server, self._modules = fork_server, modules
         self.folder = new_folder(settings, self.meta, payload, fork_server)
         self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        weakref.finalize(self, self._sampler.close)
         self._processes = RankProcesses()
         self._sink = Sink(sink, flush)
         self._output = OutputReader(self.folder, self.ranks)
@@ -136,6 +140,7 @@ class Launch:
         if self.stopped:
             self._finish(None)
             return
+        self._sampler.start(self.folder)
         self._id = self._fork_server.launch(str(self.folder), self.ranks, self._modules)
         if self.stopped:  # by another thread in the meantime
             self.kill()
@@ -271,6 +276,7 @@ class Launch:
     def _finish(self, error: MpkitError | None) -> None:
         """Conclude the launch once the ranks have exited: find the outcome, show the last output, close files."""
         statuses = self._processes.statuses
+        self._sampler.close()
         try:
             if self.error is None and not self.stopped:
                 lost = error is not None and not statuses

@@ -14,7 +14,6 @@ All of this happens in the caller's process and does not change the caller's mod
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.data.stream import Stream, is_stream
-from mpkit.errors import UnwisePlan
 from mpkit.loss.quotient import Quotient
 from mpkit.models.hooks import Hook
 from mpkit.parallel.checkpoint.files import Resume, Saving
@@ -55,7 +53,7 @@ from mpkit.prepare.recompute import check_recompute, recomputes_nothing
 from mpkit.prepare.resume import check_saved, check_saving, facts_of, find_checkpoint, take_up
 from mpkit.prepare.travel import check_compiled, check_repeatable, ready_to_travel
 from mpkit.prepare.unused import check_unused
-from mpkit.prepare.unwise import warn_if_unwise
+from mpkit.support.caught import report
 
 __all__ = ["TrainJob", "prepare"]
 
@@ -108,7 +106,7 @@ def prepare(
         aim = objective(model, asked.loss, batches, sizes[0], resolved, pairs=rehearsed.count is not None)
         unselective = recomputes_nothing(model, sizes[0][0], plan)
     for warning in filter(None, (unselective, *aim.warnings)):
-        warnings.warn(warning, UnwisePlan, stacklevel=3)
+        report(warning)
     # ---- checkpoints
     facts = facts_of(model, examined)
     saving, resume = _check_checkpoints(options, examined, facts, steps)
@@ -140,7 +138,6 @@ def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOpt
     steps, seed = check_integers(options["steps"], options.get("seed", 0))
     check_loss(options["loss"])
     check_update(options.get("max_grad_norm"), options.get("lr_schedule"), steps)
-    warn_if_unwise(plan)
     check_no_global_hooks()
     check_repeatable(model, plan)
     check_compiled(model, plan)

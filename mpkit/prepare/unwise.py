@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-
-from mpkit.errors import UnwisePlan
 from mpkit.plan.checks import call_of
 from mpkit.plan.plan import Plan
+from mpkit.support.caught import report
 
 __all__ = ["warn_if_unwise"]
 
 
 def warn_if_unwise(plan: Plan) -> None:
-    """Warn if a plan's features work against each other, and say what that costs.
+    """Warn at the user's line, with an `UnwisePlan`, if a plan's features work against each other; say what that costs.
 
     ZeRO-2 and -3 free gradients and parameters after each backward, and a pipeline has m backwards per step, so the
     volume sent grows with m. Rajbhandari et al. 2020, section 7.2, count one backward.
@@ -25,9 +23,7 @@ def warn_if_unwise(plan: Plan) -> None:
         3: f"gathers the parameters for each micro-batch's forward and backward and reduces the gradients after, "
         f"3 m psi per step with m = {m}",
     }[plan.zero]
-    warnings.warn(
+    report(
         f"{plan}: in a pipeline ZeRO-{plan.zero} {why}, where ZeRO-1 sends 2 psi. "
-        f"Unless memory forces you, {call_of(plan, {'zero': 1})}",
-        UnwisePlan,
-        stacklevel=4,
+        f"Unless memory forces you, {call_of(plan, {'zero': 1})}"
     )

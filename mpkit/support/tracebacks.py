@@ -20,6 +20,7 @@ from types import FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar, cast
 
 from mpkit.errors import MpkitError
+from mpkit.support.needs import lacks_torch, needs_torch
 
 __all__ = [
     "fold_chain", "fold_stack", "folds", "internals_shown", "level_of_user", "public", "show_internals",
@@ -85,7 +86,12 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except ModuleNotFoundError as error:
+                if not lacks_torch(error) or not _raised_here(error):
+                    raise
+                raise needs_torch(f"mk.{function.__qualname__.removesuffix('.__init__')}") from None
         except BaseException as error:
             if not _Switch.shown:
                 fold_chain(error)
@@ -108,6 +114,12 @@ def fold_chain(error: BaseException) -> None:
                     True  # mpkit's own handling of the error, which involves no line of the user's code
                 )
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Return whether mpkit's own import failed, and not one in a function of the user's."""
+    frames = [frame for frame, _ in _frames(error.__traceback__) if not _is_standard(frame)]
+    return _root(frames[-1]) == "mpkit"
 
 
 def _visible(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mpkit.timeline.replay import Replay
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import HEADER, MEMORY, OP
+from mpkit.trace import HEADER, MEMORY, OP, SAMPLE
 
 __all__ = ["LiveFeed"]
 
@@ -36,6 +36,8 @@ class LiveFeed:
         self._names: list[list[str]] = [[] for _ in range(ranks)]
         self._name_ends = [0] * ranks  # bytes of each names file that were read
         self._memory_read = [0] * ranks  # records of each memory file that were read
+        self._samples_read = [0] * ranks  # records of each file of samples that were read
+        self._sampled = "sampled_gpus" in meta
 
     @property
     def names(self) -> list[str]:
@@ -51,12 +53,22 @@ class LiveFeed:
             memory = _records(self._folder / f"rank{rank}.mem", MEMORY, self._memory_read[rank])
             self._read_names(rank)
             self._memory_read[rank] += len(memory)
-            self._replay.feed(rank, ops, self._names[rank], memory, first=first)
+            self._replay.feed(
+                rank, ops, self._names[rank], memory, first=first, samples=self._new_samples(rank)
+            )
         return self._replay.advance()
 
     def timeline(self) -> Timeline:
         """Return the timeline of everything so far."""
         return Timeline.from_replay(self._replay.replayed())
+
+    def _new_samples(self, rank: int) -> npt.NDArray[Any] | None:
+        """Return the samples of a rank's GPU since the last call; None where no GPU is sampled."""
+        if not self._sampled:
+            return None
+        samples = _records(self._folder / f"rank{rank}.gpu", SAMPLE, self._samples_read[rank])
+        self._samples_read[rank] += len(samples)
+        return samples
 
     def _read_names(self, rank: int) -> None:
         path = self._folder / f"rank{rank}.names"

@@ -22,6 +22,7 @@ from mpkit.timeline.clock_notes import clock_notes
 from mpkit.timeline.figures import Figures
 from mpkit.timeline.placement_notes import placement_notes
 from mpkit.timeline.replay import Replayed, replay
+from mpkit.timeline.sample_notes import sample_notes
 from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Timeline(Replayed, Figures):
         meta: the meta of the Trace, with "hardware" set to the name of the machine that it was replayed on.
         notes: sentences that a reader should see (ops left out because a rank was killed, ...).
         so_far: for a run in progress, why there is more to come; else "".
+        device_samples: (s,) array by rank of what NVML says of its GPU every 100 ms: time (s), utilisation (%), memory
+            (bytes in use), nvlink_sent, nvlink_received, pcie_sent, pcie_received (bytes/s); nan: it does not tell.
 
     >>> import mpkit as mk
     >>> t = mk.simulate(mk.Plan.gpipe(4, 8))
@@ -75,7 +78,7 @@ class Timeline(Replayed, Figures):
             ValueError: there is no such hardware or clock.
         """
         timeline = cls.from_replay(replay(trace, hardware, clock))
-        timeline.notes += clock_notes(timeline.meta)
+        timeline.notes += clock_notes(timeline.meta) + sample_notes(trace, hardware is not None)
         if hardware is not None:
             timeline.notes += placement_notes(timeline, find(hardware))
         return timeline
@@ -114,7 +117,9 @@ class Timeline(Replayed, Figures):
             start = metrics.extent(active)[0]
         for bound in ("start", "end"):
             spans[bound] = np.maximum(spans[bound], start)
-        return replace(self, spans=spans, held=metrics.within(self.held, start, end))
+        sampled = self.device_samples
+        sampled = sampled[(sampled["time"] >= start) & (sampled["time"] <= end)]
+        return replace(self, spans=spans, held=metrics.within(self.held, start, end), device_samples=sampled)
 
     def bubble_of(self, step: int, *, ideal: bool = False) -> float:
         """Return the bubble of a step: by GPipe's definition, or with `ideal` by Megatron's."""

@@ -8,6 +8,7 @@ memory-mapped, so a rank that is killed by SIGKILL loses nothing that it recorde
     rank3.names   one JSON string per line; the records refer to names by line number
     rank3.axes    of a watched program: the names that its DeviceMesh gave to groups, JSON
     rank3.log     a HEADER, then one VALUE record per logged value; only if the rank logged any
+    rank3.gpu     a HEADER, then one SAMPLE record per sample of its GPU; written by the process that watches the run
     meta.json     about the run: world size, device, plan, ...
 
 An op that has begun and not ended has `end == 0`, which shows where a hang or a crash happened.
@@ -23,6 +24,7 @@ from mpkit.trace.records import (
     MAGIC,
     MEMORY,
     OP,
+    SAMPLE,
     TIMED_BY_EVENTS,
     VALUE,
     Kind,
@@ -37,6 +39,7 @@ __all__ = [
     "MAGIC",
     "MEMORY",
     "OP",
+    "SAMPLE",
     "TIMED_BY_EVENTS",
     "VALUE",
     "Kind",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.errors import TraceError
-from mpkit.trace.records import HEADER, MAGIC, MEMORY, OP, VALUE
+from mpkit.trace.records import HEADER, MAGIC, MEMORY, OP, SAMPLE, VALUE
 
-__all__ = ["RankTrace", "read_rank"]
+__all__ = ["RankTrace", "mapped", "read_rank"]
 
 
 @dataclass
@@ -26,6 +29,7 @@ class RankTrace:
         names: the strings that `ops` refers to.
         state: "running" (or, if the run is over, cut off while running), "finished" or "failed".
         values: (k,) array of `VALUE`: what `ctx.log` wrote; none in traces from before there was such a thing.
+        samples: (s,) array of `SAMPLE`: utilisation, memory and link traffic of its GPU; none where none was sampled.
     """
 
     ops: npt.NDArray[Any]
@@ -33,6 +37,7 @@ class RankTrace:
     names: list[str]
     state: str = "finished"
     values: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, VALUE))
+    samples: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, SAMPLE))
 
     def name(self, line: int) -> str:
         """Return the string with that number; "?" if the rank was killed before writing it."""
@@ -46,18 +51,29 @@ def read_rank(folder: Path, number: int) -> RankTrace:
         ops = ops[:-1]
     memory, _ = _read_records(folder / f"rank{number}.mem", "mem", MEMORY)
     values, _ = _read_records(folder / f"rank{number}.log", "log", VALUE)
+    samples, _ = _read_records(folder / f"rank{number}.gpu", "gpu", SAMPLE)
     names = _read_names(folder / f"rank{number}.names")
-    return RankTrace(ops, memory, names, ("running", "finished", "failed")[min(state, 2)], values)
+    return RankTrace(ops, memory, names, ("running", "finished", "failed")[min(state, 2)], values, samples)
+
+
+def mapped(path: Path) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a file that a rank is writing, without a copy; none if it is not there yet, or still empty.
+
+    A rank that ends shortens its files to what they hold. If that happens between the look at the length and the
+    mapping, which then fails, the length is looked at again.
+    """
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        while length := os.fstat(file.fileno()).st_size:
+            with suppress(ValueError):  # the file is shorter by now
+                return np.frombuffer(mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ), np.uint8)
+    return np.empty(0, np.uint8)
 
 
 def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], int]:
     """Read the complete records of one file, and its state."""
     if not path.is_file():  # not there yet, or something that would block a reader
         return np.empty(0, dtype), 0
-    try:
-        data = np.memmap(path, mode="r")
-    except (FileNotFoundError, ValueError):  # not there yet, or still empty
-        return np.empty(0, dtype), 0
+    data = mapped(path)
     if len(data) < HEADER.itemsize:
         return np.empty(0, dtype), 0
     head = data[: HEADER.itemsize].view(HEADER)[0]

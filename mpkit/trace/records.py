@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import numpy as np
 
-__all__ = ["CATEGORIES", "HEADER", "MAGIC", "MEMORY", "OP", "VALUE", "Kind", "Lane", "lane_of"]
+__all__ = ["CATEGORIES", "HEADER", "MAGIC", "MEMORY", "OP", "SAMPLE", "VALUE", "Kind", "Lane", "lane_of"]
 
 
 class Lane(IntEnum):
@@ -139,4 +139,19 @@ VALUE = np.dtype(
 )
 """32 bytes per value that a function of the user's logged."""
 
-MAGIC = {"ops": b"MPKOPS01", "mem": b"MPKMEM01", "log": b"MPKLOG01"}
+SAMPLE = np.dtype(
+    [
+        ("time", "<i8"),  # ns, as in OP
+        # Of the GPU that the rank is on, whoever uses it; nan where the GPU or its driver does not tell.
+        ("utilisation", "<f8"),  # % of the driver's last sample period in which a kernel ran
+        ("memory", "<f8"),  # bytes in use
+        # bytes/s, from and to the GPU: NVLink since the sample before, PCIe in 20 ms before this sample
+        ("nvlink_sent", "<f8"),
+        ("nvlink_received", "<f8"),
+        ("pcie_sent", "<f8"),
+        ("pcie_received", "<f8"),
+    ]
+)
+"""56 bytes per sample of a GPU, which the process that watches the run takes."""
+
+MAGIC = {"ops": b"MPKOPS01", "mem": b"MPKMEM01", "log": b"MPKLOG01", "gpu": b"MPKGPU01"}

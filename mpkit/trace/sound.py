@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mpkit.errors import TraceError
 from mpkit.trace.files import RankTrace
-from mpkit.trace.records import CATEGORIES, Kind, lane_of
+from mpkit.trace.records import CATEGORIES, SAMPLE, Kind, lane_of
 
 __all__ = ["MOST_RANKS", "check_meta", "check_rank", "check_steps", "check_unpacked"]
 
@@ -105,6 +105,16 @@ def check_rank(rank: RankTrace, number: int, world_size: int) -> None:
     }  # fmt: skip
     for name, which in said.items():
         _refuse(f"rank {number}'s value", name, values[name], which)
+    samples = rank.samples
+    _refuse(f"rank {number}'s sample of its GPU", "time", samples["time"], _too_large(samples["time"]))
+    for name in (SAMPLE.names or ())[1:]:
+        most = 100 if name == "utilisation" else _LARGEST
+        _refuse(
+            f"rank {number}'s sample of its GPU",
+            name,
+            samples[name],
+            (samples[name] < 0) | (samples[name] > most),
+        )
 
 
 def check_steps(last: int, first: int, records: int) -> None:

@@ -17,7 +17,7 @@ from mpkit.errors import TraceError
 from mpkit.support.disk import write_whole
 from mpkit.trace.files import RankTrace, read_rank
 from mpkit.trace.metrics import Metrics, Stop, metrics_of, stop_of
-from mpkit.trace.records import MEMORY, OP, VALUE, Kind
+from mpkit.trace.records import MEMORY, OP, SAMPLE, VALUE, Kind
 from mpkit.trace.sound import MOST_RANKS, check_meta, check_rank, check_steps, check_unpacked
 
 __all__ = ["Trace"]
@@ -114,7 +114,9 @@ class Trace:
             archive.writestr("mpkit.json", json.dumps(head))
             for number, rank in enumerate(self.ranks):
                 parts = [("ops", rank.ops), ("mem", rank.memory)]
-                for part, array in parts + [("log", rank.values)] * bool(len(rank.values)):
+                parts += [("log", rank.values)] * bool(len(rank.values))
+                parts += [("gpu", rank.samples)] * bool(len(rank.samples))
+                for part, array in parts:
                     with archive.open(f"rank{number}.{part}.npy", "w") as file:
                         np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
                 archive.writestr(f"rank{number}.json", json.dumps({"names": rank.names, "state": rank.state}))
@@ -193,13 +195,14 @@ def _read_json(path: Path) -> Any:
 def _rank_of(archive: zipfile.ZipFile, number: int) -> RankTrace:
     head = json.loads(archive.read(f"rank{number}.json"))
     arrays = []
-    for part, dtype in (("ops", OP), ("mem", MEMORY), ("log", VALUE)):
-        if part == "log" and f"rank{number}.log.npy" not in archive.NameToInfo:  # nothing was logged
-            arrays.append(np.empty(0, VALUE))
+    for part, dtype in (("ops", OP), ("mem", MEMORY), ("log", VALUE), ("gpu", SAMPLE)):
+        if part in ("log", "gpu") and f"rank{number}.{part}.npy" not in archive.NameToInfo:
+            arrays.append(np.empty(0, dtype))  # nothing was logged, no GPU was sampled
             continue
         with archive.open(f"rank{number}.{part}.npy") as file:
             array = np.lib.format.read_array(file, allow_pickle=False)
         if array.dtype != dtype or array.ndim != 1:
             raise TraceError(f"rank {number}'s {part} have other columns than this version of mpkit knows")
         arrays.append(array)
-    return RankTrace(arrays[0], arrays[1], [str(name) for name in head["names"]], head["state"], arrays[2])
+    ops, memory, values, samples = arrays
+    return RankTrace(ops, memory, [str(name) for name in head["names"]], head["state"], values, samples)

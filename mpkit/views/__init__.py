@@ -4,7 +4,7 @@
     timeline/text.py        ... in a terminal, once        terminal.py   ... in a terminal, while a run goes on
     timeline/svg.py         ... as a file without a kernel
     timeline/widget.py      ... as a live widget, with the browser's half of it (browser/)
-    timeline/html.py        ... as one page, with the same JavaScript
+    page/html.py            ... as one page, with the same JavaScript; trial.py: its schedules to try, with sliders
     timeline/perfetto.py    ... as a trace for ui.perfetto.dev
     drawing/lanes.py        what ranks are called, and how they are grouped by their places in the mesh
     memory/                 memory by category and GPU, as a chart or as SVG

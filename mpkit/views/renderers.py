@@ -8,7 +8,7 @@ RENDERERS = {
     "Timeline": {
         "text": "mpkit.views.timeline.text:text",
         "svg": "mpkit.views.timeline.svg:svg",
-        "html": "mpkit.views.timeline.html:html",
+        "html": "mpkit.views.page.html:html",
         "perfetto": "mpkit.views.timeline.perfetto:perfetto",
         "widget": "mpkit.views.timeline.widget:TimelineView",
         "bundle": "mpkit.views.timeline.fallback:static_bundle",
@@ -21,6 +21,7 @@ RENDERERS = {
         "text": "mpkit.views.timeline.critical:critical_text",
         "svg": "mpkit.views.timeline.critical:critical_svg",
         "html": "mpkit.views.timeline.critical:critical_html",
+        "widget": "mpkit.views.timeline.widget:show_path",
     },
     "Diagnosis": {
         "text": "mpkit.views.timeline.diagnosis:diagnosis_text",
@@ -52,6 +53,18 @@ RENDERERS = {
         "svg": "mpkit.views.comparison.svg:comparison_svg",
         "chart": "mpkit.views.comparison.chart:comparison_figure",
         "widget": "mpkit.views.comparison.chart:comparison_view",
+    },
+    "Chart": {
+        "text": "mpkit.views.comparison.table_chart:chart_text",
+        "chart": "mpkit.views.comparison.table_chart:chart_figure",
+    },
+    "BubbleCurve": {
+        "text": "mpkit.views.comparison.bubble_curve:bubble_curve_text",
+        "svg": "mpkit.views.comparison.bubble_curve:bubble_curve_svg",
+    },
+    "MemoryByPlan": {
+        "text": "mpkit.views.memory.by_plan:by_plan_text",
+        "svg": "mpkit.views.memory.by_plan:by_plan_svg",
     },
     "WhatIf": {
         "text": "mpkit.views.comparison.what_if:what_if_text",

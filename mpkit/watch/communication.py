@@ -88,8 +88,8 @@ class Communication:
             where = lines.here()
             if where is None:  # ctx.comm, which records it
                 return go_on(keyset & after, *args)
+            by_python = lines.by_python
             completion.settle()
-            by_python = lines.called_from_python()
             op, call = begin(operator, args, args[at_group], where)
             if call is not None:
                 call.publish()
@@ -98,10 +98,7 @@ class Communication:
             if handle is None:  # monitored_barrier returns when it is complete
                 self._record.end(op)
             else:
-                filled = args[0]
-                while not isinstance(filled, torch.Tensor) and filled:
-                    filled = filled[0]
-                completion.started(op, unbox(handle), where, filled, by_python=by_python, call=call)
+                completion.started(op, unbox(handle), where, args[0], by_python=by_python, call=call)
             return out
 
         return kernel

@@ -55,7 +55,7 @@ class Completion:
         self._record = record
         self._issued: dict[int, _Issued] = {}  # by the handle's identity
         self._outputs: dict[int, int] = {}  # the handle of what fills a tensor, by the tensor's address
-        self._unseen: dict[int, Callable[[], bool]] = {}  # handles that C++ may wait for: are they complete?
+        self._unseen: dict[int, Any] = {}  # handles that C++ may wait for
         self.backwards = 0
         self._wait: Callable[..., Any] = dist.Work.wait
         self._replaced = Replaced()
@@ -81,7 +81,7 @@ class Completion:
     # ---- a communication starts
 
     def started(
-        self, op: int, work: Any, where: str, output: Any, *, by_python: bool, call: Call | None = None
+        self, op: int, work: Any, where: str, filled: Any, *, by_python: bool, call: Call | None = None
     ) -> None:
         """Follow a communication whose op has begun.
 
@@ -89,21 +89,20 @@ class Completion:
             op: the op's index.
             work: torch's handle.
             where: the program's line.
-            output: the first tensor that it fills, or an empty list.
+            filled: what it fills: a tensor, a list of tensors or a list of lists.
             by_python: whether Python has issued it, and so receives the handle.
             call: compares it with its peers' calls once more when it is complete.
         """
         handle = id(work)
         self._issued[handle] = _Issued(work, op, where, call)
-        if isinstance(output, torch.Tensor):
-            self._outputs[output.data_ptr()] = handle
+        while not isinstance(filled, torch.Tensor) and filled:
+            filled = filled[0]
+        if isinstance(filled, torch.Tensor):
+            self._outputs[filled.data_ptr()] = handle
             if len(self._outputs) > _RECENT:
                 del self._outputs[next(iter(self._outputs))]
         if self.backwards or not by_python:
-            is_complete = work.is_completed
-            with suppress(RuntimeError):  # gloo's messages and reduce-scatters have no future
-                is_complete = work.get_future().done  # what DDP waits for is complete before its handle is
-            self._unseen[handle] = is_complete
+            self._unseen[handle] = work
 
     # ---- someone waits for it
 
@@ -137,11 +136,23 @@ class Completion:
         """Record what C++ has waited for, and what is complete and forgotten, where no backward is running."""
         if self.backwards or not self._issued:
             return
-        for handle, is_complete in list(self._unseen.items()):
-            if is_complete():
-                del self._unseen[handle]
-                self._waiting(handle, lambda: None)
+        for handle, work in list(self._unseen.items()):
+            if _is_complete(work):
+                self._waiting(handle, _nothing)
         for handle, (work, op, _, _) in list(self._issued.items()):
             if handle not in self._unseen and work.is_completed() and sys.getrefcount(work) <= _OURS:
                 del self._issued[handle]
                 self._record.end(op)
+
+
+def _is_complete(work: Any) -> bool:
+    """Return whether what DDP waits for is complete: the handle's future, which is so before the handle itself is."""
+    if work.is_completed():
+        return True
+    with suppress(RuntimeError):  # gloo's messages and reduce-scatters have no future
+        return bool(work.get_future().done())
+    return False
+
+
+def _nothing() -> None:
+    """Wait no longer: C++ has waited."""

@@ -14,11 +14,10 @@ _KIT = str(Path(__file__).parents[1])
 _INTERNAL = (str(Path(torch.__file__).parent), _KIT, "<frozen")
 _CALLS = ("distributed_c10d.py", "c10d_logger.py", "_ops.py", "_functional_collectives.py")
 _DEPRECATION = "typing_extensions.py"  # wraps functions that torch has renamed
-_PROGRAM, _CALL, _INSIDE, _COMM_FILE = range(
-    4
-)  # of the program, of torch.distributed's calls, of what makes them
-_MODE = str(Path(__file__).with_name("measuring.py"))
-_COMM = str(Path(_KIT, "comm"))  # what ctx.comm issues is recorded there
+_MODE_FILE = str(Path(__file__).with_name("measuring.py"))
+_COMM_FOLDER = str(Path(_KIT, "comm"))  # what ctx.comm issues is recorded there
+# Whose code it is: the program's, torch.distributed's calls, what makes them (DDP), ctx.comm's, our dispatch mode's.
+_PROGRAM, _CALL, _INSIDE, _COMM, _MODE = range(5)
 
 
 class Lines:
@@ -26,12 +25,16 @@ class Lines:
 
     Attributes:
         is_direct: whether the line that `here` returned last calls torch.distributed itself, and not DDP or FSDP.
+        by_python: whether Python called the operator for which `here` was asked last; otherwise C++ did, as DDP's
+            reducer does.
     """
 
     def __init__(self) -> None:
-        self.is_direct = False
-        self._whose: dict[CodeType, int] = {}
-        self._words: dict[tuple[CodeType, int], str] = {}
+        self.is_direct = self.by_python = False
+        # By the identity of a code object, for hashing one reads all its bytecode; `_codes` keeps them alive.
+        self._whose: dict[int, int] = {}
+        self._words: dict[tuple[int, int], str] = {}
+        self._codes: list[CodeType] = []
 
     def here(self) -> str | None:
         """Return the program's line that is running, such as "train.py:12 in main", "" if there is none.
@@ -39,47 +42,52 @@ class Lines:
         Return None if `ctx.comm` is running, which records its own communication.
         """
         frame: FrameType | None = sys._getframe(2)
-        direct = True
+        known, innermost, direct = self._whose, True, True
+        self.by_python = False
         while frame is not None:
             code = frame.f_code
-            whose = self._whose.get(code, -1)
+            whose = known.get(id(code), -1)
             if whose < 0:
-                whose = self._whose[code] = _whose(code.co_filename)
+                whose = self._learn(code)
+            if innermost:
+                self.by_python = whose in (_PROGRAM, _CALL)
+            innermost = (
+                whose == _MODE
+            )  # a measured step's mode has called the operator: who has called the mode?
             if whose == _PROGRAM:
                 self.is_direct = direct
-                return self._in_words(frame)
-            if whose == _COMM_FILE:
+                key = (
+                    id(code),
+                    frame.f_lasti,
+                )  # the line is looked up once: that reads the code's table of lines
+                return self._words.get(key) or self._in_words(frame, key)
+            if whose == _COMM:
                 return None
-            direct &= whose == _CALL
+            if whose == _INSIDE:
+                direct = False
             frame = frame.f_back
         self.is_direct = False
         return ""
 
-    def called_from_python(self) -> bool:
-        """Return whether Python called the running operator; otherwise C++ did, as DDP's reducer does."""
-        frame: FrameType | None = sys._getframe(2)
-        around = frame.f_back if frame is not None else None
-        if (
-            around is not None and around.f_code.co_filename == _MODE
-        ):  # a measured step: its mode called the operator
-            frame = around.f_back
-        file = frame.f_code.co_filename if frame is not None else ""
-        return file.endswith(_CALLS) or not file.startswith(_INTERNAL)
+    def _learn(self, code: CodeType) -> int:
+        whose = self._whose[id(code)] = _whose(code.co_filename)
+        self._codes.append(code)
+        return whose
 
-    def _in_words(self, frame: FrameType) -> str:
-        key = frame.f_code, frame.f_lineno
-        words = self._words.get(key)
-        if words is None:
-            words = self._words[key] = f"{key[0].co_filename}:{key[1]} in {key[0].co_name}"
+    def _in_words(self, frame: FrameType, key: tuple[int, int]) -> str:
+        code = frame.f_code
+        words = self._words[key] = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         return words
 
 
 def _whose(file: str) -> int:
     """Return whose code a file holds."""
-    if file.startswith(_COMM):
-        return _COMM_FILE
+    if file == _MODE_FILE:
+        return _MODE
+    if file.startswith(_COMM_FOLDER):
+        return _COMM
     if file.endswith(_DEPRECATION):
         return _CALL
     if not file.startswith(_INTERNAL):
         return _PROGRAM
-    return _CALL if file.endswith(_CALLS) or file == _MODE else _INSIDE
+    return _CALL if file.endswith(_CALLS) else _INSIDE

@@ -116,6 +116,49 @@ def test_only_what_the_software_can_do_is_advised() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("stack", "plan", "words"),
+    [
+        (
+            "megatron-2021",
+            mk.Plan(dp=16, zero=3, microbatches=4),
+            "megatron-2021 has no ZeRO-3: it has ZeRO-0.",
+        ),
+        ("megatron-2021", mk.Plan(dp=16, microbatches=4), "no recompute='none': it has 'full'."),
+        (
+            "nanotron",
+            mk.Plan(pp=2, dp=8, microbatches=8, schedule="zb_h1"),
+            "no schedule 'zb_h1': it has '1f1b'.",
+        ),
+        ("nanotron", mk.Plan(dp=16, zero=1, microbatches=4, offload="optimizer"), "no offload='optimizer'"),
+        (
+            "llm-foundry",
+            mk.Plan(tp=2, dp=8, zero=3, microbatches=8),
+            "llm-foundry has no tensor parallelism.",
+        ),
+    ],
+)
+def test_why_not_says_what_the_software_has_not(stack: str, plan: mk.Plan, words: str) -> None:
+    advice = mk.advise("llama3-8b", "2x8-h100-ndr", global_batch=64, sequence=2048, stack=stack)
+    assert words in advice.why_not(plan)
+    assert advice.best is not None
+    assert all("cannot" not in advice.why_not(found) for found in advice.plans)
+
+
+def test_adam_on_the_host_takes_the_time_of_its_processors() -> None:
+    """ZeRO-Offload's table 4: 10 B parameters in 2.57 s, by the processors of a whole node."""
+    asked = {"global_batch": 64, "sequence": 2048}
+    here, host = (
+        mk.estimate(
+            "llama3-8b", mk.Plan(dp=8, zero=1, microbatches=8, precision="bf16", offload=where),
+            "8x-h100-nvlink", **asked,
+        ).because["optimizer"]
+        for where in ("none", "optimizer")
+    )  # fmt: skip
+    assert host > 2.57 * 8.03 / 10 * 0.9
+    assert here < host / 10
+
+
 def test_again_on_a_machine_that_lost_a_link(advice: Advice) -> None:
     machine = mk.hardware("8x-a100-nvlink")
     slow = replace(machine, link=mk.devices.Link("a slow wire", 1e-5, 1e9))

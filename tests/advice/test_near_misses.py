@@ -38,7 +38,7 @@ def test_the_sentences_name_what_is_missing(advice: Advice) -> None:
     text = str(advice)
     out = next(miss for miss in advice.near_misses if miss.change == "zero=2")
     assert f"Near miss, zero=2: out by {out.excess / GIB:.1f} GiB" in text
-    slow = mk.advise("llama3-8b", "8x-a10g", global_batch=64, sequence=4096)
+    slow = mk.advise("llama3-8b", "8x-rtx-4090", global_batch=64, sequence=4096)
     wide = [miss for miss in slow.near_misses if miss.change.startswith("tp=")]
     assert any("communication that nothing hides" in miss.why for miss in wide)
 

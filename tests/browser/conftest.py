@@ -19,7 +19,7 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.browser.lab import EXPLORE, RANKS, WATCHED
+from tests.browser.lab import EXPLORE, PREDICT, RANKS, WATCHED
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 SCREENSHOTS = Path(__file__).parent / "screenshots"
@@ -75,7 +75,12 @@ def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     home = tmp_path_factory.mktemp("jupyter")
     shutil.copytree(NOTEBOOKS, home / "notebooks", ignore=shutil.ignore_patterns(".*"))
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    for name, cells in {"explore": (EXPLORE,), "ranks": RANKS, "watched": WATCHED}.items():
+    for name, cells in {
+        "explore": (EXPLORE,),
+        "predict": PREDICT,
+        "ranks": RANKS,
+        "watched": WATCHED,
+    }.items():
         book = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)], metadata=kernel)
         nbformat.write(book, home / "notebooks" / f"{name}.ipynb")
     news = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"

@@ -45,6 +45,9 @@ cluster.run(program, watch=True)""",
 )
 """The code of `watched.ipynb`, likewise."""
 
+PREDICT = ("import mpkit as mk\n\nguess = mk.predict('bubble')\nguess", "guess.against()")
+"""The code of `predict.ipynb`, likewise."""
+
 RUN_ALL = """() => {
   window.ran = undefined;
   window.jupyterapp.commands.execute('notebook:run-all-cells').then((ok) => { window.ran = ok; });

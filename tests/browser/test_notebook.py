@@ -85,12 +85,11 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     assert [cell["error"] for cell in cells if cell["error"]] == []
     assert [cell["count"] for cell in cells] == list(range(1, len(cells) + 1))
 
-    chart = in_cell(page, "naive = train").locator(".js-plotly-plot .main-svg").first
-    expect(chart).to_be_visible(timeout=30_000)  # plotly is loaded while other processes compute
+    expect(in_cell(page, "naive = train").get_by_role("img", name="memory over time")).to_be_visible()
 
     # Hover: what an operation is. GPU 0 begins with its forward, and waits in the middle.
     look_at(naive)
-    tip = naive.locator(".mpkit-tip")
+    tip = naive.locator(".mpkit-tip").first
     page.mouse.move(*place(naive, 0.01, rank=0))
     expect(tip).to_contain_text(re.compile("forward.*micro-batch 0"))
     screenshot(page, "notebook-hover")
@@ -108,6 +107,14 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     settled(naive)
     screenshot(page, "notebook-zoomed")
 
+    # The operations that decide the step, found by the kernel.
+    naive.get_by_role("button", name="Critical path").click()
+    page.wait_for_function("(root) => root.panel.chart.path !== null", arg=naive.element_handle())
+    settled(naive)
+    screenshot(page, "notebook-critical-path")
+    naive.get_by_role("button", name="Critical path").click()
+    naive.get_by_role("button", name="Fit").click()
+
     # Another machine, by the dropdown.
     machines = in_cell(page, "ipywidgets.Dropdown")
     look_at(machines.locator(".mpkit-timeline"))
@@ -122,9 +129,9 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
 
     for name, code in [
         ("picture", "naive.timeline().step(2).show()"),
-        ("formula", "chart = go.Figure()"),
+        ("formula", "# the runs as points"),
         ("memory", "memory_figure(gpipe"),
-        ("recompute", "px.bar"),
+        ("recompute", "mk.memory_by_plan"),
     ]:
         look_at_output(page, code)
         screenshot(page, f"notebook-{name}")
@@ -139,10 +146,11 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     settled(naive)
     screenshot(page, "notebook-reloaded")
 
-    # So is the memory chart, and by plotly: something to hover over.
-    memory = in_cell(page, "naive = train").locator(".js-plotly-plot")
+    # So is the memory, and something to hover over.
+    memory = in_cell(page, "naive = train").locator(".mpkit-track .mpkit-stage")
     look_at(memory)
-    expect(memory.locator(".main-svg").first).to_be_visible()
+    memory.hover()
+    expect(memory.locator(".mpkit-tip")).to_contain_text("params")
     screenshot(page, "notebook-memory-reloaded")
 
 
@@ -186,7 +194,7 @@ def test_three_dimensions(jupyterlab: str, lab_page: Page, screenshot: Screensho
         ("zero", "def dp_bytes"),
         ("sequence", "divided = replace"),
         ("sweep", "def sides"),
-        ("sweep-chart", "px.scatter"),
+        ("sweep-chart", 'kind="points"'),
         ("rule", "def rule(limit)"),
     ]:
         look_at_output(page, code)
@@ -211,15 +219,22 @@ def test_the_schedule_explorer_follows_its_sliders(
     page.wait_for_function(f"(root) => ({TIMES})(root)[1] === 33", arg=right.element_handle())
     screenshot(page, "explorer")
 
-    microbatches = output.locator(".widget-slider", has_text="micro-batches").get_by_role("slider")
+    for words in ("number of ranks p", "forward F, seconds per micro-batch on one rank"):
+        expect(output.get_by_role("slider", name=words, exact=True)).to_be_visible()
+        expect(output.get_by_role("textbox", name=f"{words}, as a number", exact=True)).to_be_visible()
+    expect(output.get_by_text("All times are in seconds")).to_be_visible()
+    microbatches = output.get_by_role("slider", name="number of micro-batches m")
     microbatches.focus()
     page.keyboard.press("ArrowRight")
     expect(output.get_by_text("36.0 s").first).to_be_visible()  # (m + p - 1)(F + B)
 
-    # A row edited so that it cannot run: the message, and the picture stays.
+    # A row edited so that it cannot run: the message, and the picture is marked as an earlier one's.
     rows = output.locator("textarea").first
     rows.fill("F0 B0\nB0 F0")
     rows.blur()
-    output.get_by_role("button", name="use my edit").first.click()
+    output.get_by_role("button", name="draw my rows").first.click()
     expect(output.get_by_text("1B0 comes before 1F0").first).to_be_visible()
+    expect(output.get_by_text("not of what is set now")).to_be_visible()
+    expect(left.locator(".mpkit-stage")).to_have_css("opacity", "0.3")
+    expect(left.locator(".mpkit-figure").first).to_be_hidden()
     screenshot(page, "explorer-mistake")

@@ -20,7 +20,7 @@ from mpkit.trace import Kind
 from mpkit.views.browser import css, esm
 from mpkit.views.drawing.colours import INKS, Key
 from mpkit.views.drawing.lanes import groups_of
-from mpkit.views.timeline.html import html
+from mpkit.views.page.html import html
 from mpkit.views.timeline.widget import TimelineView
 
 NewPage = Callable[..., Page]
@@ -250,6 +250,8 @@ def test_waits_within_an_action_cut_it(new_page: NewPage, tmp_path: Path, screen
     expect(page.locator(".mpkit-tip")).to_contain_text("forward")
     # Where boxes are thinner than pixels, what is waited in makes them fainter.
     open_html(page, tmp_path, repeated(timeline, 500))
+    page.get_by_role("button", name="Fit").click()  # at first the newest of so many steps are in view
+    page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.asked === 0")
     faint = colour(page, 8.0)
     page.get_by_role("button", name="show or hide forward").click()
     page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.asked === 0")
@@ -339,6 +341,19 @@ def test_many_ranks_are_folded_at_first(new_page: NewPage, tmp_path: Path, scree
     page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.asked === 0")
     assert lanes(page) == list(range(64))
     screenshot(page, "groups-many-unfolded")
+    # On a screen that shows a part of them only that part is drawn, and more of it when the page is scrolled.
+    page.set_viewport_size({"width": 1100, "height": 200})
+    height = page.evaluate("document.querySelector('.mpkit-timeline').panel.chart.placed.height")
+    for top in (0, height):
+        page.evaluate("(top) => window.scrollTo(0, top)", top)
+        page.wait_for_function(
+            """(seen) => {
+              const { chart } = document.querySelector('.mpkit-timeline').panel;
+              const [top, bottom] = chart.view;
+              return bottom - top <= 300 && top <= seen && seen <= bottom && chart.asked === 0;
+            }""",
+            arg=min(top, height - 1),
+        )
 
 
 def test_without_groups_there_is_nothing_to_fold(new_page: NewPage, tmp_path: Path) -> None:
@@ -377,11 +392,15 @@ class Model {
   on(names, act) { for (const name of names.split(' ')) this.handlers.push([name, act]); }
   off(names, act) { this.handlers = this.handlers.filter(([name, done]) => done !== act || !names.includes(name)); }
   send(message) { this.sent.push(message); }
+  set(name, value) { this.state[name] = value; this.trigger('change:' + name); }
+  save_changes() {}
   trigger(name, ...values) { this.handlers.filter(([known]) => known === name).forEach(([, act]) => act(...values)); }
 }
+const BYTES = ['backlog', 'tracks', 'path_slack'];
 const bytes = (text) => new DataView(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
 window.open_widget = async (state) => {
-  window.model = new Model({ ...state, backlog: bytes(state.backlog) });
+  const packed = Object.fromEntries(BYTES.map((name) => [name, bytes(state[name])]));
+  window.model = new Model({ ...state, ...packed });
   const widget = timelineWidget();
   await widget.initialize({ model });
   document.body.replaceChildren();
@@ -389,9 +408,8 @@ window.open_widget = async (state) => {
 };
 window.bring = (messages) => messages.forEach(([head, text]) => model.trigger('msg:custom', head, [bytes(text)]));
 window.set_traits = (state) => Object.entries(state).forEach(([name, value]) => {
-  model.state[name] = name === 'backlog' ? bytes(value) : value;
-  model.trigger('change:' + name);
-});
+  model.state[name] = BYTES.includes(name) ? bytes(value) : value;
+}) || Object.keys(state).forEach((name) => model.trigger('change:' + name));
 """
 
 
@@ -408,10 +426,19 @@ class Live:
         "clock",
         "note",
         "live",
+        "room",
+        "widest",
+        "said",
+        "waits",
         "table",
         "look",
         "backlog_head",
+        "tracks_head",
+        "has_path",
+        "path_shown",
+        "path_head",
     )
+    BYTES = ("backlog", "tracks", "path_slack")
 
     def __init__(self, page: Page, **options: Any) -> None:
         outer = self
@@ -426,7 +453,10 @@ class Live:
 
     def state(self) -> dict[str, Any]:
         found = {name: getattr(self.view, name) for name in self.TRAITS}
-        return {**found, "backlog": b64encode(self.view.backlog).decode()}
+        return {
+            **found,
+            **{name: b64encode(getattr(self.view, name)).decode() for name in self.BYTES},
+        }
 
     def load(self) -> None:
         """The page, or the page again after a reload."""
@@ -491,6 +521,17 @@ def test_a_live_widget_fills_follows_and_comes_back(new_page: NewPage, screensho
     live.listen()
     live.deliver()
     assert live.spans == len(timeline.spans)
+    # The run ends, and its whole timeline takes the place of its parts: the newest steps stay in view.
+    live.view.replace(timeline)
+    panel = "document.querySelector('.mpkit-timeline').panel"
+    page.evaluate(f"{panel}.chart.store.reset({live.waiting[0][0]['epoch']})")
+    page.evaluate(f"{panel}.update({{live: false}})")
+    live.view.live = False
+    live.deliver()
+    assert live.spans == len(timeline.spans)
+    assert window(page) == pytest.approx([ends[-1] / 4, ends[-1]], rel=1e-6)
+    page.get_by_role("button", name="Fit").click()
+    assert window(page) == pytest.approx([0, ends[-1]], rel=1e-6)
 
 
 def test_what_was_lost_while_the_page_loaded_is_found(new_page: NewPage) -> None:
@@ -563,6 +604,10 @@ def test_a_long_run_is_followed_paged_and_grabbed(
     length = float(step.spans["end"].max())
     open_html(page, tmp_path, repeated(step, 20))
     panel = "document.querySelector('.mpkit-timeline').panel"
+    assert window(page) == pytest.approx(
+        [17 * length, 20 * length], rel=1e-6
+    )  # of more than eight steps the newest
+    page.get_by_role("button", name="Fit").click()
 
     # While a run goes on, its newest three steps are in view; once it has ended, they stay there.
     page.evaluate(f"{panel}.update({{live: true}})")
@@ -634,3 +679,242 @@ def test_axe_finds_nothing_serious(new_page: NewPage, tmp_path: Path, scheme: st
     serious = [(each["id"], each["help"], [node["target"] for node in each["nodes"]]) for each in found
                if each["impact"] in ("serious", "critical")]  # fmt: skip
     assert serious == []
+
+
+# ---------------------------------------------------------------- what goes together
+
+CHART = "document.querySelector('.mpkit-timeline').panel.chart"
+
+
+def drawn(page: Page) -> None:
+    page.wait_for_function(f"{CHART}.asked === 0")
+
+
+def with_memory(page: Page, timeline: mk.Timeline) -> Live:
+    """A live view of a run that is going on, with its memory."""
+    live = Live(page, labels=[f"GPU {rank}" for rank in range(timeline.world_size)], title="A run")
+    live.view.live = True
+    live.view.expect_tracks()
+    live.load()
+    live.listen()
+    live.view.append(timeline.spans, timeline.names)
+    live.view.flush()
+    live.view.set_tracks(timeline)
+    live.deliver()
+    drawn(page)
+    return live
+
+
+def test_what_gpus_did_is_drawn_below_the_memory(new_page: NewPage, screenshot: Screenshot) -> None:
+    page = new_page(viewport={"width": 1100, "height": 1100})
+    timeline = mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25)
+    samples = np.zeros(4 * 40, timeline.device_samples.dtype)
+    for name in samples.dtype.names:
+        samples[name] = np.nan if name != "rank" else 0
+    samples["rank"], samples["time"] = np.repeat(range(4), 40), np.tile(np.arange(1, 41), 4)
+    samples["utilisation"] = 50 + 50 * np.sin(samples["time"] / 5)
+    samples["memory"] = 1e9 * (1 + samples["rank"])
+    told = samples["rank"] < 3  # the last GPU has no NVLink
+    samples["nvlink_sent"][told], samples["nvlink_received"][told] = 2e9, 1e9
+    live = with_memory(page, replace(timeline, device_samples=samples))
+    expect(page.get_by_role("img", name="GPU utilisation over time: GPU 0 at most 100 %")).to_be_visible()
+    in_use = page.get_by_role("img", name="GPU memory in use over time: GPU 0 at most 1.00 GB")
+    expect(in_use).to_be_visible()
+    whose = ", ".join(f"GPU {rank} at most 3.00 GB/s" for rank in range(3))
+    links = page.get_by_role("img", name=f"NVLink traffic over time: {whose}. The table")
+    expect(links).to_be_visible()
+    expect(page.get_by_role("img", name="PCIe traffic")).to_have_count(0)  # no GPU tells
+    links.hover(position={"x": 400, "y": 20})
+    expect(page.locator(".mpkit-tip:visible")).to_contain_text("2.00 GB/s")
+    pixels = "canvas => canvas.toDataURL()"
+    whole = in_use.evaluate(pixels)
+    page.evaluate(f"{CHART}.seen.follow = false; {CHART}.show(0, 3.9)")
+    drawn(page)
+    assert in_use.evaluate(pixels) != whole
+    screenshot(page, "gpus")
+    live.view.live = False
+
+
+def test_memory_selection_and_table_move_with_the_timeline(new_page: NewPage, screenshot: Screenshot) -> None:
+    page = new_page()
+    timeline = mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25)
+    live = with_memory(page, timeline)
+    image = page.get_by_role("img", name="memory over time: GPU 0 at most 8")
+    expect(image).to_be_visible()
+    pixels = "canvas => canvas.toDataURL()"
+    whole = image.evaluate(pixels)
+    place_before = image.bounding_box()
+
+    # Zoomed on the timeline, or on the memory itself: both show the same times, the table too.
+    page.get_by_text("The figures as a table").click()
+    expect(page.locator("td.mpkit-in-view").first).to_have_text("69.6 %")
+    page.evaluate(f"{CHART}.seen.follow = false; {CHART}.show(0, 3.9)")
+    drawn(page)
+    zoomed = image.evaluate(pixels)
+    assert zoomed != whole
+    expect(page.locator("td.mpkit-in-view").first).to_have_text("100.0 %")
+    expect(page.locator("td.mpkit-in-view").nth(1)).to_have_text("at most 4")
+    page.locator(".mpkit-track .mpkit-stage").focus()
+    page.keyboard.press("ArrowRight")
+    drawn(page)
+    assert window(page) == pytest.approx([0.39, 4.29]) and image.evaluate(pixels) != zoomed
+
+    # A rank is selected in one, and marked in all; by keys it is said.
+    page.keyboard.press("Shift+ArrowDown")
+    page.keyboard.press("Shift+ArrowDown")
+    drawn(page)
+    assert page.evaluate(f"{CHART}.selected.rank") == 1
+    expect(page.locator(".mpkit-said").first).to_contain_text("GPU 1: 8")
+    expect(page.locator("tr[aria-current]")).to_contain_text("GPU 1")
+    screenshot(page, "linked")
+    page.keyboard.press("Escape")
+    assert page.evaluate(f"{CHART}.selected") is None
+
+    # New memory and the run's end move nothing, and a screen reader is told of the end.
+    live.view.live = False
+    live.view.said = "A run: finished."
+    live.deliver()
+    drawn(page)
+    assert image.bounding_box() == place_before
+    expect(page.get_by_role("status")).to_have_text("A run: finished.")
+    for theme in ("true", "false"):
+        page.evaluate(
+            "(light) => { document.body.dataset.jpThemeLight = light; "
+            "document.body.style.background = light === 'true' ? '#fff' : '#111'; }",
+            theme,
+        )
+        bare = {"document-title": {"enabled": False}, "html-has-lang": {"enabled": False}}  # no page of ours
+        found = Axe().run(page, options={"rules": bare}).response["violations"]
+        assert [each["id"] for each in found if each["impact"] in ("serious", "critical")] == []
+
+
+def test_fast_steps_are_followed_as_far_as_their_memory_is_known(new_page: NewPage) -> None:
+    page = new_page()
+    step = mk.simulate(mk.Plan.gpipe(4, 8), forward=1e-3, input_grad=1e-3, weight_grad=1e-3)
+    live = with_memory(page, repeated(step, 50))  # of 33 ms each
+    assert window(page) == pytest.approx([47 * 0.033, 50 * 0.033])
+    live.view.set_tracks(repeated(step, 40))  # memory comes less often
+    live.deliver()
+    drawn(page)
+    assert window(page) == pytest.approx([37 * 0.033, 40 * 0.033])
+    live.view.set_tracks(repeated(step, 10))  # so late that lanes without memory are better
+    live.deliver()
+    drawn(page)
+    assert window(page) == pytest.approx([47 * 0.033, 50 * 0.033])
+    live.view.set_tracks(repeated(step, 40))
+    live.view.live = False
+    live.deliver()
+    drawn(page)
+    assert window(page)[1] == pytest.approx(50 * 0.033)
+
+
+def test_arrows_join_what_goes_together(new_page: NewPage, screenshot: Screenshot) -> None:
+    page = new_page()
+    timeline = mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25)
+    with_memory(page, timeline)
+    spans = timeline.spans
+
+    def joined(span: int) -> Any:
+        page.evaluate(f"(span) => {{ {CHART}.selected = {{ rank: 0, span }}; {CHART}.ask(); }}", span)
+        drawn(page)
+        return page.evaluate(f"{CHART}.store.linked?.span === {span} ? {CHART}.store.linked.link : null")
+
+    # The third send of rank 0 goes to the third receive of rank 1, though neither waited.
+    send = np.flatnonzero((spans["rank"] == 0) & (spans["kind"] == Kind.SEND))[2]
+    receive = np.flatnonzero((spans["rank"] == 1) & (spans["kind"] == Kind.RECV) & (spans["peer"] == 0))[2]
+    assert joined(int(send)) == {"from": send, "to": [receive], "what": "message"}
+    assert joined(int(receive)) == {"from": send, "to": [receive], "what": "message"}
+    screenshot(page, "arrow")
+
+    # Of a collective, from the rank that issued it last to the others; the tip names it.
+    page = new_page()
+    reduced = np.zeros(6, timeline.spans.dtype)
+    reduced["rank"], reduced["group"], reduced["cause"], reduced["peer"] = [0, 1, 2, 0, 1, 2], 1, -1, -1
+    reduced["stage"], reduced["microbatch"], reduced["step"] = -1, -1, 0
+    reduced["kind"], reduced["lane"] = Kind.ALL_REDUCE, 1
+    reduced["issued"] = [0.0, 0.5, 0.2, 2.1, 2.0, 2.6]
+    reduced["start"], reduced["end"] = [0.5] * 3 + [2.6] * 3, [1.5] * 3 + [3.6] * 3
+    with_memory(page, replace(timeline, spans=reduced, names=["", "all"], world_size=3))
+    assert joined(0) == {"from": 1, "to": [0, 2], "what": "came last"}
+    assert joined(3) == {"from": 5, "to": [3, 4], "what": "came last"}
+    page.locator(".mpkit-stage").first.focus()
+    page.keyboard.press("Shift+ArrowRight")
+    expect(page.locator(".mpkit-said").first).to_contain_text("came last GPU 1")
+    screenshot(page, "arrows-of-a-collective")
+
+
+def test_a_hang_is_drawn_with_its_reason(new_page: NewPage, screenshot: Screenshot) -> None:
+    page = new_page()
+    timeline = mk.simulate(mk.Plan.gpipe(2, 2))
+    waiting = [{"rank": 1, "start": float(timeline.spans["end"].max()), "words": "waits for rank 0 (recv)"}]
+    live = Live(page, timeline=replace(timeline, meta={**timeline.meta, "waiting": waiting}))
+    live.load()
+    drawn(page)
+    assert window(page)[1] == pytest.approx(1.25 * waiting[0]["start"])
+    expect(page.get_by_role("img", name="GPU 1 waits for rank 0 (recv)")).to_be_visible()
+    assert colour(page, 0.96 * window(page)[1], rank=1) not in ("", colour(page, 0.96 * window(page)[1]))
+    screenshot(page, "hang")
+
+
+# ---------------------------------------------------------------- the critical path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_critical_path_is_drawn_over_the_lanes(
+    new_page: NewPage, tmp_path: Path, screenshot: Screenshot, scheme: str
+) -> None:
+    page = new_page(color_scheme=scheme)
+    timeline = mk.simulate(mk.Plan.pipeline("1f1b", 4, 8), forward=[1, 1, 1.4, 1], hop=0.1)
+    open_html(page, tmp_path, timeline)
+    before = {place: colour(page, *place) for place in ((3.2, 0), (12.3, 2))}
+    critical = page.get_by_role("button", name="Critical path")
+    expect(critical).to_have_attribute("aria-pressed", "false")
+    critical.click()
+    drawn(page)
+    expect(critical).to_have_attribute("aria-pressed", "true")
+    # Micro-batch 3 of rank 0 could wait for 7 seconds and is paler now; rank 2 is the slowest stage.
+    assert colour(page, 3.2, 0) != before[3.2, 0] and colour(page, 12.3, 2) == before[12.3, 2]
+    expect(page.get_by_role("status")).to_contain_text("Critical path of step 0: 36.6 s")
+    screenshot(page, f"critical-path-{scheme}")
+
+    page.locator(".mpkit-stage").first.focus()
+    said = page.locator(".mpkit-said").first
+    page.keyboard.press("Shift+ArrowRight")
+    expect(said).to_contain_text("critical path on it, were it free the step would be 1.00 s shorter")
+    for _ in range(3):
+        page.keyboard.press("Shift+ArrowRight")
+    expect(said).to_contain_text("micro-batch 3")
+    expect(said).to_contain_text("critical path not on it, slack 7.00 s")
+    found = Axe().run(page).response["violations"]
+    assert [each["id"] for each in found if each["impact"] in ("serious", "critical")] == []
+    page.keyboard.press("c")
+    page.keyboard.press("Escape")
+    drawn(page)
+    expect(critical).to_have_attribute("aria-pressed", "false")
+    assert page.evaluate(f"{CHART}.path") is None
+
+
+def test_the_kernel_finds_the_path_when_it_is_asked_for(new_page: NewPage) -> None:
+    page = new_page()
+    live = Live(page, timeline=repeated(mk.simulate(mk.Plan.gpipe(4, 8)), 5))
+    live.load()
+    drawn(page)
+    assert live.view.path_head == {}
+    page.get_by_role("button", name="Critical path").click()
+    assert page.evaluate("model.get('path_shown')") is True
+    live.view.path_shown = True  # what the page has saved
+    assert live.view.path_head["step"] == 4
+    live.deliver()
+    drawn(page)
+    assert page.evaluate(f"{CHART}.path.step") == 4
+    assert window(page) == pytest.approx([132, 165]), "its step is in view"
+    on = page.evaluate(f"[...{CHART}.path.on]")
+    assert {int(live.view._timeline.spans["step"][span]) for span in on} == {4}  # type: ignore[union-attr]
+
+    # A run that goes on has no path yet.
+    live.view.append(live.view._timeline.spans, [""])  # type: ignore[union-attr]
+    live.view.flush()
+    live.deliver()
+    drawn(page)
+    expect(page.get_by_role("button", name="Critical path")).to_be_hidden()
+    assert page.evaluate(f"{CHART}.path") is None

@@ -1,5 +1,6 @@
-"""nbgrader is no dependency: its test is there where it is installed."""
+"""nbgrader and Otter are no dependencies: their tests are there where they are installed."""
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("nbgrader") else ["test_nbgrader.py"]
+OPTIONAL = {"nbgrader": "test_nbgrader.py", "otter": "test_otter.py"}
+collect_ignore = [file for package, file in OPTIONAL.items() if find_spec(package) is None]

@@ -64,3 +64,52 @@ def test_an_exercise_is_whole(entry: Entry) -> None:
     assert len({mistake.name for mistake in exercise.mistakes}) == len(exercise.mistakes)
     assert all(len(mistake.hints) >= 2 for mistake in exercise.mistakes), "hints get more specific each time"
     assert exercise.start and exercise.otherwise and entry.source.title and entry.source.text
+
+
+TWICE = """
+import torch.distributed as dist
+
+def split_and_average(ctx, model, inputs, targets):
+    k = len(inputs) // ctx.world_size
+    mine = slice(ctx.rank * k, (ctx.rank + 1) * k)
+    F.mse_loss(model(inputs[mine]), targets[mine]).backward()
+    for parameter in model.parameters():
+        for _ in range(many):
+            dist.all_reduce(parameter.grad)
+        parameter.grad /= ctx.world_size**many
+"""
+
+
+def test_communication_of_plain_torch_counts(room: Room) -> None:
+    entry = next(entry for entry in ENTRIES if entry.name == "split-and-average")
+    once, twice = (
+        judge(entry, answer(entry, TWICE.replace("many", many), "plain torch"), room) for many in "12"
+    )
+    assert once.passed, str(once)
+    assert not twice.passed and "payload" in twice.rows[-1].what, str(twice)
+
+
+OTHER_PARTS = {
+    "mlp-one-all-reduce": [
+        (
+            "up.weight.chunk(n, 0)[r], up.bias.chunk(n)[r]",
+            "up.weight[n - 1 - r :: n], up.bias[n - 1 - r :: n]",
+        ),
+        ("down.weight.chunk(n, 1)[r]", "down.weight[:, n - 1 - r :: n]"),
+    ],
+    "attention-by-heads": [
+        ("r = ctx.world_size, ctx.rank", "r = ctx.world_size, ctx.world_size - 1 - ctx.rank")
+    ],
+}
+"""Right answers whose ranks take other parts than the solution's: strided, or in another order."""
+
+
+@pytest.mark.parametrize("name", OTHER_PARTS)
+def test_ranks_may_take_any_part(room: Room, name: str) -> None:
+    entry = next(entry for entry in ENTRIES if entry.name == name)
+    code = entry.source.plain
+    for before, after in OTHER_PARTS[name]:
+        assert before in code, code
+        code = code.replace(before, after)
+    checked = judge(entry, answer(entry, code, "other parts"), room)
+    assert checked.passed, str(checked)

@@ -1,15 +1,20 @@
-"""Grading a class: each notebook gets its own grade, whatever the others do, and nothing is left behind."""
+"""Grading a class, two notebooks at a time, interrupted and resumed: each notebook gets its own grade, whatever the
+others do, and nothing is left behind."""
 
 from __future__ import annotations
 
 import csv
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import datetime
 from inspect import cleandoc
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import psutil
@@ -153,6 +158,78 @@ ON_RANKS = {  # in an answer: on the ranks of its check
     "returns-a-bomb": "return type('Bomb', (), {'__reduce__': lambda self: (print, ('boom',))})()",
 }
 
+STYLES = {  # right answers, as different people write them
+    "gpipe-in-loops": """
+        def gpipe(p, m):
+            rows = []
+            for _ in range(p):
+                row = []
+                for i in range(m):
+                    row.append("F" + str(i))
+                for i in range(m):
+                    row.append("B" + str(i))
+                rows.append(" ".join(row))
+            return rows
+        """,
+    "gpipe-last-backward-first": """
+        def gpipe(p, m):
+            one = [f"F{i}" for i in range(m)] + [f"B{i}" for i in reversed(range(m))]
+            return tuple(" ".join(one) for _ in range(p))
+        """,
+    "gpipe-by-numpy": """
+        import numpy as np
+        def gpipe(p, m):
+            order = np.arange(m)
+            return [" ".join([*(f"F{i}" for i in order), *(f"B{i}" for i in order[::-1])]) for _ in np.arange(p)]
+        """,
+    "gpipe-lambda": """
+        gpipe = lambda p, m: [" ".join([f"{kind}{i}" for kind in "FB" for i in range(m)]) for _ in range(p)]
+        """,
+    "gpipe-helper": """
+        import itertools
+        def all_of(kind, many):
+            return (f"{kind}{i}" for i in range(many))
+        def gpipe(p: int, m: int) -> list[str]:
+            return [" ".join(itertools.chain(all_of("F", m), all_of("B", m)))] * p
+        """,
+    "token-buffers": """
+        def pass_the_token(ctx, token):
+            n, r = ctx.world_size, ctx.rank
+            if r:
+                token = ctx.comm.recv(torch.empty_like(token), r - 1) + r
+            ctx.comm.send(token, (r + 1) % n)
+            if not r:
+                token = ctx.comm.recv(torch.empty_like(token), n - 1)
+            return token
+        """,
+    "token-isend": """
+        def pass_the_token(ctx, token):
+            after, before = (ctx.rank + 1) % ctx.world_size, (ctx.rank - 1) % ctx.world_size
+            if ctx.rank > 0:
+                ctx.comm.recv(token, before)
+                token.add_(ctx.rank)
+            sent = token.clone()
+            work = ctx.comm.isend(sent, after)
+            if ctx.rank == 0:
+                ctx.comm.recv(token, before)
+            work.wait()
+            return token
+        """,
+    "token-annotated": """
+        def pass_the_token(ctx: mk.Context, token: Tensor) -> Tensor:
+            "I pass it on."
+            first = ctx.rank == 0
+            for what in (("send", "recv") if first else ("recv", "send")):
+                if what == "send":
+                    if not first:
+                        token += ctx.rank
+                    ctx.comm.send(token, dst=(ctx.rank + 1) % ctx.world_size)
+                else:
+                    ctx.comm.recv(token, src=(ctx.rank - 1) % ctx.world_size)
+            return token
+        """,
+}
+
 
 def cells(**answers: str) -> list[str]:
     """A student's notebook: the first cell, and an answer and a check for each exercise."""
@@ -187,8 +264,17 @@ def renamed(source: str) -> str:
 def a_class(home: Path) -> dict[str, tuple[list[str] | str, tuple[int, ...]]]:
     """Students: what each hands in, and the points for it."""
     found: dict[str, tuple[list[str] | str, tuple[int, ...]]] = {"good": (cells(), ALL)}
+    for name, code in STYLES.items():
+        key = "gpipe" if name.startswith("gpipe") else "pass_the_token"
+        found[f"style-{name}"] = (cells(**{key: cleandoc(code)}), ALL)
+    found |= {f"late-{how}": (cells(), ALL) for how in ("by-the-roster", "extended", "by-the-file")}
+    found["twice"] = (cells(gpipe=wrong("gpipe", 0)), ALL)  # and again.ipynb, which is right
+    found |= {name: (cells(gpipe=wrong("gpipe", 0)), (10,)) for name in ("Kim Lee", "Kim_Lee")}
     found["copied"] = (cells(pass_the_token=renamed(find("pass-the-token").source.plain)), ALL)
-    found |= {f"wrong-{i}": (cells(gpipe=wrong("gpipe", i)), (10,)) for i in range(2)}
+    found |= {f"wrong-{i}": (cells(gpipe=wrong("gpipe", i)), (10,)) for i in range(5)}
+    found |= {
+        f"token-wrong-{i}": (cells(pass_the_token=wrong("pass-the-token", i)), (10,)) for i in (0, 4, 5, 6)
+    }
     found["hangs"] = (cells(pass_the_token=wrong("pass-the-token", 1)), (10,))
     found["empty"] = (cells(**{n.replace("-", "_"): find(n).source.stub for n in NAMES}), NOTHING)
     found["syntax"] = (cells(gpipe="def gpipe(p, m)\n    return"), (10,))
@@ -225,10 +311,19 @@ def a_class(home: Path) -> dict[str, tuple[list[str] | str, tuple[int, ...]]]:
     return found
 
 
-@pytest.mark.timeout(1200)
-def test_a_class_of_40(tmp_path: Path) -> None:
-    students = a_class(tmp_path)
-    folder = tmp_path / "class"
+ROSTER = """\
+id,student,handed in,due
+1,good,,
+2,Nobody Yet,,
+3,late-by-the-roster,2026-11-20 23:30,
+4,late-extended,2026-11-21 08:00,2026-11-21
+5,Nor Me,,
+"""
+
+
+def hand_in(folder: Path, students: dict[str, tuple[list[str] | str, tuple[int, ...]]]) -> dict[Path, bytes]:
+    """Write the notebooks of a class; return what is in them."""
+    due = datetime.fromisoformat("2026-11-20T20:00").timestamp()
     for student, (what, _) in students.items():
         path = folder / student / "homework.ipynb"
         path.parent.mkdir(parents=True)
@@ -237,37 +332,88 @@ def test_a_class_of_40(tmp_path: Path) -> None:
         else:
             book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in what])
             nbformat.write(book, path)
-    before = {path: path.read_bytes() for path in folder.rglob("*.ipynb")}
-    (tmp_path / "roster.csv").write_text("id,student\n1,good\n2,Nobody Yet\n")
-    command = [sys.executable, "-m", "mpkit", "grade", str(folder), "-o", str(tmp_path / "grades.csv")]
-    command += ["--exercises", ",".join(NAMES), "--seconds", "20", "--memory", "2"]
-    command += ["--roster", str(tmp_path / "roster.csv")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"TMPDIR": str(tmp_path)}
-    )
+        os.utime(path, (due, due + (90_000 if student == "late-by-the-file" else -60)))
+    (folder / "twice" / "again.ipynb").write_bytes((folder / "good" / "homework.ipynb").read_bytes())
+    os.utime(folder / "twice" / "again.ipynb", (due, due - 60))
+    return {path: path.read_bytes() for path in folder.rglob("*.ipynb")}
+
+
+def run_and_interrupt(command: list[str], how: dict[str, Any], after: int) -> None:
+    """Grade until that many notebooks are done, then press Ctrl-C."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            if line.startswith(f"{after}/"):
+                process.send_signal(signal.SIGINT)
+                break
+        said = process.stdout.read() + process.stderr.read()
+    assert process.returncode == 130, said
+    assert "the same command goes on from there" in said and "Traceback" not in said
+
+
+@pytest.mark.timeout(1200)
+def test_a_class_of_60(tmp_path: Path) -> None:
+    students = a_class(tmp_path)
+    assert len(students) + 2 >= 60, "with those who have handed in nothing"
+    before = hand_in(tmp_path / "class", students)
+    (tmp_path / "roster.csv").write_text(ROSTER)
+    command = [
+        sys.executable,
+        "-m",
+        "mpkit",
+        "grade",
+        str(tmp_path / "class"),
+        "-o",
+        str(tmp_path / "grades.csv"),
+    ]
+    command += ["--exercises", ",".join(NAMES), "--seconds", "20", "--memory", "2", "--jobs", "2"]
+    command += ["--roster", str(tmp_path / "roster.csv"), "--due", "2026-11-20T20:00"]
+    how = {"cwd": tmp_path, "env": os.environ | {"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}}
+    run_and_interrupt(command, how, after=25)
+    assert left(tmp_path) == [], "what was running when it was interrupted has ended"
+    done = subprocess.run(command, capture_output=True, text=True, **how)
     assert done.returncode == 0, done.stdout + done.stderr
+    resumed = re.search(r"(\d+) of (\d+) are graded already", done.stdout)
+    assert resumed is not None and 25 <= int(resumed[1]) < int(resumed[2]) == len(students) + 1, done.stdout
     with (tmp_path / "grades.csv").open(newline="") as file:
         rows = {row["student"]: row for row in csv.DictReader(file)}
-    missing = rows.pop("Nobody Yet")
-    assert (missing["points"], missing["notes"]) == ("0", "handed in nothing")
+    for name in ("Nobody Yet", "Nor Me"):
+        missing = rows.pop(name)
+        assert (missing["points"], missing["notes"]) == ("0", "handed in nothing")
     odd = {n: rows[n] for n, (_, points) in students.items() if int(rows[n]["points"]) not in points}
     assert odd == {}
-    assert all(row["of"] == "20" for row in rows.values())
+    assert set(rows) == set(students) and all(row["of"] == "20" for row in rows.values())
+    late = {name: row["late"] for name, row in rows.items() if row["late"]}
+    assert late == {"late-by-the-roster": "3 h 30 min late", "late-by-the-file": "1 d 1 h late"}
+    assert "2 notebooks answer the same exercises" in rows["twice"]["notes"]
+    assert "perhaps the same student as 'Kim_Lee'" in rows["Kim Lee"]["notes"]
     assert "20 s" in rows["a-cell-hangs"]["notes"]
     assert "memory" in rows["hostile-fills-memory"]["notes"].lower()
     assert "are allowed" in rows["hostile-forks-for-ever"]["notes"], "processes or memory, whatever was first"
-    for name in ("good", "copied", "writes-answers-itself", "asks-for-the-solution"):
-        said = "calls for the kit's own solution" if "-" in name else SOLUTION
-        assert f"pass-the-token: {said}" in rows[name]["notes"]
-        assert said.replace("'", "&#x27;") in (tmp_path / "grades" / f"{name}.html").read_text()
     assert SOLUTION not in rows["empty"]["notes"]
-    page = (tmp_path / "grades" / "wrong-0.html").read_text()
-    assert "Hint" in page and "10 of 20 points" in page
-    assert "second try" not in page
+    pages_are_right(tmp_path, rows, done.stdout)
     if way_to_enclose() != "none":
         assert {path: path.read_bytes() for path in before} == before
     assert left(tmp_path) == []
     assert [path.name for path in tmp_path.glob("mpkit-*")] == []
+
+
+def pages_are_right(home: Path, rows: dict[str, dict[str, str]], said: str) -> None:
+    """The students' pages, and that of the class."""
+    for name in ("good", "copied", "writes-answers-itself", "asks-for-the-solution"):
+        why = "calls for the kit's own solution" if "-" in name else SOLUTION
+        assert f"pass-the-token: {why}" in rows[name]["notes"]
+        assert why.replace("'", "&#x27;") in (home / "grades" / f"{name}.html").read_text()
+    page = (home / "grades" / "wrong-0.html").read_text()
+    assert "Hint" in page and "10 of 20 points" in page
+    assert "second try" not in page
+    assert "1 d 1 h late" in (home / "grades" / "late-by-the-file.html").read_text()
+    whole = (home / "grades.class.html").read_text()
+    for text in (said, whole):
+        assert "2 have not, 2 were late" in text
+        assert f"most common misconception is {find('gpipe').exercise.mistakes[0].name}" in text, text
 
 
 def left(home: Path) -> list[str]:

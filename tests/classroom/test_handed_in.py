@@ -22,9 +22,11 @@ from mpkit.classroom.grading.enclose import WAYS
 from mpkit.classroom.grading.guard import enclosed, way_to_enclose
 from mpkit.classroom.grading.handed_in import HandedIn, handed_in
 from mpkit.classroom.grading.kept import Grade
-from mpkit.classroom.grading.report import Report, page_names, read_roster
+from mpkit.classroom.grading.report import Report, page_names
+from mpkit.classroom.grading.roster import due_date, read_roster
 from mpkit.classroom.grading.same import suspicion
 from mpkit.classroom.judge import Checked
+from mpkit.classroom.notebooks import ASKED, write_notebooks
 
 
 def book(*cells: str) -> bytes:
@@ -152,7 +154,9 @@ def test_no_two_names_share_a_row_or_a_page(tmp_path: Path) -> None:
     with (tmp_path / "grades.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [row["student"] for row in rows] == students
-    assert all((row["points"], row["of"], row["notes"]) == ("10", "10", "") for row in rows)
+    assert all((row["points"], row["of"]) == ("10", "10") for row in rows)
+    noted = {row["student"] for row in rows if row["notes"]}
+    assert noted == {"ada", "ada.ipynb", "_Kim Lee", "_Kim_Lee", "_kim lee"}, "they may be one student"
     assert sorted(path.name for path in (tmp_path / "grades").iterdir()) == sorted(names.values())
     for path in (tmp_path / "grades").iterdir():
         assert "<img" not in path.read_text(encoding="utf-8")
@@ -173,7 +177,9 @@ def test_an_exercise_in_two_notebooks_counts_once(tmp_path: Path) -> None:
     found = handed_in(tmp_path, ("gpipe",))
     report = Report(found, tmp_path / "grades.csv", None)
     report.add(solved(found[0], points=False), solved(found[1]))
-    assert (tmp_path / "grades.csv").read_text().splitlines()[1] == "a,10,10,10,"
+    row = (tmp_path / "grades.csv").read_text().splitlines()[1]
+    said = '"2 notebooks answer the same exercises, of each the best counts: a/again.ipynb, a/first.ipynb"'
+    assert row == f"a,10,10,10,{said}"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +187,7 @@ def test_an_exercise_in_two_notebooks_counts_once(tmp_path: Path) -> None:
 )
 def test_who_is_missing_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "roster").write_text(text, encoding="utf-8", newline="")
-    assert read_roster(tmp_path / "roster") == ["Ada", "Kim Lee"]
+    assert read_roster(tmp_path / "roster").names == ("Ada", "Kim Lee")
     folder = tmp_path / "class"
     folder.mkdir()
     for name in ("Kim_Lee", "eve"):
@@ -215,7 +221,7 @@ def test_a_stopped_grading_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ran: list[str] = []
     stop_before = "kim"
 
-    def grades(found: Sequence[HandedIn], guard: Any) -> Iterator[Grade]:
+    def grades(found: Sequence[HandedIn], guard: Any, jobs: int) -> Iterator[Grade]:
         for each in found:
             if each.student == stop_before:
                 raise KeyboardInterrupt
@@ -299,3 +305,74 @@ def test_the_solution_is_known_by_other_names_too() -> None:
     space: dict[str, Any] = {"__name__": "__main__"}
     exec(f"import torch, mpkit as mk\nfrom torch import Tensor\n{source}", space)
     assert suspicion(entry, Answer.of(space[entry.exercise.name_of_answer]).packed, []) == told
+
+
+# ---------------------------------------------------------------- what students write, and who was late
+
+
+def test_a_justification_is_shown_to_the_instructor(tmp_path: Path) -> None:
+    def cell(source: str, *tags: str, kind: str = "markdown") -> dict[str, Any]:
+        return {"cell_type": kind, "source": source, "metadata": {"tags": list(tags)}}
+
+    check = cell('mk.check("gpipe", gpipe)', kind="code")
+    cells = [
+        check,
+        cell("Since <b>all</b> forwards come first.", "justification"),
+        cell(ASKED, "justification", "for:gpipe"),
+        cell("About the whole.", "justification", "for:nothing"),
+        cell("no justification"),
+        {"metadata": {"tags": 3}},
+        {"metadata": 3, "source": [3]},
+    ]
+    (tmp_path / "ada.ipynb").write_text(json.dumps({"cells": cells}))
+    (each,) = handed_in(tmp_path, ("gpipe",))
+    assert each.written == (
+        ("gpipe", "Since <b>all</b> forwards come first."),
+        ("nothing", "About the whole."),
+    )
+    Report([each], tmp_path / "grades.csv", tmp_path / "pages").add(solved(each))
+    page = (tmp_path / "pages" / "ada.html").read_text()
+    assert "Since &lt;b&gt;all&lt;/b&gt; forwards" in page and "About the whole." in page
+    assert page.index("Since") < page.index("About")
+
+
+def test_students_notebooks_may_ask_for_justifications(tmp_path: Path) -> None:
+    write_notebooks(tmp_path, justify=True)
+    (tmp_path / "class").mkdir()
+    (tmp_path / "1-ranks.ipynb").rename(tmp_path / "class" / "ada.ipynb")
+    (each,) = handed_in(tmp_path / "class")
+    assert each.written == (), "what is as it was handed out is none"
+    text = (tmp_path / "class" / "ada.ipynb").read_text()
+    assert (
+        text.count("for:") == len(each.exercises) and "justification" not in (tmp_path / "3-zero.ipynb").name
+    )
+    assert ASKED not in (tmp_path / "solved" / "1-ranks.ipynb").read_text()
+
+
+@pytest.mark.parametrize("text", ["20.11.2026", "soon", ""])
+def test_a_due_date_that_is_none_is_told(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--due: .* is no time; such as 2026-11-20"):
+        due_date(text)
+
+
+def test_when_it_was_handed_in(tmp_path: Path) -> None:
+    """By the roster first, then nbgrader's time stamp, then the file's time."""
+    for name in ("ada", "eve", "kim", "lee"):
+        (tmp_path / "class" / name).mkdir(parents=True)
+        (tmp_path / "class" / name / "hw.ipynb").write_bytes(GOOD)
+    noon = due_date("2026-11-20T12:00+00:00")
+    for path in (tmp_path / "class").rglob("*.ipynb"):
+        os.utime(path, (noon.timestamp() + 3600,) * 2)
+    (tmp_path / "class" / "eve" / "timestamp.txt").write_text("2026-11-20 11:59:59.0 UTC\n")
+    (tmp_path / "class" / "kim" / "timestamp.txt").write_text("no time")
+    roster = "name,handed in,due\nada,2026-11-20T14:00+02:00,\nlee,,2026-11-20T13:30+00:00\n"
+    (tmp_path / "roster.csv").write_text(roster)
+    found = handed_in(tmp_path / "class", ("gpipe",))
+    report = Report(found, tmp_path / "grades.csv", None, read_roster(tmp_path / "roster.csv"), noon)
+    report.add(*map(solved, found))
+    with (tmp_path / "grades.csv").open(newline="") as file:
+        late = {row["student"]: row["late"] for row in csv.DictReader(file)}
+    assert late == {"ada": "", "eve": "", "kim": "1 h late", "lee": ""}
+    (tmp_path / "roster.csv").write_text("student,due\nada,whenever\n")
+    with pytest.raises(ValueError, match=r"roster.csv, line 2, due: 'whenever' is no time"):
+        read_roster(tmp_path / "roster.csv")

@@ -27,6 +27,12 @@ def test_notebooks_are_what_the_exercises_say() -> None:
         assert (HOME / path).read_text(encoding="utf-8").strip() == text.strip(), f"{path}: make exercises"
 
 
+def test_the_first_exercise_needs_no_mesh() -> None:
+    first = of_family("ranks")[0]
+    assert first.name == "pass-the-token"
+    assert "mesh" not in (first.source.text + first.source.plain).lower()
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", STUDENTS, ids=lambda path: path.stem)
 def test_a_students_notebook_runs_before_anything_is_solved(path: Path, tmp_path: Path) -> None:

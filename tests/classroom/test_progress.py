@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
+from mpkit.classroom.framework.fingerprint import fingerprint
 from mpkit.classroom.progress import FILE, Done, Progress
 
 
@@ -43,13 +44,18 @@ def test_it_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "GPipe" in shown._repr_html_()
 
 
+def box(rows: str, note: str = "") -> object:
+    """Return what a cell of a notebook defines that returns these rows."""
+    space: dict[str, object] = {"__name__": "__main__"}
+    exec(f'{note}\ndef gpipe(p, m):\n    """{note}"""\n    return {rows}\n', space)
+    return space["gpipe"]
+
+
 def test_hints_get_more_specific(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def gpipe(p: int, m: int) -> list[str]:
-        return [" ".join(f"F{i} B{i}" for i in range(m))] * p
-
-    hints = [mk.check("gpipe", gpipe).hint for _ in range(4)]
+    rows = [f'[" ".join(f"F{{i}} B{{i}}" for i in range(m))] * (p + {n} - {n})' for n in range(4)]
+    hints = [mk.check("gpipe", box(each)).hint for each in rows]
     assert hints[0] != hints[1] and hints[-1] == hints[-2]
 
 
@@ -63,3 +69,41 @@ def test_a_mistyped_name_is_told() -> None:
 def test_an_answer_that_cannot_be_sent_is_told(tmp_path: Path) -> None:
     with (tmp_path / "open").open("w") as file, pytest.raises(ValueError, match="cannot be sent"):
         mk.check("gpipe", lambda p, m: file)
+
+
+@pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("in_a_folder")
+def test_the_same_answer_again_is_no_new_try() -> None:
+    one_at_a_time = '[" ".join(f"F{i} B{i}" for i in range(m))] * p'
+    first = mk.check("gpipe", box(one_at_a_time))
+    again = mk.check("gpipe", box(one_at_a_time, "# the same program in a cell that was run again"))
+    other = mk.check("gpipe", box(one_at_a_time.replace("p", "(p + 0)")))
+    assert (first.tries, again.tries, other.tries) == (1, 1, 2)
+    assert first.hint == again.hint != other.hint
+    assert Progress.read().done["gpipe"].failures == 2
+
+
+@pytest.mark.usefixtures("in_a_folder")
+def test_the_stub_and_a_typing_error_are_no_tries() -> None:
+    stub = mk.check("gpipe", box("None or (_ for _ in ()).throw(NotImplementedError('your turn'))"))
+    mistyped = mk.check("gpipe", box("[' '.join(f'F{i}' for i in rnge(m))] * p"))
+    assert (stub.mistake, mistyped.mistake) == ("not-written", "an-error")
+    assert not mistyped.hint and "rnge" in "".join(mistyped.lesson) and "line" in mistyped.lesson[-1]
+    assert Progress.read().done["gpipe"] == Done()
+    right = mk.check("gpipe", box("[' '.join(f'{k}{i}' for k in 'FB' for i in range(m))] * p"))
+    assert right.passed and right.tries == 1
+
+
+def test_two_programs_differ_by_what_they_do() -> None:
+    assert fingerprint(box("['F0']")) == fingerprint(box("['F0']", "# a note"))
+    assert fingerprint(box("['F0']")) != fingerprint(box("['F1']"))
+    assert fingerprint(lambda: "F0") != fingerprint(lambda: "F1")
+    spaces: list[dict[str, object]] = [{"__name__": "__main__", "rows": [rows]} for rows in ("F0", "F1")]
+    for space in spaces:
+        exec("def gpipe(p, m):\n    return rows", space)
+    assert fingerprint(spaces[0]["gpipe"]) != fingerprint(spaces[1]["gpipe"])

@@ -159,3 +159,19 @@ def test_one_perfetto_trace_has_all_ranks_and_arrows_from_who_came_last(tmp_path
     assert len(first) == 3 * (2 * 2 + 2)  # steps x (2 in each of 2 tp groups, 1 in each of 2 dp groups)
     last = {event["pid"] for event in first if event["ts"] % 10_000 > 4000}
     assert last == {2, 3}  # their all-reduces among dp begin 10 us later per rank
+
+
+def test_layers_that_are_left_out_are_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = file_of(tmp_path / "one.json", 0, 1)
+    whole = mk.open(path)
+    assert layers(whole) == 9 and not [note for note in whole.notes if "layers" in note]
+    monkeypatch.setattr("mpkit.kineto.rank.MOST", 10)  # of 15 kernels
+    without = mk.open(path)
+    assert layers(without) == 0
+    (said,) = (note for note in without.notes if "layers" in note)
+    assert said.startswith("Rank 0: layers within forwards and backwards are not shown")
+
+
+def layers(trace: mk.Trace) -> int:
+    ops = trace.ranks[0].ops
+    return int(((ops["kind"] < Kind.WAIT) & (ops["depth"] > 0)).sum())

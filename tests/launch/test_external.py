@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -181,6 +183,45 @@ def test_an_op_that_ends_late_is_sent_again(tmp_path: Path) -> None:
     corrected = read_rank(there, 0).ops["end"] - mine.ops["end"]
     assert corrected[1] < 100 and corrected[-1] == 1000
     record.close()
+
+
+def test_nothing_is_lost_if_a_rank_ends_while_its_files_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir(), there.mkdir()
+    reserve(here, 1), reserve(there, 1)
+    record = Recorder(here, 0, torch.device("cpu"))
+    sender, mirror = Sender(here, 0), Mirror(there, 0, 0)
+    record.end(record.begin(Kind.COMPUTE))
+    copied(sender, mirror)
+    look = os.fstat
+
+    def ends_meanwhile(fd: int) -> os.stat_result:
+        """Close the rank's files, which shortens them, between the look at a file's length and its mapping."""
+        before = look(fd)
+        record.close()
+        return before
+
+    monkeypatch.setattr("mpkit.trace.files.os.fstat", ends_meanwhile)
+    copied(sender, mirror)
+    monkeypatch.undo()
+    assert np.array_equal(read_rank(there, 0).ops, read_rank(here, 0).ops)
+    assert read_rank(there, 0).state == "finished"
+
+
+def test_nothing_is_new_once_the_nodes_folder_is_gone(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir(), there.mkdir()
+    reserve(here, 2), reserve(there, 2)
+    record = Recorder(here, 1, torch.device("cpu"))
+    sender, mirror = Sender(here, 1), Mirror(there, 1, 0)
+    record.end(record.begin(Kind.COMPUTE))
+    record.close()
+    copied(sender, mirror)
+    shutil.rmtree(here)  # as rank 0 of the node does once it has heard the verdict
+    assert sender.packet() is None
+    assert len(read_rank(there, 1).ops) == 1
 
 
 def test_an_error_travels_with_its_time(tmp_path: Path) -> None:

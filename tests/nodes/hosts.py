@@ -43,6 +43,11 @@ class Job:
         """Wait for all and return their exit codes; `outputs` is what they printed."""
         try:
             self.outputs = [agent.communicate(timeout=seconds)[0] for agent in self.agents]
+        except subprocess.TimeoutExpired as late:
+            ended = [agent.poll() for agent in self.agents]
+            self.kill()
+            self.outputs = [agent.communicate()[0] for agent in self.agents]
+            raise AssertionError(f"not all ended: {ended}\n" + "\n".join(self.outputs)) from late
         finally:
             self.kill()
         return [agent.returncode for agent in self.agents]

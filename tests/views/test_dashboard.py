@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import threading
 from dataclasses import replace
@@ -16,9 +15,9 @@ from mpkit.views.dashboard.html import head, output, progress, sparkline, troubl
 from mpkit.views.dashboard.pace import Pace
 from mpkit.views.dashboard.widget import Dashboard
 from mpkit.views.drawing.lanes import groups_of, rank_label
-from mpkit.views.memory import widget
 from mpkit.views.memory.chart import memory_figure
-from mpkit.views.memory.widget import MemoryView
+from mpkit.views.timeline.tracks import MOMENTS, pack_tracks
+from mpkit.views.timeline.widget import TimelineView
 
 LABELS = [f"GPU {rank}" for rank in range(4)]
 
@@ -36,7 +35,7 @@ def test_a_run_from_its_start_to_its_end(gpipe: mk.Timeline) -> None:
     assert board._bar.value == 2
     assert "4.2500" in board._words.value and "of 3" in board._words.value
     assert "[rank 1] hello" in board._output.value
-    assert board._memory.plotted and board._memory.chart["data"] and board._memory in board.widget.children
+    assert [rank for rank, _ in board.timeline.tracks_head["tracks"][0]["ranks"]] == [0, 1, 2, 3]
     board.finish(gpipe)
     assert board.timeline.bubble == gpipe.bubble and not board.timeline.live
     bundle = board.mimebundle()
@@ -70,7 +69,7 @@ def test_a_failure_is_said_and_nothing_of_it_is_html(gpipe: mk.Timeline) -> None
     ):
         assert "<script" not in html and "&lt;script&gt;" in html
     assert "failed" in board.mimebundle()["text/plain"]
-    assert board._stop.layout.display == "none"
+    assert board._stop.layout.visibility == "hidden"
 
 
 def test_the_stop_button_stops_without_holding_the_kernel_up() -> None:
@@ -162,31 +161,56 @@ def test_many_gpus_have_a_bar_each(gpipe: mk.Timeline) -> None:
     assert len(figure.data[0].x) == 40
 
 
-def test_the_live_chart_moves_and_carries_no_library(data_parallel: mk.Timeline) -> None:
-    view = MemoryView()
-    view.show(replace(data_parallel, held=data_parallel.held[data_parallel.held["time"] < 1]))
-    assert "1.20 kB" in view.chart["layout"]["annotations"][0]["text"]
-    view.show(data_parallel)
-    assert "2.00 kB" in view.chart["layout"]["annotations"][0]["text"]
-    assert len(json.dumps(view.get_state(), default=str)) < 100_000
+def tracks_of(view: TimelineView) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """The memory that a view sends: times and levels by rank."""
+    [track] = view.tracks_head["tracks"]
+    floats, at, found = np.frombuffer(view.tracks), 0, {}
+    for rank, count in track["ranks"]:
+        width = count * len(track["keys"])
+        found[rank] = floats[at : at + count], floats[at + count : at + count + width].reshape(count, -1)
+        at += count + width
+    assert at == len(floats)
+    return found
 
 
-def test_without_plotly_it_is_a_picture_from_first_to_last(
-    data_parallel: mk.Timeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(widget, "find_spec", lambda name: None)
-    view = MemoryView()
-    view.show(data_parallel)
-    assert "2.00 kB" in view.picture and not view.plotted and not view.chart
+def test_memory_is_on_the_timelines_axis(data_parallel: mk.Timeline) -> None:
+    view = TimelineView(labels=["a", "b"])
+    view.expect_tracks()
+    assert [track["ranks"] for track in view.tracks_head["tracks"]] == [[]] and view.tracks == b""
+    for timeline, peak in (
+        (replace(data_parallel, held=data_parallel.held[data_parallel.held["time"] < 1]), 1200),
+        (data_parallel, 2000),
+    ):
+        view.set_tracks(timeline)
+        found = tracks_of(view)
+        assert sorted(found) == [0, 1]
+        times, levels = found[0]
+        assert levels.sum(axis=1).max() == peak
+        assert times[0] == timeline.spans["start"].min() and np.all(np.diff(times) >= 0)
 
 
-def test_plotly_comes_when_a_page_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    view, sent = MemoryView(), []
-    monkeypatch.setattr(view, "send", lambda content, buffers: sent.append((content, buffers)))
-    view._handle_custom_msg({"type": "else"}, [])
-    view._handle_custom_msg("nonsense", [])
-    assert sent == []
-    view._handle_custom_msg({"type": "plotly"}, [])
-    [(content, [packed])] = sent
-    assert content == {"type": "plotly"}
-    assert b"plotly.js" in gzip.decompress(packed)[:200]
+def test_memory_of_a_long_run_has_few_moments_and_all_peaks(gpipe: mk.Timeline) -> None:
+    held = np.zeros(200_000, gpipe.held.dtype)
+    held["time"], held["total"] = np.arange(200_000), np.arange(200_000) % 1000
+    head, values = pack_tracks(replace(gpipe, held=held))
+    assert sum(count for _, count in head["tracks"][0]["ranks"]) <= MOMENTS and len(values) < 1.3e6
+    view = TimelineView(labels=["a"])
+    view.set_tracks(replace(gpipe, held=held))
+    assert tracks_of(view)[0][1].sum(axis=1).max() == 999
+
+
+def test_a_run_without_memory_keeps_no_place_for_it(gpipe: mk.Timeline) -> None:
+    board = Dashboard("GPipe", LABELS, steps=1, on_stop=None)
+    assert board.timeline.tracks_head
+    board.finish(replace(gpipe, held=gpipe.held[:0]))
+    assert not board.timeline.tracks_head
+
+
+def test_progress_and_the_end_are_said(gpipe: mk.Timeline) -> None:
+    board = Dashboard("GPipe", LABELS, steps=3, on_stop=None)
+    board.set_progress(1, [4.5])
+    assert board.timeline.said == "step 1 of 3, loss 4.5000"
+    board.set_progress(2, [4.5, 4.25])
+    assert board.timeline.said == "step 1 of 3, loss 4.5000", "a reader is not interrupted at every step"
+    board.finish(gpipe, "rank 2 raised ValueError\nTraceback", status="failed")
+    assert board.timeline.said == "GPipe: failed. rank 2 raised ValueError"

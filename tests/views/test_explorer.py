@@ -55,13 +55,24 @@ def test_rows_can_be_edited() -> None:
     side.apply.click()
     assert side.schedule.value == "your own"
     assert side.view.step_time == 9
-    # What cannot run says why, and what was there stays.
+
+
+def test_what_cannot_run_says_why_and_its_picture_is_marked_as_that_of_an_earlier_setting() -> None:
+    explorer = mk.explore("gpipe", "1f1b", ranks=2, microbatches=2)
+    side, other = explorer.sides
     side.rows.value = "F0 F1 B0 B1\nB0 F0 F1 B1"
     side.apply.click()
     assert "1B0 comes before 1F0" in side.problem.value
-    assert side.view.step_time == 9
+    assert side.stale and not other.stale
+    # Neither figures nor the button that trains speak of the schedule before.
+    assert side.view.step_time is side.view.bubble is None and side.figures.value == ""
+    assert "not of what is set now" in side.view.note and side.view.stale
+    assert side.train.disabled
+    explorer.sliders["forward"].value = 2.0  # the other side follows; this one still cannot
+    assert side.view.step_time is None and other.view.step_time == 12
     side.schedule.value = "1f1b"
-    assert side.problem.value == ""
+    assert side.problem.value == side.view.note == "" and side.view.step_time == 12
+    assert not side.view.stale and not side.train.disabled
 
 
 def test_the_button_runs_it_on_real_ranks() -> None:

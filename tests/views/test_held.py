@@ -37,7 +37,7 @@ def test_few_points_keep_the_peak(changes: list[tuple[float, int, int]], points:
     assert memory.total == np.float32(most) or abs(memory.total - most) < 1e-6 * most
     assert len(memory.times) <= points
     assert np.all(np.diff(memory.times) >= 0)
-    assert memory.times.dtype == memory.levels.dtype == np.float32
+    assert memory.times.dtype == memory.levels.dtype == np.float64
 
 
 def test_categories_over_time(data_parallel: mk.Timeline) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mpkit as mk
-from mpkit.views.timeline.html import html
+from mpkit.views.page.html import html
 from tests.wire import unpack
 
 
@@ -79,14 +79,15 @@ def test_strings_stay_strings(hostile: mk.Timeline) -> None:
     name = "</script><script>alert(3)</script>"
     page = Page(html({name: hostile}, title=name, intro=name, facts={name: {name: name}}))
     kinds = [attrs.get("type") for attrs, _ in page.scripts]
-    assert kinds == ["application/json", "text/plain", "application/json", "module"]
+    data, spans, slack = "application/json", "text/plain", "text/plain"
+    assert kinds == [data, spans, slack, "application/json", "module"]
     (state,) = [json.loads(text)["state"] for attrs, text in page.scripts if "data-of" in attrs]
     assert state["note"] == hostile.notes[0]
 
 
 def test_where_no_script_runs_the_pictures_stand(gpipe: mk.Timeline) -> None:
     text = html(gpipe)
-    assert text.count("<svg") == 2  # timeline and memory
+    assert text.count("<svg") == 3  # the timeline; memory for wide windows and for narrow ones
     assert "bubble: 30.4 %" in text
 
 

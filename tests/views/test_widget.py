@@ -146,3 +146,27 @@ def test_an_empty_timeline_and_one_without_work(gpipe: mk.Timeline) -> None:
     empty = mk.Timeline(gpipe.spans[:0], [""], gpipe.held[:0], 4, "virtual")
     assert Overheard(empty).bubble is None
     assert Overheard()._repr_mimebundle_()[0]
+
+
+def test_the_critical_path_is_found_when_it_is_to_be_shown(gpipe: mk.Timeline) -> None:
+    view = Overheard(gpipe)
+    assert view.has_path and view.path_head == {}
+    view.path_shown = True
+    path = gpipe.critical_path()
+    assert [(row, start) for row, _, start, _, what in view.path_head["ops"] if what == "op"] == [
+        (op.row, path.graph.begin + op.start) for op in path.ops if op.kind not in ("gap", "before the step")
+    ]
+    np.testing.assert_allclose(np.frombuffer(view.path_slack, "<f4"), path.slack, rtol=1e-6)
+    first = path.ops[0]
+    assert view.path_head["free"][first.row] == path.if_free(rows=np.array([first.row])) > 0
+    view.replace(mk.simulate(mk.Plan.gpipe(4, 2)))
+    assert view.has_path and not view.path_shown and view.path_head == {} and view.path_slack == b""
+    view.append(gpipe.spans, [""])
+    assert not view.has_path
+
+
+def test_a_path_shows_itself_over_its_step(gpipe: mk.Timeline) -> None:
+    view = gpipe.critical_path().show()
+    assert view.path_shown and view.path_head["words"].startswith("Critical path of step 0")
+    bundle = gpipe.critical_path()._repr_mimebundle_()
+    assert {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"} <= set(bundle)

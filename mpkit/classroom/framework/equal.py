@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["difference", "mapped", "spell"]
+__all__ = ["WHOLE", "difference", "mapped", "spell", "wrong_call"]
+
+WHOLE = 100
+"""So many items of a list are shown where a result is shown whole."""
 
 RTOL, ATOL = 1e-4, 1e-6
 """The kit's tolerances for fp32. Results in float64 are far closer, but need not be."""
@@ -26,6 +29,11 @@ def difference(expected: Any, got: Any, at: str = "") -> str | None:
     'it has shape [3], not [2]'
     >>> difference({"w": 1.0}, {"w": 1.0 + 1e-9}) is None
     True
+
+    Where the key of a result is a call, the result is shown whole:
+
+    >>> difference({"group(0)": [0, 2]}, {"group(0)": [0, 1]})
+    'group(0) gave [0, 1], should be [0, 2]'
     """
     it = at or "it"
     if isinstance(expected, Tensor):
@@ -58,11 +66,29 @@ def difference(expected: Any, got: Any, at: str = "") -> str | None:
         # "losses[1]", not "['losses'][1]": most results are a dict of lists
         named = {key: key if not at and str(key).isidentifier() else f"{at}[{key!r}]" for key in expected}
         pairs = [(named[key], expected[key], got[key]) for key in expected]
+        if call := wrong_call(expected, got):
+            return _gave(call, expected, got)
     else:
         if len(expected) != len(got):
             return f"{it} has {len(got)} items, not {len(expected)}"
         pairs = [(f"{at}[{i}]", each, got[i]) for i, each in enumerate(expected)]
     return next((said for place, a, b in pairs if (said := difference(a, b, place))), None)
+
+
+def wrong_call(expected: Any, got: Any) -> str:
+    """Return the first key that is a call and whose result is wrong; "" if there is none.
+
+    >>> wrong_call({"f(1)": 2, "f(2)": 4}, {"f(1)": 2, "f(2)": 3})
+    'f(2)'
+    """
+    if not (isinstance(expected, dict) and isinstance(got, dict)):
+        return ""
+    calls = (key for key in expected if str(key).endswith(")") and key in got)
+    return next((key for key in calls if difference(expected[key], got[key]) is not None), "")
+
+
+def _gave(call: str, expected: Any, got: Any) -> str:
+    return f"{call} gave {spell(got[call], WHOLE)}, should be {spell(expected[call], WHOLE)}"
 
 
 def _tensors(expected: Tensor, got: Any, it: str) -> str | None:
@@ -91,11 +117,14 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def spell(value: Any, most: int = 4) -> str:
-    """Return a result in a few words.
+    """Return a result in a few words, with `most` items of each list; `most=100` shows all that a cell can hold.
 
     >>> spell(torch.arange(6.0)), spell([1, 2, 3, 4, 5, 6]), spell(None)
     ('[0, 1, 2, 3, ...]', '[1, 2, 3, 4, ...]', 'None')
+    >>> spell([1, 2, 3, 4, 5, 6], most=100)
+    '[1, 2, 3, 4, 5, 6]'
     """
+    longest = 60 if most < WHOLE else 1000
     if isinstance(value, Tensor):
         flat = value.detach().flatten()
         first = ", ".join(f"{each:.4g}" for each in flat[:most].tolist())
@@ -106,18 +135,18 @@ def spell(value: Any, most: int = 4) -> str:
             else f"{value.item():.5g}"
         )
     if isinstance(value, list | tuple):
-        inside = ", ".join(spell(each) for each in value[:most])
-        return _cut(f"[{inside}{', ...' if len(value) > most else ''}]")
+        inside = ", ".join(spell(each, most) for each in value[:most])
+        return _cut(f"[{inside}{', ...' if len(value) > most else ''}]", longest)
     if isinstance(value, dict):
         pairs = list(value.items())
-        inside = ", ".join(f"{key}: {spell(each)}" for key, each in pairs[:most])
-        return _cut(f"{{{inside}{', ...' if len(pairs) > most else ''}}}")
-    return _cut(f"{value:.5g}" if isinstance(value, float) else repr(value))
+        inside = ", ".join(f"{key}: {spell(each, most)}" for key, each in pairs[:most])
+        return _cut(f"{{{inside}{', ...' if len(pairs) > most else ''}}}", longest)
+    return _cut(f"{value:.5g}" if isinstance(value, float) else repr(value), longest)
 
 
-def _cut(text: str) -> str:
+def _cut(text: str, longest: int) -> str:
     """Shorten a text to what fits into a table's cell."""
-    return text if len(text) < 60 else text[:57] + "..."
+    return text if len(text) < longest else text[: longest - 3] + "..."
 
 
 def _kind(value: Any) -> str:

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from mpkit.classroom.framework.room import Answer, Room
     from mpkit.classroom.framework.seen import Seen
 
-__all__ = ["Budget", "Case", "Exercise", "Mistake", "Row"]
+__all__ = ["UNFORESEEN", "Budget", "Case", "Exercise", "Mistake", "Row"]
+
+UNFORESEEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What looking at results raises where they have another form than the exercise asks for, such as None or a tensor of
+another shape. Anything else is an error of the exercise, or of a class that the student wrote, and is raised."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,14 @@ class Exercise(ABC):
     @abstractmethod
     def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
         """Try the answer; yield a row for each thing checked, up to the first that is wrong."""
+
+    @abstractmethod
+    def tried(self, answer: Answer, room: Room) -> Seen:
+        """Run the answer in the first case, without saying whether it is right."""
+
+    def asked(self, stub: Any) -> tuple[str, ...]:
+        """Return the questions that an answer has to have a value for, by the cell that is handed out."""
+        return ()
 
     def again(self, answer: Answer, seen: Seen, room: Room) -> Seen | None:
         """Return what another answer does in the same case; None if there is nothing to run."""

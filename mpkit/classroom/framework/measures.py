@@ -11,7 +11,18 @@ from mpkit.classroom.framework.seen import Seen
 from mpkit.devices.hardware import wire_factor
 from mpkit.trace import CATEGORIES, Kind, Lane
 
-__all__ = ["calls", "collectives", "copied", "makespan", "messages", "payload", "peak", "ring", "sent"]
+__all__ = [
+    "calls",
+    "collectives",
+    "copied",
+    "makespan",
+    "messages",
+    "payload",
+    "peak",
+    "ring",
+    "sent",
+    "wire",
+]
 
 
 def sent(seen: Seen) -> float:
@@ -61,6 +72,14 @@ def ring(seen: Seen) -> float:
         )
         for rank in seen.trace.ranks
     )
+
+
+def wire(seen: Seen) -> float:
+    """Return the bytes that the busiest rank sends in all: messages, and collectives as on a ring.
+
+    An all-reduce counts as much as the reduce-scatter and the all-gather that it is made of.
+    """
+    return sent(seen) + ring(seen)
 
 
 def copied(kind: Kind) -> Callable[[Seen], float]:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mpkit.classroom.framework.equal import difference, spell
-from mpkit.classroom.framework.exercise import Budget, Case, Exercise, Row
+from mpkit.classroom.framework.equal import WHOLE, difference, spell, wrong_call
+from mpkit.classroom.framework.exercise import UNFORESEEN, Budget, Case, Exercise, Row
 from mpkit.classroom.framework.room import Answer, Room
 from mpkit.classroom.framework.seen import Seen
 
@@ -32,6 +32,8 @@ class OnRanks(Exercise):
         cases: the cases in the order in which they are tried, the simple ones first.
         play: play(ctx, answer, case) runs on every rank; what it returns is checked.
         expected: expected(case) returns what `play` should return, by rank.
+        together: together(case, results) returns what is compared with `expected`, by rank, where that takes the
+            results of all ranks: parts that the ranks choose, which have to make a whole. None: the results themselves.
         result: what `play` returns, in words, such as "the sum".
         budgets: the budgets, checked once all results of a case are right.
     """
@@ -41,11 +43,12 @@ class OnRanks(Exercise):
     expected: Callable[[Case], Sequence[Any]]
     result: str
     budgets: Sequence[Budget] = ()
+    together: Callable[[Case, list[Any]], list[Any]] | None = None
 
     def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
         """Try the answer case by case."""
         for case in self.cases:
-            seen = replace(room.play(self.play, answer, case), expected=self.expected(case))
+            seen = replace(self._played(answer, case, room), expected=self.expected(case))
             row = self._result(seen)
             yield row
             if not row.ok:
@@ -55,9 +58,22 @@ class OnRanks(Exercise):
             if not all(row.ok for row in rows):
                 return
 
+    def tried(self, answer: Answer, room: Room) -> Seen:
+        """Run the answer in the first case."""
+        return room.play(self.play, answer, self.cases[0])
+
     def again(self, answer: Answer, seen: Seen, room: Room) -> Seen:
         """Try another answer on the same case."""
-        return replace(room.play(self.play, answer, seen.case), expected=seen.expected, budget=seen.budget)
+        return replace(self._played(answer, seen.case, room), expected=seen.expected, budget=seen.budget)
+
+    def _played(self, answer: Answer, case: Case, room: Room) -> Seen:
+        seen = room.play(self.play, answer, case)
+        if self.together is None or seen.got is None:
+            return seen
+        try:
+            return replace(seen, got=self.together(case, list(seen.got)))
+        except UNFORESEEN:  # results of another form, which the comparison says
+            return seen
 
     def _result(self, seen: Seen) -> Row:
         what = f"{self.result}, on {seen.case}"
@@ -68,5 +84,7 @@ class OnRanks(Exercise):
         for rank, (expected, got) in enumerate(zip(seen.expected, seen.got, strict=True)):
             wrong = difference(expected, got)
             if wrong is not None:
+                if call := wrong_call(expected, got):
+                    return Row(what, f"{call} is {spell(expected[call], WHOLE)}", wrong, False, seen)
                 return Row(what, spell(expected), f"rank {rank}: {wrong}", False, seen)
         return Row(what, first, "equal on every rank", True, seen)

@@ -4,6 +4,7 @@ On a rank:
 
     limit     limit the memory
     delay     sleep before each communication, as long as the case's seed says: answers that rely on luck are found out
+    watch     record what the answer sends with torch.distributed itself, like what it sends with `ctx.comm`
     play      call the exercise's own function with the answer and the case
 
 The answer arrives as bytes and is unpacked on ranks only, so that its code runs only there. Its results return as plain
@@ -16,7 +17,8 @@ import functools
 import pickle
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +26,15 @@ import cloudpickle
 
 from mpkit.api.cluster import Cluster
 from mpkit.classroom.framework.exercise import Case
+from mpkit.classroom.framework.fingerprint import fingerprint
 from mpkit.classroom.framework.sealed import sealed, unsealed
 from mpkit.classroom.framework.seen import Seen
 from mpkit.errors import CommMismatch, Deadlock, RankFailed
 from mpkit.launch.launch import Launch
+from mpkit.watch.annotations import Annotations
+from mpkit.watch.communication import Communication
+from mpkit.watch.completion import Completion
+from mpkit.watch.lines import Lines
 
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
@@ -45,10 +52,12 @@ class Answer:
     Attributes:
         packed: the answer as bytes, made by cloudpickle.
         name: the name of the function or class; of any other value, the name of its type.
+        print: what the program says, the same for the same program (`fingerprint`); "" if nobody asked.
     """
 
     packed: bytes
     name: str
+    print: str = ""
 
     @classmethod
     def of(cls, value: Any) -> Answer:
@@ -59,7 +68,7 @@ class Answer:
         """
         name = getattr(value, "__name__", type(value).__name__)
         try:
-            return cls(cloudpickle.dumps(value), name)
+            return cls(cloudpickle.dumps(value), name, fingerprint(value))
         except Exception as error:
             raise ValueError(
                 f"{name} uses something that cannot be sent to ranks ({type(error).__name__}: {error}). Make such "
@@ -157,8 +166,24 @@ def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits)
     # ---- delay
     if limits.delay:
         ctx.comm.delays(_delays(case, ctx.rank, limits.delay))
-    # ---- play
-    return sealed(play(ctx, pickle.loads(packed), case))
+    # ---- watch
+    with watched(ctx):
+        # ---- play
+        return sealed(play(ctx, pickle.loads(packed), case))
+
+
+@contextmanager
+def watched(ctx: Context) -> Iterator[None]:
+    """Record the communication of plain torch.distributed, which budgets count like that of `ctx.comm`."""
+    completion, annotations = Completion(ctx.record), Annotations()
+    parts = completion, annotations, Communication(ctx.comm, completion, Lines(), annotations)
+    for part in parts:
+        part.install()
+    try:
+        yield
+    finally:
+        for part in reversed(parts):
+            part.uninstall()
 
 
 def limit_memory(more: int) -> None:

@@ -4,6 +4,7 @@ For each case:
 
     read       evaluate the answer on a rank, and take its rows
     validate   check that it does every forward and backward, in an order that can finish, within the cap on memory
+    shape      check that it is the schedule that the text names, where that is asked for
     budgets    check the budgets on the simulated clock
     train      train a model with it on real ranks; the losses must equal those of serial training
 """
@@ -29,9 +30,12 @@ from mpkit.timeline.simulation import simulate
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
 
-__all__ = ["Schedules", "bubble", "live"]
+__all__ = ["ONE_ROW", "SHAPE", "Schedules", "bubble", "live"]
 
 STEPS = 2
+SHAPE = "the order of the schedule"
+"""What `Seen.budget` says of a schedule that could run, and is not the one that is asked for."""
+ONE_ROW = "you returned text, which is one row: return a list with a row for each of the"
 
 
 def bubble(seen: Seen) -> float:
@@ -55,6 +59,8 @@ class Schedules(Exercise):
         also: the sizes that the answer, if it is a function, takes after p and m, such as ("virtual_stages",).
         budgets: limits on `bubble`, `live` or `measures.makespan`.
         max_live: max_live(case): the most live micro-batches that a rank may have; None: no cap.
+        shape: shape(schedule, case) returns what keeps a schedule from being the one that the text asks for, in words;
+            "" if nothing does. None: any schedule within the budgets is right.
         times: arguments of `simulate`: forward, input_grad, weight_grad, hop.
     """
 
@@ -62,6 +68,7 @@ class Schedules(Exercise):
     also: Sequence[str] = ()
     budgets: Sequence[Budget] = ()
     max_live: Callable[[Case], float] | None = None
+    shape: Callable[[Schedule, Case], str] | None = None
     times: dict[str, Any] = field(default_factory=dict)
 
     def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
@@ -80,6 +87,12 @@ class Schedules(Exercise):
                 )
                 return
             yield Row(what, "every F and B, once", f"{sum(map(len, seen.schedule.rows))} actions", True, seen)
+            # ---- shape
+            if self.shape is not None and (odd := self.shape(seen.schedule, case)):
+                yield Row(
+                    f"the order, on {case}", "as the text has it", odd, False, replace(seen, budget=SHAPE)
+                )
+                return
             # ---- budgets
             rows = [budget.row(seen) for budget in self.budgets]
             yield from rows
@@ -91,15 +104,21 @@ class Schedules(Exercise):
             if not row.ok:
                 return
 
+    def tried(self, answer: Answer, room: Room) -> Seen:
+        """Read the rows of the schedule for the first case."""
+        return self._read(answer, self.cases[0], room)
+
     def again(self, answer: Answer, seen: Seen, room: Room) -> Seen:
         """Try another answer on the same case."""
         return replace(self._seen(answer, seen.case, room), budget=seen.budget)
 
-    def _seen(self, answer: Answer, case: Case, room: Room) -> Seen:
+    def _read(self, answer: Answer, case: Case, room: Room) -> Seen:
         more = [case[name] for name in self.also]
         asked = {**case.sizes, "stages": case.ranks, "more": more}
-        read = room.play(_rows, answer, replace(case, ranks=1, sizes=asked))
-        read = replace(read, case=case, expected=[None])
+        return replace(room.play(_rows, answer, replace(case, ranks=1, sizes=asked)), case=case)
+
+    def _seen(self, answer: Answer, case: Case, room: Room) -> Seen:
+        read = replace(self._read(answer, case, room), expected=[None])
         if read.got is None:
             return read
         try:
@@ -113,10 +132,14 @@ class Schedules(Exercise):
 
 def _right_size(schedule: Schedule, case: Case) -> None:
     if (schedule.ranks, schedule.microbatches) != (case.ranks, case["microbatches"]):
-        raise ValueError(
-            f"the schedule is for {schedule.ranks} ranks and {schedule.microbatches} micro-batches, and asked for were "
-            f"{case.ranks} ranks and {case['microbatches']} micro-batches"
+        is_for, asked = (
+            str(Case(ranks, sizes={"microbatches": microbatches})).replace(", ", " and ")
+            for ranks, microbatches in (
+                (schedule.ranks, schedule.microbatches),
+                (case.ranks, case["microbatches"]),
+            )
         )
+        raise ValueError(f"the schedule is for {is_for}, and asked for were {asked}")
     stages = case.ranks * case.sizes.get("virtual_stages", 1)
     if schedule.stages != stages:
         raise ValueError(f"the schedule has {schedule.stages} stages, and asked for were {stages}")
@@ -125,9 +148,14 @@ def _right_size(schedule: Schedule, case: Case) -> None:
 def _rows(ctx: Context, answer: Any, case: Case) -> list[str]:
     """Return the answer's schedule as text, one line per rank."""
     if callable(answer):
-        schedule = Schedule(
-            lambda p, m: answer(p, m, *case["more"]), p=case["stages"], m=case["microbatches"]
-        )
+
+        def rows(p: int, m: int) -> Any:
+            made = answer(p, m, *case["more"])
+            if isinstance(made, str):
+                raise TypeError(f"{ONE_ROW} {p} ranks")
+            return made
+
+        schedule = Schedule(rows, p=case["stages"], m=case["microbatches"])
     else:
         schedule = Schedule(answer)
     return [" ".join(map(str, row)) for row in schedule.rows]

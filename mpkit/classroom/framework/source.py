@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from mpkit.classroom.framework.exercise import Mistake
+from mpkit.classroom.framework.variants import filled
 
 __all__ = ["BEGIN", "END", "Source", "given_in", "run_cell"]
 
@@ -56,13 +57,12 @@ class Source:
     solution: str
 
     @classmethod
-    def of(cls, module: ModuleType) -> Source:
-        """Read the parts of an exercise's module."""
-        title, _, text = inspect.cleandoc(module.__doc__ or "").partition("\n")
-        code = inspect.getsource(module)
+    def of(cls, module: ModuleType, code: str) -> Source:
+        """Read the parts of an exercise's module and its code."""
+        title, _, text = filled(inspect.cleandoc(module.__doc__ or ""), module).partition("\n")
         answer = re.search(r"^# %% answer\n(.*?)^# %% checks", code, re.S | re.M)
         assert answer is not None, f"{module.__name__} has no part between '# %% answer' and '# %% checks'"
-        return cls(title.rstrip("."), text.strip(), given_in(module), answer.group(1).strip() + "\n")
+        return cls(title.rstrip("."), text.strip(), given_in(code), answer.group(1).strip() + "\n")
 
     @property
     def plain(self) -> str:
@@ -97,9 +97,9 @@ class Source:
         return code
 
 
-def given_in(module: ModuleType) -> str:
-    """Return the code that a module gives to students: from `# %% given` to the next mark, or the end; "" if none."""
-    match = re.search(r"^# %% given\n(.*?)(?=^# %%|\Z)", inspect.getsource(module), re.S | re.M)
+def given_in(code: str) -> str:
+    """Return the code that a module's code gives to students: from `# %% given` to the next mark; "" if none."""
+    match = re.search(r"^# %% given\n(.*?)(?=^# %%|\Z)", code, re.S | re.M)
     return match.group(1).strip() if match else ""
 
 

@@ -84,6 +84,10 @@ class Guard:
             stopped = stopped + 1 if any(map(_is_stopped, running)) else 0
             if time.monotonic() > deadline:
                 why = f"it took more than {self.seconds:g} s"
+                if not has_started:
+                    why = (
+                        f"Python and torch had not started after {IMPORTS_TAKE:g} s: this machine is too busy"
+                    )
             elif stopped > STOPPED_FOR:
                 why = "it stopped itself, or one of its processes (SIGSTOP)"
             elif (written := _written(place)) > self.memory:

@@ -10,15 +10,31 @@ gets no points for it.
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Self
 
 from mpkit.classroom.catalogue import Entry, find, of_family
+from mpkit.classroom.framework.variants import Variant, plainly
 from mpkit.classroom.grading.reading import NoNotebook, checks_in, code_cells, read_file
+from mpkit.classroom.grading.shown import (
+    predictions_kept,
+    predictions_shown,
+    questions_in,
+    tries_shown,
+    variant_of,
+    written,
+)
+from mpkit.classroom.missing import MISSING
+from mpkit.classroom.progress import FILE
 from mpkit.support.visible import visible
 
 __all__ = ["HandedIn", "handed_in"]
@@ -35,6 +51,12 @@ class HandedIn:
         cells: the sources of its code cells.
         data: the whole file.
         broken: the reason why it cannot be read; "" if it can.
+        at: when it was handed in: the time in nbgrader's `timestamp.txt` beside it, or that of the file.
+        tries: how often each exercise was checked, as its outputs say, or the file of progress beside it.
+        questions: the names of the predictions that it asks for.
+        predicted: the predictions that were locked in, as its file of progress says, or else its outputs.
+        written: the justifications in it: the exercise that each is about, and its text.
+        odd: what is odd about whose numbers it has.
     """
 
     student: str
@@ -43,6 +65,29 @@ class HandedIn:
     cells: tuple[str, ...] = ()
     data: bytes = b""
     broken: str = ""
+    at: datetime | None = None
+    tries: Mapping[str, int] = field(default_factory=dict)
+    questions: tuple[str, ...] = ()
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    written: tuple[tuple[str, str], ...] = ()
+    odd: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a grading process needs as JSON's types; the rest is not needed there."""
+        named = {"student": self.student, "name": self.name, "cells": self.cells, "broken": self.broken}
+        names = [(entry.name, entry.variant) for entry in self.exercises]
+        asked = {"questions": self.questions, "predicted": dict(self.predicted), "odd": self.odd}
+        return named | asked | {"exercises": names, "data": base64.b64encode(self.data).decode()}
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> Self:
+        """Return the notebook of which `to_json` returned the values."""
+        entries, data = tuple(find(*one) for one in values["exercises"]), base64.b64decode(values["data"])
+        return cls(
+            values["student"], values["name"], entries, tuple(values["cells"]), data, values["broken"],
+            questions=tuple(values["questions"]), predicted=values["predicted"],
+            odd=tuple(values["odd"]),
+        )  # fmt: skip
 
     @property
     def digest(self) -> str:
@@ -50,15 +95,16 @@ class HandedIn:
         return hashlib.sha256(self.data or self.broken.encode("utf-8", "replace")).hexdigest()
 
 
-def handed_in(folder: Path, exercises: tuple[str, ...] = ()) -> list[HandedIn]:
+def handed_in(folder: Path, exercises: tuple[str, ...] = (), course: str = "") -> list[HandedIn]:
     """Return all notebooks below a folder, by student.
 
     Args:
         folder: the folder.
         exercises: the exercises that each should answer; none: those of the families in it.
+        course: the course whose students have numbers of their own; "": as each notebook says.
 
     Raises:
-        ValueError: There is no such folder, no notebook in it, or no such exercise.
+        ValueError: There is no such folder, no notebook in it, no such exercise, or no solutions to grade with.
     """
     if not folder.is_dir():
         raise ValueError(
@@ -72,9 +118,37 @@ def handed_in(folder: Path, exercises: tuple[str, ...] = ()) -> list[HandedIn]:
     asked = tuple(find(name) for name in exercises)
     students = _students([path.relative_to(folder).parts[0] for path in paths])
     submissions = [_read(folder, path, students[path.relative_to(folder).parts[0]], asked) for path in paths]
+    if any(entry.sealed for each in submissions for entry in each.exercises):
+        raise ValueError(MISSING)
     known = next((each.exercises for each in submissions if each.exercises), ())
     # A notebook that cannot be read, or has no check left, should have answered the same exercises as the others.
-    return [each if each.exercises else replace(each, exercises=known) for each in submissions]
+    asked_of = [each if each.exercises else replace(each, exercises=known) for each in submissions]
+    return [_with_numbers(each, course) for each in asked_of]
+
+
+def _with_numbers(each: HandedIn, course: str) -> HandedIn:
+    """Return a notebook with exercises that have its student's numbers: the course's, else those that it names."""
+    if not any(entry.varies for entry in each.exercises):
+        return each
+    said = variant_of(each.data)
+    own = str(Variant.of(course, each.student)) if course else said
+    exercises = tuple(replace(entry, variant=own) for entry in each.exercises)
+    return replace(each, exercises=exercises, odd=_odd(each.student, said, own))
+
+
+def _odd(student: str, said: str, own: str) -> tuple[str, ...]:
+    """Return what is odd about the variant that a notebook names, where it should be the student's own."""
+    if not own:
+        return ()
+    judged = f"; it is judged with the numbers of {Variant.read(own).student!r}"
+    if not said:
+        return (f"the notebook does not say whose numbers it has{judged}",)
+    theirs = Variant.read(said)
+    if plainly(theirs.student) != plainly(student):
+        return (f"the notebook has the numbers of {theirs.student!r}{judged}",)
+    if theirs.key != Variant.read(own).key:
+        return (f"the notebook has numbers of another course{judged}",)
+    return ()
 
 
 def _notebooks(folder: Path) -> Iterator[Path]:
@@ -108,9 +182,45 @@ def _read(folder: Path, path: Path, student: str, asked: tuple[Entry, ...]) -> H
         cells = code_cells(data)
     except NoNotebook as error:
         why = visible(str(error)).strip().partition("\n")[0][:200]
-        return HandedIn(student, name, asked, data=data, broken=f"it cannot be read as a notebook: {why}")
+        broken = f"it cannot be read as a notebook: {why}"
+        return HandedIn(student, name, asked, data=data, broken=broken, at=_time(path))
     checked = [each for source in cells for each, _ in checks_in(source)]
-    return HandedIn(student, name, asked or _of(checked), tuple(cells), data)
+    progress = _progress(path)
+    return HandedIn(
+        student, name, asked or _of(checked), tuple(cells), data, at=_time(path), tries=_tries(progress, data),
+        questions=questions_in(cells), predicted=predictions_shown(data) | predictions_kept(progress),
+        written=tuple(written(data)),
+    )  # fmt: skip
+
+
+def _time(path: Path) -> datetime | None:
+    """Return when a notebook was handed in; None if nothing says so."""
+    with suppress(NoNotebook, ValueError):
+        text = read_file(path.with_name("timestamp.txt")).decode("utf-8", "replace").strip()
+        said = datetime.fromisoformat(
+            text.removesuffix(" UTC")
+        )  # nbgrader writes "2026-11-20 10:01:39.123 UTC"
+        return said if said.tzinfo is not None else said.replace(tzinfo=UTC)
+    with suppress(OSError):
+        return datetime.fromtimestamp(path.lstat().st_mtime, UTC)
+    return None
+
+
+def _progress(path: Path) -> Any:
+    """Return the student's file of progress beside a notebook; None if there is none that can be read."""
+    with suppress(NoNotebook, ValueError, RecursionError):
+        return json.loads(read_file(path.with_name(FILE)))
+    return None
+
+
+def _tries(progress: Any, data: bytes) -> dict[str, int]:
+    """Return how often each exercise was checked, as far as it is known."""
+    found = tries_shown(data)
+    with suppress(TypeError, KeyError, AttributeError):
+        for name, one in progress["exercises"].items():
+            if type(one["tries"]) is int:
+                found[name] = max(found.get(name, 0), one["tries"])
+    return found
 
 
 def _of(names: list[str]) -> tuple[Entry, ...]:

@@ -1,8 +1,8 @@
 """Judging answers in a process of its own, because answers run on its ranks and could end it.
 
-    python -m mpkit.classroom.grading.judging
+    python -m mpkit.classroom.grading.judging SHARED_BY
 
-    in    one JSON line per answer: the exercise, the file with the answer as cloudpickle packed it, a token
+    in    one JSON line per answer: the exercise, whose numbers it has, the file with the packed answer, a token
     out   one JSON line per verdict, with the token; an empty line each second shows that the process is alive
 
 `Judges` is the other end: it starts the process, and restarts it if an answer has ended it. A verdict is plain data;
@@ -50,9 +50,11 @@ class Judges:
         place: the only folder that the process may write to.
         environment: the environment variables of the process.
         limits: the limits on all of its processes together.
+        shared_by: how many judging processes share this machine: cases may take that many times as long.
     """
 
-    def __init__(self, place: Path, environment: dict[str, str], limits: Guard) -> None:
+    def __init__(self, place: Path, environment: dict[str, str], limits: Guard, shared_by: int = 1) -> None:
+        self._command = [sys.executable, "-P", "-m", "mpkit.classroom.grading.judging", str(shared_by)]
         self._place, self._environment, self._limits = place, environment, limits
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # held while one is started
@@ -69,7 +71,7 @@ class Judges:
         token = secrets.token_hex()
         file = self._place / token
         file.write_bytes(packed)  # not into the pipe, which would block if nobody reads it any more
-        request = {"token": token, "exercise": entry.name, "packed": str(file)}
+        request = {"token": token, "exercise": entry.name, "variant": entry.variant, "packed": str(file)}
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             verdict, why = self._verdict(process, token)
@@ -105,7 +107,7 @@ class Judges:
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:
-            command = enclosed([sys.executable, "-P", "-m", "mpkit.classroom.grading.judging"], self._place)
+            command = enclosed(self._command, self._place)
             with self._lock:
                 self._process = subprocess.Popen(
                     command, cwd=self._place, env=self._environment, start_new_session=True,
@@ -143,7 +145,7 @@ def _said(line: bytes, token: str) -> dict[str, Any] | None:
         return None
 
 
-def main() -> None:
+def main(shared_by: str = "1") -> None:
     """Judge the answers that arrive on stdin, until it ends."""
     lock, out = threading.Lock(), os.dup(1)
     os.dup2(2, 1)
@@ -160,11 +162,11 @@ def main() -> None:
 
     threading.Thread(target=live, daemon=True).start()
     adopt_orphans()
-    room = Room(limits=Limits(memory=2**30))
+    room = Room(limits=Limits(seconds=Limits.seconds * int(shared_by), memory=2**30))
     try:
         for line in sys.stdin:
             request = json.loads(line)
-            entry = find(request["exercise"])
+            entry = find(request["exercise"], request["variant"])
             answer = Answer(Path(request["packed"]).read_bytes(), entry.exercise.name_of_answer)
             checked = judge(entry, answer, room, FAILURES, draw=False)
             say(json.dumps({"token": request["token"], "verdict": told(checked)}).encode() + b"\n")
@@ -174,4 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -18,11 +18,12 @@ from typing import Any
 from mpkit.classroom.grading.guard import Guard
 from mpkit.classroom.grading.handed_in import HandedIn
 from mpkit.classroom.judge import Checked
+from mpkit.classroom.predictions.questions import POINTS, question
 from mpkit.classroom.told import checked_of, told
 
 __all__ = ["Grade", "Kept", "key_of"]
 
-VERSION = 1
+VERSION = 3
 
 
 class Grade:
@@ -33,16 +34,18 @@ class Grade:
         checked: the verdict on each exercise; None if there was none.
         notes: what went wrong with the notebook as a whole, or with its cells.
         remarks: by exercise, why there was no verdict, or what is suspicious about the answer.
+        predictions: by question, the prediction; None if there was none.
     """
 
     def __init__(
         self, handed_in: HandedIn, checked: Mapping[str, Checked | None], notes: Sequence[str] = (),
-        remarks: Mapping[str, str] | None = None,
+        remarks: Mapping[str, str] | None = None, predictions: Mapping[str, float | None] | None = None,
     ) -> None:  # fmt: skip
         self.handed_in = handed_in
         self.checked = dict(checked)
         self.notes = tuple(notes)
         self.remarks = dict(remarks or {})
+        self.predictions = dict(predictions or dict.fromkeys(handed_in.questions))
 
     def points(self, name: str) -> int:
         """Return the points for one exercise."""
@@ -50,15 +53,22 @@ class Grade:
         entry = next((entry for entry in self.handed_in.exercises if entry.name == name), None)
         return entry.exercise.points if entry is not None and checked is not None and checked.passed else 0
 
+    def points_predicted(self, name: str) -> int:
+        """Return the points for a prediction: one for each that is made, one more if it is close."""
+        value = self.predictions.get(name)
+        return 0 if value is None else 1 + question(name).close(value)
+
     @property
     def total(self) -> int:
-        """The points for all exercises together."""
-        return sum(self.points(entry.name) for entry in self.handed_in.exercises)
+        """The points for all exercises and predictions together."""
+        exercises = sum(self.points(entry.name) for entry in self.handed_in.exercises)
+        return exercises + sum(map(self.points_predicted, self.predictions))
 
     @property
     def most(self) -> int:
         """The highest possible number of points."""
-        return sum(entry.exercise.points for entry in self.handed_in.exercises)
+        exercises = sum(entry.exercise.points for entry in self.handed_in.exercises)
+        return exercises + POINTS * len(self.predictions)
 
     @property
     def all_notes(self) -> list[str]:
@@ -68,7 +78,8 @@ class Grade:
     def to_json(self) -> dict[str, Any]:
         """Return the grade as JSON's types."""
         checked = {name: told(one) if one is not None else None for name, one in self.checked.items()}
-        return {"checked": checked, "notes": list(self.notes), "remarks": self.remarks}
+        said = {"notes": list(self.notes), "remarks": self.remarks, "predictions": self.predictions}
+        return {"checked": checked, **said}
 
     @classmethod
     def of_json(cls, handed_in: HandedIn, values: dict[str, Any]) -> Grade:
@@ -83,7 +94,11 @@ class Grade:
             for name, one in values["checked"].items()
         }
         remarks = {str(name): str(remark) for name, remark in values["remarks"].items()}
-        return cls(handed_in, checked, tuple(map(str, values["notes"])), remarks)
+        predictions = {
+            name: float(value) if (value := values["predictions"].get(name)) is not None else None
+            for name in handed_in.questions
+        }
+        return cls(handed_in, checked, tuple(map(str, values["notes"])), remarks, predictions)
 
 
 class Kept:
@@ -136,4 +151,6 @@ def key_of(each: HandedIn, guard: Guard) -> str:
     """Return a digest of all that a grade depends on."""
     sources = [getsource(import_module(entry.module)) for entry in each.exercises]
     told = [VERSION, each.name, each.digest, [entry.name for entry in each.exercises], sources, asdict(guard)]
+    told += [each.questions, dict(each.predicted), each.odd]
+    told += [entry.variant for entry in each.exercises]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()

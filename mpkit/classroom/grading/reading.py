@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LARGEST", "NoNotebook", "checks_in", "code_cells", "read_file"]
+__all__ = [
+    "LARGEST", "NoNotebook", "all_cells", "calls_in", "checks_in", "code_cells", "dicts", "read_file", "text_of",
+]  # fmt: skip
 
 LARGEST = 64 * 2**20
 """The most bytes of a notebook; those with many pictures have some ten million."""
@@ -56,6 +58,23 @@ def code_cells(data: bytes) -> list[str]:
     Raises:
         NoNotebook: The data are not a notebook.
     """
+    sources = []
+    for cell in all_cells(data):
+        if cell.get("cell_type") == "code":
+            source = cell.get("source", cell.get("input", ""))
+            lines: list[Any] = source if isinstance(source, list) else [source]
+            if not all(isinstance(line, str) for line in lines):
+                raise NoNotebook("it has a cell whose source is no text")
+            sources.append("".join(lines))
+    return sources
+
+
+def all_cells(data: bytes) -> list[dict[str, Any]]:
+    """Return the cells of a notebook.
+
+    Raises:
+        NoNotebook: The data are not a notebook.
+    """
     try:
         book = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError, MemoryError) as error:
@@ -63,15 +82,19 @@ def code_cells(data: bytes) -> list[str]:
     cells = _cells(book)
     if cells is None:
         raise NoNotebook("it has no list of cells")
-    sources = []
-    for cell in cells:
-        if isinstance(cell, dict) and cell.get("cell_type") == "code":
-            source = cell.get("source", cell.get("input", ""))
-            lines: list[Any] = source if isinstance(source, list) else [source]
-            if not all(isinstance(line, str) for line in lines):
-                raise NoNotebook("it has a cell whose source is no text")
-            sources.append("".join(lines))
-    return sources
+    return dicts(cells)
+
+
+def dicts(values: Any) -> list[dict[str, Any]]:
+    """Return the dicts of a list; none of anything else."""
+    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
+
+
+def text_of(cell: dict[str, Any]) -> str:
+    """Return the source of a cell, as far as it is text."""
+    source = cell.get("source", cell.get("input", ""))
+    lines = source if isinstance(source, list) else [source]
+    return "".join(line for line in lines if isinstance(line, str))
 
 
 def _cells(book: Any) -> list[Any] | None:
@@ -88,15 +111,26 @@ def checks_in(source: str) -> Iterator[tuple[str, ast.expr]]:
     >>> [(name, ast.unparse(node)) for name, node in checks_in('mk.check("gpipe", gpipe)\nprint("check")')]
     [('gpipe', 'gpipe')]
     """
-    if len(source) > LONGEST_CELL or "check" not in source:
+    for node in calls_in(source, "check"):
+        name = node.args[0]
+        if len(node.args) > 1 and isinstance(name, ast.Constant) and isinstance(name.value, str):
+            yield name.value, node.args[1]
+
+
+def calls_in(source: str, function: str) -> Iterator[ast.Call]:
+    r"""Yield the calls of a function with at least one argument, as `function(...)` or `mk.function(...)`.
+
+    >>> [ast.unparse(call) for call in calls_in('mk.predict("bubble", 0.2)', "predict")]
+    ["mk.predict('bubble', 0.2)"]
+    """
+    if len(source) > LONGEST_CELL or function not in source:
         return
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or len(node.args) < 2 or not isinstance(node.args[0], ast.Constant):
-            continue
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if called == "check" and isinstance(node.args[0].value, str):
-            yield node.args[0].value, node.args[1]
+        if isinstance(node, ast.Call) and node.args:
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called == function:
+                yield node

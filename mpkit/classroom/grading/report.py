@@ -1,4 +1,5 @@
-"""Reports for instructors: a table of the class (CSV), and a page per student (HTML) with hints. Both grow row by row.
+"""Reports for instructors: a table of the class (CSV), a page per student (HTML) with hints, and a page on the class.
+All grow notebook by notebook.
 
 The table is replaced as a whole by a longer one, so that it is complete whenever somebody opens it. No two students
 share a row or a page: if two names would give the same file name, each file name also has a part of its name's digest.
@@ -12,25 +13,31 @@ import io
 import re
 from collections import Counter
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from mpkit.classroom.catalogue import Entry
-from mpkit.classroom.checked_html import checked_html
+from mpkit.classroom.framework.variants import plainly
+from mpkit.classroom.grading.class_report import ClassReport, class_report
 from mpkit.classroom.grading.handed_in import HandedIn
 from mpkit.classroom.grading.kept import Grade
-from mpkit.support.visible import escape, visible
+from mpkit.classroom.grading.roster import Roster, late_text
+from mpkit.classroom.grading.student_page import student_page
+from mpkit.classroom.predictions.questions import POINTS
+from mpkit.support.visible import visible
 
-__all__ = ["Report", "read_roster"]
+__all__ = ["Report", "page_names"]
 
 
 class Report:
     """The table and the pages.
 
     Args:
-        found: all notebooks; the table has their order and their exercises.
-        table: the table's path; None: no table.
-        pages: the folder of the pages; None: no pages.
-        roster: the names of all students; none: those who handed in something.
+        submissions: all notebooks; the table has their order and their exercises.
+        table: the table's path; None: no table, and no page on the class, which lies beside it.
+        pages: the folder of the students' pages; None: no pages.
+        roster: all students; None: those who handed in something.
+        due: when the notebooks were due; None: the roster may say so, student by student.
     """
 
     def __init__(
@@ -38,18 +45,17 @@ class Report:
         submissions: Sequence[HandedIn],
         table: Path | None,
         pages: Path | None,
-        roster: Sequence[str] = (),
+        roster: Roster | None = None,
+        due: datetime | None = None,
     ) -> None:
         self._found, self._table, self._pages = submissions, table, pages
+        self._roster, self._due = roster if roster is not None else Roster(), due
         self._entries = {entry.name: entry for each in submissions for entry in each.exercises}
+        self._questions = list(dict.fromkeys(name for each in submissions for name in each.questions))
         self._grades: dict[str, Grade] = {}  # by notebook
         self._files = page_names([each.student for each in submissions])
-        known = Counter(_plainly(each.student) for each in submissions)
-        self._missing = [name for name in roster if _plainly(name) not in known]
-        expected = {_plainly(name) for name in roster}
-        self._odd = {
-            each.student for each in submissions if roster and _plainly(each.student) not in expected
-        }
+        known = {plainly(each.student) for each in submissions}
+        self._missing = [name for name in self._roster.names if plainly(name) not in known]
 
     def add(self, *grades: Grade) -> None:
         """Add grades to the table and the pages."""
@@ -61,53 +67,79 @@ class Report:
         self._write(dict.fromkeys(each.student for each in self._found))
         return [self._grades[each.name] for each in self._found]
 
-    def _write(self, students: dict[str, None]) -> None:
+    def of_class(self) -> ClassReport:
+        """Return what the class found hard, as far as it is graded."""
+        theirs = self._theirs()
+        shares = [points / most if most else 0.0 for points, most in map(_totals, theirs.values())]
+        late = sum(bool(self._late(student, grades)) for student, grades in theirs.items())
+        return class_report(list(self._entries.values()), theirs, shares, len(self._missing), late)
+
+    def _theirs(self) -> dict[str, list[Grade]]:
+        """Return the grades so far, by student."""
         theirs: dict[str, list[Grade]] = {}
         for each in self._found:
             if each.name in self._grades:
                 theirs.setdefault(each.student, []).append(self._grades[each.name])
+        return theirs
+
+    def _write(self, students: dict[str, None]) -> None:
+        theirs = self._theirs()
         if self._table is not None:
             _replace(self._table, self._rows(theirs))
+            _replace(self._table.with_suffix(".class.html"), self.of_class().html())
         if self._pages is not None:
             self._pages.mkdir(parents=True, exist_ok=True)
             for student in students:
-                _replace(self._pages / self._files[student], _page(student, theirs[student]))
+                grades = theirs[student]
+                notes, late = self._odd(student, grades), self._late(student, grades)
+                page = student_page(student, _totals(grades), grades, notes, late)
+                _replace(self._pages / self._files[student], page)
 
     def _rows(self, theirs: dict[str, list[Grade]]) -> str:
         text = io.StringIO(newline="")
         table = csv.writer(text)
-        table.writerow(["student", "points", "of", *self._entries, "notes"])
+        dated = self._due is not None or bool(self._roster.extended)
+        asked = [f"predict {name}" for name in self._questions]
+        table.writerow(
+            ["student", "points", "of", *(["late"] if dated else []), *self._entries, *asked, "notes"]
+        )
         for student, grades in theirs.items():
             points = [_points(grades, entry) for entry in self._entries.values()]
-            notes = [note for grade in grades for note in grade.all_notes]
-            notes += ["not in the roster"] if student in self._odd else []
-            total, most = _totals(grades)
-            table.writerow([_plain(student), total, most, *points, _plain("; ".join(map(visible, notes)))])
-        most = sum(entry.exercise.points for entry in self._entries.values())
+            points += [_predicted(grades, name) for name in self._questions]
+            notes = [note for grade in grades for note in grade.all_notes] + self._odd(student, grades)
+            late = [late_text(self._late(student, grades))] if dated else []
+            said = _plain("; ".join(map(visible, notes)))
+            table.writerow([_plain(student), *_totals(grades), *late, *points, said])
+        most = sum(entry.exercise.points for entry in self._entries.values()) + POINTS * len(self._questions)
         for name in self._missing:
-            table.writerow([_plain(visible(name)), 0, most, *[""] * len(self._entries), "handed in nothing"])
+            empty = [""] * (len(self._entries) + len(self._questions) + dated)
+            table.writerow([_plain(visible(name)), 0, most, *empty, "handed in nothing"])
         return text.getvalue()
 
+    def _late(self, student: str, grades: Sequence[Grade]) -> timedelta:
+        """Return how late the last of a student's notebooks was."""
+        return max(self._roster.late(student, grade.handed_in.at, self._due) for grade in grades)
 
-def read_roster(path: Path) -> list[str]:
-    """Return the names in a file: one per line, or from a CSV's column "student" or "name", or else its first column.
-
-    Raises:
-        ValueError: The file cannot be read, or has no name in it.
-    """
-    try:
-        rows = [row for row in csv.reader(io.StringIO(path.read_text(encoding="utf-8-sig"))) if any(row)]
-    except (OSError, ValueError, csv.Error) as error:
-        raise ValueError(f"--roster {path} cannot be read: {error}") from None
-    heads = [cell.strip().lower() for cell in rows[0]] if rows else []
-    column = next((heads.index(name) for name in ("student", "name") if name in heads), None)
-    body = rows if column is None else rows[1:]
-    names = [row[column or 0].strip() for row in body if len(row) > (column or 0)]
-    if not any(names):
-        raise ValueError(
-            f"--roster {path} has no name in it: one per line is wanted, or a table with a column 'student'"
+    def _odd(self, student: str, grades: Sequence[Grade]) -> list[str]:
+        """Return notes on what is odd about a student's name and notebooks."""
+        notes = []
+        names = [grade.handed_in.name for grade in grades]
+        answers = Counter(entry.name for grade in grades for entry in grade.handed_in.exercises)
+        if max(answers.values(), default=0) > 1:
+            notes.append(
+                f"{len(names)} notebooks answer the same exercises, of each the best counts: {', '.join(names)}"
+            )
+        others = dict.fromkeys(
+            each.student for each in self._found if plainly(each.student) == plainly(student)
         )
-    return list(dict.fromkeys(name for name in names if name))
+        alike = [name for name in others if name != student]
+        if alike:
+            notes.append(
+                f"perhaps the same student as {', '.join(map(repr, alike))}, who has a row of their own"
+            )
+        if self._roster.names and student not in self._roster:
+            notes.append("not in the roster")
+        return notes
 
 
 def page_names(students: Sequence[str]) -> dict[str, str]:
@@ -133,45 +165,23 @@ def _replace(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def _page(student: str, grades: Sequence[Grade]) -> str:
-    total, most = _totals(grades)
-    parts = [f"<h1>{escape(student)}: {total} of {most} points</h1>"]
-    for grade in grades:
-        parts.append(f"<h2>{escape(grade.handed_in.name)}: {grade.total} of {grade.most}</h2>")
-        parts += [f"<p><b>{escape(note)}</b></p>" for note in grade.notes]
-        for entry in grade.handed_in.exercises:
-            checked, remark = grade.checked.get(entry.name), grade.remarks.get(entry.name, "")
-            said = f"<p><b>{escape(remark)}</b></p>" if remark and checked is not None else ""
-            if checked is not None:
-                parts.append(f"<section>{checked_html(checked)}{said}</section>")
-            else:
-                words = escape(remark or "no answer was found")
-                parts.append(f"<section><b>{escape(entry.source.title)}</b>: {words}</section>")
-    style = (
-        "body{font:15px/1.5 system-ui,sans-serif;max-width:980px;margin:2em auto;padding:0 1em;color:#1f2328}"
-        "section{border-top:1px solid #d0d7de;padding:12px 0}h1{font-size:22px}h2{font-size:17px}"
-    )
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(student)}</title>'
-        f"<style>{style}</style></head><body>{''.join(parts)}</body></html>"
-    )
-
-
 def _totals(grades: Sequence[Grade]) -> tuple[int, int]:
     """Return the points and the highest possible number; of an exercise in several notebooks the best counts."""
     entries = {entry.name: entry for grade in grades for entry in grade.handed_in.exercises}
+    questions = dict.fromkeys(name for grade in grades for name in grade.predictions)
     best = sum(max(grade.points(name) for grade in grades) for name in entries)
-    return best, sum(entry.exercise.points for entry in entries.values())
+    best += sum(max(grade.points_predicted(name) for grade in grades) for name in questions)
+    return best, sum(entry.exercise.points for entry in entries.values()) + POINTS * len(questions)
 
 
 def _points(grades: Sequence[Grade], entry: Entry) -> int | str:
-    asked = [grade for grade in grades if entry in grade.handed_in.exercises]
+    asked = [grade for grade in grades if entry.name in grade.checked]
     return max(grade.points(entry.name) for grade in asked) if asked else ""
 
 
-def _plainly(name: str) -> str:
-    """Return a name as it is compared with the roster: "Kim_Lee" is "kim lee"."""
-    return " ".join(name.replace("_", " ").split()).casefold()
+def _predicted(grades: Sequence[Grade], name: str) -> int | str:
+    asked = [grade.points_predicted(name) for grade in grades if name in grade.predictions]
+    return max(asked) if asked else ""
 
 
 def _plain(text: str) -> str:

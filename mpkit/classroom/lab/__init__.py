@@ -1,4 +1,4 @@
-"""The timelines of the reading lab, the same for everybody, also on machines with a faster link.
+"""The timelines of the reading lab, also on machines with a faster link.
 
 Runs use tensors without content (`mpkit.fake`) and are replayed on catalogued machines, so they take a second, and have
 the same result each time.
@@ -41,31 +41,38 @@ RUNS: dict[str, tuple[Plan, int, int, str]] = {
 }
 """The runs by name: the plan, the number of the model's linear layers, the samples per batch, and the machine."""
 
-PUZZLES: dict[str, dict[str, str]] = {
-    "name-the-cause": {
-        "A": "few micro-batches",
-        "B": "slow link",
-        "C": "hidden",
-        "D": "offload",
-        "E": "uneven",
-    },
-    "double-the-link": {"A": "slow link", "B": "hidden", "C": "few micro-batches"},
-    "read-the-memory": {"A": "zero 2", "B": "ddp", "C": "zero 3", "D": "zero 1"},
-    "host-copies": {"A": "offload"},
+PUZZLES: dict[str, tuple[str, ...]] = {
+    "name-the-cause": ("few micro-batches", "slow link", "hidden", "offload", "uneven"),
+    "double-the-link": ("slow link", "hidden", "few micro-batches"),
+    "read-the-memory": ("zero 2", "ddp", "zero 3", "zero 1"),
 }
-"""The run behind each letter, by exercise. Students need not look here."""
+"""The runs of an exercise, in the order of a sheet's letters. Students need not look here."""
 
 
-def puzzle(exercise: str, letter: str, **more: Any) -> Timeline:
+def puzzle(exercise: str, letter: str, sheet: str, **more: Any) -> Timeline:
     """Return the timeline behind a letter of an exercise; `more` is passed on to `timeline`.
 
-    >>> puzzle("double-the-link", "A")
+    >>> puzzle("double-the-link", "A", "ABC")
     <Timeline of 4 ranks, 1 step, virtual: 0.02329 s, bubble 0.475>
+
+    Args:
+        exercise: the exercise.
+        letter: the letter.
+        sheet: the letters in the order of the exercise's runs, which differs from student to student.
+        more: arguments of `timeline`.
+
+    Raises:
+        ValueError: There is no run of that letter.
     """
-    return timeline(PUZZLES[exercise][letter], **more)
+    runs = dict(zip(sheet, PUZZLES[exercise], strict=True))
+    if letter not in runs:
+        raise ValueError(f"there is no run {letter!r}; there are {', '.join(sorted(runs))}")
+    return timeline(runs[letter], **more)
 
 
-def timeline(name: str, *, link: float = 1.0, host: float = 1.0, room: Room | None = None) -> Timeline:
+def timeline(
+    name: str, *, layers: int | None = None, link: float = 1.0, host: float = 1.0, room: Room | None = None
+) -> Timeline:
     """Return the last step of a run, on its machine, or on a similar one with links that many times as fast.
 
     >>> timeline("slow link").exposed_comm[0] > 2 * timeline("slow link", link=2).exposed_comm[0]
@@ -73,11 +80,12 @@ def timeline(name: str, *, link: float = 1.0, host: float = 1.0, room: Room | No
 
     Args:
         name: the run, one of `RUNS`.
+        layers: the number of the model's layers; None: that of the run.
         link: the factor on the bandwidth between devices.
         host: the factor on the bandwidth between a device and its host.
         room: the room whose helper process runs it; None: the one that all checks share.
     """
-    whole = Timeline.of(_played(name, host, room), _machine(name, link, host))
+    whole = Timeline.of(_played(name, layers, host, room), _machine(name, link, host))
     return whole.step(whole.steps[-1])
 
 
@@ -108,19 +116,19 @@ def near(seen: Seen, question: str, value: float, within: float = 0.02) -> bool:
     )
 
 
-_TRACES: dict[tuple[str, float], Trace] = {}
+_TRACES: dict[tuple[str, int | None, float], Trace] = {}
 
 
-def _played(name: str, host: float, room: Room | None) -> Trace:
+def _played(name: str, layers: int | None, host: float, room: Room | None) -> Trace:
     """Return the trace of two steps of a run; after its first step, DDP rebuilds its buckets."""
     from mpkit.classroom.framework.room import shared_room
 
-    key = name, host
+    key = name, layers, host
     if key not in _TRACES:
-        plan, layers, samples, _ = RUNS[name]
+        plan, many, samples, _ = RUNS[name]
         batch = torch.empty(samples, WIDTH, device="meta")
         _TRACES[key] = trace_fake(
-            functools.partial(_model, layers), plan, batch=(batch, batch), loss=nn.functional.mse_loss,
+            functools.partial(_model, layers or many), plan, batch=(batch, batch), loss=nn.functional.mse_loss,
             optimizer=torch.optim.Adam, steps=2, hardware=_machine(name, 1.0, host),
             cluster=(room or shared_room()).cluster(1),
         )  # fmt: skip

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
+from mpkit.devices.local.nvml import NOT_SAMPLED
 from mpkit.errors import MpkitError
 from mpkit.launch.external.collector import LOST_SOON, Collector
 from mpkit.launch.external.in_place import ended_by_launcher, note_termination, run_rank
@@ -84,6 +85,11 @@ class ExternalLaunch:
         self._clocked = time.monotonic_ns()
         facts = {"world_size": self.ranks, "device": settings.device, "backend": session.backend}
         facts |= {"hosts": session.hosts, "nodes": session.nodes, "launcher": session.place.launcher}
+        if settings.device == "cuda":
+            facts["gpus_not_sampled"] = (
+                f"{NOT_SAMPLED}: that is done where mk.Cluster starts the ranks itself, and here a launcher did; "
+                "`nvidia-smi dmon -s umt` on a node shows its GPUs meanwhile."
+            )
         self.meta = {**facts, **meta}
         self._write_meta({})
         collector = None

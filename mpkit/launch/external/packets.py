@@ -22,6 +22,7 @@ import numpy.typing as npt
 from mpkit.launch.process.folder import part, read_error, write_error
 from mpkit.support.disk import write_whole
 from mpkit.trace import HEADER, MEMORY, OP
+from mpkit.trace.files import mapped
 from mpkit.trace.records import MAGIC, VALUE
 
 __all__ = ["Mirror", "Sender"]
@@ -59,9 +60,14 @@ class Sender:
         self._state, self._error = 0, False
 
     def packet(self) -> bytes | None:
-        """Return what is new as a packet; None if nothing is."""
+        """Return what is new as a packet; None if nothing is, or the folder has been removed.
+
+        The first rank of a node removes its folder when it has heard the verdict, which another may still wait for.
+        """
         # The order matters: ops are read first, so that the names they refer to are there.
         rows, head = _records(part(self._folder, self._rank, "ops"), OP.itemsize)
+        if len(rows) < self._count:
+            return None
         grown = {name: self._grown(name) for name in GROWING}
         until = min(len(rows), self._count + MOST_OPS)
         which, ops = self._changed(rows, until)
@@ -216,10 +222,7 @@ class Mirror:
 
 def _records(path: Path, size: int) -> tuple[Array, int]:
     """Return the complete records of a file as rows of bytes, and its state."""
-    try:
-        data = np.memmap(path, mode="r")
-    except (FileNotFoundError, ValueError):  # not there yet, or still empty
-        return np.empty((0, size), np.uint8), 0
+    data = mapped(path)
     if len(data) < HEADER.itemsize:
         return np.empty((0, size), np.uint8), 0
     head = data[: HEADER.itemsize].view(HEADER)[0]

@@ -6,6 +6,7 @@ is the rank's own previous operation, or a communication; and before a communica
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -168,6 +169,21 @@ class CriticalPath(Drawn):
         """
         columns = ["rank", "kind", "stage", "microbatch", "name", "start", "end"]
         return data_frame(([getattr(op, name) for name in columns] for op in self.ops), columns)
+
+    def show(self) -> Any:
+        """Return the interactive timeline of the step with the path over it, for a notebook.
+
+        Raises:
+            ImportError: anywidget is not installed.
+        """
+        return draw(self, "widget")
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        bundle: dict[str, Any] = {}
+        with suppress(ImportError):  # then the picture has to do
+            shown = self.show()._repr_mimebundle_()
+            bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
+        return bundle | super()._repr_mimebundle_(include, exclude)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """Return a page with the path over the timeline and its table; write it to `path` as well if given."""

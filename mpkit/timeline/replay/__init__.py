@@ -4,6 +4,7 @@ program    one rank's ops on the axis of its own work, and from there on the clo
 network    which ranks have issued which communication, and when the links serve it
 core       Replay: ranks and network, as records arrive
 memory     what each rank holds, on that clock
+samples    what its GPU was doing, on either clock
 spans      operations with their times; Replayed
 costs      how long ops take on the chosen machine
 measured   the wall clock
@@ -14,10 +15,10 @@ from __future__ import annotations
 from mpkit.devices.hardware import Hardware
 from mpkit.timeline.replay.core import Replay
 from mpkit.timeline.replay.measured import measured
-from mpkit.timeline.replay.spans import HELD, SPAN, Replayed
+from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, Replayed
 from mpkit.trace import TIMED_BY_EVENTS, Trace
 
-__all__ = ["HELD", "SPAN", "Replay", "Replayed", "replay"]
+__all__ = ["DEVICE_SAMPLE", "HELD", "SPAN", "Replay", "Replayed", "replay"]
 
 
 def replay(trace: Trace, hardware: Hardware | str | None = None, clock: str | None = None) -> Replayed:
@@ -47,6 +48,9 @@ def replay(trace: Trace, hardware: Hardware | str | None = None, clock: str | No
         return measured(trace)
     replaying = Replay(trace.world_size, hardware, meta=trace.meta)
     for rank, recorded in enumerate(trace.ranks):
-        replaying.feed(rank, recorded.ops, recorded.names, recorded.memory)
+        samples = (
+            recorded.samples if hardware is None else None
+        )  # other devices would have been busy otherwise
+        replaying.feed(rank, recorded.ops, recorded.names, recorded.memory, samples=samples)
     replaying.finish()
     return replaying.replayed()

@@ -25,7 +25,9 @@ from mpkit.timeline.replay.costs import MEASURED, machine
 from mpkit.timeline.replay.network import Network
 from mpkit.timeline.replay.program import Program
 from mpkit.timeline.replay.rank import RankReplay
-from mpkit.timeline.replay.spans import HELD, SPAN, Names, Replayed
+from mpkit.timeline.replay.samples import placed_samples
+from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, Names, Replayed
+from mpkit.timeline.replay.waiting import waiting
 from mpkit.trace import TIMED_BY_EVENTS
 
 __all__ = ["Replay"]
@@ -98,6 +100,7 @@ class Replay:
         memory: Array | None = None,
         *,
         first: int = 0,
+        samples: Array | None = None,
     ) -> None:
         """Give the replay a rank's records, as far as there are any.
 
@@ -110,6 +113,7 @@ class Replay:
             names: all the strings that this rank's ops refer to.
             memory: (m,) of `MEMORY`, the new changes only: each change is given once.
             first: the number of `ops[0]` in the rank's program.
+            samples: (s,) of `SAMPLE`, the new samples of the rank's GPU only.
 
         Raises:
             ValueError: ops before `first` are missing.
@@ -119,6 +123,8 @@ class Replay:
         this.lines.extend(names)
         if memory is not None and len(memory):
             this.memory = np.concatenate([this.memory, memory])
+        if samples is not None and len(samples):
+            this.samples = np.concatenate([this.samples, samples])
 
     # ---- out ----------------------------------------------------------------------------------------------
 
@@ -139,6 +145,7 @@ class Replay:
                 for this in self._ranks
             )
             self.notes.append(f"Not finished: {'; '.join(unfinished)}. {left:,} ops have no time here.")
+            self._meta["waiting"] = waiting(self._ranks)
         return spans
 
     def replayed(self) -> Replayed:
@@ -151,8 +158,21 @@ class Replay:
         spans["cause"] = row[spans["cause"]]
         held = np.concatenate(self._held)
         held = held[np.argsort(held["rank"], kind="stable")]
-        ranks = len(self._ranks)
-        return Replayed(spans, list(self.names), held, ranks, "virtual", dict(self._meta), list(self.notes))
+        return Replayed(
+            spans, list(self.names), held, len(self._ranks), "virtual", dict(self._meta), list(self.notes),
+            device_samples=self._device_samples(spans, ops[order]),
+        )  # fmt: skip
+
+    def _device_samples(self, spans: Array, ops: Array) -> Array:
+        """Return the samples of all ranks' GPUs; `ops` are the numbers of the operations that the spans are of."""
+        placed = [np.zeros(0, DEVICE_SAMPLE)]
+        for this in self._ranks:
+            if len(this.samples):
+                mine = spans["rank"] == this.rank
+                placed.append(
+                    placed_samples(this.rank, this.samples, this.program.ops[ops[mine]], spans[mine])
+                )
+        return np.concatenate(placed)
 
     # ---- the phases ---------------------------------------------------------------------------------------
 

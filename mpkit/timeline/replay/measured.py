@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.timeline.replay.spans import HELD, SPAN, Lines, Names, Replayed, spans_of
+from mpkit.timeline.replay.samples import measured_samples
+from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, Lines, Names, Replayed, spans_of
 from mpkit.trace import CATEGORIES, Kind, RankTrace, Trace
 
 __all__ = ["measured"]
@@ -34,9 +35,11 @@ def measured(trace: Trace) -> Replayed:
         spans.append(_spans(number, rank, lines, origin, row=sum(map(len, spans))))
         held.append(_held(number, rank, origin))
     meta = dict(trace.meta)
+    samples = [measured_samples(number, rank.samples, origin) for number, rank in enumerate(trace.ranks)]
     return Replayed(
-        np.concatenate(spans), names.all, np.concatenate(held), trace.world_size, "measured", meta, notes
-    )
+        np.concatenate(spans), names.all, np.concatenate(held), trace.world_size, "measured", meta, notes,
+        device_samples=np.concatenate([np.zeros(0, DEVICE_SAMPLE), *samples]),
+    )  # fmt: skip
 
 
 def _spans(number: int, rank: RankTrace, lines: Lines, origin: int, row: int) -> Array:

@@ -13,7 +13,7 @@ from mpkit.timeline.replay.memory import Held
 from mpkit.timeline.replay.network import Network, Settled
 from mpkit.timeline.replay.program import Program
 from mpkit.timeline.replay.spans import SPAN, Lines, Names, spans_of
-from mpkit.trace import MEMORY, OP, Kind
+from mpkit.trace import MEMORY, OP, SAMPLE, Kind
 
 __all__ = ["RankReplay"]
 
@@ -32,6 +32,7 @@ class RankReplay:
         self.program = program
         self.lines = Lines(names)
         self.memory = np.zeros(0, MEMORY)  # changes that have no time yet
+        self.samples = np.zeros(0, SAMPLE)  # of its GPU
         self.waits_for = -1  # the op that the rank is stuck on
         self._names = names
         self._controls: list[Control] = []
@@ -188,6 +189,20 @@ class RankReplay:
         if first["kind"] == _WAIT and 0 <= first["ref"] < self.program.count:
             return f"rank {self.rank} waits for {self._describe(self.program.ops[first['ref']])}"
         return f"rank {self.rank} is in {self._describe(first)}"
+
+    def stuck(self) -> tuple[float, Any] | None:
+        """Return since when it waits, in seconds, and the communication that it waits for; None if it does not."""
+        if not self.starved:
+            _, time, before = self.program.pauses[-1]
+            return time + (self._controls[self._at][2] - before), self.program.ops[self.waits_for]
+        left = self.program.left
+        if len(left) and left[0]["kind"] == _WAIT and 0 <= left[0]["ref"] < self.program.count:
+            return self.program.time, self.program.ops[left[0]["ref"]]
+        return None
+
+    def group_of(self, op: Any) -> str:
+        """Return the name of a communication's group."""
+        return self._names.all[int(self.lines[np.array([op["group"]])][0])]
 
     def _describe(self, op: Any) -> str:
         assert op.dtype == OP

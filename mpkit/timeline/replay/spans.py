@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.support.visible import visible
+from mpkit.trace import SAMPLE
 
-__all__ = ["HELD", "SPAN", "Lines", "Names", "Replayed", "spans_of"]
+__all__ = ["DEVICE_SAMPLE", "HELD", "SPAN", "Lines", "Names", "Replayed", "spans_of"]
 
 Array = npt.NDArray[Any]
 
@@ -50,6 +51,10 @@ HELD = np.dtype(
     ]
 )
 
+DEVICE_SAMPLE = np.dtype(
+    [("time", "<f8"), ("rank", "<i4"), *((name, "<f8") for name in (SAMPLE.names or ())[1:])]  # time: seconds
+)
+
 
 @dataclass(repr=False)
 class Replayed:
@@ -63,6 +68,7 @@ class Replayed:
     meta: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     so_far: str = ""
+    device_samples: Array = field(default_factory=lambda: np.zeros(0, DEVICE_SAMPLE))
 
 
 class Names:

@@ -5,25 +5,35 @@
     raster.js    a row of boxes on the canvas
     lanes.js     which ranks have lanes, and where; groups of them, folded or not
     seen.js      which times are seen: all, a window, a step, a run's newest steps
+    links.js     what goes together on different ranks: messages, collectives; their arrows
+    path.js      the critical path over the lanes
     chart.js     what lies under a point; drawing one frame
     overview.js  the whole run as a strip, with a frame around what is seen
     tip.js       what is under the pointer, in words
     walk.js      from operation to operation by keys, said to a screen reader
     pointer.js   wheel, drag, hover, keys
+    track.js     below the lanes, on their time axis: a lane per rank with what it held of memory
+    tracks.js    all of these, from the bytes that the kernel sends
     panel.js     the chart with figures, legend and table
     widget.js    the two entry points: a live widget, and a page that holds its data
 
-They are concatenated in this order, and so need not import each other. Separate modules:
+They are concatenated in this order, and so need not import each other. Two more follow them on pages with schedules
+to try:
 
-    memory.js    the memory chart of a run, drawn by plotly
-    sortable.js  a table that the reader sorts
+    played.js    a schedule on a clock: when each action can run
+    trial.js     sliders, and the panel that shows what they set
+
+Separate modules:
+
+    sortable.js      a table that the reader sorts
+    slider_names.js  names for ipywidgets' sliders
 """
 
 from __future__ import annotations
 
 from importlib.resources import files
 
-__all__ = ["FILES", "css", "esm", "memory_esm", "sortable"]
+__all__ = ["FILES", "TRIAL", "css", "esm", "slider_names", "sortable"]
 
 FILES = (
     "words",
@@ -31,34 +41,38 @@ FILES = (
     "raster",
     "lanes",
     "seen",
+    "links",
+    "path",
     "chart",
     "overview",
     "tip",
     "walk",
     "pointer",
+    "track",
+    "tracks",
     "panel",
     "widget",
 )
 
+TRIAL = ("played", "trial")
 
-def esm() -> str:
+
+def esm(more: tuple[str, ...] = ()) -> str:
     """Return the module's source, for a widget's `_esm` or for `<script type="module">`.
+
+    Args:
+        more: files that follow, such as TRIAL.
 
     >>> esm().count("export default")
     1
     """
     here = files(__name__)
-    return "\n".join((here / f"{name}.js").read_text(encoding="utf-8") for name in FILES)
+    return "\n".join((here / f"{name}.js").read_text(encoding="utf-8") for name in [*FILES, *more])
 
 
 def css() -> str:
     """Return the style sheet that belongs to it."""
     return (files(__name__) / "timeline.css").read_text(encoding="utf-8")
-
-
-def memory_esm() -> str:
-    """Return the source of the memory chart's module."""
-    return (files(__name__) / "memory.js").read_text(encoding="utf-8")
 
 
 def sortable() -> tuple[str, str]:
@@ -67,3 +81,8 @@ def sortable() -> tuple[str, str]:
     return (here / "sortable.js").read_text(encoding="utf-8"), (here / "sortable.css").read_text(
         encoding="utf-8"
     )
+
+
+def slider_names() -> str:
+    """Return the source of the module that names sliders."""
+    return (files(__name__) / "slider_names.js").read_text(encoding="utf-8")

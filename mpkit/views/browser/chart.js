@@ -1,12 +1,19 @@
 // The canvas: what lies under a point, and how one frame is drawn.
 
+const AROUND = 0.25; // of the screen's height, drawn above and below it
+
 class Chart {
   constructor(canvas, store, look) {
     Object.assign(this, { canvas, store, look, labels: [], widest: "", hidden: new Set(), dark: false });
     this.raster = new Raster();
     this.lanes = new Lanes();
     this.seen = new Seen(store);
-    this.pointed = null; // {row, index}: what the pointer rests on
+    this.pointed = null; // {row, index, place}: what the pointer rests on
+    this.selected = null; // {rank, span}: the rank that is selected, and its operation, if it is one
+    this.path = null; // the critical path that is shown
+    this.waits = []; // of ranks that hang: [{rank, start, words}]
+    this.cursor = null; // the time under the pointer
+    this.view = [0, 0]; // the part of the picture's height that is drawn, in CSS pixels
     this.frames = 0;
     this.asked = 0;
   }
@@ -28,6 +35,13 @@ class Chart {
 
   pan(share) {
     this.seen.pan(share);
+    this.ask();
+  }
+
+  /** The time under the pointer is now this, or nothing. */
+  point(time) {
+    if (time === this.cursor) return;
+    this.cursor = time;
     this.ask();
   }
 
@@ -77,17 +91,20 @@ class Chart {
     this.theme = this.look.themes[this.dark ? "dark" : "light"];
     this.inks = this.look.inks.map((ink) => {
       const fill = this.dark ? ink.dark : ink.light;
-      return { fill, on: this.dark ? ink.on_dark : ink.on_light, rgb: rgb(fill) };
+      const edge = this.dark ? ink.edge_dark : ink.edge_light;
+      return { fill, edge, on: this.dark ? ink.on_dark : ink.on_light, rgb: rgb(fill) };
     });
     const parts = PARTS.filter((part) => this.store.parts.has(part));
-    const placed = (this.placed = this.lanes.layout(this.labels.length, parts, this.store.steps.size > 1));
+    this.placed = this.lanes.layout(this.labels.length, parts, this.store.steps.size > 1);
+    const placed = this.inView(this.placed);
     const context = this.canvas.getContext("2d");
-    this.resize(css, placed.height, ratio);
+    const [top, bottom] = this.view;
+    this.resize(css, bottom - top, ratio);
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.clearRect(0, 0, this.canvas.width, this.canvas.height);
+    context.setTransform(1, 0, 0, 1, 0, -Math.round(top * ratio));
     context.font = `${12 * ratio}px ${FONT}`;
-    const labels = [...this.labels, this.widest];
-    const longest = Math.max(...labels.map((label) => context.measureText(label).width / ratio));
+    const longest = this.longest(context, ratio);
     this.left = Math.min(Math.ceil(longest) + 12, css / 3);
     this.width = Math.max(css - this.left - 8, 40);
     const [t0, t1] = this.times;
@@ -95,23 +112,62 @@ class Chart {
     const frame = {
       context, t0, t1, ratio, width, left: Math.round(this.left * ratio), scale: width / (t1 - t0),
       inks: this.inks, hidden: this.hidden, ground: this.theme.ground, theme: this.theme, labels: this.labels,
+      chunk: (span) => this.store.chunk(span), selected: this.selected?.rank,
     };
+    this.drawSelected(frame, placed);
     this.lanes.drawLabels(frame, placed);
     this.lanes.drawHeads(frame, placed);
     this.drawIdle(frame, placed);
     this.drawMarks(frame, placed);
     this.drawRows(frame, placed);
+    if (this.path) drawPath(frame, this, placed);
+    drawWaits(frame, this, placed);
     this.drawAxis(frame, placed);
-    this.drawPointed(frame, placed);
+    drawCursor(frame, this.cursor, placed.top, placed.bottom);
+    this.drawPointed(frame);
     this.drawn?.();
     this.frames += 1;
   }
 
   resize(width, height, ratio) {
-    const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
-    if (this.canvas.width === w && this.canvas.height === h) return;
-    Object.assign(this.canvas, { width: w, height: h });
-    Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
+    const stage = this.canvas.parentElement;
+    const tall = `${this.placed.height}px`;
+    if (stage.style.height !== tall) stage.style.height = tall;
+    this.canvas.style.transform = this.view[0] ? `translateY(${this.view[0]}px)` : "";
+    sized(this.canvas, [width, height], ratio);
+  }
+
+  /** Of a picture much taller than the screen only what is on the screen is drawn, and a little around it. */
+  inView(placed) {
+    const screen = window.innerHeight;
+    if (placed.height < 2 * screen) {
+      this.view = [0, placed.height];
+      return placed;
+    }
+    const above = -this.canvas.parentElement.getBoundingClientRect().top;
+    const tall = Math.round(screen * (1 + 2 * AROUND));
+    const top = Math.round(Math.min(Math.max(above - AROUND * screen, 0), placed.height - tall));
+    this.view = [top, top + tall];
+    const seen = ({ y, height }) => y + height >= top && y <= top + tall;
+    return { ...placed, rows: placed.rows.filter(seen), heads: placed.heads.filter(seen) };
+  }
+
+  /** The page was scrolled: draw if something that was not drawn is seen. */
+  scrolled() {
+    const [top, bottom] = this.view;
+    if (!this.placed || bottom - top >= this.placed.height) return;
+    const above = Math.min(Math.max(-this.canvas.parentElement.getBoundingClientRect().top, 0), this.placed.height);
+    const below = Math.min(above + window.innerHeight, this.placed.height);
+    if (above < top || below > bottom) this.ask();
+  }
+
+  /** The width of the longest label, in CSS pixels; measured when labels change. */
+  longest(context, ratio) {
+    const known = this.measured;
+    if (known?.labels === this.labels && known.widest === this.widest) return known.width;
+    const width = Math.max(...[...this.labels, this.widest].map((label) => context.measureText(label).width / ratio));
+    this.measured = { labels: this.labels, widest: this.widest, width };
+    return width;
   }
 
   /** The ground of the compute rows is idle time, hatched, from each step's first start to its last end. */
@@ -155,6 +211,7 @@ class Chart {
       const number = this.store.value("microbatch", span);
       return number >= 0 ? String(number) : "";
     };
+    this.raster.begin(frame);
     for (const { rank, part, y, height } of rows) {
       const row = this.store.find(rank, part);
       if (!row) continue;
@@ -162,6 +219,7 @@ class Chart {
       const computes = part === "compute";
       this.raster.row(frame, row, top, tall, computes ? label : null, computes ? this.store.find(rank, "within") : null);
     }
+    this.raster.end(frame);
   }
 
   /** A line where each step begins, with its number where there is room. */
@@ -198,7 +256,7 @@ class Chart {
 
   drawAxis(frame, { bottom }) {
     const { context, ratio, left, width } = frame;
-    if (!this.store.count) return;
+    if (!this.store.count && !this.waits.length) return;
     context.strokeStyle = this.theme.line;
     context.fillStyle = this.theme.faint;
     context.font = `${11 * ratio}px ${FONT}`;
@@ -207,8 +265,8 @@ class Chart {
     context.beginPath();
     context.moveTo(left, bottom * ratio);
     context.lineTo(left + width, bottom * ratio);
-    const { begin } = this.store;
-    for (const [time, words] of ticks(frame.t0 - begin, frame.t1 - begin, Math.max(2, Math.floor(this.width / 100)))) {
+    const { begin } = this.seen;
+    for (const [time, words] of ticks(frame.t0 - begin, frame.t1 - begin, Math.max(3, Math.floor(this.width / 80)))) {
       const x = left + (time + begin - frame.t0) * frame.scale;
       context.moveTo(x, bottom * ratio);
       context.lineTo(x, (bottom + 4) * ratio);
@@ -219,28 +277,45 @@ class Chart {
     context.stroke();
   }
 
-  /** An outline around what the pointer rests on; from a wait, a line to the end of what it waited for. */
-  drawPointed(frame, { rows }) {
-    if (!this.pointed) return;
-    const { context, ratio, left } = frame;
-    const { row, index, place } = this.pointed;
-    const x = (time) => left + Math.min(Math.max((time - frame.t0) * frame.scale, 0), frame.width);
+  /** The row in which a span is drawn, or the compute row of its rank where it has none; undefined if it is folded. */
+  placeOf(span) {
+    const rank = this.store.value("rank", span);
+    const part = PARTS[partOf(this.store.value("kind", span), this.store.value("lane", span), this.store.value("depth", span))];
+    const mine = this.rowsOf(rank);
+    return mine.find((row) => row.part === part) ?? mine[0];
+  }
+
+  rowsOf(rank) {
+    return this.placed.rows.filter((row) => row.rank === rank);
+  }
+
+  /** The ground of the selected rank's rows. */
+  drawSelected(frame) {
+    const mine = this.selected ? this.rowsOf(this.selected.rank) : [];
+    if (mine.length) mark(frame, mine[0].y, mine.at(-1).y + mine.at(-1).height - mine[0].y);
+  }
+
+  /** Outlines around what is selected and what the pointer rests on, with arrows to what goes with them. */
+  drawPointed(frame) {
+    const { store } = this;
+    const spans = new Set();
+    if (this.selected?.span >= 0) spans.add(this.selected.span);
+    if (this.pointed) spans.add(this.pointed.row.span[this.pointed.index]);
+    for (const span of spans) {
+      const place = this.placeOf(span);
+      if (!place) continue;
+      this.outline(frame, span, place);
+      const link = linked(store, span);
+      if (link) drawLink(frame, store, link, (other) => this.placeOf(other));
+    }
+  }
+
+  outline({ context, ratio, left, width, t0, scale }, span, place) {
+    const x = (time) => left + Math.min(Math.max((time - t0) * scale, 0), width);
+    const start = this.store.value("start", span);
+    const [a, b] = [x(start), x(start + this.store.value("duration", span))];
     context.strokeStyle = this.theme.text;
     context.lineWidth = 2 * ratio;
-    const [a, b] = [x(row.start[index]), x(row.end[index])];
     context.strokeRect(a, place.y * ratio, Math.max(b - a, 2 * ratio), place.height * ratio);
-    const cause = row.part === "waits" ? this.store.value("cause", row.span[index]) : -1;
-    if (!(cause >= 0 && cause < this.store.count)) return;
-    const { store } = this;
-    const part = PARTS[partOf(store.value("kind", cause), store.value("lane", cause), store.value("depth", cause))];
-    const there = rows.find((other) => other.rank === store.value("rank", cause) && other.part === part);
-    if (!there) return;
-    context.setLineDash([4 * ratio, 3 * ratio]);
-    context.lineWidth = 1.5 * ratio;
-    context.beginPath();
-    context.moveTo(b, (place.y + place.height / 2) * ratio);
-    context.lineTo(x(store.value("start", cause) + store.value("duration", cause)), (there.y + there.height / 2) * ratio);
-    context.stroke();
-    context.setLineDash([]);
   }
 }

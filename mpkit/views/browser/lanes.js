@@ -69,14 +69,14 @@ class Lanes {
     return { rows, heads, top, bottom: y, height: y + SPACE.axis, thin };
   }
 
-  drawLabels({ context, ratio, left, theme, labels }, { rows, thin }) {
-    context.font = `${12 * ratio}px ${FONT}`;
+  drawLabels({ context, ratio, left, theme, labels, selected }, { rows, thin }) {
     context.textAlign = "right";
     context.textBaseline = "middle";
     context.fillStyle = theme.text;
     const every = Math.ceil(0.5 / thin); // of thin rows, label some
     for (const { rank, part, at, y, height } of rows) {
-      if (part !== "compute" || at % every !== every >> 1) continue;
+      if (part !== "compute" || (at % every !== every >> 1 && rank !== selected)) continue;
+      context.font = `${12 * ratio}px ${FONT}`;
       context.fillText(labels[rank] ?? "", left - 8 * ratio, (y + height / 2) * ratio);
     }
   }

@@ -54,6 +54,7 @@ class Overview {
     const frame = {
       context, t0: begin, scale: width / (end - begin), left: 0, width, ratio, inks: chart.inks, hidden: chart.hidden,
     };
+    this.raster.begin(frame);
     for (let line = 0; line < lines; line++) {
       const rank = Math.floor(((line + 0.5) * ranks) / lines);
       const row = chart.store.find(rank, "compute")?.tidy();
@@ -61,6 +62,7 @@ class Overview {
       const within = chart.store.find(rank, "within");
       this.raster.many(frame, row, 0, row.count, Math.round(line * tall), Math.ceil(tall - ratio), within);
     }
+    this.raster.end(frame);
   }
 
   listen() {
@@ -80,7 +82,7 @@ class Overview {
       const { seen } = this.chart;
       const [t0, t1] = this.chart.times;
       const [start, end] = seen.steps.at(-1) ?? [seen.begin, seen.end];
-      const whole = !seen.window && !seen.follow; // nothing to grab: look at the length of a step
+      const { whole } = seen; // nothing to grab: look at the length of a step
       const share = (time(event) - t0) / (t1 - t0);
       grabbed = !whole && share > 0 && share < 1 ? share : 0.5;
       this.box.setPointerCapture(event.pointerId);

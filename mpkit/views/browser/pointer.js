@@ -38,12 +38,17 @@ function listen(panel) {
     stage.classList.remove("mpkit-dragged");
   };
   on("pointerup", (event) => {
-    const group = dragged && !dragged.moved ? chart.head(place(event)[1]) : -1;
+    const clicked = dragged && !dragged.moved;
+    const [x, y] = place(event);
+    const group = clicked ? chart.head(y) : -1;
     drop();
     if (group >= 0) panel.fold(group);
+    else if (clicked) panel.pick(x, y);
   });
   on("pointercancel", drop);
   on("pointerleave", () => point(panel, null));
+  window.addEventListener("resize", () => chart.ask(), { signal: controller.signal });
+  document.addEventListener("scroll", () => chart.scrolled(), { capture: true, passive: true, signal: controller.signal });
   on("blur", () => tip.hide());
   on("keydown", (event) => key(event, panel));
   return () => controller.abort();
@@ -54,10 +59,10 @@ function wheel(event, panel, x) {
   const { chart } = panel;
   const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
   if (Math.abs(sideways) > Math.abs(event.deltaY) || event.shiftKey) {
-    if (!chart.seen.window && !chart.seen.follow) return;
+    if (chart.seen.whole) return;
     chart.pan(sideways / chart.width);
   } else {
-    if (event.deltaY > 0 && !chart.seen.window && !chart.seen.follow) return;
+    if (event.deltaY > 0 && chart.seen.whole) return;
     const lines = event.deltaMode === 1 ? 16 : 1; // some mice count lines, not pixels
     chart.zoom(Math.exp(Math.max(-100, Math.min(100, event.deltaY * lines)) * 0.003), x);
   }
@@ -71,6 +76,8 @@ function point(panel, x, y) {
   const hit = x === null || !chart.placed ? null : chart.hit(x, y);
   const before = chart.pointed;
   chart.pointed = hit;
+  const inside = x !== null && x >= chart.left && x <= chart.left + chart.width;
+  if (panel.tracks.all.length) chart.point(inside ? chart.time(x) : null); // the same time is marked in the tracks
   panel.stage.classList.toggle("mpkit-on-head", x !== null && chart.head(y) >= 0);
   if (hit) tip.show(chart, hit, x, y);
   else tip.hide();
@@ -92,6 +99,8 @@ function key(event, panel) {
     PageDown: () => chart.seen.page(1),
     0: () => panel.fit(),
     Home: () => panel.fit(),
+    c: () => panel.togglePath(),
+    Escape: () => panel.select(null),
   };
   const walks = {
     ArrowLeft: () => panel.walk.along(-1),

@@ -75,38 +75,61 @@ function shade(shares, width, inks, strip) {
   }
 }
 
-/** Draws rows into one canvas context, in device pixels; keeps its buffers between frames. */
+const THIN = { height: 10, boxes: 24 }; // CSS pixels; a row as thin as this is a strip from that many boxes on
+
+/** Draws rows into one canvas context, in device pixels. Strips are kept as long as they show the same, so a picture of
+ *  a thousand lanes that is scrolled is not computed anew. All strips of a frame are put into one image, once. */
 class Raster {
   constructor() {
     this.canvas = document.createElement("canvas");
     this.width = 0;
+    this.kept = new Map(); // row -> {key, strip}
+    this.strips = []; // of this frame: [strip, x, y, height]
   }
 
-  resize(width, keys) {
-    if (width === this.width) return;
-    this.width = width;
-    this.canvas.width = width;
-    this.canvas.height = 1;
-    this.image = new ImageData(width, 1);
-    this.shares = new Float32Array(width * keys);
+  /** Begin a frame: {context, t0, scale (device pixels per second), left, width, ratio, inks, hidden, ground} */
+  begin(frame) {
+    const { width, inks, t0, scale, hidden } = frame;
+    if (width !== this.width) {
+      Object.assign(this, { width, image: null, shares: new Float32Array(width * inks.length) });
+      this.kept.clear();
+    }
+    this.strips.length = 0;
+    this.rgbs = inks.map((ink) => ink.rgb);
+    this.key = `${t0} ${scale} ${[...hidden]} ${inks[1].fill}`;
   }
 
-  /** frame: {context, t0, scale (device pixels per second), left, width, ratio, inks, hidden, ground} */
   row(frame, row, y, height, label, within) {
     const [first, after] = row.tidy().between(frame.t0, frame.t0 + frame.width / frame.scale);
     if (after <= first) return;
-    if (after - first > frame.width / (2 * frame.ratio)) this.many(frame, row, first, after, y, height, within);
+    const thin = height < THIN.height * frame.ratio && after - first > THIN.boxes;
+    if (thin || after - first > frame.width / (2 * frame.ratio)) this.many(frame, row, first, after, y, height, within);
     else this.few(frame, row, first, after, y, height, label, within);
   }
 
   many(frame, row, first, after, y, height, within) {
-    this.resize(frame.width, frame.inks.length);
-    cover(row, first, after, frame.t0, frame.scale, frame.width, frame.hidden, this.shares);
-    if (within) uncover(within, frame.t0, frame.scale, frame.width, frame.inks.length, this.shares);
-    shade(this.shares, frame.width, frame.inks.map((ink) => ink.rgb), this.image.data);
-    this.canvas.getContext("2d").putImageData(this.image, 0, 0);
-    frame.context.imageSmoothingEnabled = false;
-    frame.context.drawImage(this.canvas, frame.left, y, frame.width, height);
+    const key = `${this.key} ${row.count} ${within?.count}`;
+    let kept = this.kept.get(row);
+    if (kept?.key !== key) {
+      cover(row, first, after, frame.t0, frame.scale, frame.width, frame.hidden, this.shares);
+      if (within) uncover(within, frame.t0, frame.scale, frame.width, frame.inks.length, this.shares);
+      kept = { key, strip: kept?.strip ?? new Uint8ClampedArray(4 * frame.width) };
+      shade(this.shares, frame.width, this.rgbs, kept.strip);
+      this.kept.set(row, kept);
+    }
+    this.strips.push([kept.strip, frame.left, y, height]);
+  }
+
+  /** Draw the frame's strips. */
+  end({ context }) {
+    const { strips, canvas, width } = this;
+    if (!strips.length) return;
+    if (!this.image || this.image.height < strips.length) this.image = new ImageData(width, strips.length);
+    if (canvas.width !== width || canvas.height < strips.length) Object.assign(canvas, { width, height: strips.length });
+    strips.forEach(([strip], i) => this.image.data.set(strip, 4 * width * i));
+    canvas.getContext("2d").putImageData(this.image, 0, 0, 0, 0, width, strips.length);
+    context.imageSmoothingEnabled = false;
+    strips.forEach(([, left, y, height], i) => context.drawImage(canvas, 0, i, width, 1, left, y, width, height));
   }
 
   few(frame, row, first, after, y, height, label, within) {
@@ -120,7 +143,11 @@ class Raster {
       const key = row.key[i];
       if (hidden.has(key)) continue;
       const pieces = around(within, row.start[i], row.end[i]).map((piece) => piece.map(edge));
-      for (const [a, b] of pieces) this.box(frame, inks[key].fill, a, b, y, height);
+      const chunk = label ? frame.chunk(row.span[i]) : 0;
+      for (const [a, b] of pieces) {
+        this.box(frame, inks[key], a, b, y, height);
+        if (chunk) this.bars(frame, inks[key], a, b, y, height, chunk);
+      }
       const words = label && largest >= 8 * ratio ? label(row.span[i]) : "";
       if (!words) continue;
       const [a, b] = pieces.reduce((best, piece) => (piece[1] - piece[0] > best[1] - best[0] ? piece : best), [0, 0]);
@@ -135,14 +162,29 @@ class Raster {
     }
   }
 
-  /** Neighbours of one colour stay apart by a line of the ground's. */
-  box({ context, left, ratio, ground }, fill, a, b, y, height) {
+  /** Neighbours of one colour stay apart by a line of the ground's; what is pale has an outline. */
+  box({ context, left, ratio, ground }, ink, a, b, y, height) {
     const apart = b - a > 3 * ratio;
     if (apart) {
       context.fillStyle = ground;
       context.fillRect(left + b - ratio, y, ratio, height);
     }
-    context.fillStyle = fill;
-    context.fillRect(left + a, y, Math.max(b - a - (apart ? ratio : 0), Math.min(ratio, 1)), height);
+    const width = Math.max(b - a - (apart ? ratio : 0), Math.min(ratio, 1));
+    const edge = ink.edge && width > 3 * ratio && height > 5 * ratio ? ratio : 0;
+    if (edge) {
+      context.fillStyle = ink.edge;
+      context.fillRect(left + a, y, width, height);
+    }
+    context.fillStyle = ink.fill;
+    context.fillRect(left + a + edge, y + edge, width - 2 * edge, height - 2 * edge);
+  }
+
+  /** A bar at the foot of a block of the rank's second stage, two of its third. */
+  bars({ context, left, ratio }, ink, a, b, y, height, chunk) {
+    context.fillStyle = ink.on;
+    const inset = 2 * ratio;
+    for (let i = 0; i < chunk && i < 4; i++) {
+      context.fillRect(left + a + inset, y + height - (4 + 4 * i) * ratio, Math.max(b - a - ratio - 2 * inset, ratio), 2 * ratio);
+    }
   }
 }

@@ -1,6 +1,8 @@
 // Which times are seen: all, a window, a step, or while a run goes on its newest steps.
 
 const FOLLOWED = 3; // steps that stay in view
+const BEHIND = 1; // seconds that what is followed may lie behind the newest spans, for the sake of its memory
+const LEGIBLE = 8; // steps up to which a picture shows all of them at first
 
 class Seen {
   constructor(store) {
@@ -8,10 +10,17 @@ class Seen {
     this.window = null; // [t0, t1], or null for all there is
     this.room = 0; // seconds to show at least, where several charts share a scale
     this.follow = false; // keep the newest steps in view, or the window's end at the newest span
+    this.told = Infinity; // until when the tracks below the lanes are known
+    this.most = LEGIBLE; // of more steps than these only the newest are seen, until the reader asks for others
+  }
+
+  /** Whether all there is is seen. */
+  get whole() {
+    return !this.window && !this.follow && this.store.steps.size <= this.most;
   }
 
   get begin() {
-    return this.store.begin;
+    return Number.isFinite(this.store.begin) ? this.store.begin : 0; // ranks may wait before any has done something
   }
 
   get end() {
@@ -21,15 +30,25 @@ class Seen {
   get times() {
     const { begin, end } = this;
     if (!(end > begin)) return [0, 1];
-    if (this.follow) return this.window ? [end - (this.window[1] - this.window[0]), end] : this.newest;
-    return this.window ?? [begin, end];
+    if (this.follow) return this.window ? [end - (this.window[1] - this.window[0]), end] : this.followed;
+    return this.window ?? [this.whole ? begin : this.newest[0], end];
   }
 
   /** The newest steps. The length is that of the longest: it holds still while the newest step grows. */
   get newest() {
-    const { begin, end } = this;
-    const steps = this.steps;
-    if (steps.length <= FOLLOWED) return [begin, end];
+    return this.lastOf(this.steps, this.end);
+  }
+
+  /** The newest steps of which the tracks are known too, where these come soon: fast steps would leave them empty. */
+  get followed() {
+    const { steps } = this;
+    const known = steps.filter(([start]) => start < this.told);
+    const waits = known.length > FOLLOWED && known.length < steps.length && this.end - this.told < BEHIND;
+    return waits ? this.lastOf(known, known.at(-1)[1]) : this.newest;
+  }
+
+  lastOf(steps, end) {
+    if (steps.length <= FOLLOWED) return [this.begin, end];
     const last = steps.slice(-FOLLOWED);
     const longest = Math.max(...steps.slice(-2 * FOLLOWED).map(([from, to]) => to - from));
     return [last[0][0], Math.max(end, last[0][0] + FOLLOWED * longest)];
@@ -43,10 +62,11 @@ class Seen {
   /** Show t0 to t1, but never nothing: at most all, at least a billionth of it. */
   show(t0, t1) {
     const { begin, end } = this;
-    const whole = end - begin;
-    if (!(whole > 0)) return;
-    const length = Math.max(t1 - t0, whole * 1e-9);
-    if (length >= whole) {
+    const all = end - begin;
+    if (!(all > 0)) return;
+    this.most = Infinity;
+    const length = Math.max(t1 - t0, all * 1e-9);
+    if (length >= all) {
       this.window = null;
     } else {
       const from = Math.min(Math.max(t0, begin), end - length);
@@ -72,7 +92,7 @@ class Seen {
     const { steps } = this;
     if (!steps.length) return;
     const [t0, t1] = this.times;
-    const whole = !this.window && !this.follow;
+    const { whole } = this;
     const now = steps.findLastIndex(([start]) => start <= (t0 + t1) / 2);
     const next = whole ? (by > 0 ? 0 : steps.length - 1) : Math.min(Math.max(now + by, 0), steps.length - 1);
     const [start, end] = steps[next];
@@ -80,13 +100,19 @@ class Seen {
     this.show(start, end);
   }
 
-  /** A run has ended, or goes on: what was followed stays in view. */
+  /** Show all there is. */
+  fit() {
+    this.window = null;
+    this.follow = false;
+    this.most = Infinity;
+  }
+
+  /** A run goes on, or has ended: what was followed stays in view, also when the whole run takes the place of its parts. */
   live(goes) {
-    if (!goes && this.follow) {
-      const [t0, t1] = this.times;
-      this.follow = false;
-      this.show(t0, t1);
-    }
+    const [t0, t1] = this.times;
+    const followed = this.follow && !goes;
     this.follow = Boolean(goes);
+    if (followed && !this.window) this.most = FOLLOWED;
+    if (followed && this.window && this.end > this.begin) this.window = [t0, t1];
   }
 }

@@ -122,6 +122,8 @@ class Store {
     this.rows = new Map(); // rank * PARTS.length + part -> Row
     this.keys = new Set();
     this.parts = new Set(["compute"]);
+    this.stages = new Map(); // rank -> its stages, in their order
+    this.linked = null; // what was linked last
   }
 
   /** Take a batch. "taken", "known" (nothing new in it) or "missed" (one before it never came). */
@@ -145,17 +147,30 @@ class Store {
       this.columns[name] ??= new Column(values.constructor);
       this.columns[name].append(skip ? values.subarray(skip) : values);
     }
-    const { start, duration, rank, kind, lane, depth, key } = batch;
+    const { start, duration, rank, kind, lane, depth, key, stage } = batch;
     for (let i = skip; i < count; i++) {
       if (lane[i] === LANE.NONE || !(duration[i] > 0)) continue; // what takes no time is nothing to see
       const end = start[i] + duration[i];
       if (start[i] < this.begin) this.begin = start[i];
       if (end > this.end) this.end = end;
       this.row(rank[i], partOf(kind[i], lane[i], depth[i])).push(start[i], end, key[i], base + i);
+      if (stage[i] >= 0 && lane[i] === LANE.COMPUTE) this.noteStage(rank[i], stage[i]);
       if (kind[i] !== WAIT) this.keys.add(key[i]);
       else if (depth[i] > 0) this.row(rank[i], PARTS.indexOf("within")).push(start[i], end, key[i], base + i);
     }
     this.count = base + count;
+  }
+
+  noteStage(rank, stage) {
+    const known = this.stages.get(rank);
+    if (!known) this.stages.set(rank, [stage]);
+    else if (!known.includes(stage)) known.splice(bisect(known, known.length, stage), 0, stage);
+  }
+
+  /** Which of its rank's stages a span belongs to: 0 for the first. */
+  chunk(span) {
+    const known = this.stages.get(this.columns.rank.data[span]);
+    return known?.length > 1 ? Math.max(0, known.indexOf(this.columns.stage.data[span])) : 0;
   }
 
   row(rank, part) {
@@ -171,6 +186,21 @@ class Store {
 
   find(rank, part) {
     return this.rows.get(rank * PARTS.length + PARTS.indexOf(part));
+  }
+
+  /** The share of a window of time in which a rank computes. */
+  busy(rank, [t0, t1]) {
+    const row = this.find(rank, "compute")?.tidy();
+    if (!row) return 0;
+    const within = this.find(rank, "within");
+    const sum = ([first, after]) => {
+      let total = 0;
+      for (let i = first; i < after; i++) {
+        for (const [a, b] of around(within, Math.max(row.start[i], t0), Math.min(row.end[i], t1))) total += b - a;
+      }
+      return total;
+    };
+    return sum(row.between(t0, t1)) / (t1 - t0);
   }
 
   value(column, span) {

@@ -40,6 +40,9 @@ function facts(chart, span) {
     const peer = way(cause) ? ` ${way(cause)} ${who(store.value("peer", cause))}` : "";
     found.push(["waited for", `${title(chart, cause)}${peer}`]);
   }
+  const link = linked(store, span);
+  found.push(...pathFacts(chart, span));
+  if (link?.what === "came last") found.push(["came last", who(store.value("rank", link.from))]);
   return found;
 }
 
@@ -51,15 +54,21 @@ class Tip {
     this.box.hidden = true;
   }
 
+  /** Show what was hit, at this place of the stage. */
   show(chart, hit, x, y) {
     const span = hit.row.span[hit.index];
     const idle = hit.row.part === "waits";
+    const ink = chart.inks[hit.row.key[hit.index]].fill;
+    this.put(idle ? `idle: ${title(chart, span)}` : title(chart, span), ink, facts(chart, span), x, y);
+  }
+
+  /** Show a heading, with a swatch if it has a colour, and [[what, value], ...]. */
+  put(heading, ink, told, x, y) {
     const head = node("div", "mpkit-tip-head");
-    const swatch = head.appendChild(node("i"));
-    swatch.style.background = chart.inks[hit.row.key[hit.index]].fill;
-    head.append(idle ? `idle: ${title(chart, span)}` : title(chart, span));
+    if (ink) head.appendChild(node("i")).style.background = ink;
+    head.append(heading);
     const list = node("dl");
-    for (const [what, value] of facts(chart, span)) list.append(node("dt", "", what), node("dd", "", String(value)));
+    for (const [what, value] of told) list.append(node("dt", "", what), node("dd", "", String(value)));
     this.box.replaceChildren(head, list);
     this.box.hidden = false;
     // Beside the pointer, on the side where there is room.

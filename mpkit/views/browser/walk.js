@@ -55,12 +55,14 @@ class Walk {
       this.panel.changed();
     }
     const there = chart.placed.rows.find(({ rank, part }) => rank === place.rank && part === place.part);
-    chart.pointed = { row, index: place.index, place: there };
     const span = row.span[place.index];
+    chart.pointed = { row, index: place.index, place: there };
+    this.panel.select({ rank: place.rank, span }, true);
     this.said.textContent = [title(chart, span), ...facts(chart, span).map((fact) => fact.join(" "))].join(", ");
     const [from, to] = chart.times;
     const x = chart.left + (((start + end) / 2 - from) / (to - from)) * chart.width;
     tip.show(chart, chart.pointed, x, there.y + there.height);
+    tip.box.scrollIntoView({ block: "nearest" });
     chart.ask();
   }
 }

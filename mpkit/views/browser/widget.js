@@ -1,6 +1,6 @@
 // The two ways in: a live widget (anywidget), whose kernel sends batches, and a page that holds its data.
 
-const TRAITS = ["title", "labels", "groups", "bubble", "step_time", "of", "clock", "note", "live", "table", "room", "widest"];
+const TRAITS = ["title", "labels", "groups", "bubble", "step_time", "of", "clock", "note", "live", "table", "room", "widest", "said", "waits", "stale", "has_path", "path_shown"];
 
 /** What the panel shows, from the model's traits. */
 const stateOf = (model) => Object.fromEntries(TRAITS.map((name) => [name, model.get(name)]));
@@ -42,11 +42,23 @@ function timelineWidget() {
       const panel = new Panel(el, store, model.get("look"));
       const update = () => panel.update(stateOf(model));
       const events = TRAITS.map((name) => `change:${name}`).join(" ");
+      const tracks = () => panel.tracks.take(model.get("tracks_head"), model.get("tracks"));
+      const path = () => panel.update({ path: pathOf(model.get("path_head"), model.get("path_slack")) });
+      panel.wantPath = (shown) => {
+        model.set("path_shown", shown);
+        model.save_changes();
+      };
       panels.add(panel);
       model.on(events, update);
+      model.on("change:path_head change:path_slack", path);
+      model.on("change:tracks change:tracks_head", tracks);
       update();
+      tracks();
+      path();
       return () => {
         model.off(events, update);
+        model.off("change:tracks change:tracks_head", tracks);
+        model.off("change:path_head change:path_slack", path);
         panels.delete(panel);
         panel.destroy();
       };

@@ -8,8 +8,9 @@ from mpkit.support.display import image
 from mpkit.support.needs import needs_notebook
 from mpkit.support.units import seconds
 from mpkit.timeline.idleness import CAUSES
-from mpkit.views.comparison.svg import CAUSE_INKS, bars_svg
+from mpkit.views.comparison.svg import bars_svg
 from mpkit.views.drawing.chart_look import LINE, LOOK
+from mpkit.views.drawing.colours import CAUSE_INKS
 from mpkit.views.drawing.lanes import widest_label
 from mpkit.views.timeline.widget import TimelineView
 

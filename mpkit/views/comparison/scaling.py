@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpkit.experiments.scaling import strategy
 from mpkit.support.needs import needs_notebook
-from mpkit.views.drawing.chart_look import GREY, LINE, LOOK
+from mpkit.views.drawing.chart_look import GREY, LINE, LOOK, SERIES
 
 if TYPE_CHECKING:
     from mpkit.experiments.scaling import Scaling
@@ -18,8 +17,6 @@ except ImportError as error:
 
 __all__ = ["scaling_figure"]
 
-INKS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # the palette of Okabe and Ito
-
 
 def scaling_figure(scaling: Scaling) -> Any:
     """Draw the chart as a plotly Figure, with the numbers inside.
@@ -27,6 +24,8 @@ def scaling_figure(scaling: Scaling) -> Any:
     Args:
         scaling: what to draw. Serial training is the first point of every other strategy's line.
     """
+    from mpkit.experiments.scaling import strategy  # imported here since it needs torch
+
     rows = scaling.rows
     least = min(row.ranks for row in rows)
     base = next(row for row in rows if row.ranks == least)
@@ -47,7 +46,7 @@ def scaling_figure(scaling: Scaling) -> Any:
             hovertemplate="ideal: %{y:.4s} samples/s<extra></extra>",
         )
     )
-    for (name, held), ink in zip(lines.items(), INKS * len(lines), strict=False):
+    for (name, held), ink in zip(lines.items(), SERIES * len(lines), strict=False):
         drawn = sorted([*serial, *held], key=lambda row: row.ranks)
         drawn, ahead = [row for row in drawn if row.band is None], [row for row in drawn if row.band]
         if drawn:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mpkit.support.units import seconds
 from mpkit.support.visible import escape
 from mpkit.timeline.idleness import CAUSES
-from mpkit.views.drawing.colours import INKS, Key
+from mpkit.views.drawing.colours import CAUSE_INKS
 from mpkit.views.drawing.sheet import keys, sheet
 from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import GUTTER, MARGIN, gutter_of, svg
@@ -21,19 +21,7 @@ from mpkit.views.timeline.svg import GUTTER, MARGIN, gutter_of, svg
 if TYPE_CHECKING:
     from mpkit.analysis.comparison import Compared, Comparison
 
-__all__ = ["CAUSE_INKS", "bars_svg", "comparison_svg"]
-
-CAUSE_INKS = {
-    "work": INKS[Key.FORWARD].light,
-    "warm-up": "#9bd5f7",
-    "message": "#c3c9d2",
-    "imbalance": "#d55e00",
-    "communication": INKS[Key.COMM].light,
-    "cool-down": "#f0e442",
-    "data": INKS[Key.DATA].light,
-    "other": "#8c929c",
-}
-"""The colours of the bars, legible on light and dark backgrounds."""
+__all__ = ["bars_svg", "comparison_svg"]
 
 BAR, SPACE = 16.0, 44.0
 

@@ -24,8 +24,8 @@ from mpkit.views.dashboard import html as parts
 from mpkit.views.dashboard.charts import charts_svg
 from mpkit.views.dashboard.pace import Background, Pace
 from mpkit.views.drawing.lanes import FOLDED, LaneGroup, groups_of, rank_label
-from mpkit.views.memory.widget import MemoryView
 from mpkit.views.timeline.text import text
+from mpkit.views.timeline.tracks import has_tracks
 from mpkit.views.timeline.widget import TimelineView
 
 try:
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from mpkit.api.watched_run import WatchedRun
 
 __all__ = ["Dashboard", "RunView", "show_run"]
+
+SPEAK = 10.0
+"""The least seconds between two lines that a screen reader is told about steps and losses."""
 
 LINES = 500
 """The number of lines of the ranks' output that stay in view."""
@@ -53,6 +56,7 @@ class Dashboard:
         on_stop: called, in a thread of its own, when the stop button is pressed; None: there is no button.
         theory: the bubble according to the formula, to show next to the measured one.
         groups: the groups of the ranks.
+        gpus: whether the ranks' GPUs are sampled.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Dashboard:
         *,
         theory: float | None = None,
         groups: Sequence[LaneGroup] = (),
+        gpus: bool = False,
     ) -> None:
         self.title, self.steps = title, steps
         self._lock = threading.RLock()
@@ -89,12 +94,12 @@ class Dashboard:
         self.timeline.note = self._note()
         self._trouble, self._output = ipywidgets.HTML(), ipywidgets.HTML()
         self._charts, self._charted = ipywidgets.HTML(), ""
-        self._memory = MemoryView()
-        # Drawn in the background: importing plotly alone takes longer than the first steps of a small run.
-        self._memory_worker: Background[Timeline] = Background(self._memory.show)
+        self.timeline.expect_tracks(gpus=gpus)
+        self._memory_worker: Background[Timeline] = Background(self.timeline.set_tracks)
+        self._said = Pace(SPEAK)
         line = ipywidgets.HBox([self._bar, self._stop, self._words], layout={"align_items": "center"})
         self.widget = ipywidgets.VBox(
-            [self._head, line, self._trouble, self._charts, self.timeline, self._memory, self._output]
+            [self._head, line, self._trouble, self.timeline, self._charts, self._output]
         )
 
     # ---- filling ------------------------------------------------------------------------------------------
@@ -114,6 +119,8 @@ class Dashboard:
             self._words.value = parts.progress(step, self.steps, losses)
             if note:
                 self.timeline.note = note
+            if step:
+                self._said(lambda: self._say(step))
 
     def set_charts(self, losses: Sequence[float], first_step: int, metrics: Metrics) -> None:
         """Show the loss and what was logged, by step."""
@@ -123,8 +130,8 @@ class Dashboard:
             self._charts.value = self._charted
 
     def set_memory(self, timeline: Timeline) -> None:
-        """Show the memory so far; it is drawn in the background."""
-        if len(timeline.held):
+        """Show memory and samples of GPUs so far; they are drawn in the background."""
+        if has_tracks(timeline):
             self._memory_worker.put(timeline)
 
     def add_output(self, line: str) -> None:
@@ -146,11 +153,17 @@ class Dashboard:
             self.timeline.replace(timeline)
             self.timeline.live = False
             self.timeline.note = " ".join([self._note(), *timeline.notes]).strip()
-            self.set_memory(timeline)
+            if has_tracks(timeline):
+                self.set_memory(timeline)
+            else:
+                self.timeline.tracks_head = {}
             self._head.value = parts.head(self.title, status)
             self._trouble.value = parts.trouble(message)
             self._bar.bar_style = {"finished": "success", "failed": "danger"}.get(status, "warning")
-            self._stop.layout.display = "none"
+            self._stop.layout.visibility = "hidden"  # keeps its place: what stands beside it does not move
+            self.timeline.said = " ".join(
+                filter(None, [f"{self.title}: {status}.", message.partition("\n")[0]])
+            )
             words = parts.progress(len(self._losses), self.steps, self._losses)
             self._static = (
                 parts.static(self.title, status, words, message, timeline, self._lines, self._charted),
@@ -195,6 +208,12 @@ class Dashboard:
     def _note(self) -> str:
         return "" if self._theory is None else parts.theory(self._theory)
 
+    def _say(self, step: int) -> None:
+        """Tell a screen reader how far the run has come."""
+        of = f" of {self.steps}" if self.steps is not None else ""
+        loss = f", loss {self._losses[-1]:.4f}" if self._losses else ""
+        self.timeline.said = f"step {step}{of}{loss}"
+
     def _pressed(self, _button: object) -> None:
         self._stop.disabled = True
         self._stop.description = "Stopping"
@@ -210,7 +229,7 @@ class RunView:
         self.run = run
         self.cell_id = _cell_id()
         self._feed, self._cell = run.feed(), _cell()
-        self._loss_pace, self._memory_pace = Pace(0.3), Pace(0.8, first=1.5)
+        self._loss_pace, self._memory_pace = Pace(0.3), Pace(0.4, first=0.3)
         so_far = self._feed.timeline()
         self.dashboard = Dashboard(
             run.title,
@@ -219,6 +238,7 @@ class RunView:
             None if run.blocks else run.stop,
             theory=run.theory,
             groups=groups_of(so_far),
+            gpus="sampled_gpus" in so_far.meta,
         )
 
     def was_before(self, other: RunView) -> bool:

@@ -1,9 +1,13 @@
-"""The colours of operations, which colour-blind readers can distinguish, too.
+"""The colours of operations, of memory and of idle time: each means one thing in all views.
 
-They are the palette of Okabe and Ito (*Color Universal Design*, 2008), with brighter blues on a dark background.
-Related work has related colours: recomputation is a paler forward, and where a backward is split in two, its
-halves are the reds and yellows next to the orange of the whole one. Idle time is not a colour but a hatch on the
-background, so that a bubble is visible and yet looks like nothing being done.
+Operations have the palette of Okabe and Ito (*Color Universal Design*, 2008), of which some are darker or paler here,
+so that readers who do not see red and green apart tell the optimizer from communication. Related work has related
+colours: recomputation is a paler forward, and where a backward is split in two, its halves are the reds and yellows
+next to the orange of the whole one. Idle time is not a colour but a hatch on the background, so that a bubble is
+visible and yet looks like nothing being done. Memory has violets, and the causes of idle time teals.
+
+A colour with less than 3:1 against the background is drawn with an outline (`outline`), as WCAG 1.4.11 asks of marks.
+`tests/views/test_colours.py` computes contrasts, and distances as deuteranopes see them.
 """
 
 from __future__ import annotations
@@ -17,7 +21,21 @@ import numpy.typing as npt
 
 from mpkit.trace import Kind
 
-__all__ = ["CATEGORY_INKS", "FONT", "INKS", "THEMES", "Ink", "Key", "Theme", "key_of"]
+__all__ = [
+    "CATEGORY_INKS",
+    "CAUSE_INKS",
+    "DEVICE_INKS",
+    "FONT",
+    "INKS",
+    "THEMES",
+    "Ink",
+    "Key",
+    "Theme",
+    "contrast",
+    "key_of",
+    "luminance",
+    "outline",
+]
 
 
 class Key(IntEnum):
@@ -53,12 +71,12 @@ INKS: dict[Key, Ink] = {
     Key.IDLE: Ink("idle", "#d3d7de", "#3d434d", BLACK, WHITE),
     Key.FORWARD: Ink("forward", "#0072b2", "#2f8fd8", WHITE, BLACK),
     Key.BACKWARD: Ink("backward", "#e69f00", "#e69f00", BLACK, BLACK),
-    Key.INPUT_GRAD: Ink("input grad", "#d55e00", "#e06a10", BLACK, BLACK),
+    Key.INPUT_GRAD: Ink("input grad", "#c84f00", "#d55e00", WHITE, BLACK),
     Key.WEIGHT_GRAD: Ink("weight grad", "#f0e442", "#f0e442", BLACK, BLACK),
-    Key.OPTIMIZER: Ink("optimizer", "#009e73", "#00a67a", BLACK, BLACK),
-    Key.RECOMPUTE: Ink("recompute", "#56b4e9", "#9bd5f7", BLACK, BLACK),
-    Key.COMPUTE: Ink("compute", "#4a4f57", "#c3c8d0", WHITE, BLACK),
-    Key.COMM: Ink("communication", "#cc79a7", "#d98ab6", BLACK, BLACK),
+    Key.OPTIMIZER: Ink("optimizer", "#00785a", "#008f68", WHITE, BLACK),
+    Key.RECOMPUTE: Ink("recompute", "#56b4e9", "#b9e3fb", BLACK, BLACK),
+    Key.COMPUTE: Ink("compute", "#2f343b", "#f2f4f7", WHITE, BLACK),
+    Key.COMM: Ink("communication", "#e8a9cd", "#e39ac4", BLACK, BLACK),
     Key.COPY: Ink("host copy", "#8c929c", "#8c929c", BLACK, BLACK),
     Key.DATA: Ink("data loading", "#704214", "#9c5a2a", WHITE, WHITE),
 }
@@ -95,13 +113,37 @@ def _table() -> npt.NDArray[Any]:
 _KEYS = _table()
 
 CATEGORY_INKS = {
-    "params": ("#0072b2", "#2f8fd8"),
-    "grads": ("#e69f00", "#e69f00"),
-    "optimizer": ("#009e73", "#00a67a"),
-    "activations": ("#56b4e9", "#9bd5f7"),
-    "buffers": ("#8c929c", "#8c929c"),
+    "params": ("#35155d", "#7653bb"),
+    "grads": ("#9168cf", "#c2a6f3"),
+    "optimizer": ("#5f2fa3", "#9572dc"),
+    "activations": ("#c4a9ec", "#e0d2f9"),
+    "buffers": ("#e9defa", "#5b3d97"),
 }
-"""The colours of the categories of memory, by theme (light, dark); Okabe and Ito's, as above."""
+"""The colours of the categories of memory, by theme (light, dark): violets, in the order in which they are stacked of
+unlike lightness."""
+
+DEVICE_INKS = {
+    "utilisation": ("#5b6b00", "#b9c94a"),
+    "memory": ("#464f86", "#9aa3d8"),
+    "nvlink_sent": ("#9a3f73", "#d65fa3"),
+    "nvlink_received": ("#bd7aa2", "#f9cfe4"),
+    "pcie_sent": ("#9a3f73", "#d65fa3"),
+    "pcie_received": ("#bd7aa2", "#f9cfe4"),
+}
+"""The colours of what NVML says of a GPU, by theme (light, dark): traffic on links is of communication's hue, memory in
+use a bluer violet than what ranks hold."""
+
+CAUSE_INKS = {
+    "work": "#4f7390",
+    "warm-up": "#bfe3dd",
+    "message": "#d8c9a3",
+    "imbalance": "#2f7f79",
+    "communication": "#a86f8e",
+    "cool-down": "#74b8b0",
+    "data": "#a5713f",
+    "other": "#7f816c",
+}
+"""The colours of work and of the causes of idle time in comparisons, on light and dark backgrounds alike."""
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
@@ -114,3 +156,34 @@ def key_of(kinds: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """
     keys: npt.NDArray[Any] = _KEYS[kinds]
     return keys
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of "#rrggbb", 0 to 1 (WCAG 2.2).
+
+    >>> luminance("#000000"), round(luminance("#ffffff"), 6)
+    (0.0, 1.0)
+    """
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours, 1 to 21 (WCAG 2.2).
+
+    >>> round(contrast("#ffffff", "#000000"), 3), contrast("#0072b2", "#0072b2")
+    (21.0, 1.0)
+    """
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def outline(fill: str, theme: str) -> str:
+    """Return the colour of the line around marks of a colour; "" where they need none: they have 3:1 without.
+
+    >>> outline("#0072b2", "light"), outline("#f0e442", "light"), outline("#f0e442", "dark")
+    ('', '#656d76', '')
+    """
+    ground = THEMES[theme]
+    return "" if contrast(fill, ground.ground) >= 3 else ground.faint

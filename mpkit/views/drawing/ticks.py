@@ -1,4 +1,4 @@
-"""Round numbers for a time axis."""
+"""Round numbers for axes: of time, and of amounts such as bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from mpkit.support.units import seconds
 
-__all__ = ["ticks"]
+__all__ = ["levels", "ticks"]
 
 
 def ticks(duration: float, most: int) -> list[tuple[float, str]]:
@@ -17,12 +17,21 @@ def ticks(duration: float, most: int) -> list[tuple[float, str]]:
     >>> [text for _, text in ticks(0.0031, 4)]
     ['0', '1 ms', '2 ms', '3 ms']
     """
-    if duration <= 0 or not math.isfinite(duration):
+    return [(time, _words(time)) for time in levels(duration, most)]
+
+
+def levels(highest: float, most: int) -> list[float]:
+    """Return at most `most` + 1 amounts from 0 to `highest`, a round step (1, 2 or 5 x a power of ten) apart.
+
+    >>> levels(251e6, 3)
+    [0.0, 100000000.0, 200000000.0]
+    """
+    if highest <= 0 or not math.isfinite(highest):
         return []
-    power = 10.0 ** math.floor(math.log10(duration / most))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= duration * (1 - 1e-9))
-    count = math.floor(duration / step * (1 + 1e-9))
-    return [(i * step, _words(i * step)) for i in range(count + 1)]
+    power = 10.0 ** math.floor(math.log10(highest / most))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= highest * (1 - 1e-9))
+    count = math.floor(highest / step * (1 + 1e-9))
+    return [i * step for i in range(count + 1)]
 
 
 def _words(time: float) -> str:

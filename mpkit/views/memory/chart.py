@@ -62,8 +62,8 @@ def _panels(ranks: int, timeline: Timeline) -> Any:
         for number, category in enumerate(CATEGORIES):
             ink = CATEGORY_INKS[category][0]
             area = go.Scatter(
-                x=memory.times,
-                y=memory.levels[:, number],
+                x=memory.times.astype(np.float32),
+                y=memory.levels[:, number].astype(np.float32),
                 name=category,
                 legendgroup=category,
                 showlegend=rank == 0,
@@ -74,7 +74,7 @@ def _panels(ranks: int, timeline: Timeline) -> Any:
             )
             figure.add_trace(area, **place)
         peak = go.Scatter(
-            x=memory.times[memory.peak : memory.peak + 1],
+            x=memory.times[memory.peak : memory.peak + 1].astype(np.float32),
             y=np.array([memory.total], np.float32),
             mode="markers",
             marker={"color": GREY, "size": 8, "symbol": "diamond"},

@@ -16,7 +16,7 @@ from mpkit.support.units import bytes_text
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 
-__all__ = ["Memory", "held_text", "memory_of"]
+__all__ = ["Memory", "fewer", "held_text", "memory_of"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Memory:
 
 
 def memory_of(timeline: Timeline, rank: int, points: int = 500) -> Memory:
-    """Return one rank's memory by category over time, in float32, at no more than `points` moments.
+    """Return one rank's memory by category over time, at no more than `points` moments.
 
     >>> import mpkit as mk
     >>> held = memory_of(mk.simulate(mk.Plan.gpipe(4, 8)), rank=3)
@@ -60,9 +60,9 @@ def memory_of(timeline: Timeline, rank: int, points: int = 500) -> Memory:
         latest = np.maximum.accumulate(latest)
         totals = np.concatenate([[0], mine["total"], [0]])
         levels[:, category] = totals[latest]
-    keep = _fewer(times, levels.sum(axis=1), points)
+    keep = fewer(times, levels.sum(axis=1), points)
     times, levels = np.maximum(times[keep] - origin, 0.0), levels[keep]
-    return Memory(times.astype(np.float32), levels.astype(np.float32), int(levels.sum(axis=1).argmax()))
+    return Memory(times, levels, int(levels.sum(axis=1).argmax()))
 
 
 def held_text(timeline: Timeline, amount: float) -> str:
@@ -72,7 +72,7 @@ def held_text(timeline: Timeline, amount: float) -> str:
     return bytes_text(amount)
 
 
-def _fewer(times: npt.NDArray[Any], total: npt.NDArray[Any], points: int) -> npt.NDArray[Any]:
+def fewer(times: npt.NDArray[Any], total: npt.NDArray[Any], points: int) -> npt.NDArray[Any]:
     """Choose the moments to keep.
 
     Of the moments at the same time, only the last one counts. Of these, the first and the last are kept and, in each

@@ -1,4 +1,7 @@
-"""Memory by category and GPU as SVG: small panels on one scale, the peak of each marked."""
+"""Memory by category and GPU as SVG: small panels on one scale with an axis of bytes and one of time.
+
+The peak of each panel is marked, and said beside its GPU's name.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,14 @@ from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.lanes import short_label
 from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet
+from mpkit.views.drawing.ticks import levels, ticks
 from mpkit.views.memory.held import Memory, held_text, memory_of
 
 __all__ = ["highest_of", "memory_svg"]
 
-PANEL, GAP, HEAD = 92.0, 18.0, 18.0
+PANEL, GAP, HEAD, AXIS = 92.0, 18.0, 18.0, 18.0
+BESIDE = 44.0
+"""The room for the axis of bytes, left of each row of panels, which share it."""
 MOST = 64
 """The most panels; if there are more GPUs, the first are shown, and a note says so."""
 
@@ -25,7 +31,13 @@ def highest_of(timeline: Timeline) -> int:
 
 
 def memory_svg(
-    timeline: Timeline, width: int = 960, *, title: str = "", theme: str = "auto", highest: int = 0
+    timeline: Timeline,
+    width: int = 960,
+    *,
+    title: str = "",
+    theme: str = "auto",
+    highest: int = 0,
+    across: int = 4,
 ) -> str:
     """Draw the memory of every GPU over time as a standalone SVG document.
 
@@ -35,20 +47,24 @@ def memory_svg(
         title: a heading; none is drawn if empty.
         theme: "light", "dark", or "auto" for what the reader's system prefers.
         highest: the bytes that the scale reaches at least, so that pictures can be compared.
+        across: the most panels beside each other.
     """
     shown = min(timeline.world_size, MOST)
     memories = [memory_of(timeline, rank, points=300) for rank in range(shown)]
     highest = max(highest, *(memory.total for memory in memories), 1)
-    across = max(1, min(4, shown))
-    panel = (width - 2 * MARGIN - (across - 1) * GAP) / across
+    across = max(1, min(across, shown))
+    panel = (width - 2 * MARGIN - BESIDE - (across - 1) * GAP) / across
     top = MARGIN + (26 if title else 0)
+    tall = HEAD + PANEL + AXIS
     peaks = [f"peak {held_text(timeline, memory.total)}" for memory in memories]
     body = []
     for rank, memory in enumerate(memories):
-        x = MARGIN + rank % across * (panel + GAP)
-        y = top + rank // across * (PANEL + HEAD + GAP)
+        x = MARGIN + BESIDE + rank % across * (panel + GAP)
+        y = top + rank // across * (tall + GAP)
+        if rank % across == 0:
+            body.append(_scale(timeline, highest, y + HEAD + PANEL, width))
         body.append(_panel(memory, short_label(timeline, rank), peaks[rank], x, y, panel, highest))
-    bottom = top + -(-shown // across) * (PANEL + HEAD + GAP)
+    bottom = top + -(-shown // across) * (tall + GAP) - 6
     used = [i for i in range(len(CATEGORIES)) if any(memory.levels[:, i].any() for memory in memories)]
     body.append(_legend(used, bottom + 4, timeline.world_size - shown))
     height = bottom + 30
@@ -59,6 +75,31 @@ def memory_svg(
     for name, ground in THEMES.items():
         classes[name]["peak"] = f"stroke:{ground.text}"
     return sheet("memory", title or "Memory by GPU", words, body, width, height, theme=theme, classes=classes)
+
+
+def _scale(timeline: Timeline, highest: int, base: float, width: float) -> str:
+    """Draw the axis of bytes of one row of panels, with a line across it at each number."""
+    parts = []
+    for level in levels(highest, 2):
+        y = base - level / highest * (PANEL - 4)
+        words = f"{level:g}" if timeline.clock == "simulated" else _short(held_text(timeline, level))
+        parts.append(
+            f'<text class="faint" x="{MARGIN + BESIDE - 6:g}" y="{y + 4:.1f}" text-anchor="end" font-size="11">'
+            f"{words}</text>"
+            f'<line class="line" x1="{MARGIN + BESIDE:g}" x2="{width - MARGIN:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+    return "".join(parts)
+
+
+def _short(words: str) -> str:
+    """Shorten a round amount.
+
+    >>> _short("20.0 MB"), _short("100 MB"), _short("0 B")
+    ('20 MB', '100 MB', '0')
+    """
+    number, unit = words.split(" ")
+    number = number.rstrip("0").rstrip(".") if "." in number else number
+    return number if number == "0" else f"{number} {unit}"
 
 
 def _panel(memory: Memory, label: str, peak: str, x: float, y: float, width: float, highest: int) -> str:
@@ -79,7 +120,16 @@ def _panel(memory: Memory, label: str, peak: str, x: float, y: float, width: flo
             )
             parts.append(f'<path class="m{category}" d="M{path[1:]}Z"/>')
     at, high = along[memory.peak], base - stack[memory.peak, -1]
-    parts.append(f'<line class="line" x1="{x:g}" x2="{x + width:g}" y1="{base:g}" y2="{base:g}"/>')
+    for time, words in ticks(duration, max(3, round(width / 80))):
+        at_tick = x + time / duration * width
+        anchor = "start" if time == 0 else "end" if at_tick + 14 > x + width else "middle"
+        parts.append(
+            f'<line class="line" x1="{at_tick:.1f}" x2="{at_tick:.1f}" y1="{base:g}" y2="{base + 4:g}"/>'
+        )
+        parts.append(
+            f'<text class="faint" x="{at_tick:.1f}" y="{base + 16:g}" text-anchor="{anchor}" font-size="11">'
+            f"{words}</text>"
+        )
     parts.append(
         f'<line class="peak" stroke-dasharray="2 2" x1="{x:g}" x2="{x + width:g}" y1="{high:.1f}" y2="{high:.1f}"/>'
         f'<circle class="words" cx="{at:.1f}" cy="{high:.1f}" r="2.5"/>'

@@ -22,9 +22,9 @@ def coverage(boxes: npt.NDArray[Any], pixels: int, duration: float) -> npt.NDArr
     scale = pixels / duration if duration else 0.0
     start = np.clip(boxes["start"] * scale, 0, pixels)
     end = np.clip(boxes["end"] * scale, 0, pixels)
-    first = np.minimum(start.astype(np.int64), pixels - 1)
-    last = np.minimum(end.astype(np.int64), pixels - 1)
-    row = boxes["key"].astype(np.int64) * (pixels + 1)
+    first = np.minimum(start.astype(np.intp), pixels - 1)
+    last = np.minimum(end.astype(np.intp), pixels - 1)
+    row = boxes["key"].astype(np.intp) * (pixels + 1)
 
     # Whole pixels by a running sum: +1 where a box's whole pixels begin, -1 where they end ...
     size = len(Key) * (pixels + 1)

@@ -1,7 +1,7 @@
 """A timeline as a trace in Chrome's JSON format, which ui.perfetto.dev and chrome://tracing open.
 
     a process per rank, a thread per lane    thread 0: the steps; layers lie within their actions
-    a counter per rank                       memory by category, stacked
+    a counter per rank                       memory by category, stacked; and what NVML says of its GPU
     an arrow per message                     from the send to the receive that it feeds
     arrows of a collective                   from the rank that came last to those that had waited for it
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from mpkit.timeline.replay.spans import SPAN
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, Kind, Lane
 from mpkit.views.drawing.lanes import rank_label
+from mpkit.views.gpu.samples import TRACKS, curve
 from mpkit.views.memory.held import memory_of
 from mpkit.views.timeline.picture import CLOCKS
 
@@ -188,3 +190,15 @@ def _counters(timeline: Timeline) -> Iterator[Event]:
         for time, levels in zip(memory.times.tolist(), memory.levels.tolist(), strict=True):
             held = dict(zip(CATEGORIES, levels, strict=True))
             yield {"ph": "C", "pid": rank, "ts": time * 1e6, "name": "memory (bytes)", "args": held}
+    origin = float(timeline.spans["start"].min()) if len(timeline.spans) else 0.0
+    for rank, track in product(range(timeline.world_size), TRACKS) if len(timeline.device_samples) else []:
+        times, levels = curve(timeline, rank, track, points=5000)
+        for time, values in zip(times.tolist(), levels.tolist(), strict=True):
+            told = dict(zip(track.columns.values(), values, strict=True))
+            yield {
+                "ph": "C",
+                "pid": rank,
+                "ts": (time - origin) * 1e6,
+                "name": f"{track.name} ({track.unit})",
+                "args": told,
+            }

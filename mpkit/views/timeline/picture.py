@@ -15,6 +15,7 @@ The functions here are pure. The terminal, SVG and canvas views each draw what t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,19 @@ from mpkit.trace import Kind, Lane
 from mpkit.views.drawing.colours import Key, key_of
 from mpkit.views.drawing.lanes import groups_of, rank_label
 from mpkit.views.timeline.idle import idle_gaps, step_extents
+from mpkit.views.timeline.stages import stages_of
+from mpkit.views.timeline.waits_in_vain import Wait, length_with_waits, waits_in_vain
 
-__all__ = ["BOX", "CLOCKS", "Mark", "Picture", "Row", "describe", "figures", "picture"]
+__all__ = [
+    "BOX",
+    "CLOCKS",
+    "Mark",
+    "Picture",
+    "Row",
+    "describe",
+    "figures",
+    "picture",
+]
 
 BOX = np.dtype(
     [("row", "<i4"), ("key", "u1"), ("named", "?"), ("start", "<f8"), ("end", "<f8"), ("span", "<i4")]
@@ -75,6 +87,7 @@ class Picture:
     origin: float
     duration: float
     figures: dict[str, str]
+    waits: tuple[Wait, ...] = ()
 
     @property
     def keys(self) -> list[Key]:
@@ -91,6 +104,11 @@ class Picture:
         """Return the micro-batch number, if the box has one."""
         microbatch = int(self.timeline.spans[box["span"]]["microbatch"]) if box["span"] >= 0 else -1
         return str(microbatch) if microbatch >= 0 and box["named"] else ""
+
+    @cached_property
+    def stages(self) -> dict[int, list[int]]:
+        """The stages of each rank that has several, in their order."""
+        return stages_of(self.timeline)
 
     def hover(self, box: npt.NDArray[Any]) -> str:
         """Return the text shown when the pointer rests on the box, one fact per line."""
@@ -132,7 +150,10 @@ def picture(timeline: Timeline, step: int | None = None, *, fold: bool = False) 
     boxes["start"] -= origin
     boxes["end"] -= origin
     boxes = boxes[np.lexsort((boxes["start"], boxes["row"]))]
-    return Picture(timeline, rows, boxes, marks, origin, duration, figures(timeline, step))
+    waits = waits_in_vain(timeline, origin) if step is None else ()
+    if waits:
+        duration = length_with_waits(timeline, origin)
+    return Picture(timeline, rows, boxes, marks, origin, duration, figures(timeline, step), waits)
 
 
 def figures(timeline: Timeline, step: int | None = None) -> dict[str, str]:

@@ -21,15 +21,22 @@ import numpy.typing as npt
 from mpkit.support.units import percent, seconds
 from mpkit.support.visible import escape
 from mpkit.timeline.timeline import Timeline
-from mpkit.views.drawing.colours import FONT, INKS, THEMES, Key
+from mpkit.views.drawing.colours import FONT, INKS, THEMES, Key, outline
 from mpkit.views.drawing.ticks import ticks
 from mpkit.views.timeline.coverage import coverage, runs, strongest
 from mpkit.views.timeline.picture import Picture, Row, picture
+from mpkit.views.timeline.stages import bars, chunk_of
+from mpkit.views.timeline.waits_in_vain import vain_svg
 
 __all__ = ["HEIGHTS", "Over", "Plot", "gutter_of", "summary", "svg"]
 
 HEIGHTS = {"compute": 26.0, "layers": 8.0, "comm": 7.0, "host": 5.0, "data": 7.0, "group": 14.0}
 GAP, BETWEEN, MARGIN, GUTTER = 2.0, 7.0, 16.0, 96.0
+OUTLINED = {
+    key for key in Key if key and (outline(INKS[key].light, "light") or outline(INKS[key].dark, "dark"))
+}
+"""What is too pale for one of the grounds."""
+
 FULL_DETAIL = 1500
 """The most boxes in the whole picture for which each gets its hover text."""
 
@@ -91,6 +98,7 @@ def svg(
     plot = Plot(MARGIN + gutter, width - gutter - 2 * MARGIN)
     body = [_heading(title)] if title else []
     body += [_row(pic, number, tops[number], plot) for number in range(len(pic.rows))]
+    body += [vain_svg(pic, tops, plot.left, plot.span, HEIGHTS["compute"])] if pic.waits else []
     body += [_axis(pic, top, bottom, plot)]
     body += [over(pic, tops, plot)] if over is not None else []
     legend, height = _legend(pic, bottom + 38, width)
@@ -123,7 +131,11 @@ def summary(pic: Picture) -> str:
     idle = [
         f"{row.label}: idle {percent(pic.idle_share(row.rank))}" for row in pic.rows if row.part == "compute"
     ]
-    return "; ".join([f"{len(pic.boxes)} operations in {seconds(pic.duration)}", *facts, *idle[:64]]) + "."
+    vain = [f"rank {wait.rank} {wait.words}" for wait in pic.waits]
+    return (
+        "; ".join([f"{len(pic.boxes)} operations in {seconds(pic.duration)}", *facts, *idle[:64], *vain])
+        + "."
+    )
 
 
 def _style(theme: str) -> str:
@@ -140,6 +152,8 @@ def _style(theme: str) -> str:
             if key != Key.IDLE:
                 fill, on = (ink.light, ink.on_light) if name == "light" else (ink.dark, ink.on_dark)
                 rules.append(f".k{int(key)}{{fill:{fill}}}.t{int(key)}{{fill:{on}}}")
+                edge = outline(fill, name)
+                rules += [f".e{int(key)}{{stroke:{edge};stroke-width:.8}}"] * bool(edge)
         return "".join(f".mpkit {rule}" for rule in "".join(rules).replace("}.", "}\n.").split("\n"))
 
     first = block("light" if theme == "auto" else theme)
@@ -198,11 +212,14 @@ def _each(pic: Picture, boxes: npt.NDArray[Any], y: float, height: float, plot: 
         width = float(box["end"] - box["start"]) * scale
         # Neighbours of one colour are separated by a line in the background's colour.
         shown = max(width - (0.8 if width > 3 and box["key"] else 0.0), 0.3 if height > 20 else 0.8)
+        edge = f" e{box['key']}" if width > 3 and height > 5 and box["key"] in OUTLINED else ""
         hover = f"<title>{escape(pic.hover(box))}</title>" if len(pic.boxes) <= FULL_DETAIL else ""
         parts.append(
-            f'<rect class="k{box["key"]}" x="{x:.2f}" y="{y:g}" width="{shown:.2f}" height="{height:g}"'
+            f'<rect class="k{box["key"]}{edge}" x="{x:.2f}" y="{y:g}" width="{shown:.2f}" height="{height:g}"'
             + (f">{hover}</rect>" if hover else "/>")
         )
+        if height > 20 and width > 4.5 and (chunk := chunk_of(pic.stages, pic.timeline, box)):
+            parts.append(bars(chunk, f"t{box['key']}", x, y + height, shown))
         label = pic.label(box)
         if label and height > 20 and width > 7.5 * len(label) + 2:
             parts.append(
@@ -272,9 +289,13 @@ def _legend(pic: Picture, y: float, width: int) -> tuple[str, float]:
         need = 20 + 7 * len(word) + 14
         if x + need > width - MARGIN and x > MARGIN:
             x, y = MARGIN, y + 20
-        parts.append(f'<rect class="k{int(key)}" x="{x:g}" y="{y - 1:g}" width="14" height="12" rx="2"/>')
+        parts.append(
+            f'<rect class="k{int(key)} e{int(key)}" x="{x:g}" y="{y - 1:g}" width="14" height="12" rx="2"/>'
+        )
         parts.append(_words(x + 20, y + 9.5, word))
         x += need
+    if pic.stages:
+        parts.append(_words(x + 6, y + 9.5, "a bar below: its rank's second stage", "faint"))
     return "".join(parts), y + 10
 
 

@@ -2,7 +2,8 @@
 
     rank 0 (CPU) |0░1░2░3░·····················3▓▓▓2▓▓▓1▓▓▓0▓▓▓|
 
-The number at the start of an operation is its micro-batch; the characters after it show its kind. `terminal.py`
+The number at the start of an operation is its micro-batch; the characters after it show its kind. Below stands what
+NVML said of the ranks' GPUs, over all steps. `terminal.py`
 draws the same cells in colour, while a run goes on.
 """
 
@@ -20,6 +21,7 @@ from mpkit.support.units import percent, seconds
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind
 from mpkit.views.drawing.colours import INKS, Key
+from mpkit.views.gpu.samples import device_lines
 from mpkit.views.timeline.coverage import coverage, strongest
 from mpkit.views.timeline.picture import Picture, picture
 
@@ -91,6 +93,7 @@ def text(
     shown = {key for row in drawn for key in row.keys.tolist()}
     lines.append("  ".join(f"{fill[key]} {INKS[key].word}" for key in pic.keys if key in shown))
     lines.append(_caption(pic, step, len(steps)))
+    lines += device_lines(timeline)
     lines += timeline.notes if notes else []
     whole = "\n".join(lines)
     return whole.replace("·", "-").replace("µ", "u").encode("ascii", "replace").decode() if ascii else whole

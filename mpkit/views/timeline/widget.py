@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
@@ -26,9 +26,15 @@ from mpkit.views.browser import css, esm
 from mpkit.views.drawing.lanes import LaneGroup, groups_of, groups_trait, rank_label
 from mpkit.views.timeline.counting import BubbleCounter
 from mpkit.views.timeline.fallback import static_bundle
+from mpkit.views.timeline.path import has_path, pack_path, path_of
 from mpkit.views.timeline.picture import CLOCKS
 from mpkit.views.timeline.table import rank_table
+from mpkit.views.timeline.tracks import expected_tracks, pack_tracks
+from mpkit.views.timeline.waits_in_vain import length_with_waits, waits_in_vain
 from mpkit.views.timeline.wire import Batches, look
+
+if TYPE_CHECKING:
+    from mpkit.timeline.dependencies.critical import CriticalPath
 
 try:
     import anywidget
@@ -36,7 +42,7 @@ try:
 except ImportError as error:
     raise needs_notebook("the live timeline", error) from error
 
-__all__ = ["TimelineView"]
+__all__ = ["TimelineView", "show_path"]
 
 PAUSE = 0.08
 """The least seconds between two messages. One message per span would exceed the server's limit of messages."""
@@ -69,6 +75,13 @@ class TimelineView(anywidget.AnyWidget):
         live: whether more spans will follow; if so, the view follows the newest operations.
         room: the least seconds that the axis covers, so that several views share a scale.
         widest: a label as wide as the widest of the views above and below, so that all axes begin at one place.
+        said: what a screen reader is told of the run: its step and loss, and its end.
+        waits: the waits in vain of ranks that hang: rank, start in seconds, words.
+        stale: whether the picture is of something that has changed since; it is greyed out.
+        has_path: whether a critical path can be shown, which is found when `path_shown` is set.
+        path_shown: whether it is shown.
+        path_head, path_slack: the path, as `pack_path` has it.
+        tracks: the memory of each rank, and its GPU, below the lanes; `tracks_head` says what is in it (`pack_tracks`).
     """
 
     _esm = esm()
@@ -84,6 +97,15 @@ class TimelineView(anywidget.AnyWidget):
     live = traitlets.Bool(False).tag(sync=True)
     room = traitlets.Float(0.0).tag(sync=True)
     widest = traitlets.Unicode().tag(sync=True)
+    said = traitlets.Unicode().tag(sync=True)
+    waits = traitlets.List(traitlets.Dict()).tag(sync=True)
+    stale = traitlets.Bool(False).tag(sync=True)
+    tracks = traitlets.Bytes(b"").tag(sync=True)
+    tracks_head = traitlets.Dict().tag(sync=True)
+    has_path = traitlets.Bool(False).tag(sync=True)
+    path_shown = traitlets.Bool(False).tag(sync=True)
+    path_head = traitlets.Dict().tag(sync=True)
+    path_slack = traitlets.Bytes(b"").tag(sync=True)
     table = traitlets.Dict().tag(sync=True)
     look = traitlets.Dict().tag(sync=True)
     backlog = traitlets.Bytes(b"").tag(sync=True)
@@ -116,8 +138,11 @@ class TimelineView(anywidget.AnyWidget):
         self._heard = False
         self._in_backlog = 0
         self.on_msg(self._hear)
+        self.observe(self._find_path, "path_shown")
         if timeline is not None:
             self.replace(timeline)
+            if len(timeline.device_samples):
+                self.set_tracks(timeline)
 
     # ---- feeding --------------------------------------------------------------------------------------------
 
@@ -131,7 +156,7 @@ class TimelineView(anywidget.AnyWidget):
         with self._lock:
             if not len(spans):
                 return
-            self._timeline = None
+            self._forget(None)
             self._batches.add(spans, names)
             self._changed.update(self._counter.add(spans))
             wait = self._flushed + PAUSE - time.monotonic()
@@ -145,7 +170,7 @@ class TimelineView(anywidget.AnyWidget):
     def replace(self, timeline: Timeline) -> None:
         """Show this timeline instead of everything shown so far."""
         with self._lock:
-            self._timeline = timeline
+            self._forget(timeline)
             self._batches.reset()
             self._counter = BubbleCounter(timeline.world_size)
             self._batches.add(timeline.spans, timeline.names)
@@ -160,12 +185,54 @@ class TimelineView(anywidget.AnyWidget):
                     self.clock += f", on {hardware}"
                 self.note = " ".join(timeline.notes)
                 self.table = rank_table(timeline)
+                self._show_waits(timeline)
             self.flush()
             with self.hold_sync():
                 steps = timeline.steps
                 self.of = f"step {steps[-1]}" if works and len(steps) > 1 else ""
                 self.bubble = timeline.bubble if works else None
                 self.step_time = timeline.step_time if works else None
+
+    def _forget(self, timeline: Timeline | None) -> None:
+        """Another timeline is shown now, or spans of which there is none yet: what was known of the last one goes."""
+        self._timeline = timeline
+        if self.path_head:
+            with self.hold_sync():
+                self.path_shown, self.path_head, self.path_slack = False, {}, b""
+        self.has_path = timeline is not None and has_path(timeline)
+
+    def _find_path(self, _change: Any) -> None:
+        """Find the critical path the first time that it is to be shown."""
+        with self._lock:
+            if self.path_shown and not self.path_head and self._timeline is not None and self.has_path:
+                self.show_path(*path_of(self._timeline))
+
+    def show_path(self, head: dict[str, Any], slack: bytes) -> None:
+        """Show a critical path, as `pack_path` returns it, over the timeline."""
+        with self.hold_sync():
+            self.has_path, self.path_slack, self.path_head, self.path_shown = True, slack, head, True
+
+    def _show_waits(self, timeline: Timeline) -> None:
+        """Show for whom ranks wait in vain, with room for it."""
+        begin = metrics.extent(metrics.active(timeline.spans))[0]
+        self.waits = timeline.meta["waiting"] if waits_in_vain(timeline, begin) else []
+        if self.waits:
+            self.room = max(self.room, length_with_waits(timeline, begin))
+
+    def expect_tracks(self, *, gpus: bool = False) -> None:
+        """Keep a place for the tracks, of which nothing is known yet, so that nothing moves when they come.
+
+        Args:
+            gpus: whether the ranks' GPUs are sampled.
+        """
+        self.tracks_head = expected_tracks(len(self.labels), gpus=gpus)
+
+    def set_tracks(self, timeline: Timeline) -> None:
+        """Show memory and GPUs of this timeline below the lanes, for the times that they show; from any thread."""
+        head, values = pack_tracks(timeline)
+        if head["tracks"]:
+            with self.hold_sync():
+                self.tracks, self.tracks_head = values, head
 
     def flush(self) -> None:
         """Send the collected spans now."""
@@ -234,3 +301,11 @@ class TimelineView(anywidget.AnyWidget):
         with self._lock:
             fallback = static_bundle(self._timeline, self.title) if self._timeline is not None else {}
         return {**(data or {}), **fallback}, metadata
+
+
+def show_path(path: CriticalPath) -> TimelineView:
+    """Return a view of the path's step with the path over it."""
+    assert isinstance(path.timeline, Timeline)
+    view = TimelineView(path.timeline)
+    view.show_path(*pack_path(path))
+    return view

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mpkit.timeline.replay.spans import SPAN
 from mpkit.trace import Kind
-from mpkit.views.drawing.colours import INKS, THEMES, Key, key_of
+from mpkit.views.drawing.colours import INKS, THEMES, Key, key_of, outline
 
 __all__ = ["BATCH", "COLUMNS", "Batches", "look", "pack"]
 
@@ -28,12 +28,14 @@ COLUMNS: list[tuple[str, str]] = [
     ("start", "<f8"),
     ("bytes", "<f8"),
     ("duration", "<f4"),
+    ("early", "<f4"),
     ("flops", "<f4"),
     ("microbatch", "<i4"),
     ("step", "<i4"),
     ("name", "<i4"),
     ("cause", "<i4"),
     ("peer", "<i4"),
+    ("group", "<i4"),
     ("rank", "<i2"),
     ("stage", "<i2"),
     ("kind", "u1"),
@@ -50,7 +52,11 @@ def pack(spans: npt.NDArray[Any]) -> bytes:
     >>> len(pack(np.zeros(10, SPAN))) == 10 * sum(np.dtype(code).itemsize for _, code in COLUMNS)
     True
     """
-    made = {"duration": spans["end"] - spans["start"], "key": key_of(spans["kind"])}
+    made = {
+        "duration": spans["end"] - spans["start"],
+        "early": spans["start"] - spans["issued"],  # how long before it began its rank had issued it
+        "key": key_of(spans["kind"]),
+    }
     parts = []
     for name, code in COLUMNS:
         column = made[name] if name in made else spans[name]
@@ -128,6 +134,8 @@ def look() -> dict[str, Any]:
                 "dark": INKS[key].dark,
                 "on_light": INKS[key].on_light,
                 "on_dark": INKS[key].on_dark,
+                "edge_light": outline(INKS[key].light, "light"),
+                "edge_dark": outline(INKS[key].dark, "dark"),
             }
             for key in Key
         ],

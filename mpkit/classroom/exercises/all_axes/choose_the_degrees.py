@@ -129,6 +129,7 @@ EXERCISE = OnRanks(
         Case(1, 2, {"model": "22B", "gpus": 24, "a_node": 8, "memory": 32, "batch": 128}),
         Case(1, 3, {"model": "22B", "gpus": 24, "a_node": 4, "memory": 80, "batch": 16}),
         Case(1, 4, {"model": "175B", "gpus": 16, "a_node": 8, "memory": 80, "batch": 64}),
+        Case(1, 6, {"model": "6.7B", "gpus": 16, "a_node": 2, "memory": 32, "batch": 4}),
         Case(1, 5, {"model": "76B", "gpus": 64, "a_node": 8, "memory": 80, "batch": 32}),
     ),
     play=play,

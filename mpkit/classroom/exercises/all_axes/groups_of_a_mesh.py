@@ -54,6 +54,18 @@ def groups_of_a_mesh(ctx: mk.Context, pp: int, dp: int, tp: int) -> dict[str, ob
 
 
 # %% checks
+SHAPES = ((1, 2, 1), (1, 2, 2), (3, 1, 2), (2, 2, 2))  # pp, dp, tp
+VARIES = {
+    "SHAPES": (
+        ((1, 2, 1), (1, 2, 2), (3, 1, 2), (2, 2, 2)),
+        ((1, 2, 1), (1, 2, 3), (2, 1, 2), (2, 2, 2)),
+        ((1, 3, 1), (1, 2, 2), (2, 1, 3), (2, 2, 2)),
+        ((1, 2, 1), (1, 3, 2), (3, 1, 2), (2, 2, 2)),
+        ((1, 3, 1), (1, 3, 2), (2, 1, 3), (2, 2, 2)),
+    )
+}
+
+
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
     """Return whether all ranks make the same groups, and who is in them: sums of powers of two show it."""
     assert callable(answer)
@@ -89,9 +101,8 @@ def expected(case: Case) -> list[object]:
 
 def cases() -> list[Case]:
     """Return a case for each mesh, the simple ones first."""
-    shapes = [(1, 2, 1), (1, 2, 2), (3, 1, 2), (2, 2, 2)]
     return [
-        Case(pp * dp * tp, seed, {"pp": pp, "dp": dp, "tp": tp}) for seed, (pp, dp, tp) in enumerate(shapes)
+        Case(pp * dp * tp, seed, {"pp": pp, "dp": dp, "tp": tp}) for seed, (pp, dp, tp) in enumerate(SHAPES)
     ]
 
 

@@ -102,6 +102,7 @@ EXERCISE = OnRanks(
         Case(3, 2, {"bucket_bytes": 1200}),
         Case(4, 3, {"bucket_bytes": 1}),
         Case(2, 4, {"bucket_bytes": 10**6}),
+        Case(2, 5, {"bucket_bytes": 144}),  # the bytes of the last layer: its bucket is just full
     ),
     play=play,
     expected=expected,
@@ -154,6 +155,15 @@ EXERCISE = OnRanks(
                 seen.budget == "collectives"
                 and len(sent(seen)) == len(list(serial.model(0, WIDTHS).parameters()))
             ),
+        ),
+        Mistake(
+            "closes-when-there-is-more",
+            (
+                "One bucket holds exactly `bucket_bytes`. Is it closed?",
+                "A bucket that holds `bucket_bytes` or more is closed: compare with `>=`, not with `>`.",
+            ),
+            [("if held >= bucket_bytes:", "if held > bucket_bytes or not buckets:")],
+            when=lambda seen: seen.case["bucket_bytes"] == 144 and seen.budget,
         ),
         Mistake(
             "first-parameter-first",

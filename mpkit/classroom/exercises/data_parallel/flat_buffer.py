@@ -9,7 +9,8 @@ latency of the link. So put all gradients side by side into **one flat buffer**,
     ┌──────┴─────┐ ┌────┴────┐ ┌──────┴──────┐
     grad 0 [8, 6]   grad 1 [8]   grad 2 [3, 8]            the mean over ranks
 
-Write what happens between the backward and the step. One collective, and no byte more than the gradients have.
+Write what happens between the backward and the step. One collective, and no byte more than the gradients have. A
+gradient may lie in memory in any order: some here are not contiguous.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     batch = serial.batches(case, case["samples"], 1)[0]
     x, y = serial.share(batch, ctx.rank, ctx.world_size)
     torch.autograd.backward(serial.mse(model(x), y))
+    for parameter in model.parameters():
+        if parameter.dim() == 2 and parameter.grad is not None and case["samples"] > 4:
+            parameter.grad = parameter.grad.t().contiguous().t()
     answer(ctx, list(model.parameters()))
     return serial.gradients(model)
 
@@ -119,6 +123,15 @@ EXERCISE = OnRanks(
                 for parameter in reversed(parameters):
                     parameter.grad, flat = flat[: parameter.numel()].view_as(parameter), flat[parameter.numel() :]
             """,
+        ),
+        Mistake(
+            "takes-gradients-for-contiguous",
+            (
+                "`view` refuses some gradients. Do their numbers lie in memory one after the other?",
+                "A view needs numbers that lie side by side. `flatten()` (or `reshape(-1)`) copies where they do not.",
+            ),
+            [("parameter.grad.flatten()", "parameter.grad.view(-1)")],
+            when=lambda seen: "view size is not compatible" in seen.error,
         ),
         Mistake(
             "forgets-the-shape",

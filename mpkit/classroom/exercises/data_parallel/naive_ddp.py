@@ -8,7 +8,7 @@ Write the training loop of one rank, the naive way: after the backward, one all-
 
 Each rank made its model itself, **with random weights of its own**: before the first step everybody takes rank 0's
 (`ctx.comm.broadcast(tensor)`, in place). `batches` are this rank's shares; those of all ranks are of one size. In the
-end every rank's weights are those of serial training from rank 0's weights.
+end every rank's weights are those of serial training from rank 0's weights, whatever the optimizer: SGD or Adam.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.1.
 """
@@ -47,6 +47,7 @@ def naive_ddp(
 
 # %% checks
 STEPS, SAMPLES = 3, 12
+OPTIMIZERS = {"SGD": serial.sgd, "Adam": serial.adam}
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
@@ -54,13 +55,14 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     assert callable(answer)
     model = serial.model(case.seed + 10 * ctx.rank)
     data = [serial.share(batch, ctx.rank, ctx.world_size) for batch in serial.batches(case, SAMPLES, STEPS)]
-    answer(ctx, model, serial.sgd(model), data)
+    answer(ctx, model, OPTIMIZERS[case["optimizer"]](model), data)
     return serial.weights(model)
 
 
 def expected(case: Case) -> list[object]:
     """Return the weights of serial training from rank 0's weights."""
-    trained = serial.train(serial.model(case.seed), serial.batches(case, SAMPLES, STEPS))
+    optimizer = OPTIMIZERS[case["optimizer"]]
+    trained = serial.train(serial.model(case.seed), serial.batches(case, SAMPLES, STEPS), optimizer=optimizer)
     return [trained["weights"]] * case.ranks
 
 
@@ -68,7 +70,11 @@ MODEL = list(serial.model(0).parameters())
 
 EXERCISE = OnRanks(
     solution=naive_ddp,
-    cases=(Case(2, seed=1), Case(3, seed=2), Case(4, seed=3)),
+    cases=(
+        Case(2, 1, {"optimizer": "SGD"}),
+        Case(3, 2, {"optimizer": "Adam"}),
+        Case(4, 3, {"optimizer": "SGD"}),
+    ),
     play=play,
     expected=expected,
     result="weights after 3 steps",
@@ -117,6 +123,29 @@ EXERCISE = OnRanks(
                 ("        optimizer.step()\n", ""),
                 (".backward()\n", ".backward()\n        optimizer.step()\n"),
             ],
+        ),
+        Mistake(
+            "weights-averaged",
+            (
+                "With SGD it is right, with Adam it is not. What do you average, and is a step of Adam a multiple of "
+                "the gradient?",
+                "You let each rank step with its own gradient, and average the weights. That is the same only where "
+                "a step is a linear function of the gradient. Average the gradients, before the step.",
+            ),
+            """
+            def naive_ddp(
+                ctx: mk.Context, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list
+            ) -> None:
+                for parameter in model.parameters():
+                    ctx.comm.broadcast(parameter)
+                for inputs, targets in batches:
+                    optimizer.zero_grad()
+                    F.mse_loss(model(inputs), targets).backward()
+                    optimizer.step()
+                    for parameter in model.parameters():
+                        ctx.comm.all_reduce(parameter.data, op="mean")
+            """,
+            when=lambda seen: seen.finished and not seen.budget and seen.case["optimizer"] == "Adam",
         ),
         Mistake(
             "gradients-pile-up",

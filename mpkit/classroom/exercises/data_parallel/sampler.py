@@ -4,10 +4,11 @@ Which samples does a rank train on in an epoch? Nobody hands them out: every ran
 together they take **every sample exactly once**. That works because all ranks shuffle with the same seed, and so have
 the same order in mind, from which each takes another part.
 
-Write what a rank asks at the beginning of an epoch. The order is shuffled, and is another one in every epoch; it
-follows from `seed` and `epoch` alone. (Nobody knows what else has drawn random numbers on a rank: use a generator of
-your own, `torch.Generator()`, and `torch.randperm(n, generator=...)`.) No sample is lost and none comes twice, also
-where the ranks do not divide their number; then some ranks have one more than others. No communication is needed.
+Write what a rank asks at the beginning of an epoch. The order is shuffled, and is another one in every epoch and for
+every seed: not only the order changes, also which samples a rank gets. It follows from `seed` and `epoch` alone.
+(Nobody knows what else has drawn random numbers on a rank: use a generator of your own, `torch.Generator()`, and
+`torch.randperm(n, generator=...)`.) No sample is lost and none comes twice, also where the ranks do not divide their
+number; then some ranks have one more than others. No communication is needed.
 
 (PyTorch's `DistributedSampler` does this too, but repeats or drops samples to make the shards of one size. Its
 `set_epoch` is what people forget.)
@@ -46,6 +47,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
         shards.append([int(i) for i in answer(ctx, n, seed, epoch)])
         torch.rand(ctx.rank + 1)
     again = [int(i) for i in answer(ctx, n, seed, 1)]
+    others = [[int(i) for i in answer(ctx, n, seed + 17, epoch)] for epoch in range(EPOCHS)]
     # ---- together
     taken = torch.zeros(EPOCHS, n)
     wrong = 0
@@ -64,6 +66,8 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
         "shuffled": all(mine != sorted(mine) for mine in shards),
         "another order in every epoch": len({tuple(mine) for mine in shards}) == EPOCHS,
         "the same order when asked again": again == shards[1],
+        "other samples in every epoch": len({frozenset(mine) for mine in shards}) == EPOCHS,
+        "another order for another seed": all(a != b for a, b in zip(shards, others, strict=True)),
     }
 
 
@@ -77,6 +81,8 @@ def expected(case: Case) -> list[object]:
         "shuffled": True,
         "another order in every epoch": True,
         "the same order when asked again": True,
+        "other samples in every epoch": True,
+        "another order for another seed": True,
     }
     return [one] * case.ranks
 
@@ -120,6 +126,37 @@ EXERCISE = OnRanks(
                 "The epoch belongs into the seed.",
             ),
             [("seed + epoch", "seed")],
+        ),
+        Mistake(
+            "the-seed-does-not-count",
+            (
+                "Compare the shards of two seeds, in epoch 0 as well.",
+                "Two runs with different seeds have to see the samples in different orders, in every epoch. A seed "
+                "that is left out, or multiplied by the epoch (which is 0 at first), changes nothing. "
+                "`seed + epoch` does.",
+            ),
+            [("seed + epoch", "epoch")],
+            when=lambda seen: any(
+                one["shuffled"] and not one["another order for another seed"] for one in seen.got
+            ),
+        ),
+        Mistake(
+            "shuffles-within-a-fixed-shard",
+            (
+                "The order is another one in every epoch. Which samples does a rank get?",
+                "You deal first and shuffle afterwards: a rank has the same samples in every epoch, and never meets "
+                "the others. Shuffle all, then deal.",
+            ),
+            """
+            def shard(ctx: mk.Context, samples: int, seed: int, epoch: int) -> list[int]:
+                mine = torch.arange(samples)[ctx.rank :: ctx.world_size]
+                order = torch.randperm(len(mine), generator=torch.Generator().manual_seed(seed + epoch))
+                return mine[order].tolist()
+            """,
+            when=lambda seen: (
+                all(one["shuffled"] and not one["other samples in every epoch"] for one in seen.got)
+                and all(one["another order in every epoch"] for one in seen.got)
+            ),
         ),
         Mistake(
             "never-shuffles",

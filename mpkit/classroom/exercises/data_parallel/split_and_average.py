@@ -8,7 +8,8 @@ gradients. That is the gradient of the whole batch, because a gradient of a mean
 
 Write one such step. Every rank ends with the gradient of the whole batch in `parameter.grad` of each parameter. The
 shares are of one size: the number of samples is a multiple of the number of ranks. No sample may be computed twice,
-and each gradient may travel once.
+and each gradient may be all-reduced once: a rank sends at most 2(n-1)/n times the gradients' bytes. (It is the bytes on
+the wire that count: a reduce-scatter and an all-gather together are one all-reduce, and some padding is free.)
 
 `ctx.comm.all_reduce(tensor)` leaves the sum over all ranks in `tensor`, on every rank.
 """
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.classroom.framework import serial
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
-from mpkit.classroom.framework.measures import payload
+from mpkit.classroom.framework.measures import wire
 from mpkit.classroom.framework.on_ranks import OnRanks
 
 
@@ -66,13 +67,21 @@ def expected(case: Case) -> list[object]:
     return [{"samples": SAMPLES // case.ranks, "gradients": serial.gradients(model)}] * case.ranks
 
 
+def once(case: Case) -> float:
+    """Return the bytes that a rank sends for one all-reduce of each gradient, with one number of padding per rank."""
+    padded = [-(-parameter.numel() // case.ranks) * 8 for parameter in serial.model(0).parameters()]
+    return 2.0 * (case.ranks - 1) * sum(padded)
+
+
+SENT = "bytes that a rank sends"
+
 EXERCISE = OnRanks(
     solution=split_and_average,
     cases=(Case(2, seed=1), Case(3, seed=2), Case(4, seed=3)),
     play=play,
     expected=expected,
     result="samples and gradients",
-    budgets=(Budget("payload", payload, sum(p.nbytes for p in serial.model(0).parameters()), "bytes"),),
+    budgets=(Budget(SENT, wire, once, "bytes"),),
     after="02-data-parallel",
     place=10,
     start="Three lines of serial training: forward, loss, backward. Which samples does this rank put in? "
@@ -122,6 +131,22 @@ EXERCISE = OnRanks(
                     "",
                 )
             ],
+        ),
+        Mistake(
+            "gathers-everything",
+            (
+                "Your gradients are right. How many bytes does a rank send, with 2 ranks, with 4, with 100?",
+                "All-gather brings every rank's gradient to every rank: (n-1) times the gradient, each. A sum needs "
+                "less than twice the gradient, whatever n is, since it is made on the way.",
+                "`ctx.comm.all_reduce(parameter.grad)`.",
+            ),
+            [
+                (
+                    "        ctx.comm.all_reduce(parameter.grad)\n        parameter.grad /= ctx.world_size\n",
+                    "        parameter.grad = ctx.comm.all_gather(parameter.grad[None]).mean(0)\n",
+                )
+            ],
+            when=lambda seen: seen.budget == SENT,
         ),
         Mistake(
             "averages-the-sum-of-errors",

@@ -1,7 +1,7 @@
 """Hang: the checkpoint.
 
 The weights are sharded: each rank holds its own rows, as in ZeRO-3. After training, rank 0 saves the whole weight; the
-other ranks need not hold it. Nobody goes on before it is saved.
+other ranks need not hold it. Nobody goes on before it is saved: the barrier at the end is there for that, and stays.
 
 The program below would wait for ever, and mpkit stops it. **Check it as it is, and read the report**: where is rank 0,
 and where are the others? Then mend it. Rank 0 returns the whole weight, the others `None`.
@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
 from mpkit.classroom.framework.on_ranks import OnRanks
+from mpkit.classroom.framework.seen import Seen
+from mpkit.trace import Kind, Lane
 
 
 # %% answer
@@ -64,6 +66,13 @@ def expected(case: Case) -> list[Tensor | None]:
     return [weight.detach(), *[None] * (case.ranks - 1)]
 
 
+def gone_on(seen: Seen) -> float:
+    """Count the ranks that do not end with a barrier."""
+    assert seen.trace is not None
+    last = [rank.ops[rank.ops["lane"] == Lane.COMM]["kind"][-1:] for rank in seen.trace.ranks]
+    return float(sum(not (kinds == Kind.BARRIER).all() or not len(kinds) for kinds in last))
+
+
 SAVE = """\
 whole = ctx.comm.gather(shard, dst=0)
     if ctx.rank == 0:
@@ -75,6 +84,7 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="what was saved",
+    budgets=(Budget("ranks that go on before it is saved", gone_on, 0),),
     after="03-zero",
     place=40,
     start="Check the program as it is, and read the report: who waits, in what, and for whom?",
@@ -102,6 +112,16 @@ EXERCISE = OnRanks(
             ),
             [(SAVE, "if ctx.rank == 0:\n        saved = ctx.comm.all_gather(shard)")],
             when=lambda seen: seen.mismatch or "never came to all_gather" in seen.hang,
+        ),
+        Mistake(
+            "no-barrier",
+            (
+                "What was saved is right. When does a rank that is not rank 0 leave your function?",
+                "A rank that gives its part to a gather is done with it, and goes on while rank 0 still saves. All "
+                "meet in `ctx.comm.barrier()`, after what rank 0 does.",
+            ),
+            [("    ctx.comm.barrier()\n", "")],
+            when=lambda seen: seen.budget,
         ),
         Mistake(
             "saves-its-own-shard",

@@ -5,7 +5,8 @@ reduce-scatter. Its bias is on every rank, and so its gradient is averaged by an
 larger gradient first, so that it is on its way early.
 
 With some inputs it would wait for ever, and mpkit stops it. **Check it as it is, and read the report**: which two calls
-met, on which ranks, and what put them in that order? Then mend it.
+met, on which ranks, and what put them in that order? Then mend it. A rank still gets no more than it needs: one
+reduce-scatter of the weight's gradient and one all-reduce of the bias's gradient send all there is to send.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.framework.exercise import Case, Mistake
-from mpkit.classroom.framework.measures import calls
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import calls, wire
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.trace import Kind
 
@@ -75,6 +76,15 @@ def expected(case: Case) -> list[dict[str, Tensor]]:
     return [{"weight": rows, "bias": bias} for rows in weight.chunk(case.ranks)]
 
 
+SENT = "bytes that a rank sends, on a ring"
+
+
+def enough(case: Case) -> float:
+    """Return the bytes of a reduce-scatter of the weight's gradient, and of an all-reduce of the bias's."""
+    layer = given(case)[0]
+    return (case.ranks - 1) / case.ranks * (layer.weight.nbytes + 2 * layer.bias.nbytes)
+
+
 LARGEST_FIRST = "for name in sorted(gradients, key=lambda name: gradients[name].norm(), reverse=True):"
 
 EXERCISE = OnRanks(
@@ -83,6 +93,7 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="the averaged gradients",
+    budgets=(Budget(SENT, wire, enough, "bytes"),),
     after="03-zero",
     place=30,
     start="Check the program as it is, and read the report: which two calls met, on which ranks?",
@@ -146,6 +157,22 @@ EXERCISE = OnRanks(
                     'averaged[name] = ctx.comm.all_reduce(gradients[name], op="mean")',
                 )
             ],
+        ),
+        Mistake(
+            "all-reduced-and-cut",
+            (
+                "It ends, and it is right. How many rows of the weight's gradient does a rank receive, and how many "
+                "does it return?",
+                "An all-reduce is a reduce-scatter and an all-gather: you pay for the second, and throw away what it "
+                "brings. Keep the reduce-scatter, and give the loop a fixed order.",
+            ),
+            [
+                (
+                    "ctx.comm.reduce_scatter(gradients[name]) / ctx.world_size",
+                    'ctx.comm.all_reduce(gradients[name], op="mean").chunk(ctx.world_size)[ctx.rank]',
+                )
+            ],
+            when=lambda seen: seen.budget == SENT,
         ),
         Mistake(
             "nobody-communicates",

@@ -10,6 +10,9 @@ comes its last.
   l         e    d         i    h         a      what each needs besides
 ```
 
+Messages between neighbours are all it takes, and all that is allowed: each rank sends its first and its last column
+once, and no collective, which would bring every border to every rank.
+
 The program below waits for ever. **Check it as it is, and read the report**: what does each rank do, and could any of
 them go on? Then mend it.
 """
@@ -24,7 +27,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
-from mpkit.classroom.framework.measures import calls, collectives, messages, sent
+from mpkit.classroom.framework.measures import calls, collectives, messages, payload, sent
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.seen import Seen
 from mpkit.trace import Kind
@@ -196,6 +199,22 @@ EXERCISE = OnRanks(
                 "round.",
             ),
             [("isend(last, after", "isend(first, after"), ("isend(first, before", "isend(last, before")],
+        ),
+        Mistake(
+            "borders-to-everybody",
+            (
+                "It is right. How many ranks get a column, and how many need it?",
+                "A gather of the borders brings all of them to every rank: with a thousand ranks two columns of two "
+                "thousand are of use. Send each column to the one neighbour that needs it.",
+            ),
+            """
+            def convolve(ctx: mk.Context, conv: nn.Conv1d, part: Tensor) -> Tensor:
+                before, after = (ctx.rank - 1) % ctx.world_size, (ctx.rank + 1) % ctx.world_size
+                borders = ctx.comm.all_gather(torch.stack([part[:, 0], part[:, -1]])[None])
+                ends = borders[before][1][:, None], borders[after][0][:, None]
+                return conv(torch.cat([ends[0], part, ends[1]], dim=1)).detach()
+            """,
+            when=lambda seen: seen.budget == "collectives" and payload(seen) <= seen.case.ranks * 2 * 2 * 8,
         ),
         Mistake(
             "everything-to-everybody",

@@ -13,8 +13,9 @@ Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using 
 
 from __future__ import annotations
 
+import mpkit as mk
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
-from mpkit.classroom.framework.schedules import Schedules, bubble
+from mpkit.classroom.framework.schedules import ONE_ROW, SHAPE, Schedules, bubble
 
 
 # %% answer
@@ -28,17 +29,62 @@ def gpipe(p: int, m: int) -> list[str]:
 
 
 # %% checks
+def mixed(schedule: mk.Schedule, case: Case) -> str:
+    """Return which rank goes forward after a backward; "" if none does."""
+    for rank, row in enumerate(schedule.rows):
+        backward = False
+        for action in row:
+            if action.kind == "F" and backward:
+                return f"rank {rank} does F{action.microbatch} after its first backward"
+            backward = backward or action.kind != "F"
+    return ""
+
+
+def in_one_round(case: Case) -> float:
+    """Return the bubble of a pipeline that fills and drains once."""
+    return (case.ranks - 1) / (case["microbatches"] + case.ranks - 1)
+
+
 EXERCISE = Schedules(
     solution=gpipe,
     cases=(Case(2, 1, {"microbatches": 2}), Case(3, 2, {"microbatches": 4}), Case(4, 3, {"microbatches": 8})),
-    budgets=(
-        Budget("bubble", bubble, lambda case: (case.ranks - 1) / (case["microbatches"] + case.ranks - 1)),
-    ),
+    shape=mixed,
+    budgets=(Budget("bubble", bubble, in_one_round),),
     after="01-pipeline-bubbles",
     place=30,
     start='A row is text: `"F0 B0"` does one forward and its backward. Write the row of one rank first, for m '
     "micro-batches; how do the rows of the others differ?",
     mistakes=(
+        Mistake(
+            "one-row-for-all",
+            (
+                "What does your function return: one text, or a list of texts?",
+                "One text is the row of one rank. All p ranks need a row: return a list of p of them, "
+                "`[row] * p` where they are equal.",
+            ),
+            [('return [" ".join(forwards + backwards)] * p', 'return " ".join(forwards + backwards)')],
+            when=lambda seen: ONE_ROW in seen.error,
+        ),
+        Mistake(
+            "1f1b",
+            (
+                "The bubble is right. In which order does the rank that is named do its forwards and backwards?",
+                "A rank that goes backward before its last forward does 1F1B: it holds fewer micro-batches, has the "
+                "same bubble, and is an exercise of its own. GPipe does all forwards first.",
+            ),
+            """
+            def gpipe(p: int, m: int) -> list[str]:
+                rows = []
+                for rank in range(p):
+                    first = min(p - 1 - rank, m)
+                    row = [f"F{i}" for i in range(first)]
+                    for i in range(m - first):
+                        row += [f"F{first + i}", f"B{i}"]
+                    rows.append(" ".join(row + [f"B{i}" for i in range(m - first, m)]))
+                return rows
+            """,
+            when=lambda seen: seen.budget == SHAPE and bubble(seen) <= in_one_round(seen.case) + 1e-9,
+        ),
         Mistake(
             "one-at-a-time",
             (
@@ -47,6 +93,7 @@ EXERCISE = Schedules(
                 "down and up again. All forwards first.",
             ),
             [('" ".join(forwards + backwards)', '" ".join(f"F{i} B{i}" for i in range(m))')],
+            when=lambda seen: seen.budget == SHAPE,
         ),
         Mistake(
             "forgets-the-last-micro-batch",
@@ -55,7 +102,7 @@ EXERCISE = Schedules(
                 "There are m micro-batches, 0 to m-1: `range(m)`.",
             ),
             [("range(m)", "range(m - 1)")],
-            when=lambda seen: "micro-batches, and asked for were" in seen.error,
+            when=lambda seen: "the schedule is for" in seen.error and "asked for were" in seen.error,
         ),
         Mistake(
             "backwards-on-rank-0-first",

@@ -19,19 +19,10 @@ section 2.2.2 and figure 4. These stages of a rank are called virtual stages the
 
 from __future__ import annotations
 
+from mpkit.classroom.exercises.pipelines import one_by_one
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
 from mpkit.classroom.framework.schedules import Schedules, bubble, live
 from mpkit.classroom.framework.seen import Seen
-
-
-# %% given
-def one_by_one(forwards: list[str], backwards: list[str], warm_up: int) -> str:
-    """Return 1F1B's phases: the warm-up forwards; a forward and a backward in turn; the remaining backwards."""
-    warm_up = min(warm_up, len(forwards))
-    row = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        row += [forward, backward]
-    return " ".join(row + backwards[len(forwards) - warm_up :])
 
 
 # %% answer

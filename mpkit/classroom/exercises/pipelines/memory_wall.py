@@ -7,7 +7,8 @@ micro-batches, the gradients added up over all:
     cap = 2, m = 4      F0 F1 B0 B1 F2 F3 B2 B3
 
 Every round fills the pipeline and drains it again, so the cap has a price. With R rounds the bubble is
-R(p-1)/(m + R(p-1)): take as few rounds as the cap allows. (1F1B, the next exercise, gets round this price.)
+R(p-1)/(m + R(p-1)): take as few rounds as the cap allows. A round's backwards are all done before the next round's
+first forward. (1F1B, the next exercise, gets round this price, and is no answer to this one.)
 
 Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019,
 and gradient accumulation, which is what a round is.
@@ -17,8 +18,9 @@ from __future__ import annotations
 
 import re
 
+import mpkit as mk
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
-from mpkit.classroom.framework.schedules import Schedules, bubble
+from mpkit.classroom.framework.schedules import SHAPE, Schedules, bubble
 from mpkit.classroom.framework.seen import Seen
 
 
@@ -45,8 +47,22 @@ def in_rounds(case: Case) -> float:
 
 def scheduled(seen: Seen) -> int:
     """Return how many micro-batches the schedule has if it is for another number; 0 if that is not what is wrong."""
-    match = re.search(r"and (\d+) micro-batches, and asked for were", seen.error)
+    match = re.search(r"and (\d+) micro-batch(?:es)?, and asked for were", seen.error)
     return int(match[1]) if match else 0
+
+
+def not_in_rounds(schedule: mk.Schedule, case: Case) -> str:
+    """Return which rank begins a forward before the backwards of its round are done; "" if none does."""
+    for rank, row in enumerate(schedule.rows):
+        live, backward = 0, False
+        for action in row:
+            if action.kind == "F":
+                if backward and live:
+                    return f"rank {rank} does F{action.microbatch} in the middle of a round's backwards"
+                live, backward = live + 1, False
+            else:
+                live, backward = live - (action.kind in ("B", "W")), True
+    return ""
 
 
 EXERCISE = Schedules(
@@ -54,10 +70,11 @@ EXERCISE = Schedules(
     cases=(
         Case(2, 1, {"microbatches": 6, "cap": 3}),
         Case(3, 2, {"microbatches": 8, "cap": 4}),
-        Case(4, 3, {"microbatches": 8, "cap": 3}),
+        Case(4, 3, {"microbatches": 7, "cap": 3}),
     ),
     also=("cap",),
     max_live=lambda case: float(case["cap"]),
+    shape=not_in_rounds,
     budgets=(Budget("bubble", bubble, in_rounds),),
     after="04-schedules",
     place=40,
@@ -74,6 +91,23 @@ EXERCISE = Schedules(
             ),
             [("range(0, m, cap)", "range(0, m, m)"), ("first + cap", "first + m")],
             when=lambda seen: "max_live" in seen.error,
+        ),
+        Mistake(
+            "forwards-between-the-backwards",
+            (
+                "Look at the row that is named: how many micro-batches have gone forward and not backward when a new "
+                "forward begins?",
+                "A forward as soon as one backward has made room is 1F1B, the next exercise. Here rounds are apart: "
+                "forwards of a round, all their backwards, then the next round.",
+            ),
+            """
+            def memory_wall(p: int, m: int, cap: int) -> list[str]:
+                row = []
+                for i in range(m + cap):
+                    row += [f"F{i}"] * (i < m) + [f"B{i - cap + 1}"] * (0 <= i - cap + 1 < m)
+                return [" ".join(row)] * p
+            """,
+            when=lambda seen: seen.budget == SHAPE,
         ),
         Mistake(
             "one-at-a-time",

@@ -65,15 +65,20 @@ def given(case: Case, rank: int) -> Tensor:
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
     """Run the answer with this rank's tensor."""
     assert callable(answer)
-    received = answer(ctx, given(case, ctx.rank), case["src"])
-    return (
-        received[:: LENGTH // 64].clone() if isinstance(received, Tensor) else received
-    )  # a sample of it: comparing every element takes longer
+    tensor = given(case, ctx.rank)
+    received = answer(ctx, tensor, case["src"])
+    return {"returned": sample(received), "in place": sample(tensor)}
 
 
-def expected(case: Case) -> list[Tensor]:
+def sample(received: object) -> object:
+    """Return some of the elements: comparing all takes longer."""
+    return received[:: LENGTH // 64].clone() if isinstance(received, Tensor) else received
+
+
+def expected(case: Case) -> list[dict[str, object]]:
     """Return `src`'s tensor for all ranks."""
-    return [given(case, case["src"])[:: LENGTH // 64]] * case.ranks
+    right = sample(given(case, case["src"]))
+    return [{"returned": right, "in place": right}] * case.ranks
 
 
 def rounds(case: Case) -> int:
@@ -168,6 +173,20 @@ EXERCISE = OnRanks(
                 return tensor
             """,
             when=chain,
+        ),
+        Mistake(
+            "into-a-copy",
+            (
+                "What you return is right. What does the tensor hold that was passed to you?",
+                "The tensor of this rank is to be filled, in place: receive into it, not into a copy.",
+            ),
+            [("    n = ctx.world_size\n", "    tensor = tensor.clone()\n    n = ctx.world_size\n")],
+            when=lambda seen: seen.close(
+                [
+                    {**right, "in place": one["in place"]}
+                    for right, one in zip(seen.expected, seen.got, strict=True)
+                ]
+            ),
         ),
         Mistake(
             "from-rank-0",

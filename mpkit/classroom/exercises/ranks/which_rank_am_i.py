@@ -91,7 +91,7 @@ EXERCISE = OnRanks(
     expected=expected,
     result="its place and its groups",
     after="07-three-dimensions",
-    place=10,
+    place=60,
     start="Count like a clock: tp is the seconds, dp the minutes, pp the hours. How do you get the seconds out of a "
     "number of seconds, and how the hours?",
     mistakes=(

@@ -1,12 +1,12 @@
 """An uneven pipeline.
 
-1F1B over four GPUs, 12 micro-batches, and somebody has cut the model badly. `run()` is the timeline: `print` it, read
+1F1B over four GPUs, {M} micro-batches, and somebody has cut the model badly. `run()` is the timeline: `print` it, read
 `.busy`, `.idle` and `.makespan`. In all, the ranks compute as much as they have to; only who does what can be changed.
 
 Find the slow stage, and predict the seconds of a step after each of three changes, before you try them:
 
 - the same work, cut into four equal stages,
-- the same cut, but 24 micro-batches of half the size,
+- the same cut, but {TWICE} micro-batches of half the size,
 - the same cut, but the slow stage's GPU replaced by one that is twice as fast.
 
 A prediction may be off by 5 %. Then see: `run(forward=[...])`, with the seconds of a forward of each stage, and `m`.
@@ -22,9 +22,12 @@ from mpkit.classroom.framework.questions import Questions
 from mpkit.classroom.framework.room import Room
 from mpkit.classroom.lab import given, near
 
-
 # %% given
-def run(forward: tuple[float, ...] = (1.0, 1.2, 2.6, 1.2), m: int = 12) -> mk.Timeline:
+FORWARD = (1.0, 1.2, 2.6, 1.2)  # seconds of a forward, by stage
+M = 12  # micro-batches
+
+
+def run(forward: tuple[float, ...] = FORWARD, m: int = M) -> mk.Timeline:
     """Simulate 1F1B over four stages; a backward takes twice as long as a forward."""
     return mk.simulate(
         mk.Plan.pipeline("1f1b", 4, m), forward=forward, input_grad=forward, weight_grad=forward
@@ -32,36 +35,63 @@ def run(forward: tuple[float, ...] = (1.0, 1.2, 2.6, 1.2), m: int = 12) -> mk.Ti
 
 
 # %% answer
+### BEGIN SOLUTION
+# instead: reading = {
+# instead:     "the slow stage": ...,
+# instead:     "share of the step that rank 0 is idle": ...,
+# instead:     "seconds, four equal stages": ...,
+# instead:     "seconds, twice as many micro-batches of half the size": ...,
+# instead:     "seconds, the slow stage on a GPU twice as fast": ...,
+# instead: }
+slowest, whole, step = max(FORWARD), sum(FORWARD), run().makespan
+work = M * 3 * slowest  # seconds that the slow stage computes
 reading = {
-    ### BEGIN SOLUTION
-    # instead: "the slow stage": ...,
-    # instead: "share of the step that rank 0 is idle": ...,
-    # instead: "seconds, four equal stages": ...,
-    # instead: "seconds, 24 micro-batches of half the size": ...,
-    # instead: "seconds, the slow stage on a GPU twice as fast": ...,
-    "the slow stage": 2,
-    # it works for 36 of 101.2 seconds
-    "share of the step that rank 0 is idle": 0.644,
-    # (m + p - 1) slots of 3 x 1.5 s
-    "seconds, four equal stages": 15 * 4.5,
+    "the slow stage": FORWARD.index(slowest),
+    # rank 0 works for a forward and a backward of each micro-batch
+    "share of the step that rank 0 is idle": 1 - M * 3 * FORWARD[0] / step,
+    # m + p - 1 slots of a forward and a backward
+    "seconds, four equal stages": (M + 3) * 3 * whole / 4,
     # the slow stage works as long as before; filling and draining takes half as long
-    "seconds, 24 micro-batches of half the size": 93.6 + 7.6 / 2,
-    # 1.3 s are the slowest forward now
-    "seconds, the slow stage on a GPU twice as fast": 12 * 3.9 + 3 * (1.0 + 1.2 + 1.2),
-    ### END SOLUTION
+    "seconds, twice as many micro-batches of half the size": work + (step - work) / 2,
+    # it still sets the pace, and the others' forward and backward fill and drain
+    "seconds, the slow stage on a GPU twice as fast": work / 2 + 3 * (whole - slowest),
 }
+### END SOLUTION
 
 
 # %% checks
+VARIES = {
+    "FORWARD": (
+        (1.0, 1.2, 2.6, 1.2),
+        (1.2, 2.6, 1.0, 1.2),
+        (1.0, 1.1, 1.3, 2.6),
+        (1.4, 3.0, 1.4, 1.0),
+        (1.2, 1.4, 3.0, 1.2),
+        (1.0, 1.2, 1.4, 3.0),
+        (1.1, 2.4, 1.0, 1.1),
+        (1.0, 0.8, 2.4, 1.0),
+        (0.9, 1.1, 1.2, 2.4),
+    ),
+    "M": (10, 12, 14, 16),
+}
+TWICE = 2 * M
+STAGE = FORWARD.index(max(FORWARD))
+ORDINAL = ("first", "second", "third", "fourth")[STAGE]
+EQUAL_SHARE, OF_OTHERS = sum(FORWARD) / 4, (sum(FORWARD) - max(FORWARD)) / 3
+WORK = M * 3 * max(FORWARD)
+
+
 def truth(room: Room) -> Mapping[str, float | int]:
     """Return the right values, by simulation."""
     t = run()
+    half = tuple(each / 2 for each in FORWARD)
+    faster = tuple(each / 2 if stage == STAGE else each for stage, each in enumerate(FORWARD))
     right = (
-        2,
+        STAGE,
         t.idle[0] / t.makespan,
-        run((1.5, 1.5, 1.5, 1.5)).makespan,
-        run((0.5, 0.6, 1.3, 0.6), 24).makespan,
-        run((1.0, 1.2, 1.3, 1.2)).makespan,
+        run((EQUAL_SHARE,) * 4).makespan,
+        run(half, TWICE).makespan,
+        run(faster).makespan,
     )
     return dict(zip(reading, right, strict=True))
 
@@ -81,9 +111,9 @@ EXERCISE = Questions(
             "counts-stages-from-1",
             (
                 "How are stages counted in this kit, and which row of the picture is the first?",
-                "Stages and ranks are counted from 0. The third row is stage 2.",
+                f"Stages and ranks are counted from 0. The {ORDINAL} row is stage {STAGE}.",
             ),
-            [('"the slow stage": 2', '"the slow stage": 3')],
+            [("FORWARD.index(slowest)", "FORWARD.index(slowest) + 1")],
         ),
         Mistake(
             "the-one-that-waits-is-slow",
@@ -91,50 +121,51 @@ EXERCISE = Questions(
                 "Rank 0 has the longest gaps. Is it slow, or does it wait for somebody who is?",
                 "The rank that never waits is the one that all others wait for. Look for the largest `.busy`.",
             ),
-            [('"the slow stage": 2', '"the slow stage": 0')],
+            [("FORWARD.index(slowest)", "0")],
             when=lambda seen: given(seen, SLOW) == 0,
         ),
         Mistake(
             "more-micro-batches-cure-it",
             (
-                "How many seconds does stage 2 work in all, with 12 micro-batches, and with 24 of half the size?",
+                f"How many seconds does stage {STAGE} work in all, with {M} micro-batches, and with {TWICE} of half "
+                "the size?",
                 "It has the same work to do. Smaller micro-batches make filling and draining shorter, and not the "
                 "slow stage faster: imbalance is no bubble.",
-                "12 × 3 × 2.6 s of work for stage 2, and half of what comes before and after it.",
+                f"{M} × 3 × {max(FORWARD)} s of work for stage {STAGE}, and half of what comes before and after it.",
             ),
-            [("93.6 + 7.6 / 2", "101.2 / 2")],
-            when=lambda seen: isinstance(given(seen, MORE), int | float) and given(seen, MORE) < 93,
+            [("work + (step - work) / 2", "step / 2")],
+            when=lambda seen: isinstance(given(seen, MORE), int | float) and given(seen, MORE) < 0.995 * WORK,
         ),
         Mistake(
             "no-bubble-when-equal",
             (
                 "Equal stages: does a step take as long as the work of one of them?",
-                "All work, divided by four, is what each rank computes: 54 s. The pipeline still fills and drains: "
-                "m+p-1 slots, not m.",
+                f"All work, divided by four, is what each rank computes: {M * 3 * EQUAL_SHARE:g} s. The pipeline still "
+                "fills and drains: m+p-1 slots, not m.",
             ),
-            [("15 * 4.5", "12 * 4.5")],
-            when=lambda seen: near(seen, EQUAL, 54.0),
+            [("(M + 3) * 3", "M * 3")],
+            when=lambda seen: near(seen, EQUAL, M * 3 * EQUAL_SHARE),
         ),
         Mistake(
             "equal-to-the-others",
             (
                 "Where has the work of the slow stage gone?",
-                "Cutting anew moves layers, it does not make them vanish: 1 + 1.2 + 2.6 + 1.2 = 6 seconds of "
-                "forward, 1.5 for each stage.",
+                f"Cutting anew moves layers, it does not make them vanish: {' + '.join(map(str, FORWARD))} = "
+                f"{sum(FORWARD):g} seconds of forward, {EQUAL_SHARE:g} for each stage.",
             ),
-            [("15 * 4.5", "15 * 3.4")],
-            when=lambda seen: near(seen, EQUAL, 15 * 3.4),
+            [("(M + 3) * 3 * whole / 4", "(M + 3) * 3 * (whole - slowest) / 3")],
+            when=lambda seen: near(seen, EQUAL, (M + 3) * 3 * OF_OTHERS),
         ),
         Mistake(
             "half-the-step-with-twice-the-gpu",
             (
-                "Once stage 2 takes 1.3 s, which stage sets the pace?",
-                "Stage 2 is still the slowest, but not by much, and filling and draining goes through all stages: "
-                "those of the others take what they took.",
-                "12 × 3 × 1.3 s for stage 2, and a forward and a backward of the other three.",
+                f"Once stage {STAGE} takes {max(FORWARD) / 2:g} s, which stage sets the pace?",
+                f"Stage {STAGE} is still the slowest, but not by much, and filling and draining goes through all "
+                "stages: those of the others take what they took.",
+                f"{M} × 3 × {max(FORWARD) / 2:g} s for stage {STAGE}, and a forward and a backward of the other three.",
             ),
-            [("12 * 3.9 + 3 * (1.0 + 1.2 + 1.2)", "101.2 / 2")],
-            when=lambda seen: near(seen, FASTER, 50.6) or near(seen, FASTER, 46.8),
+            [("work / 2 + 3 * (whole - slowest)", "step / 2")],
+            when=lambda seen: near(seen, FASTER, run().makespan / 2) or near(seen, FASTER, WORK / 2),
         ),
     ),
     otherwise=(

@@ -16,6 +16,7 @@ compute hides.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import permutations
 
 import mpkit as mk
 from mpkit.classroom.framework.exercise import Mistake
@@ -24,13 +25,15 @@ from mpkit.classroom.framework.room import Room
 from mpkit.classroom.lab import given, puzzle
 from mpkit.trace import Lane
 
-
 # %% given
+SHEET = "ABCDE"  # which run has which letter
+
+
 def run(letter: str) -> mk.Timeline:
     """Return the timeline of run A, B, C, D or E."""
     from mpkit.classroom.lab import puzzle
 
-    return puzzle("name-the-cause", letter)
+    return puzzle("name-the-cause", letter, SHEET)
 
 
 # %% answer
@@ -41,16 +44,20 @@ causes = {
     # instead: "C": ...,
     # instead: "D": ...,
     # instead: "E": ...,
-    "A": "bubble",
-    "B": "exposed communication",
-    "C": "nothing",
-    "D": "host copy",
-    "E": "imbalance",
+    SHEET[0]: "bubble",
+    SHEET[1]: "exposed communication",
+    SHEET[2]: "nothing",
+    SHEET[3]: "host copy",
+    SHEET[4]: "imbalance",
     ### END SOLUTION
 }
 
 
 # %% checks
+VARIES = {"SHEET": tuple(map("".join, permutations("ABCDE")))}
+BUBBLE, EXPOSED, NOTHING, COPY, UNEVEN = tuple(SHEET)
+
+
 def cause(t: mk.Timeline) -> str:
     """Return the largest part of the idle time, as the kit counts it."""
     from mpkit.timeline.idleness import CAUSES, idle_by_cause
@@ -70,7 +77,7 @@ def cause(t: mk.Timeline) -> str:
 
 def truth(room: Room) -> Mapping[str, str]:
     """Return each run's cause, computed from its timeline."""
-    return {letter: cause(puzzle("name-the-cause", letter, room=room)) for letter in "ABCDE"}
+    return {letter: cause(puzzle("name-the-cause", letter, SHEET, room=room)) for letter in "ABCDE"}
 
 
 EXERCISE = Questions(
@@ -89,14 +96,14 @@ EXERCISE = Questions(
                 "others are?",
                 "A bubble is there with stages that are equal, too: the pipeline fills and drains. Where one rank "
                 "works all the time and its neighbours wait for it in every micro-batch, the work is not cut evenly.",
-                "Compare `.busy` of A and of E, rank by rank.",
+                f"Compare `.busy` of {BUBBLE} and of {UNEVEN}, rank by rank.",
             ),
             [('"imbalance"', '"bubble"')],
         ),
         Mistake(
             "imbalance-for-a-bubble",
             (
-                "How much do the ranks of A work, each of them? Look at `.busy`.",
+                f"How much do the ranks of {BUBBLE} work, each of them? Look at `.busy`.",
                 "They work about as long as each other, and yet each is idle about half of the time: there are few "
                 "micro-batches to fill the pipeline with. That is the bubble.",
             ),
@@ -105,7 +112,7 @@ EXERCISE = Questions(
         Mistake(
             "all-communication-costs",
             (
-                "In C there is communication during the backward. What does the compute lane do meanwhile?",
+                f"In {NOTHING} there is communication during the backward. What does the compute lane do meanwhile?",
                 "Communication that is hidden behind compute costs nothing. Only what is exposed does: compare "
                 "`.comm_time` and `.exposed_comm`, and both with `.step_time`.",
             ),
@@ -114,9 +121,9 @@ EXERCISE = Questions(
         Mistake(
             "copies-are-not-communication",
             (
-                "In which lane is what D waits for? Between which two memories does it go?",
-                "D's gap before and after the optimizer's step is no collective: its communication is short. It is a "
-                "copy between the GPU and its host, where the optimizer's states are kept.",
+                f"In which lane is what {COPY} waits for? Between which two memories does it go?",
+                f"{COPY}'s gap before and after the optimizer's step is no collective: its communication is short. It "
+                "is a copy between the GPU and its host, where the optimizer's states are kept.",
                 '`t.to_dataframe()` has the lane of each span: "compute", "comm" or "host".',
             ),
             [('"host copy"', '"exposed communication"')],
@@ -124,13 +131,13 @@ EXERCISE = Questions(
         Mistake(
             "waiting-for-the-all-reduce",
             (
-                "In B all GPUs wait together, after the backward. Would other micro-batches help? There is no "
+                f"In {EXPOSED} all GPUs wait together, after the backward. Would other micro-batches help? There is no "
                 "pipeline.",
-                "What B waits for is the all-reduce of its gradients, most of which is still to do when the backward "
-                "ends.",
+                f"What {EXPOSED} waits for is the all-reduce of its gradients, most of which is still to do when the "
+                "backward ends.",
             ),
             [('"exposed communication"', '"bubble"')],
-            when=lambda seen: given(seen, "B") in ("bubble", "imbalance", "host copy", "nothing"),
+            when=lambda seen: given(seen, EXPOSED) in ("bubble", "imbalance", "host copy", "nothing"),
         ),
     ),
     otherwise=(

@@ -9,7 +9,7 @@ Adam keeps two numbers for each parameter; each number has 4 bytes. Buffers are 
 what is gathered.
 
 Answer with "ddp", "zero 1", "zero 2" or "zero 3" for A to D, and with whole numbers. The last question: how many bytes
-of params, grads and optimizer together would ZeRO-1 take on 16 GPUs?
+of params, grads and optimizer together would ZeRO-1 take on {MORE} GPUs?
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, figure 1.
 """
@@ -17,19 +17,24 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import permutations
 
 from mpkit.classroom.framework.exercise import Mistake
 from mpkit.classroom.framework.questions import Questions
 from mpkit.classroom.framework.room import Room
 from mpkit.classroom.lab import PUZZLES, given, near, timeline
 
-
 # %% given
+SHEET = "ABCD"  # which run has which letter
+LAYERS = 3  # of the model
+MORE = 16  # GPUs
+
+
 def held(letter: str) -> dict[str, int]:
     """Return the bytes that a GPU of run A, B, C or D holds, by category."""
     from mpkit.classroom.lab import puzzle
 
-    return puzzle("read-the-memory", letter).peak_memory[0]
+    return puzzle("read-the-memory", letter, SHEET, layers=LAYERS).peak_memory[0]
 
 
 # %% answer
@@ -41,35 +46,39 @@ memory = {
     # instead: "D": ...,
     # instead: "GPUs": ...,
     # instead: "parameters": ...,
-    # instead: "bytes of states, ZeRO-1 on 16 GPUs": ...,
-    "A": "zero 2",
-    "B": "ddp",
-    "C": "zero 3",
-    "D": "zero 1",
+    # instead: "bytes of states, ZeRO-1 on more GPUs": ...,
+    SHEET[0]: "zero 2",
+    SHEET[1]: "ddp",
+    SHEET[2]: "zero 3",
+    SHEET[3]: "zero 1",
     "GPUs": 4,
-    "parameters": 201_326_592 // 4,
-    "bytes of states, ZeRO-1 on 16 GPUs": 201_326_592 + 201_326_592 + 402_653_184 // 16,
+    # with DDP a GPU holds 67,108,864 bytes of params, and as many of grads, for each layer
+    "parameters": 67_108_864 * LAYERS // 4,
+    "bytes of states, ZeRO-1 on more GPUs": 67_108_864 * LAYERS * 2 + 134_217_728 * LAYERS // MORE,
     ### END SOLUTION
 }
 
 
 # %% checks
+VARIES = {"SHEET": tuple(map("".join, permutations("ABCD"))), "LAYERS": (2, 3, 4, 5), "MORE": (8, 16, 32, 64)}
+TWO, DDP, THREE, ONE = tuple(SHEET)
+STATES = "bytes of states, ZeRO-1 on more GPUs"
+PSI = 16_777_216 * LAYERS
+
+
 def truth(room: Room) -> Mapping[str, str | int]:
     """Return the right values, read from the runs themselves."""
-    names = PUZZLES["read-the-memory"]
-    ddp = timeline("ddp", room=room)
+    names = dict(zip(SHEET, PUZZLES["read-the-memory"], strict=True))
+    ddp = timeline("ddp", layers=LAYERS, room=room)
     whole = ddp.peak_memory[0]
-    states = whole["params"] + whole["grads"] + whole["optimizer"] // 16
+    states = whole["params"] + whole["grads"] + whole["optimizer"] // MORE
     return {
         **names,
         "GPUs": ddp.world_size,
         "parameters": whole["params"] // 4,
-        "bytes of states, ZeRO-1 on 16 GPUs": states,
+        STATES: states,
     }
 
-
-STATES = "bytes of states, ZeRO-1 on 16 GPUs"
-PSI = 50_331_648
 
 EXERCISE = Questions(
     solution=memory,
@@ -82,20 +91,20 @@ EXERCISE = Questions(
         Mistake(
             "zero-1-and-2-swapped",
             (
-                "A and D differ in one category. Which one does ZeRO-2 shard that ZeRO-1 does not?",
+                f"{TWO} and {ONE} differ in one category. Which one does ZeRO-2 shard that ZeRO-1 does not?",
                 "Stage 1 shards the optimizer's states, stage 2 the gradients too, stage 3 the parameters too.",
             ),
-            [('"A": "zero 2"', '"A": "zero 1"'), ('"D": "zero 1"', '"D": "zero 2"')],
+            [('SHEET[0]: "zero 2"', 'SHEET[0]: "zero 1"'), ('SHEET[3]: "zero 1"', 'SHEET[3]: "zero 2"')],
         ),
         Mistake(
             "buffers-are-parameters",
             (
-                "What is sharded in C, and what are its buffers?",
+                f"What is sharded in {THREE}, and what are its buffers?",
                 "ZeRO-3 gathers a layer's parameters when it needs them, and lets go of them again: that memory is "
                 "lent, and counted as buffers. What a GPU keeps of the parameters is a shard.",
             ),
-            [('"C": "zero 3"', '"C": "ddp"'), ('"B": "ddp"', '"B": "zero 3"')],
-            when=lambda seen: given(seen, "C") == "ddp" or given(seen, "B") == "zero 3",
+            [('SHEET[2]: "zero 3"', 'SHEET[2]: "ddp"'), ('SHEET[1]: "ddp"', 'SHEET[1]: "zero 3"')],
+            when=lambda seen: given(seen, THREE) == "ddp" or given(seen, DDP) == "zero 3",
         ),
         Mistake(
             "bytes-for-parameters",
@@ -103,18 +112,18 @@ EXERCISE = Questions(
                 "How many bytes has a number in fp32?",
                 "What `held` says are bytes. A parameter in fp32 has 4 of them.",
             ),
-            [("201_326_592 // 4", "201_326_592")],
+            [("LAYERS // 4", "LAYERS")],
             when=lambda seen: near(seen, "parameters", 4 * PSI),
         ),
         Mistake(
             "adam-keeps-one-number",
             (
                 "How many bytes of optimizer states are there for each parameter, in the run that shards nothing?",
-                "Adam keeps two moments, each as large as the parameters: 8 bytes a parameter in fp32. 16 GPUs hold "
-                "a 16th of these each.",
+                "Adam keeps two moments, each as large as the parameters: 8 bytes per parameter in fp32. Each "
+                f"of {MORE} GPUs holds one part of {MORE} of these.",
             ),
-            [("402_653_184 // 16", "201_326_592 // 16")],
-            when=lambda seen: near(seen, STATES, 8 * PSI + PSI // 4, 0.001),
+            [("134_217_728 * LAYERS", "67_108_864 * LAYERS")],
+            when=lambda seen: near(seen, STATES, 8 * PSI + 4 * PSI // MORE, 0.0001),
         ),
         Mistake(
             "zero-1-shards-everything",
@@ -125,20 +134,20 @@ EXERCISE = Questions(
             ),
             [
                 (
-                    "201_326_592 + 201_326_592 + 402_653_184 // 16",
-                    "(201_326_592 + 201_326_592 + 402_653_184) // 16",
+                    "67_108_864 * LAYERS * 2 + 134_217_728 * LAYERS // MORE",
+                    "(67_108_864 * LAYERS * 2 + 134_217_728 * LAYERS) // MORE",
                 )
             ],
-            when=lambda seen: near(seen, STATES, PSI),
+            when=lambda seen: near(seen, STATES, 16 * PSI / MORE),
         ),
         Mistake(
             "keeps-the-old-number-of-gpus",
             (
-                "The optimizer's part: of how many GPUs is it a share, here and with 16?",
-                "In run D each GPU has a fourth of the states. With 16 GPUs it is a 16th: 8 ψ / 16.",
+                "The optimizer's part: of how many GPUs is it a share, here and with more?",
+                f"In run {ONE} each GPU has a fourth of the states. With {MORE} GPUs it is 8 ψ / {MORE}.",
             ),
-            [("402_653_184 // 16", "402_653_184 // 4")],
-            when=lambda seen: near(seen, STATES, 10 * PSI, 0.001),
+            [("LAYERS // MORE", "LAYERS // 4")],
+            when=lambda seen: near(seen, STATES, 10 * PSI, 0.0001),
         ),
         Mistake(
             "counts-categories-not-gpus",
@@ -151,5 +160,5 @@ EXERCISE = Questions(
             when=lambda seen: isinstance(given(seen, "GPUs"), int) and given(seen, "GPUs") != 4,
         ),
     ),
-    otherwise=("Put the four dicts side by side, a row a category.",),
+    otherwise=("Put the four dicts side by side, one row per category.",),
 )

@@ -10,7 +10,7 @@ each of the three the heads follow one another, h/heads rows a head:
     qkv.weight   [ q: head 0 | head 1 | head 2 | head 3 ‖ k: head 0 | head 1 | ... ‖ v: head 0 | head 1 | ... ]
 
 Which rows are a rank's, if it has heads 0 and 1 of 4? The weights are whole on every rank; compute with your part of
-each.
+each. Which heads a rank takes is up to you, as long as each head is computed by one rank, and all ranks have as many.
 
 Source: Shoeybi et al. 2019, section 3, figure 3b.
 """
@@ -65,6 +65,8 @@ def attention(ctx: mk.Context, x: Tensor, qkv: nn.Linear, out: nn.Linear, heads:
 
 # %% checks
 B, S, H = 2, 5, 12
+CUT = ("gradient of qkv.weight", "gradient of qkv.bias", "gradient of out.weight")
+WORKED = "rows of qkv.weight that a rank computes with"
 CALLS, SENT = "collectives, of forward and backward together", "bytes of collectives"
 Linears = tuple[nn.Linear, nn.Linear]
 
@@ -108,26 +110,19 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     return {"result": z.detach(), **gradients(x, layers)}
 
 
-def expected(case: Case) -> list[dict[str, Tensor | None]]:
-    """Return the results of all heads on one rank; of a cut weight's gradient, each rank has its part and zeros."""
+def expected(case: Case) -> list[dict[str, Tensor | int | None]]:
+    """Return the results of all heads on one rank, and how many rows of `qkv.weight` are a rank's."""
     x, dz, layers = whole(case)
     z = serial(x, *layers, case["heads"])
     z.backward(dz)
-    outcomes = []
-    for rank in range(case.ranks):
-        mine = torch.zeros(H, dtype=torch.float64)
-        mine.chunk(case.ranks)[rank].fill_(1)
-        held = gradients(x, layers)
-        for name, mask in (
-            ("qkv.weight", mine.repeat(3)[:, None]),
-            ("qkv.bias", mine.repeat(3)),
-            ("out.weight", mine),
-        ):
-            grad = held[f"gradient of {name}"]
-            assert grad is not None
-            held[f"gradient of {name}"] = grad * mask
-        outcomes.append({"result": z.detach(), **held})
-    return outcomes
+    return [{"result": z.detach(), **gradients(x, layers), WORKED: 3 * H // case.ranks}] * case.ranks
+
+
+def together(case: Case, results: list[dict[str, Tensor]]) -> list[dict[str, object]]:
+    """Add up the gradients of what is cut, over ranks; count the rows of qkv.weight that a rank computes with."""
+    cut = {name: sum(one[name] for one in results) for name in CUT}
+    rows = [int((one["gradient of qkv.weight"] != 0).any(1).sum()) for one in results]
+    return [{**one, **cut, WORKED: number} for one, number in zip(results, rows, strict=True)]
 
 
 EXERCISE = OnRanks(
@@ -139,7 +134,8 @@ EXERCISE = OnRanks(
     ),
     play=play,
     expected=expected,
-    result="result and gradients",
+    together=together,
+    result="result and gradients, those of cut weights added up over ranks",
     budgets=(
         Budget(CALLS, collectives, 2),
         Budget(SENT, payload, 2 * B * S * H * 8, "bytes"),

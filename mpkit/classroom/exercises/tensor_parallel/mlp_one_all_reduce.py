@@ -12,7 +12,8 @@ the two layers: one all-reduce in the forward (g), one in the backward (f).
 
 You get the whole layers, as the serial model has them, and compute with this rank's part of each. Mind how torch keeps
 them: `nn.Linear.weight` is [out, in], and `F.linear(x, weight, bias)` is x weightᵀ + bias. The gradient then falls into
-your part of `weight.grad`, and leaves the rest zero.
+your part of `weight.grad`, and leaves the rest zero. Which n-th a rank takes is up to you, as long as each number
+between the layers is computed by one rank.
 
 Source: Shoeybi et al. 2019, section 3, figure 3a.
 """
@@ -58,6 +59,8 @@ def mlp(ctx: mk.Context, x: Tensor, up: nn.Linear, down: nn.Linear) -> Tensor:
 
 # %% checks
 ROWS, H, K = 4, 5, 12
+CUT = ("gradient of up.weight", "gradient of up.bias", "gradient of down.weight")
+WORKED = "numbers between the layers that a rank computes"
 CALLS, SENT = "collectives, of forward and backward together", "bytes of collectives"
 Linears = tuple[nn.Linear, nn.Linear]
 
@@ -94,21 +97,21 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 
 def expected(case: Case) -> list[dict[str, Tensor | None]]:
-    """Return the results of the serial MLP; of a cut weight's gradient, each rank has its part and zeros."""
+    """Return the results of the serial MLP, and how many numbers between the layers are a rank's."""
     x, dz, (up, down) = whole(case)
     z = down(torch.nn.functional.gelu(up(x)))
     z.backward(dz)
-    outcomes = []
-    for rank in range(case.ranks):
-        mine = torch.zeros(K, dtype=torch.float64)
-        mine.chunk(case.ranks)[rank].fill_(1)
-        held = gradients(x, (up, down))
-        for name, mask in (("up.weight", mine[:, None]), ("up.bias", mine), ("down.weight", mine)):
-            grad = held[f"gradient of {name}"]
-            assert grad is not None
-            held[f"gradient of {name}"] = grad * mask
-        outcomes.append({"z": z.detach(), **held})
-    return outcomes
+    return [{"z": z.detach(), **gradients(x, (up, down)), WORKED: K // case.ranks}] * case.ranks
+
+
+def together(case: Case, results: list[dict[str, Tensor]]) -> list[dict[str, object]]:
+    """Add up the gradients of what is cut, over ranks; count the numbers between the layers that a rank computes."""
+    cut = {name: sum(one[name] for one in results) for name in CUT}
+    rows = [
+        (one["gradient of up.weight"] != 0).any(1) | (one["gradient of down.weight"] != 0).any(0)
+        for one in results
+    ]
+    return [{**one, **cut, WORKED: int(row.sum())} for one, row in zip(results, rows, strict=True)]
 
 
 EXERCISE = OnRanks(
@@ -116,7 +119,8 @@ EXERCISE = OnRanks(
     cases=(Case(2, seed=31), Case(3, seed=32), Case(4, seed=33)),
     play=play,
     expected=expected,
-    result="Z and gradients",
+    together=together,
+    result="Z and gradients, those of cut weights added up over ranks",
     budgets=(
         Budget(CALLS, collectives, 2),
         Budget(SENT, payload, 2 * ROWS * H * 8, "bytes"),

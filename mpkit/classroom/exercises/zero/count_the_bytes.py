@@ -49,7 +49,10 @@ def count_the_bytes(psi: int, n: int, stage: int) -> dict[str, float]:
 
 # %% checks
 WIDTH, LAYERS = 32, 6
+PSI = 1_000_000
+N = 4  # ranks
 GPT_2_XL = 1_557_611_200
+VARIES = {"PSI": (1_000_000, 2_000_000, 3_500_000, 7_000_000), "N": (4, 5, 8, 10)}
 
 
 def formula(psi: int, n: int, stage: int) -> dict[str, float]:
@@ -115,10 +118,10 @@ def sized(psi: int, n: int, stage: int) -> Case:
 EXERCISE = Formula(
     solution=count_the_bytes,
     cases=(
-        sized(1_000_000, 4, 0),
-        sized(1_000_000, 4, 1),
-        sized(1_000_000, 4, 2),
-        sized(1_000_000, 4, 3),
+        sized(PSI, N, 0),
+        sized(PSI, N, 1),
+        sized(PSI, N, 2),
+        sized(PSI, N, 3),
         sized(GPT_2_XL, 64, 1),
         sized(GPT_2_XL, 64, 2),
         sized(GPT_2_XL, 3, 3),

@@ -22,7 +22,7 @@ import mpkit as mk
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
 from mpkit.classroom.framework.measures import calls, payload
 from mpkit.classroom.framework.on_ranks import OnRanks
-from mpkit.classroom.framework.serial import Batch, adam
+from mpkit.classroom.framework.serial import adam
 from mpkit.trace import Kind
 
 
@@ -49,24 +49,31 @@ FEATURES, SAMPLES = 12, 8
 SENT = "bytes of collectives beside the harness's own"
 
 
-def batches(case: Case) -> list[Batch]:
-    """Return the batches of all ranks; some features are large in some steps, so that their gradients overflow."""
+def batches(case: Case) -> list[tuple[Tensor, Tensor, int]]:
+    """Return the batches of all ranks, with the place of a nan in the gradient, -1 if there is none.
+
+    Some features are large in some steps, so that their gradients overflow.
+    """
     generator = case.generator()
     made = []
     for step in range(STEPS):
         x = torch.randn(SAMPLES, FEATURES, generator=generator)
         if step in (1, 2, 4):
             x[:, int(torch.randint(FEATURES, (1,), generator=generator))] *= 40
-        made.append((x, torch.randn(SAMPLES, generator=generator)))
+        nan = (FEATURES - 1, 0)[case.seed % 2] if step == 3 else -1
+        made.append((x, torch.randn(SAMPLES, generator=generator), nan))
     return made
 
 
-def gradient(weights: Tensor, batch: Batch, scale: float) -> Tensor:
-    """Return the gradient of the scaled loss in half precision: what is larger than 65504 is inf."""
-    x, y = batch
+def gradient(weights: Tensor, batch: tuple[Tensor, Tensor, int], scale: float) -> Tensor:
+    """Return the gradient of the scaled loss in half precision: what is larger than 65504 is inf, inf - inf is nan."""
+    x, y, nan = batch
     held = weights.detach().clone().requires_grad_()
     (grad,) = torch.autograd.grad(nn.functional.mse_loss(x @ held, y) * scale, held)
-    return grad.half().float()
+    half = grad.half().float()
+    if nan >= 0:
+        half[nan] = torch.nan
+    return half
 
 
 def start(case: Case) -> Tensor:
@@ -148,6 +155,15 @@ EXERCISE = OnRanks(
                 'All-reduce one number, with `op="max"`: 1 if this rank overflowed, else 0.',
             ),
             [('ctx.comm.all_reduce(overflow, op="max") > 0', "overflow > 0")],
+        ),
+        Mistake(
+            "knows-no-nan",
+            (
+                "In which step do you go wrong, and what is in the gradient there: inf, or nan?",
+                "inf - inf and 0 × inf are nan, which is not larger than anything and not equal to inf. "
+                "`torch.isfinite` refuses both.",
+            ),
+            [("torch.isfinite(shard.grad).all().float()", "(~torch.isinf(shard.grad)).all().float()")],
         ),
         Mistake(
             "zeroes-instead-of-skipping",

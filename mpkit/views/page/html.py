@@ -1,7 +1,9 @@
 """Timelines as one HTML page that needs nothing else: no network, no kernel.
 
     summary     a line per strategy: bubble, step time, memory, bytes, and the caller's own columns
-    a section   per strategy: the interactive timeline (the timeline widget's own code), memory by GPU
+    a section   per strategy: the interactive timeline (the timeline widget's own code) with tracks of what the GPUs
+                did, memory by GPU
+    try it      if asked for: schedules that the reader sets with sliders (`mpkit.views.page.trial`)
 
 The page contains the spans as the widget's binary batches, compressed. Until the script has drawn them, and where no
 script may run, the page shows the same pictures as SVG.
@@ -13,6 +15,7 @@ import gzip
 import json
 from base64 import b64encode
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.resources import files
 from string import Template
 from typing import Any
@@ -21,15 +24,18 @@ from mpkit.support.units import bytes_text, percent, seconds
 from mpkit.support.visible import escape
 from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
-from mpkit.views.browser import css, esm
+from mpkit.views.browser import TRIAL, css, esm
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.lanes import FOLDED, groups_of, groups_trait, rank_label, widest_label
 from mpkit.views.memory.held import held_text
 from mpkit.views.memory.svg import highest_of, memory_svg
+from mpkit.views.page.trial import LINK, trial
 from mpkit.views.timeline.counting import BubbleCounter
+from mpkit.views.timeline.path import MOST, has_path, path_of
 from mpkit.views.timeline.picture import CLOCKS
 from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.table import rank_table
+from mpkit.views.timeline.tracks import pack_tracks
 from mpkit.views.timeline.wire import Batches, look
 
 __all__ = ["html"]
@@ -41,6 +47,10 @@ def html(
     *,
     facts: Mapping[str, Mapping[str, str]] | None = None,
     intro: str = "",
+    captions: Mapping[str, str] | None = None,
+    steps: Mapping[str, int] | None = None,
+    base: str = "",
+    try_it: tuple[int, int] | None = None,
 ) -> str:
     """Return a page with one timeline, or with several by name.
 
@@ -48,7 +58,11 @@ def html(
         timelines: what to show.
         title: the page's heading.
         facts: more columns for the summary table, by the timeline's name: {"gpipe": {"in theory": "27.3 %"}}.
-        intro: a paragraph below the heading.
+        intro: paragraphs below the heading, parted by empty lines.
+        captions: what each timeline shows, by its name.
+        steps: the step whose figures are shown, by the timeline's name; left out, the last complete one.
+        base: the timeline that speed-ups are relative to; "": the slowest.
+        try_it: p ranks and m micro-batches, with which a section of schedules to try begins; None: no such section.
 
     Raises:
         ValueError: there is no timeline, or there are facts about one that is not given.
@@ -59,7 +73,7 @@ def html(
     (True, True)
     """
     named = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
-    facts = facts or {}
+    facts, captions, steps = facts or {}, captions or {}, steps or {}
     if not named:
         raise ValueError("html({}) has no timeline to show: give a Timeline, or {name: Timeline}")
     if unknown := set(facts) - set(named):
@@ -67,77 +81,123 @@ def html(
     title = title or (
         "Timelines" if len(named) > 1 else f"Timeline of {next(iter(named.values())).world_size} ranks"
     )
-    highest = max(highest_of(timeline) for timeline in named.values())
+    compared = [timeline for name, timeline in named.items() if name != base] or [*named.values()]
+    highest = max(map(highest_of, compared))
+    common = _common_notes(named)
     widest = widest_label(named.values())
+    shown = {name: _shown(timeline, steps.get(name)) for name, timeline in named.items()}
     sections = [
-        _section(number, name, timeline, highest, widest)
+        _section(number, name, timeline, steps.get(name), captions.get(name, ""), highest, widest, common)
         for number, (name, timeline) in enumerate(named.items())
     ]
     page = Template((files("mpkit.views.browser") / "page.html").read_text(encoding="utf-8"))
     return page.substitute(
         title=escape(title),
-        intro=f"<p class='intro'>{escape(intro)}</p>" if intro else "",
+        intro="".join(
+            f"<p class='intro'>{escape(part)}</p>" for part in [*intro.split("\n\n"), *common] if part
+        )
+        + (LINK if try_it else ""),
         variables=_variables(),
         css=css(),
-        summary=_summary(named, facts) if len(named) > 1 or facts else "",
-        sections="\n".join(sections),
+        summary=_summary(shown, facts, base) if len(named) > 1 or facts else "",
+        sections="\n".join([*sections, *([trial(*try_it)] if try_it else [])]),
         look=_embedded(look()),
-        script=esm(),
+        script=esm(TRIAL if try_it else ()),
     )
 
 
-def _section(number: int, name: str, timeline: Timeline, highest: int, widest: str) -> str:
+def _shown(timeline: Timeline, step: int | None) -> Timeline:
+    """Return the step whose figures are shown; the whole timeline, whose figures are its last step's, without one."""
+    return timeline if step is None else timeline.step(step)
+
+
+def _common_notes(named: Mapping[str, Timeline]) -> list[str]:
+    """Return the notes that all of several timelines have: the page says them once."""
+    first, *others = named.values()
+    return [note for note in first.notes if others and all(note in other.notes for other in others)]
+
+
+def _section(
+    number: int, name: str, timeline: Timeline, step: int | None, caption: str, highest: int, widest: str,
+    common: list[str],
+) -> str:  # fmt: skip
     """Return one timeline: the SVG that is shown until the canvas is drawn, the data, and the memory."""
-    batches, counter = Batches(), BubbleCounter(timeline.world_size)
+    batches, counter, shown = Batches(), BubbleCounter(timeline.world_size), _shown(timeline, step)
     batches.add(timeline.spans, timeline.names)
     counter.add(timeline.spans)
     ((head, buffer),) = batches.since(0, counter.extents, most=max(len(timeline.spans), 1))
-    data = b64encode(gzip.compress(buffer, 6, mtime=0)).decode()
-    steps = timeline.steps
     works = len(metrics.work(timeline.spans)) > 0
     state = {
         "title": "",
         "labels": [rank_label(timeline, rank) for rank in range(timeline.world_size)],
         "groups": groups_trait(groups_of(timeline), timeline.world_size),
-        "bubble": timeline.bubble if works else None,
-        "step_time": timeline.step_time if works else None,
-        "of": f"step {steps[-1]}" if works and len(steps) > 1 else "",
+        "bubble": shown.bubble if works else None,
+        "step_time": shown.step_time if works else None,
+        "of": f"step {shown.steps[-1]}" if works and len(timeline.steps) > 1 else "",
         "clock": CLOCKS.get(timeline.clock, timeline.clock),
-        "note": " ".join(timeline.notes),
+        "note": " ".join(note for note in timeline.notes if note not in common),
         "live": False,
         "widest": widest,
         "table": rank_table(timeline),
     }
+    tracks = ""
+    if len(timeline.device_samples):  # memory has pictures of its own below
+        state["tracks_head"], values = pack_tracks(replace(timeline, held=timeline.held[:0]))
+        tracks = f'<script type="text/plain" data-tracks="{number}">{_packed(values)}</script>'
+    if has_path(timeline) and len(metrics.active(shown.spans)) <= MOST:
+        state["path_head"], slack = path_of(timeline, step)
+        tracks += f'<script type="text/plain" data-path="{number}">{_packed(slack)}</script>'
     still = svg(timeline, fold=timeline.world_size > FOLDED)
     heading = f"<h2>{escape(name)}</h2>" if name else ""
-    memory = ""
-    if len(timeline.held):
-        many = "" if timeline.world_size > 8 else " open"
-        drawn = memory_svg(timeline, highest=highest)
-        box = "<div class='scroll' tabindex='0' role='region' aria-label='memory by GPU'>"
-        memory = f"<details{many}><summary>Memory by GPU</summary>{box}{drawn}</div></details>"
+    heading += f"<p class='intro'>{escape(caption)}</p>" if caption else ""
+    memory = _memory(timeline, highest) if len(timeline.held) else ""
     return (
         f'<section class="card" id="timeline-{number}">{heading}'
         f'<div class="host" data-number="{number}"><div class="static scroll">{still}</div></div>'
         f'<script type="application/json" data-of="{number}">{_embedded({"head": head, "state": state})}</script>'
-        f'<script type="text/plain" data-spans="{number}">{data}</script>'
-        f"{memory}</section>"
+        f'<script type="text/plain" data-spans="{number}">{_packed(buffer)}</script>'
+        f"{tracks}{memory}</section>"
     )
 
 
-def _summary(named: Mapping[str, Timeline], facts: Mapping[str, Mapping[str, str]]) -> str:
+def _packed(values: bytes) -> str:
+    """Compress bytes for a script element, from which `unpacked` (page.html) reads them."""
+    return b64encode(gzip.compress(values, 6, mtime=0)).decode()
+
+
+def _memory(timeline: Timeline, highest: int) -> str:
+    """Return the memory of each GPU, drawn twice: for wide windows, and for phones, with a panel per line."""
+    wide = memory_svg(timeline, 1100, highest=highest)
+    narrow = memory_svg(timeline, 360, highest=highest, across=1)
+    drawn = f"<div class='wide'>{wide}</div><div class='narrow'>{narrow}</div>"
+    many = "" if timeline.world_size > 8 else " open"
+    return f"<details{many}><summary>Memory by GPU</summary>{drawn}</details>"
+
+
+def _summary(named: Mapping[str, Timeline], facts: Mapping[str, Mapping[str, str]], base: str) -> str:
     """Return the table by strategy. A column that only some strategies have is left empty for the others."""
     extra = list(dict.fromkeys(column for known in facts.values() for column in known))
-    head = ["bubble", "step time", "speed-up", "peak memory per GPU", "bytes sent per step", *extra]
+    head = [
+        "bubble",
+        "step time",
+        f"speed-up over {base or 'the slowest'}",
+        "peak memory per GPU",
+        "bytes sent per step",
+        *extra,
+    ]
     slowest = max(timeline.step_time for timeline in named.values())
+    against = named[base].step_time if base else slowest
     table = [
-        [*_figures(timeline, slowest), *(facts.get(name, {}).get(column, "") for column in extra)]
+        [*_figures(timeline, against), *(facts.get(name, {}).get(column, "") for column in extra)]
         for name, timeline in named.items()
     ]
-    kept = [at for at in range(len(head)) if any(row[at] for row in table)]
+    kept = [at for at in range(len(head)) if any(row[at] not in ("", "0 B") for row in table)]
     rows = []
     for number, (name, row) in enumerate(zip(named, table, strict=True)):
-        cells = "".join(f"<td>{row[at]}</td>" if at == 0 else f"<td>{escape(row[at])}</td>" for at in kept)
+        cells = "".join(
+            f'<td data-head="{escape(head[at])}">{row[at] if at == 0 else escape(row[at])}</td>'
+            for at in kept
+        )
         link = f'<a href="#timeline-{number}">{escape(name or "timeline")}</a>'
         rows.append(f'<tr><th scope="row">{link}</th>{cells}</tr>')
     share = '<label class="share"><input type="checkbox" id="share">draw all on one time scale</label>'
@@ -150,17 +210,17 @@ def _summary(named: Mapping[str, Timeline], facts: Mapping[str, Mapping[str, str
     )
 
 
-def _figures(timeline: Timeline, slowest: float) -> list[str]:
-    """Return bubble (as HTML, with a bar), step time, speed-up over the slowest, memory, bytes; "" if missing."""
+def _figures(timeline: Timeline, against: float) -> list[str]:
+    """Return bubble (as HTML, with a bar), step time, speed-up, memory, bytes; "" if missing."""
     bubble, step_time = timeline.bubble, timeline.step_time
     peak = max((held["total"] for held in timeline.peak_memory), default=0)
     sent = sum(count for kinds in timeline.comm_bytes for kind, count in kinds.items() if kind != "recv")
     return [
-        f'<span class="bar" style="--share:{bubble:.4f}"></span>{percent(bubble)}',
+        f'<span class="bar" style="--share:{bubble:.4f}"></span><span class="number">{percent(bubble)}</span>',
         seconds(step_time),
-        f"{slowest / step_time:.2f} ×" if step_time else "",
+        f"{against / step_time:.2f} ×" if step_time else "",
         held_text(timeline, peak) if peak else "",
-        bytes_text(sent) if sent else "",
+        bytes_text(sent),
     ]
 
 

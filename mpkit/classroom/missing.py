@@ -1,0 +1,28 @@
+"""What stands in place of the right values where mpkit was installed without solutions."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from mpkit.errors import MpkitError
+
+__all__ = ["MISSING", "NoSolutions", "missing"]
+
+MISSING = (
+    "this mpkit was made for an exam, and has no solutions: what is right, only grading says. Who grades installs "
+    "mpkit-solutions too, which `make exam` builds beside it"
+)
+
+
+class NoSolutions(MpkitError):
+    """The solutions of the exercises are not installed."""
+
+
+def missing(*_: Any) -> NoReturn:
+    """Raise `NoSolutions`.
+
+    >>> missing()
+    Traceback (most recent call last):
+    mpkit.classroom.missing.NoSolutions: this mpkit was made for an exam, and has no solutions: ...
+    """
+    raise NoSolutions(MISSING)

@@ -1,0 +1,172 @@
+"""The sampler: what the ranks' GPUs are doing, ten times per second, beside what the ranks record of themselves.
+
+choose    which GPU each rank is on, by UUID, as CUDA_VISIBLE_DEVICES and `devices=` have it
+sample    a thread per GPU asks NVML, in the process that watches the run: no rank spends time on it
+write     rank3.gpu in the launch's folder, for every rank on that GPU, on the clock of the ranks' operations
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpkit.devices.local.ask import inventory_of
+from mpkit.devices.local.nvml import NOT_SAMPLED, NvmlGpu, NvmlMissing, Reading, open_nvml
+from mpkit.launch.process.folder import Settings, part
+from mpkit.record.files import RecordFile
+from mpkit.trace import HEADER, SAMPLE
+
+__all__ = ["PERIOD", "GpuSampler", "gpus_of", "sampler_for"]
+
+PERIOD = 0.1
+"""Seconds from one sample of a GPU to the next."""
+
+GIVE_UP = 1.0
+"""Seconds to wait for a thread whose GPU no longer answers."""
+
+
+def sampler_for(settings: Settings) -> GpuSampler:
+    """Return the sampler of a launch; one that samples nothing where ranks are on no GPU that NVML can read."""
+    if settings.device != "cuda":
+        return GpuSampler(None, [])
+    try:
+        gpus, nvml = gpus_of(settings), open_nvml()
+        try:
+            return GpuSampler(nvml, gpus)
+        except NvmlMissing:
+            nvml.nvmlShutdown()
+            raise
+    except NvmlMissing as missing:
+        return GpuSampler(None, [], str(missing))
+
+
+def gpus_of(settings: Settings) -> list[str]:
+    """Return the UUID of each rank's GPU.
+
+    Raises:
+        NvmlMissing: it is not known.
+    """
+    inventory = inventory_of("cuda")
+    numbers = settings.numbers or list(range(settings.devices))
+    found = [
+        inventory.devices[numbers[rank % len(numbers)]].identity if inventory is not None else ""
+        for rank in range(settings.ranks)
+    ]
+    if not all(found):
+        raise NvmlMissing(
+            f"{NOT_SAMPLED}: nvidia-smi does not tell which GPUs these ranks are on; `mpkit doctor gpus not found` "
+            "looks for the cause."
+        )
+    return found
+
+
+class GpuSampler:
+    """Samples the GPUs of a launch's ranks from `start` to `close`.
+
+    Args:
+        nvml: the module pynvml; None: nothing is sampled.
+        gpus: the UUID of each rank's GPU.
+        why_not: why nothing is sampled where one would expect it.
+
+    Attributes:
+        meta: what the trace's meta says of it: "sampled_gpus", a UUID per rank, or "gpus_not_sampled", a sentence.
+
+    Raises:
+        NvmlMissing: NVML does not know one of the GPUs.
+    """
+
+    def __init__(self, nvml: Any, gpus: Sequence[str], why_not: str = "") -> None:
+        self._nvml = nvml
+        self._ranks: dict[str, list[int]] = {}
+        for rank, gpu in enumerate(gpus):
+            self._ranks.setdefault(gpu, []).append(rank)
+        self._gpus = {gpu: NvmlGpu(nvml, gpu) for gpu in self._ranks}
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.meta: dict[str, Any] = {"sampled_gpus": list(gpus)} if gpus else {}
+        if why_not:
+            self.meta["gpus_not_sampled"] = why_not
+
+    def start(self, folder: Path) -> None:
+        """Sample from now on, into the folder of the launch.
+
+        Raises:
+            OSError: the disk has no space for the samples.
+        """
+        for gpu, ranks in self._ranks.items():
+            files = [RecordFile(part(folder, rank, "gpu"), "gpu", SAMPLE.itemsize, 512) for rank in ranks]
+            args = (self._gpus[gpu], files, self._over)
+            self._threads.append(
+                threading.Thread(target=_sample, args=args, name=f"mpkit-{gpu}", daemon=True)
+            )
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Take no more samples; those that were taken are complete when this returns."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        for thread in self._threads:
+            thread.join(GIVE_UP)
+        if self._nvml is not None and not any(thread.is_alive() for thread in self._threads):
+            self._nvml.nvmlShutdown()
+
+
+def _sample(gpu: NvmlGpu, files: list[RecordFile], over: threading.Event) -> None:
+    """Write a sample of one GPU every `PERIOD` until it is over."""
+    before: tuple[int, Reading] | None = None
+    due = time.monotonic()
+    while True:
+        reading = gpu.read()
+        now = time.monotonic_ns()
+        sample = sample_of(now, reading, before)
+        if not all([_write(file, sample) for file in files]):  # the disk is full: a warning has said so
+            break
+        before = now, reading
+        due = max(due + PERIOD, time.monotonic())
+        if over.wait(due - time.monotonic()):
+            break
+    for file in files:
+        file.close(1)
+
+
+def sample_of(now: int, reading: Reading, before: tuple[int, Reading] | None) -> bytes:
+    """Return a record of `SAMPLE`: NVLink's counters as bytes per second since the reading before.
+
+    Args:
+        now: the time of the reading, in ns.
+        reading: what NVML said.
+        before: the reading before with its time; None for the first one.
+    """
+    sent = received = nan
+    if before is not None:
+        then, earlier = before
+        sent = _rate(reading.nvlink_sent, earlier.nvlink_sent, now - then)
+        received = _rate(reading.nvlink_received, earlier.nvlink_received, now - then)
+    sample = np.zeros(1, SAMPLE)
+    sample[0] = (
+        now, reading.utilisation, reading.memory, sent, received, reading.pcie_sent, reading.pcie_received,
+    )  # fmt: skip
+    return sample.tobytes()
+
+
+def _rate(count: float, before: float, ns: int) -> float:
+    """Return a counter's increase per second; nan where it was set back."""
+    return (count - before) / ns * 1e9 if count >= before and ns > 0 else nan
+
+
+def _write(file: RecordFile, sample: bytes) -> bool:
+    """Append a record; return False if there is no room for it."""
+    if file.count >= file.capacity and not file.grow():
+        return False
+    place = HEADER.itemsize + file.size * file.count
+    file.map[place : place + file.size] = sample
+    file.publish(file.count + 1)
+    return True

@@ -1,0 +1,125 @@
+// A section of a page in which readers set a schedule and its times: each is played here and drawn by a panel.
+//
+//   read    the controls' values
+//   play    played.js
+//   show    the times as spans in the panel's store, and the figures
+
+/** Begin; `look` as for a panel, `data` from views/page/trial.py: {schedules, words, columns, keys}. */
+export function showTrial(section, look, data) {
+  return new Trial(section, look, data);
+}
+
+/** What base64 text that holds JSON in gzip says. */
+export async function unpackedJson(text) {
+  return JSON.parse(new TextDecoder().decode(await unpacked(text)));
+}
+
+class Trial {
+  constructor(section, look, data) {
+    this.section = section;
+    this.data = data;
+    this.store = new Store();
+    this.panel = new Panel(section.querySelector(".trial"), this.store, look);
+    section.querySelector(".static").remove();
+    section.querySelector(".controls").hidden = false;
+    section.addEventListener("input", (event) => this.changed(event.target.name));
+    this.changed("");
+  }
+
+  control(name) {
+    return this.section.querySelector(`[name="${name}"]`);
+  }
+
+  value(name) {
+    return Number(this.control(name).value);
+  }
+
+  /** A control was moved: a whole backward is as long as its halves, and sets both. */
+  changed(name) {
+    if (name === "backward") {
+      for (const half of ["input_grad", "weight_grad"]) this.control(half).value = this.value("backward") / 2;
+    } else {
+      this.control("backward").value = this.value("input_grad") + this.value("weight_grad");
+    }
+    const chosen = this.control("schedule").value;
+    const schedule = readSchedule(this.data.schedules[chosen][`${this.value("ranks")} ${this.value("microbatches")}`]);
+    const split = schedule.rows.flat().some(({ kind }) => kind === "I");
+    const shown = { backward: !split, input_grad: split, weight_grad: split };
+    for (const each of this.section.querySelectorAll("input[type=range]")) {
+      const [number, unit] = [Number(each.value), each.dataset.unit ?? ""];
+      each.closest(".control").hidden = !(shown[each.name] ?? true);
+      each.closest(".control").querySelector("output").textContent = unit ? `${number.toFixed(2)} s` : String(number);
+      each.setAttribute("aria-valuetext", unit ? `${number} ${unit}` : String(number));
+    }
+    this.section.querySelector(".words").textContent = this.data.words[chosen];
+    this.show(schedule);
+  }
+
+  /** Play the schedule, and show it. */
+  show(schedule) {
+    const v = schedule.stages / schedule.rows.length; // stages per rank: each takes 1/v of the rank's time
+    const [f, i, w] = ["forward", "input_grad", "weight_grad"].map((name) => this.value(name) / v);
+    const hop = this.value("hop");
+    const times = play(schedule, { F: f, B: i + w, I: i, W: w }, hop);
+    const whole = makespanOf(times);
+    this.fill(spansOf(schedule, times, hop, this.data.keys), whole);
+    const peaks = times.map((row) => peakOf(row) / v);
+    const most = Math.max(...peaks);
+    const bubble = bubbleOf(times);
+    this.panel.update({
+      labels: times.map((_, rank) => `rank ${rank}`),
+      bubble,
+      step_time: whole,
+      clock: "Computed in this page: each rank runs its actions in the schedule's order, each as soon as its input has arrived.",
+      note: `${most === Math.min(...peaks) ? "Each rank" : `Rank ${peaks.indexOf(most)}`} holds the activations of at most ${+most.toFixed(2)} ${most === 1 ? "micro-batch" : "micro-batches"}.`,
+      table: tableOf(times, whole, peaks),
+      said: `bubble ${percent(bubble)}, step time ${seconds(whole)}`,
+    });
+  }
+
+  /** Replace everything that the store has, and let go of what was selected in it. */
+  fill(spans, whole) {
+    const { store, panel } = this;
+    store.reset(store.epoch + 1);
+    store.steps.set(0, [0, whole]);
+    const batch = this.data.columns.map(([name, code]) => [name, ARRAYS[code].from(spans, (span) => span[name] ?? 0)]);
+    store.take(Object.fromEntries(batch), 0, spans.length);
+    panel.select(null);
+    panel.walk.place = null;
+    panel.chart.pointed = null;
+    panel.tip.hide();
+    panel.fit();
+  }
+}
+
+/** The rows of a store: actions, messages between ranks, and the waits for them. */
+function spansOf(schedule, times, hop, keys) {
+  const spans = [];
+  const doneBy = new Map(times.flat().map((each) => [each.action.name, each]));
+  const put = (kind, rank, start, end, lane, key, where, more) => {
+    const { stage, microbatch } = where;
+    return spans.push({ kind, rank, start, duration: end - start, lane, key, stage, microbatch, peer: -1, cause: -1, ...more }) - 1;
+  };
+  for (const { rank, action, free, start, end, from } of times.flat()) {
+    if (from) {
+      const sent = doneBy.get(from.name);
+      const group = 1 + from.stage + (action.kind === "F" ? 0 : schedule.stages);
+      put(SEND, sent.rank, sent.left, sent.left, LANE.COMM, keys.message, sent.action, { peer: rank, group });
+      const cause = put(RECV, rank, sent.left, sent.left + hop, LANE.COMM, keys.message, action, { peer: sent.rank, group });
+      put(WAIT, rank, free, start, LANE.COMPUTE, IDLE, action, { cause });
+    }
+    put(keys[action.kind], rank, start, end, LANE.COMPUTE, keys[action.kind], action); // compute: key and kind are one
+  }
+  return spans;
+}
+
+function tableOf(times, whole, peaks) {
+  const kinds = [["forward", "F"], ["backward", "B"], ["input grad", "I"], ["weight grad", "W"]];
+  const used = kinds.filter(([, kind]) => times.flat().some(({ action }) => action.kind === kind));
+  return {
+    head: ["", "idle", ...used.map(([words]) => words), "activations, micro-batches"],
+    rows: times.map((row, rank) => [
+      `rank ${rank}`, percent(whole ? 1 - busyOf(row) / whole : 0), ...used.map(([, kind]) => seconds(busyOf(row, kind))), +peaks[rank].toFixed(2),
+    ]),
+  };
+}

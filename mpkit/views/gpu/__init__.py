@@ -1,0 +1,1 @@
+"""What the GPUs did while a run went on: curves for the tracks below a timeline, and lines of text."""

@@ -1,0 +1,148 @@
+"""The section "Try it" of a page: what its script computes equals what mk.simulate does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+
+import mpkit as mk
+from mpkit.schedule import NAMES
+from mpkit.views.page.html import html
+from mpkit.views.page.trial import MICROBATCHES, RANKS, plan_of
+
+NewPage = Callable[..., Page]
+Screenshot = Callable[[Page, str], None]
+
+PANEL = "document.querySelector('#try .mpkit-timeline').panel"
+
+
+def open_trial(page: Page, folder: Path, p: int = 4, m: int = 8) -> None:
+    path = folder / "page.html"
+    shown = mk.simulate(mk.Plan.gpipe(4, 8), hop=0.1)
+    path.write_text(html({"GPipe": shown}, title="A page", try_it=(p, m)), encoding="utf-8")
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-drawn=true]")
+
+
+def set_slider(page: Page, name: str, value: float) -> None:
+    page.locator(f"#try-{name}").fill(str(value))
+
+
+def simulated(name: str, p: int, m: int, *times: float, hop: float = 0.0) -> mk.Timeline:
+    plan = plan_of(name, p, m)
+    return mk.simulate(plan, *(seconds / plan.virtual_stages for seconds in times), hop=hop)
+
+
+def test_every_schedule_on_the_page_is_the_simulated_one(new_page: NewPage, tmp_path: Path) -> None:
+    """All names, at the corners of the sliders and between: the script alone, fast, to twelve digits."""
+    page = new_page()
+    open_trial(page, tmp_path)
+    cases = [
+        (name, p, m, f, i, w, hop)
+        for name in NAMES
+        for p, m in ((2, 1), (2, 16), (4, 8), (5, 3), (8, 16), (8, 1))
+        for f, i, w, hop in ((1, 1, 1, 0), (0.7, 1.3, 0.45, 0.25), (1, 0, 2, 0.05))
+    ]
+    set_all = """(cases) => cases.map(([schedule, ranks, microbatches, forward, input_grad, weight_grad, hop]) => {
+      const values = { schedule, ranks, microbatches, forward, input_grad, weight_grad, hop };
+      for (const [name, value] of Object.entries(values)) document.querySelector('#try-' + name).value = value;
+      document.querySelector('#try-hop').dispatchEvent(new Event('input', { bubbles: true }));
+      const { bubble, step_time } = document.querySelector('#try .mpkit-timeline').panel.state;
+      return [bubble, step_time];
+    })"""
+    shown = page.evaluate(set_all, cases)
+    for (name, p, m, f, i, w, hop), (bubble, length) in zip(cases, shown, strict=True):
+        truth = simulated(name, p, m, f, i, w, hop=hop)
+        assert bubble == pytest.approx(truth.bubble, abs=1e-12), (name, p, m, f, i, w, hop)
+        assert length == pytest.approx(truth.makespan, rel=1e-12), (name, p, m, f, i, w, hop)
+
+
+def test_a_reader_moves_the_sliders(new_page: NewPage, tmp_path: Path) -> None:
+    page = new_page()
+    open_trial(page, tmp_path)
+    bubble = page.locator("#try .mpkit-figure").first.locator("b")
+    expect(bubble).to_have_text("27.3 %")  # 1F1B's: 3/11
+    assert page.locator("#try-backward").is_visible() and not page.locator("#try-input_grad").is_visible()
+    set_slider(page, "microbatches", 16)
+    expect(bubble).to_have_text(f"{100 * 3 / 19:.1f} %")
+    set_slider(page, "backward", 3)
+    set_slider(page, "hop", 0.25)
+    truth = simulated("1f1b", 4, 16, 1, 1.5, 1.5, hop=0.25)
+    expect(bubble).to_have_text(f"{100 * truth.bubble:.1f} %")
+    page.get_by_label("schedule", exact=True).select_option("ZB-H1")
+    truth = simulated("zb_h1", 4, 16, 1, 1.5, 1.5, hop=0.25)
+    expect(bubble).to_have_text(f"{100 * truth.bubble:.1f} %")
+    expect(page.locator("#try .words")).to_contain_text("Backwards are split")
+    assert not page.locator("#try-backward").is_visible()
+    slider = page.get_by_role("slider", name="weight gradients W")
+    slider.press("ArrowRight")
+    assert slider.get_attribute("aria-valuetext") == "1.55 seconds"
+    truth = simulated("zb_h1", 4, 16, 1, 1.5, 1.55, hop=0.25)
+    expect(bubble).to_have_text(f"{100 * truth.bubble:.1f} %")
+    set_slider(page, "ranks", 8)
+    assert len(page.evaluate(f"{PANEL}.chart.labels")) == 8
+    rows = page.locator("#try table tbody tr")
+    page.locator("#try").get_by_text("The figures as a table").click()
+    assert rows.count() == 8
+    truth = simulated("zb_h1", 8, 16, 1, 1.5, 1.55, hop=0.25)
+    first = rows.first.locator("td").all_text_contents()
+    assert first[0] == f"{100 * truth.idle[0] / truth.makespan:.1f} %"
+    assert first[4] == str(truth.peak_memory[0]["total"])
+
+
+def test_a_message_has_an_arrow_and_a_wait_its_cause(new_page: NewPage, tmp_path: Path) -> None:
+    page = new_page()
+    open_trial(page, tmp_path)
+    set_slider(page, "hop", 0.5)
+    told = page.evaluate(
+        f"""(() => {{
+          const {{ store }} = {PANEL}.chart;
+          const at = (kind) => [...store.columns.kind.data.slice(0, store.count)].findIndex((each) => each === kind);
+          const value = (name, span) => store.value(name, span);
+          const [receive, wait] = [at(33), at(16)];
+          return [value('peer', receive), value('duration', receive), value('cause', wait) >= 0, store.count];
+        }})()"""
+    )
+    truth = simulated("1f1b", 4, 8, 1, 1, 1, hop=0.5)
+    marks = truth.spans["kind"] == 128
+    assert told == [1, 0.5, True, int((~marks).sum())]
+
+
+def test_sliders_begin_where_the_page_says_or_as_near_as_they_can(new_page: NewPage, tmp_path: Path) -> None:
+    page = new_page()
+    open_trial(page, tmp_path, p=64, m=1)
+    assert page.locator("#try-ranks").input_value() == str(RANKS[-1])
+    assert page.locator("#try-microbatches").input_value() == str(MICROBATCHES[0])
+    assert len(page.evaluate(f"{PANEL}.chart.labels")) == RANKS[-1]
+
+
+def test_without_scripts_there_is_a_picture_and_no_dead_slider(new_page: NewPage, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(html(mk.simulate(mk.Plan.gpipe(4, 8)), try_it=(4, 8)), encoding="utf-8")
+    page = new_page(java_script_enabled=False)
+    page.goto(path.as_uri())
+    assert page.locator("#try .static svg").is_visible()
+    assert not page.locator("#try .controls").is_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1100, 400])
+def test_axe_finds_nothing_serious(
+    new_page: NewPage, tmp_path: Path, screenshot: Screenshot, scheme: str, width: int
+) -> None:
+    page = new_page(color_scheme=scheme, viewport={"width": width, "height": 800})
+    open_trial(page, tmp_path)
+    page.get_by_label("schedule", exact=True).select_option("ZB-V, 2 stages per rank")
+    set_slider(page, "hop", 0.1)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    found: list[dict[str, Any]] = Axe().run(page).response["violations"]
+    serious = [(each["id"], each["help"], [node["target"] for node in each["nodes"]]) for each in found
+               if each["impact"] in ("serious", "critical")]  # fmt: skip
+    assert serious == []
+    page.wait_for_function(f"{PANEL}.chart.asked === 0")
+    screenshot(page, f"trial_{width}_{scheme}")

@@ -1,0 +1,73 @@
+"""Whether a check catches a mutant: each is tried as an answer, on real ranks, up to the first row that fails."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+
+from mpkit.classroom.catalogue import Entry, find
+from mpkit.classroom.framework.room import Answer, Limits, Room
+from mpkit.classroom.framework.source import run_cell
+from tests.classroom.mutants.mutate import Mutant, chosen
+
+__all__ = ["Caught", "checked", "equivalent", "tried"]
+
+LIMITS = Limits(seconds=5.0, grace=1.0)
+"""A mutant that hangs, or goes on for ever, is caught after so long."""
+
+
+@dataclass(frozen=True)
+class Caught:
+    """What a check says of one mutant.
+
+    Attributes:
+        exercise: the exercise's name.
+        mutant: the mutant.
+        by: the row that failed, in words; "" if the mutant passes.
+    """
+
+    exercise: str
+    mutant: Mutant
+    by: str
+
+
+@cache
+def _room() -> Room:
+    """Return this process's ranks, which stay warm."""
+    return Room(limits=LIMITS)
+
+
+def checked(name: str, mutant: Mutant) -> Caught:
+    """Check one mutant."""
+    entry = find(name)
+    try:
+        value = run_cell(mutant.code, entry.exercise.name_of_answer, f"{name} mutant", entry.given)
+        answer = Answer.of(value)
+    except Exception as error:  # a mutant may raise anything where it is defined
+        return Caught(name, mutant, f"its cell fails: {type(error).__name__}")
+    for row in entry.exercise.examine(answer, _room()):
+        if not row.ok:
+            return Caught(name, mutant, f"{row.what}: {row.got}"[:200])
+    return Caught(name, mutant, "")
+
+
+def tried(entries: Iterable[Entry], most: int, seed: str, jobs: int) -> Iterator[Caught]:
+    """Check some mutants of each exercise, in parallel; yield the verdicts in order."""
+    work = [(entry.name, mutant) for entry in entries for mutant in chosen(entry.source, most, seed)]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(checked, *zip(*work, strict=True)) if work else ()
+
+
+@cache
+def equivalent() -> dict[str, dict[str, str]]:
+    """Return, by exercise, the mutants that are right answers too, each with the reason."""
+    recorded = tomllib.loads(Path(__file__).with_name("equivalent.toml").read_text(encoding="utf-8"))
+    return {
+        name: {change: group["why"] for group in groups for change in group["changes"]}
+        for name, groups in recorded.items()
+    }

@@ -1,0 +1,134 @@
+"""Predictions: the first number counts, what was shown counts no more, and what is mistyped is answered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mpkit as mk
+from mpkit.classroom.grading.handed_in import handed_in
+from mpkit.classroom.grading.kept import Grade
+from mpkit.classroom.grading.report import Report
+from mpkit.classroom.predictions.amounts import amount
+from mpkit.classroom.predictions.box import box
+from mpkit.classroom.predictions.predict import PREDICTED
+from mpkit.classroom.predictions.questions import QUESTIONS, question
+from mpkit.classroom.progress import FILE, Predicted, Progress
+
+
+@pytest.fixture(autouse=True)
+def _folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_first_number_counts() -> None:
+    assert mk.predict("bubble").value is None
+    assert mk.predict("bubble", 0.25).value == 0.25
+    again = mk.predict("bubble", "30 %")
+    assert again.value == 0.25 and "25.0 % was locked in first, and stays" in str(again)
+    compared = again.against(0.3)
+    assert compared.gap == pytest.approx(-0.05)
+    assert "5.0 percentage points too low" in str(compared)
+    assert Progress.read().predictions == {"bubble": Predicted(0.25, 0.3)}
+
+
+def test_what_came_is_not_told_before_a_prediction() -> None:
+    said = str(mk.predict("bubble").against(0.3141))
+    assert "Predict it first" in said and "31.4" not in said
+    assert not Path(FILE).exists(), "nothing is kept for those who only read"
+    assert mk.predict("bubble", 0.3).against(0.3141).gap == pytest.approx(-0.0141)
+
+
+def test_progress_in_exercises_stays() -> None:
+    Progress.read().after("gpipe", True).write()
+    mk.predict("bubble", 0.25)
+    Progress.read().after("gpipe", False).write()
+    assert Progress.read().predictions["bubble"].value == 0.25
+    assert Progress.read().done["gpipe"].passed
+
+
+@pytest.mark.parametrize(
+    "value, unit, said",
+    [
+        (27, "share", "27 percent are '27 %' or 0.27"),
+        ("27", "share", "a share lies between 0 and 1"),
+        ("6 MiBs", "bytes", "'MiBs' is no unit here .* such as '6 MB'"),
+        ("many", "bytes", "is no number; such as '6 MB'"),
+        ("", "seconds", "is no number"),
+        (True, "share", "is no number"),
+        (float("nan"), "share", "not negative"),
+        (-1, "bytes", "not negative"),
+        ("5 %", "", "a plain number is asked for"),
+        ([0.2], "share", "is no number"),
+    ],
+)
+def test_what_is_no_number_is_told(value: Any, unit: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        amount(value, unit)
+
+
+def test_a_mistyped_name_is_told() -> None:
+    with pytest.raises(ValueError, match="did you mean 'bubble'"):
+        mk.predict("bubbel", 0.2)
+    with pytest.raises(ValueError, match="There are bubble, ddp-bytes"):
+        mk.predict("xyz", 0.2)
+
+
+@pytest.mark.parametrize("asked", QUESTIONS, ids=lambda one: one.name)
+def test_a_question_is_whole(asked: Any) -> None:
+    truth = asked.truth()
+    assert asked.close(truth) and not asked.close(2 * truth)
+    assert asked.gap(truth, truth) == "just right"
+    assert asked.text.endswith("?") and asked.why.endswith(".")
+
+
+def test_the_box_locks_a_number_in() -> None:
+    prediction = mk.predict("bubble")
+    whole = box(prediction)
+    text, button = whole.children[1].children
+    said = whole.children[2]
+    button.click()
+    assert "Type a number first" in said.value
+    text.value = "<27>"
+    button.click()
+    assert "&lt;27&gt;" in said.value and not button.disabled
+    text.value = "27 %"
+    button.click()
+    assert "Locked in: 27.0 %" in said.value and button.disabled and text.disabled
+    assert mk.predict("bubble").value == 0.27
+    shown = mk.predict("bubble")._repr_mimebundle_()
+    assert shown[PREDICTED] == {"name": "bubble", "value": 0.27}
+
+
+def test_the_gap_is_part_of_the_grade(tmp_path: Path) -> None:
+    """From the file of progress first, then the outputs; what a call says when it is graded comes last."""
+    folder = tmp_path / "class"
+    cell = {"cell_type": "code", "source": 'mk.predict("bubble")', "outputs": [{"data": {PREDICTED: 0}}]}
+    shown = [{"data": {PREDICTED: {"name": "bubble", "value": 0.27}}}, {"data": 3}, 4]
+    for name, outputs in (("ada", shown), ("eve", []), ("kim", shown)):
+        (folder / name).mkdir(parents=True)
+        cells = [cell, cell | {"source": 'mk.check("gpipe", gpipe)', "outputs": outputs}]
+        (folder / name / "hw.ipynb").write_text(json.dumps({"cells": cells}))
+    kept = {"version": 1, "exercises": {"gpipe": {"tries": 3}}, "predictions": {"bubble": {"value": 0.5}}}
+    (folder / "kim" / FILE).write_text(json.dumps(kept))
+    ada, eve, kim = handed_in(folder, ("gpipe",))
+    assert (ada.predicted, eve.predicted, kim.predicted) == ({"bubble": 0.27}, {}, {"bubble": 0.5})
+    assert (ada.tries, kim.tries) == ({}, {"gpipe": 3})
+    report = Report([ada, eve, kim], tmp_path / "grades.csv", tmp_path / "pages")
+    for each in (ada, eve, kim):
+        made = {"bubble": each.predicted.get("bubble")}
+        grade = Grade(each, {"gpipe": None}, predictions=made)
+        report.add(Grade.of_json(each, json.loads(json.dumps(grade.to_json()))))
+    rows = (tmp_path / "grades.csv").read_text().splitlines()
+    assert rows == [
+        "student,points,of,gpipe,predict bubble,notes",
+        "ada,2,12,0,2,", "eve,0,12,0,0,", "kim,1,12,0,1,",
+    ]  # fmt: skip
+    assert (
+        "Predicted: 50.0 %, 22.7 percentage points too high; it is 27.3 %"
+        in (tmp_path / "pages" / "kim.html").read_text()
+    )
+    assert question("bubble").truth() == pytest.approx(3 / 11)

@@ -1,0 +1,390 @@
+"""Samples of the ranks' GPUs: asked of NVML, written beside the trace, put on the clock of the operations, drawn.
+
+No GPU is needed: `FakeNvml` plays samples that were made by hand in the format of a recording.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+import time
+from base64 import b64decode
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpkit as mk
+from mpkit.devices.local.inventory import inventory_of_gpus
+from mpkit.devices.local.nvidia_smi import Gpu
+from mpkit.devices.local.nvml import NvmlGpu, NvmlMissing, Reading
+from mpkit.errors import TraceError
+from mpkit.launch import gpu_sampler
+from mpkit.launch.gpu_sampler import GpuSampler, gpus_of, sample_of, sampler_for
+from mpkit.launch.process.folder import Settings
+from mpkit.record.files import RecordFile
+from mpkit.timeline.live_timeline import LiveFeed
+from mpkit.trace import HEADER, MEMORY, OP, SAMPLE, Kind, Lane, RankTrace, read_rank
+from mpkit.views.dashboard.widget import RunView
+from mpkit.views.gpu.samples import device_lines
+from mpkit.views.timeline.text import text
+from mpkit.views.timeline.tracks import pack_tracks
+from mpkit.views.timeline.widget import TimelineView
+from tests.gpu.fake_nvml import FakeNvml
+
+ORIGIN = 10**15  # ns of the monotonic clock
+TENTH = 10**8
+FIRST, SECOND = FakeNvml().recording
+
+
+def settings(ranks: int = 2, **more: object) -> Settings:
+    base = Settings(ranks, "cuda", "nccl", 2, 1, [], "", [], {})
+    return replace(base, **more)
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    """FakeNvml in place of pynvml, on a machine whose two GPUs CUDA_VISIBLE_DEVICES=1,0 has swapped."""
+    cards = [Gpu(i, "H100", uuid, f"0{i}", 80 << 30, 0) for i, uuid in enumerate([FIRST, SECOND])]
+    monkeypatch.setattr(
+        gpu_sampler, "inventory_of", lambda kind: inventory_of_gpus(cards, {"CUDA_VISIBLE_DEVICES": "1,0"}, 2)
+    )
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
+    return fake
+
+
+def played(gpu: str, ops: int = 8) -> RankTrace:
+    """A rank whose forwards take 50 ms of each 100 ms, and the samples of its GPU at the end of each 100 ms."""
+    fake, samples, before = FakeNvml(), [], None
+    asked = NvmlGpu(fake, gpu)
+    for number in range(8):
+        now = ORIGIN + (number + 1) * TENTH
+        reading = asked.read()
+        samples.append(np.frombuffer(sample_of(now, reading, before), SAMPLE))
+        before = now, reading
+        fake.next_round(gpu)
+    recorded = np.zeros(ops, OP)
+    recorded["kind"], recorded["lane"] = Kind.FORWARD, Lane.COMPUTE
+    recorded["ref"] = recorded["peer"] = recorded["number"] = -1
+    recorded["microbatch"] = np.arange(ops)
+    recorded["start"] = ORIGIN + np.arange(ops) * TENTH
+    recorded["end"] = recorded["start"] + TENTH // 2
+    return RankTrace(recorded, np.zeros(0, MEMORY), [""], samples=np.concatenate(samples))
+
+
+@pytest.fixture
+def trace() -> mk.Trace:
+    meta = {"world_size": 2, "device": "cuda", "sampled_gpus": [FIRST, SECOND]}
+    return mk.Trace([played(FIRST), played(SECOND)], meta)
+
+
+# ---------------------------------------------------------------- asked
+
+
+def test_a_gpu_is_read_in_bytes() -> None:
+    fake = FakeNvml()
+    reading = NvmlGpu(fake, FIRST).read()
+    assert reading == Reading(0, 2e9, 1024 * 3_000_005, 1024 * 3_000_005, 12e6, 40e6)
+
+
+def test_what_a_gpu_does_not_tell_is_nan() -> None:
+    reading = NvmlGpu(FakeNvml({"GPU-old": [{"utilisation": 7}]}), "GPU-old").read()
+    assert reading.utilisation == 7 and np.isnan(reading[1:]).all()
+    assert np.isnan(NvmlGpu(FakeNvml(), SECOND).read().nvlink_sent)  # no NVLink
+
+
+def test_nvlink_is_bytes_per_second_since_the_sample_before() -> None:
+    before = (ORIGIN, Reading(0, 0, 1000.0, 500.0, 0, 0))
+    [sample] = np.frombuffer(sample_of(ORIGIN + TENTH, Reading(0, 0, 4000.0, 400.0, 0, 0), before), SAMPLE)
+    assert sample["nvlink_sent"] == pytest.approx(30_000)
+    assert np.isnan(sample["nvlink_received"])  # the counter was set back
+    [first] = np.frombuffer(sample_of(ORIGIN, before[1], None), SAMPLE)
+    assert np.isnan(first["nvlink_sent"])
+
+
+def test_ranks_find_their_gpu_by_uuid(nvml: FakeNvml) -> None:
+    assert gpus_of(settings()) == [SECOND, FIRST]  # CUDA_VISIBLE_DEVICES=1,0
+    assert gpus_of(settings(ranks=3, numbers=[1, 0])) == [FIRST, SECOND, FIRST]
+
+
+# ---------------------------------------------------------------- not asked
+
+
+def test_ranks_on_cpus_are_not_sampled_and_import_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert sampler_for(settings(device="cpu")).meta == {}
+
+
+def test_a_missing_package_is_said_with_its_command(
+    monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, trace: mk.Trace
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # `import pynvml` fails
+    sampler = sampler_for(settings())
+    said = sampler.meta["gpus_not_sampled"]
+    assert said == (
+        "GPUs were not sampled (utilisation, memory in use, link traffic): the package nvidia-ml-py is missing; "
+        'pip install "mpkit[gpu]" installs it.'
+    )
+    bare = mk.Trace(
+        [replace(rank, samples=rank.samples[:0]) for rank in trace.ranks], {**trace.meta, **sampler.meta}
+    )
+    timeline = mk.Timeline.of(bare)
+    assert said in timeline.notes and said in text(timeline, 100)
+    assert not len(timeline.device_samples) and device_lines(timeline) == []
+
+
+def test_a_missing_driver_and_an_unknown_gpu_are_said(
+    monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml
+) -> None:
+    nvml.trouble = "NVML Shared Library Not Found"
+    assert "mpkit doctor gpus not found" in sampler_for(settings()).meta["gpus_not_sampled"]
+    nvml.trouble = ""
+    del nvml.recording[SECOND]
+    assert f"'Not Found' for {SECOND}; `nvidia-smi -L`" in sampler_for(settings()).meta["gpus_not_sampled"]
+    assert nvml.open == 0
+    monkeypatch.setattr(gpu_sampler, "inventory_of", lambda kind: None)
+    with pytest.raises(NvmlMissing, match="nvidia-smi does not tell which GPUs"):
+        gpus_of(settings())
+
+
+# ---------------------------------------------------------------- written
+
+
+def test_each_ranks_file_grows_while_its_gpu_is_sampled(tmp_path: Path, nvml: FakeNvml) -> None:
+    sampler = sampler_for(settings(ranks=3, numbers=[1, 0]))
+    sampler.start(tmp_path)
+    until = time.monotonic() + 30
+    while len(read(tmp_path, 0)) < 3:
+        assert time.monotonic() < until
+    sampler.close()
+    assert nvml.open == 0
+    first, other, shared = (read(tmp_path, rank) for rank in range(3))
+    assert np.all(np.diff(first["time"]) > 0.05e9)
+    assert first["memory"][0] == 2e9 and other["memory"][0] == 3.5e9
+    assert first.tobytes() == shared.tobytes()  # ranks 0 and 2 share a GPU, which is asked once
+    before = read(tmp_path, 0)
+    sampler.close()
+    assert len(read(tmp_path, 0)) == len(before)
+
+
+def read(folder: Path, rank: int) -> np.ndarray:
+    return read_rank(folder, rank).samples
+
+
+def test_a_launch_samples_its_gpus_into_its_trace(
+    cluster: mk.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks are on CPUs, and the sampler asks FakeNvml as if they were not."""
+    fake = FakeNvml()
+    gpus = [FIRST, SECOND] * (cluster.ranks // 2)
+    monkeypatch.setattr("mpkit.launch.launch.sampler_for", lambda settings: GpuSampler(fake, gpus))
+    cluster.run(lambda ctx: ctx.rank)
+    found = cluster.trace
+    assert found.meta["sampled_gpus"] == gpus
+    assert all(len(rank.samples) >= 1 for rank in found.ranks)
+    assert found.ranks[1].samples["memory"][0] == 3.5e9
+
+
+# ---------------------------------------------------------------- kept
+
+
+def test_samples_are_saved_and_loaded(tmp_path: Path, trace: mk.Trace) -> None:
+    loaded = mk.Trace.load(trace.save(tmp_path / "a.trace")).check()
+    for one, two in zip(loaded.ranks, trace.ranks, strict=True):
+        assert one.samples.tobytes() == two.samples.tobytes()
+
+
+def test_a_trace_without_samples_loads_as_before(tmp_path: Path, trace: mk.Trace) -> None:
+    bare = mk.Trace([replace(rank, samples=rank.samples[:0]) for rank in trace.ranks], trace.meta)
+    assert [len(rank.samples) for rank in mk.Trace.load(bare.save(tmp_path / "a.trace")).ranks] == [0, 0]
+
+
+@pytest.mark.parametrize(("column", "value"), [("utilisation", 101), ("memory", -1), ("pcie_sent", np.inf)])
+def test_impossible_samples_are_refused(trace: mk.Trace, column: str, value: float) -> None:
+    trace.ranks[1].samples[column][2] = value
+    with pytest.raises(TraceError, match=f"rank 1's sample of its GPU number 2 has {column}="):
+        trace.check()
+
+
+# ---------------------------------------------------------------- on the clock of the operations
+
+
+def test_samples_are_on_the_measured_clock(trace: mk.Trace) -> None:
+    timeline = mk.Timeline.of(trace)
+    assert timeline.clock == "measured"
+    mine = timeline.device_samples[timeline.device_samples["rank"] == 0]
+    assert mine["time"] == pytest.approx(np.arange(1, 9) / 10)
+    assert mine["utilisation"].tolist() == [0, 35, 88, 97, 96, 91, 40, 5]
+    assert mine["nvlink_sent"][2] == pytest.approx(3 * 35 * 1024 * 1024 / 0.1)  # three links
+
+
+def test_samples_keep_their_place_among_operations_on_the_virtual_clock(trace: mk.Trace) -> None:
+    timeline = mk.Timeline.of(trace, clock="virtual")
+    mine = timeline.device_samples[timeline.device_samples["rank"] == 0]
+    forwards = timeline.spans[(timeline.spans["rank"] == 0) & (timeline.spans["kind"] == Kind.FORWARD)]
+    # On the wall clock each sample is taken as the next forward begins, and so it is here; the last is after all ops.
+    assert mine["time"] == pytest.approx(forwards["start"][1:])
+
+
+def test_other_hardware_has_no_samples_and_says_why(trace: mk.Trace) -> None:
+    timeline = mk.Timeline.of(trace, "2x-titan-rtx")
+    assert not len(timeline.device_samples)
+    assert any("Samples of GPUs belong to the machine of the run" in note for note in timeline.notes)
+
+
+def test_samples_before_the_first_operation_are_left_out(trace: mk.Trace) -> None:
+    for rank in trace.ranks:
+        rank.samples["time"] -= 3 * TENTH
+    assert len(mk.Timeline.of(trace).device_samples) == 2 * 6
+
+
+def test_a_step_has_its_own_samples(trace: mk.Trace) -> None:
+    for rank in trace.ranks:
+        rank.ops["step"] = np.arange(8) // 4
+    one = mk.Timeline.of(trace).step(1)
+    assert one.device_samples["time"].tolist() == pytest.approx([0.4, 0.5, 0.6, 0.7] * 2)
+
+
+def test_the_live_view_reads_samples_as_they_come(tmp_path: Path, trace: mk.Trace) -> None:
+    for number, rank in enumerate(trace.ranks):
+        names = {"ops": rank.ops, "gpu": rank.samples[:5]}
+        for name, records in names.items():
+            write(tmp_path / f"rank{number}.{name}", name, records)
+        (tmp_path / f"rank{number}.names").write_text('""\n')
+    feed = LiveFeed(
+        tmp_path, 2, {**trace.meta, "device": "cpu"}
+    )  # a GPU's steps would count once they are over
+    feed.advance()
+    first = feed.timeline().device_samples
+    assert first["rank"].tolist() == [0] * 5 + [1] * 5
+    for number, rank in enumerate(trace.ranks):
+        write(tmp_path / f"rank{number}.gpu", "gpu", rank.samples[:6])
+    feed.advance()
+    assert len(feed.timeline().device_samples) == 12
+
+
+def test_on_gpus_the_live_view_has_the_samples_of_steps_that_are_over(
+    tmp_path: Path, trace: mk.Trace
+) -> None:
+    """The times of a GPU's operations are known when their step is over, and so are the places of its samples."""
+    for number, rank in enumerate(trace.ranks):
+        ops = np.insert(rank.ops, [0, 4], rank.ops[[0, 4]])  # a STEP before every four forwards
+        ops["step"] = np.arange(10) // 5
+        steps = ops[[0, 5]]
+        steps["kind"], steps["lane"], steps["end"] = Kind.STEP, Lane.NONE, ops["end"][[4, 9]]
+        ops[[0, 5]] = steps
+        write(tmp_path / f"rank{number}.ops", "ops", ops[:6])  # the second step has begun
+        write(tmp_path / f"rank{number}.gpu", "gpu", rank.samples)
+        (tmp_path / f"rank{number}.names").write_text('""\n')
+    feed = LiveFeed(tmp_path, 2, trace.meta)
+    feed.advance()
+    timeline = feed.timeline()
+    forwards = timeline.spans[(timeline.spans["rank"] == 1) & (timeline.spans["kind"] == Kind.FORWARD)]
+    mine = timeline.device_samples[timeline.device_samples["rank"] == 1]
+    assert mine["time"] == pytest.approx(forwards["start"][1:4])
+    assert mine["utilisation"].tolist() == [0, 35, 88]
+
+
+def write(path: Path, part: str, records: np.ndarray) -> None:
+    file = RecordFile(path, part, records.itemsize, len(records))
+    file.map[HEADER.itemsize :] = records.tobytes()
+    file.publish(len(records))
+    file.close(0)
+
+
+# ---------------------------------------------------------------- drawn
+
+
+def test_each_kind_of_sample_is_a_track(trace: mk.Trace) -> None:
+    head, values = pack_tracks(mk.Timeline.of(trace))
+    tracks = {track["name"]: track for track in head["tracks"]}
+    assert list(tracks) == ["GPU utilisation", "GPU memory in use", "PCIe traffic", "NVLink traffic"]
+    assert [rank for rank, _ in tracks["NVLink traffic"]["ranks"]] == [0]  # rank 1's GPU has no NVLink
+    assert tracks["GPU utilisation"]["most"] == 100
+    floats, at, found = np.frombuffer(values), 0, {}
+    for track in head["tracks"]:
+        for rank, count in track["ranks"]:
+            width = len(track["keys"])
+            levels = floats[at + count : at + count * (1 + width)].reshape(count, width)
+            found[track["name"], rank] = floats[at : at + count], levels
+            at += count * (1 + width)
+    assert at == len(floats)
+    times, levels = found["GPU utilisation", 0]
+    assert times.tolist() == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
+    assert levels[:, 0].tolist() == [0, 35, 88, 97, 96, 91, 40, 5, 5]  # each over the time before it
+    assert found["PCIe traffic", 1][1][0].tolist() == [12e6, 40e6]
+
+
+def test_a_timeline_alone_shows_its_tracks(trace: mk.Trace) -> None:
+    view = TimelineView(mk.Timeline.of(trace))
+    assert view.tracks_head["tracks"][0]["name"] == "GPU utilisation"
+    assert len(view.tracks)
+
+
+def test_a_dashboard_keeps_a_place_for_gpus_and_fills_it(tmp_path: Path, trace: mk.Trace) -> None:
+    class Going:
+        """A run whose GPUs are sampled, as a view asks it."""
+
+        title, steps, first_step, blocks, theory, error, status = "DDP", None, 0, True, None, None, "finished"
+        losses: tuple[float, ...] = ()
+        metrics = trace.metrics
+
+        def feed(self) -> LiveFeed:
+            return LiveFeed(tmp_path, 2, trace.meta)
+
+        def timeline(self) -> mk.Timeline:
+            return mk.Timeline.of(trace)
+
+    view = RunView(Going())  # type: ignore[arg-type]
+    shown = view.dashboard.timeline
+    assert names_of(shown) == ["memory", "GPU utilisation", "GPU memory in use", "PCIe traffic"]
+    view.dashboard.set_memory(mk.Timeline.of(trace))
+    until = time.monotonic() + 30
+    while "NVLink traffic" not in names_of(shown):  # drawn in the background
+        assert time.monotonic() < until
+    view.end(Going())  # type: ignore[arg-type]
+    assert names_of(shown)[-1] == "NVLink traffic"
+
+
+def names_of(view: TimelineView) -> list[str]:
+    return [track["name"] for track in view.tracks_head["tracks"]]
+
+
+def test_a_page_holds_the_tracks(trace: mk.Trace) -> None:
+    page = mk.Timeline.of(trace).to_html()
+    [packed] = re.findall(r'data-tracks="0">([^<]+)<', page)
+    assert gzip.decompress(b64decode(packed)) == pack_tracks(mk.Timeline.of(trace))[1]
+    assert '"name":"NVLink traffic"' in page
+    assert "data-tracks=" not in mk.simulate(mk.Plan.gpipe(2, 2)).to_html().partition("async function")[0]
+
+
+def test_tracks_of_a_long_run_have_few_moments_and_all_peaks(trace: mk.Trace) -> None:
+    timeline = mk.Timeline.of(trace)
+    many = np.zeros(100_000, timeline.device_samples.dtype)
+    many["time"], many["utilisation"] = np.arange(100_000) / 10, np.arange(100_000) % 101
+    head, values = pack_tracks(replace(timeline, device_samples=many))
+    assert len(values) < 1.3e6
+    count = head["tracks"][0]["ranks"][0][1]
+    assert np.frombuffer(values)[count : 2 * count].max() == 100
+
+
+def test_text_has_a_line_per_gpu(trace: mk.Trace) -> None:
+    timeline = mk.Timeline.of(trace)
+    cells = [re.split(r"  +", line) for line in device_lines(timeline)]
+    assert cells == [
+        ["GPU: mean (highest)", "utilisation", "memory in use", "PCIe traffic", "NVLink traffic", "samples"],
+        ["GPU 0", "56 % (97 %)", "2.88 GB (3.75 GB)", "48.5 MB/s (52.0 MB/s)", "3.01 GB/s (4.58 GB/s)", "8"],
+        ["GPU 1", "56 % (97 %)", "4.38 GB (5.25 GB)", "48.5 MB/s (52.0 MB/s)", "not told", "8"],
+    ]
+    assert device_lines(timeline)[0] in str(timeline)
+
+
+def test_perfetto_has_a_counter_per_gpu(tmp_path: Path, trace: mk.Trace) -> None:
+    events = json.loads(mk.Timeline.of(trace).to_perfetto(tmp_path / "a.json").read_text())["traceEvents"]
+    used = [event for event in events if event["name"] == "GPU memory in use (B)" and event["pid"] == 1]
+    assert [event["args"]["in use"] for event in used[:2]] == [3.5e9, 3.75e9]
+    assert [event["ts"] for event in used[:2]] == pytest.approx([0, 1e5], abs=1e-3)
