@@ -9,7 +9,7 @@ PY := .venv/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PYTHON CHROMIUM
 
-.PHONY: help setup demo lab test test-all test-classroom test-mutants test-browser test-lite lite test-book book exercise exam slides test-zoo test-systems check format hooks exercises notebooks bench clean distclean
+.PHONY: help setup demo lab test soak test-classroom test-mutants test-browser test-lite lite test-book book exercise exam slides test-zoo test-systems check format hooks exercises notebooks bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -23,14 +23,14 @@ demo: setup  ## train on 4 processes and watch the pipeline bubble
 lab: setup  ## open JupyterLab on the notebooks
 	@$(PY) -m jupyterlab $(AS_ROOT) --FileContentsManager.preferred_dir=notebooks $(ARGS)
 
-test: setup  ## every module, every strategy against serial training, every doctest: some minutes
-	@$(PY) -m pytest -m "not thorough" $(ARGS)
+test: setup  ## every module, every strategy against serial training, every doctest; make test ARGS="-x tests/zero"
+	@sh scripts/test.sh "not soak" $(ARGS)
 
-test-all: setup  ## also what takes long: many examples, kills, whole tutorials (not the exercises, not the browser)
-	@$(PY) -m pytest $(ARGS)
+soak: setup  ## everything, also what takes long, draws at random or compares measured times; SLICE=2/6 for a part
+	@$(PY) -m scripts.gate.soak $(if $(SLICE),--slice $(SLICE)) $(ARGS)
 
 test-classroom: setup  ## the exercises: solutions, stubs, wrong answers, notebooks, a class graded
-	@$(PY) -m pytest tests/classroom notebooks/exercises/solved $(ARGS)
+	@sh scripts/test.sh "not soak" tests/classroom notebooks/exercises/solved $(ARGS)
 
 exercise: setup  ## one exercise: its solution, its stub, each wrong answer; make exercise NAME=pass-the-token
 	@test -n "$(NAME)" || { echo "make exercise NAME=pass-the-token"; exit 2; }

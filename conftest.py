@@ -1,13 +1,46 @@
-"""What is thorough by where it lies: whole tutorials, of which tests/test_tutorials.py runs the fast cells."""
+"""What holds for every test: what whole notebooks are, how long a test may take, one fork server for all doctests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from pytest import MonkeyPatch
+
+from mpkit.launch.process.fork_server_client import ForkServerClient
+from tests import limits
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark whole notebooks as thorough."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark whole notebooks as soak (tests/test_tutorials.py runs their fast cells), and scale pytest's own limit."""
     for item in items:
         if item.path.suffix == ".ipynb":
-            item.add_marker(pytest.mark.thorough)
+            item.add_marker(pytest.mark.soak)
+        if limits.SCALE != 1:
+            mark = item.get_closest_marker("timeout")
+            seconds = mark.args[0] if mark else float(config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(seconds * limits.SCALE), append=False)
+
+
+class SharedForkServer(ForkServerClient):
+    """A fork server that outlives the clusters that use it."""
+
+    def close(self) -> None:
+        """Leave it running; it ends with the session."""
+
+
+@pytest.fixture(scope="session")
+def shared_fork_server() -> Iterator[SharedForkServer]:
+    """Return the fork server of all doctests of the session."""
+    server = SharedForkServer()
+    yield server
+    ForkServerClient.close(server)
+
+
+@pytest.fixture(autouse=True)
+def one_fork_server_for_doctests(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> None:
+    """Docstrings that make a cluster use one fork server, which saves the import of torch in each."""
+    if isinstance(request.node, pytest.DoctestItem):
+        server = request.getfixturevalue("shared_fork_server")
+        monkeypatch.setattr("mpkit.api.cluster.ForkServerClient", lambda fork: server)

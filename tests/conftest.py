@@ -1,25 +1,24 @@
 """What every test shares."""
 
-import os
 import signal
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from torch import nn
 
 import mpkit as mk
 from mpkit.api.run import Run
 
-# The same examples every time: what fails here fails there. No deadline: on two busy cores
-# an example's time says nothing.
+# The same examples every time: what fails here fails there. No deadline: on two busy cores an example's time says
+# nothing. No shrinking: by launches it takes longer than a test may, and then the example is never shown.
 settings.register_profile(
     "mpkit",
     derandomize=True,
     deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
 # Other examples, more of them, for a search: pytest --hypothesis-profile=search
@@ -36,18 +35,35 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def clusters() -> Iterator[Callable[[int], mk.Cluster]]:
-    """Clusters of CPU processes by number of ranks, each started once and shared by all tests."""
-    made: dict[int, mk.Cluster] = {}
+def clusters(all_clusters: dict[int, mk.Cluster]) -> Callable[[int], mk.Cluster]:
+    """Clusters of CPU processes by number of ranks. All tests share them, and they share one fork server."""
 
     def of(ranks: int) -> mk.Cluster:
-        if ranks not in made:
-            made[ranks] = mk.Cluster(ranks, device="cpu")
-        return made[ranks]
+        if ranks not in all_clusters:
+            first = next(iter(all_clusters.values()), None)
+            all_clusters[ranks] = first.resized(ranks) if first else mk.Cluster(ranks, device="cpu")
+        return all_clusters[ranks]
 
-    yield of
+    return of
+
+
+@pytest.fixture(scope="session")
+def all_clusters() -> Iterator[dict[int, mk.Cluster]]:
+    """The shared clusters made so far, by number of ranks."""
+    made: dict[int, mk.Cluster] = {}
+    yield made
     for cluster in made.values():
         cluster.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running(all_clusters: dict[int, mk.Cluster]) -> Iterator[None]:
+    """A training that a test has left running on a shared cluster ends with that test."""
+    yield
+    for cluster in all_clusters.values():
+        training = cluster._turns.training
+        if training is not None and not training.done:
+            training.stop()
 
 
 @pytest.fixture(scope="session")
@@ -64,24 +80,3 @@ def train(clusters: Callable[[int], mk.Cluster]) -> Callable[..., Run]:
         return clusters(plan.ranks).train(model, data, plan, **how).wait()
 
     return run
-
-
-def _is_gone(pid: int) -> bool:
-    """Whether no process of that number runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-@pytest.fixture(scope="session")
-def wait_until_gone() -> Callable[[list[int], float], None]:
-    """wait_until_gone(pids, seconds): fails if one of the processes is still there after so many seconds."""
-
-    def wait(pids: list[int], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not all(map(_is_gone, pids)):
-            os.sched_yield()  # to those that we wait for
-            assert time.monotonic() < deadline, f"still there after {seconds} s: {pids}"
-
-    return wait

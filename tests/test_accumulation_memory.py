@@ -39,7 +39,7 @@ def test_with_one_stage_every_schedule_goes_back_before_the_next_micro_batch(nam
     assert str(mk.Plan(schedule=name, microbatches=3).build()) == "rank 0 | F0 B0 -- F1 B1 -- F2 B2 --"
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_four_micro_batches_hold_the_activations_of_one(
     train: Train, clusters: Callable[[int], mk.Cluster], plan: mk.Plan
@@ -66,12 +66,12 @@ def test_one_rank_saves_what_serial_accumulation_does(train: Train) -> None:
     assert held[0] == held[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_accumulation_equals_serial_training(train: Train) -> None:
     check_equal(train, gpt().double(), tokens(7, 24, 32), mk.Plan(tp=2, microbatches=3), **HOW)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_replicas_reduce_on_the_last_micro_batch_only(train: Train) -> None:
     data = tokens(8, 24, 32)
     runs = [train(gpt(), data, mk.Plan.ddp(2, microbatches=m), **HOW) for m in (1, M)]

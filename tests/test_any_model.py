@@ -137,7 +137,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "plan", "microbatches"),
     [
@@ -156,7 +156,7 @@ def test_models_that_record_hidden_states_equal_serial_training(
     check_equal(train, build(one), data, plan, microbatches=microbatches, steps=2, loss=loss, optimizer=sgd)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("kind, plan", PAIRS)
 def test_transformers_equal_serial_training(train: Train, kind: str, plan: str) -> None:
     torch.manual_seed(1)
@@ -168,7 +168,7 @@ def test_transformers_equal_serial_training(train: Train, kind: str, plan: str) 
 # ---------------------------------------------------------------- images
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_unet_whose_skips_go_directly_where_they_are_needed(train: Train) -> None:
     torch.manual_seed(2)
     model = UNet(1, 2, width=4).double()
@@ -185,7 +185,7 @@ def test_a_unet_whose_skips_go_directly_where_they_are_needed(train: Train) -> N
     check_equal(train, model, data, mk.Plan(pp=3, schedule="zb_h2", microbatches=3), **how)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_resnet_with_batch_norm(train: Train) -> None:
     # Statistics are a micro-batch's, in every pipeline; so the whole batch in one, or a model in eval().
     torch.manual_seed(3)
@@ -332,7 +332,7 @@ class InPlace(nn.Module):
         return x
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "cut", [["blocks.0", "blocks.1", "blocks.2"], ["blocks.1", "blocks.2"], ["blocks.2"]]
 )
@@ -417,7 +417,7 @@ def test_a_chain_whose_ends_share_a_weight(train: Train) -> None:
         check_equal(train, model, data, plan, **how)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_dropout_drops_what_it_does_serially(train: Train) -> None:
     torch.manual_seed(9)
     model = gpt2(attn_pdrop=0.2, embd_pdrop=0.2, resid_pdrop=0.2)
@@ -484,7 +484,7 @@ STEP = st.tuples(st.sampled_from(["add", "more", "cat", "detach", "gain", "in pl
 
 
 # No shrinking: it would be hundreds of runs more.
-@pytest.mark.thorough
+@pytest.mark.soak
 @settings(max_examples=30, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_random_models_and_cuts_equal_serial_training(train: Train, data: st.DataObject) -> None:
@@ -708,7 +708,7 @@ def test_a_forward_that_goes_another_way_is_told_of(train: Train, how: str) -> N
 # ---------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_checkpoints_of_tied_weights_are_gone_on_from_by_any_cut(train: Train, tmp_path: Path) -> None:
     torch.manual_seed(11)
     model, data = gpt2(), [(masked(8), words(5, 8))]
@@ -721,7 +721,7 @@ def test_checkpoints_of_tied_weights_are_gone_on_from_by_any_cut(train: Train, t
         torch.testing.assert_close(dict(run.state_dict()), dict(weights), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("schedule, recompute", [("gpipe", "none"), ("zb_h1", "none"), ("1f1b", "full")])
 def test_skips_handed_on_from_stage_to_stage(
     clusters: Callable[[int], mk.Cluster], schedule: str, recompute: str
@@ -739,7 +739,7 @@ def test_skips_handed_on_from_stage_to_stage(
     torch.testing.assert_close(dict(run.state_dict()), dict(weights), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_in_16_bits_with_tied_weights(train: Train) -> None:
     torch.manual_seed(14)
     model, data = gpt2().float(), [(masked(8), words(5, 8))]

@@ -152,7 +152,7 @@ HOW: dict[str, Any] = {"loss": next_token_loss, "optimizer": two_optimizers, "st
 @pytest.mark.parametrize(
     "plan",
     [*(pytest.param(p, id=words(p)) for p in QUICK),
-     *(pytest.param(p, id=words(p), marks=pytest.mark.thorough) for p in THOROUGH)],
+     *(pytest.param(p, id=words(p), marks=pytest.mark.soak) for p in THOROUGH)],
 )  # fmt: skip
 def test_evaluation_average_and_two_optimizers_equal_serial_training(
     train: Train, expected: Any, plan: dict[str, Any]
@@ -274,7 +274,7 @@ def test_callbacks_log_and_any_rank_may_end_the_training(
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_training_goes_on_from_a_checkpoint_with_its_average_and_the_state_of_its_callback(
     train: Train, tmp_path: Path
 ) -> None:

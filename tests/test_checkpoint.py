@@ -120,7 +120,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_resumed_under_the_same_plan_to_the_bit(clusters: Clusters, tmp_path: Path, plan: mk.Plan) -> None:
     how: dict[str, Any] = {
@@ -174,7 +174,7 @@ def test_the_loss_scale_goes_on(clusters: Clusters, tmp_path: Path) -> None:
     assert_same(whole, rest)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_resumed_after_the_whole_run_was_killed(clusters: Clusters, tmp_path: Path) -> None:
     how: dict[str, Any] = {"model": net(dropout=0.2), "data": batches(), "plan": mk.Plan.ddp(2), "seed": 1}
     whole = train(clusters, steps=40, **how)
@@ -212,7 +212,7 @@ ANY = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @given(
     before=st.sampled_from(ANY),
     after=st.sampled_from(ANY),
@@ -246,7 +246,7 @@ def test_resumed_under_any_other_plan(
     assert rest.losses == pytest.approx(whole.losses[3:], rel=1e-10)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_zero_3_on_4_ranks_goes_on_as_ddp_on_2_and_back(clusters: Clusters, tmp_path: Path) -> None:
     how: dict[str, Any] = {"model": net(torch.float64), "data": batches(torch.float64)}
     steps = 2

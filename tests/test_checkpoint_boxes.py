@@ -133,7 +133,7 @@ def read(ctx: Any, division: Division, folder: str) -> None:
         torch.testing.assert_close(state[name].held, part_of(name, shard, start, end), rtol=0, atol=0)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @given(divisions=two_divisions())
 @settings(max_examples=15)
 def test_what_one_mesh_wrote_any_other_reads(
@@ -211,7 +211,7 @@ def views(piece: Slice) -> list[tuple[dcp.ChunkStorageMetadata, Tensor]]:
 BOX = st.tuples(*[st.integers(0, 5)] * 4).filter(lambda b: b[0] < b[2] and b[1] < b[3]).map(lambda b: Box(*b))
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @given(boxes=st.lists(BOX, min_size=1, max_size=5))
 @settings(max_examples=300)
 def test_overlaps_are_found(boxes: list[Box]) -> None:

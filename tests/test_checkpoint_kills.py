@@ -85,7 +85,7 @@ def newest(folder: Path) -> int:
     return max((int(name[5:]) for name in names if "." not in name), default=0)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", range(30))
 def test_killed_while_saving(
     clusters: Clusters, whole: Callable[[mk.Plan], list[float]], tmp_path: Path, seed: int
@@ -94,7 +94,7 @@ def test_killed_while_saving(
     kill_while_saving(clusters(plan.ranks), plan, whole(plan), tmp_path, seed, MOMENTS[seed // 5])
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("moment", [1, 2, 4, 5])
 def test_killed_while_a_mesh_saves(
     clusters: Clusters, whole: Callable[[mk.Plan], list[float]], tmp_path: Path, moment: int

@@ -58,7 +58,7 @@ def any_mesh(chance: random.Random) -> mk.Plan:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3, 7))
 def test_any_mesh_goes_on_from_any_other(train: Train, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
@@ -82,7 +82,7 @@ EXACTLY = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("plan", EXACTLY, ids=repr)
 def test_the_same_mesh_goes_on_to_the_bit(train: Train, tmp_path: Path, plan: mk.Plan) -> None:
     model = gpt(dropout=0.2).float()

@@ -161,7 +161,7 @@ def test_files_that_are_no_heads_end_in_a_sentence(saved: Path) -> None:
 # ---------------------------------------------------------------- one training a folder
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_second_training_in_the_folder_is_refused(clusters: Clusters, tmp_path: Path) -> None:
     run = clusters(2).train(**how(checkpoint_every=1, checkpoint_dir=tmp_path, steps=100_000))
     with mk.Cluster(ranks=1, device="cpu") as other:

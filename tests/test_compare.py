@@ -56,7 +56,7 @@ def test_imbalance_is_what_a_balanced_cut_would_save() -> None:
     assert found[2, IMBALANCE] == 0  # the others wait for it
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_of_real_runs_they_add_up_too(cluster: mk.Cluster) -> None:
     torch.manual_seed(0)
     model, data = GPT(layers=4, width=32, length=16), text_batches(batch=8, length=16, steps=2)

@@ -139,7 +139,7 @@ def check(clusters: Clusters, n: int, cases: list[Case]) -> None:
         torch.testing.assert_close(summed, gradients, **near)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("n", "named"),
     [

@@ -25,6 +25,7 @@ from mpkit.api.run import Run
 from mpkit.data.microbatch import share
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.trace import Kind
+from tests.limits import wait_until_gone
 
 Clusters = Callable[[int], mk.Cluster]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -355,9 +356,7 @@ def test_lists_are_there_and_take_no_time(clusters: Clusters) -> None:
     assert "data loading" not in str(run.timeline())
 
 
-def test_workers_end_with_their_rank(
-    clusters: Clusters, wait_until_gone: Callable[[list[int], float], None]
-) -> None:
+def test_workers_end_with_their_rank(clusters: Clusters) -> None:
     data = mk.Batches(Computed(), batch_size=4, num_workers=1, prefetch=3)
     run = clusters(2).train(net(), data, mk.Plan.ddp(2), steps=10**6, **HOW)
     while len(run.losses) < 2:
@@ -368,7 +367,7 @@ def test_workers_end_with_their_rank(
     os.kill(run.pids[1], signal.SIGKILL)
     with pytest.raises(mk.RankFailed, match="rank 1 of 2 was killed by SIGKILL"):
         run.wait()
-    wait_until_gone(workers, 2.0)
+    wait_until_gone(workers)
 
 
 def test_arguments_of_workers() -> None:

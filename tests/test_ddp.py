@@ -138,7 +138,7 @@ def halving(step: int) -> float:
 
 
 # No shrinking: it would be hundreds of runs more.
-@pytest.mark.thorough
+@pytest.mark.soak
 @settings(max_examples=12, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_random_models_equal_serial_training(train: Train, data: st.DataObject) -> None:
@@ -165,7 +165,7 @@ def test_random_models_equal_serial_training(train: Train, data: st.DataObject) 
     check_equal(train, model.to(dtype), batches, plan, microbatches=m, loss=F.mse_loss, **how)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("make", [mk.Plan.ddp, mk.Plan.dp])
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 3e-2), ("fp16", 4e-3)])
 def test_16_bits_against_serial_training_in_16_bits(

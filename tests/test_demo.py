@@ -17,7 +17,7 @@ from mpkit.apps.demo import Demo, Outcome
 from mpkit.apps.demo_strategies import SEEN, STRATEGIES
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_it_compares_the_strategies_and_keeps_the_timelines(tmp_path: Path) -> None:
     page = tmp_path / "demo.html"
     console = Console(file=io.StringIO(), width=120)
@@ -76,7 +76,7 @@ def test_the_page_and_the_terminal_say_the_same_digit_by_digit(tmp_path: Path) -
     assert len({*said["bubble measured"]}) == 3 and outcomes[1].typical_step == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -96,7 +96,7 @@ def test_mistakes_end_in_one_message(
     assert says in said and "Traceback" not in said
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("names", [set(STRATEGIES) - {"3d"}, {"3d"}], ids=["all but 3d", "3d"])
 def test_every_strategy_that_it_knows(tmp_path: Path, names: set[str]) -> None:
     console = Console(file=io.StringIO(), width=300)
@@ -117,7 +117,7 @@ def test_the_help_names_every_strategy(capsys: pytest.CaptureFixture[str]) -> No
     assert f"any of {', '.join(STRATEGIES)}; with commas" in said
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_it_needs_nothing_that_only_notebooks_need(tmp_path: Path) -> None:
     code = f"""
 import sys

@@ -113,7 +113,7 @@ def test_a_training_equals_plain_pytorch_or_is_refused(
     check_case(clusters, case)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 @settings(max_examples=ALL)
 @given(case=cases())

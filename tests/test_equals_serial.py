@@ -69,7 +69,7 @@ def test_the_classics_equal_serial_training(train: Train, kind: str, plan: mk.Pl
     check_equal(train, model.double(), data, plan, loss=loss, optimizer=adamw, steps=5)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", MODELS)
 def test_in_single_precision_too(train: Train, kind: str) -> None:
     torch.manual_seed(2)
@@ -108,7 +108,7 @@ def random_schedule(stages: int, ranks: int, m: int, rng: random.Random) -> Sche
 
 
 # No shrinking: it would be hundreds of runs more.
-@pytest.mark.thorough
+@pytest.mark.soak
 @settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_random_chains_and_schedules_equal_serial_training(train: Train, data: st.DataObject) -> None:
@@ -202,7 +202,7 @@ def test_batches_may_differ_in_shape_from_step_to_step(train: Train) -> None:
     check_equal(train, model, data, plan, loss=next_token_loss, optimizer=adamw, steps=5)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_frozen_layers(train: Train) -> None:
     torch.manual_seed(6)
     for frozen in ((0,), (0, 1, 2), (1, 3), (3,)):
@@ -308,7 +308,7 @@ def test_the_trace_has_every_action_once_a_step(train: Train) -> None:
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_recomputation_holds_less(train: Train) -> None:
     torch.manual_seed(14)
     model = GPT(layers=4, width=32, heads=2, length=32)

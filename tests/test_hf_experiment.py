@@ -9,7 +9,7 @@ import pytest
 import mpkit as mk
 from mpkit.experiments.hugging_face import HFExperiment, hf_experiment
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")

@@ -191,7 +191,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("what", RIGHT)
 @pytest.mark.filterwarnings(
     "ignore:Full backward hook is firing:UserWarning"

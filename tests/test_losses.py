@@ -60,7 +60,7 @@ HOW: dict[str, Any] = {"optimizer": lambda params: torch.optim.AdamW(params, lr=
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("name", PLANS)
 def test_masked_targets_count_as_in_the_whole_batch(train: Train, name: str) -> None:
     losses, weights = serial(net(), batches(), loss=F.cross_entropy, steps=3, **HOW)
@@ -68,7 +68,7 @@ def test_masked_targets_count_as_in_the_whole_batch(train: Train, name: str) -> 
     same(run, losses, weights, **EXACT)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["gpipe", "ddp", "zero3"])
 @pytest.mark.parametrize(
     "loss",
@@ -88,7 +88,7 @@ def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs @ targets.T, torch.arange(len(outputs))) + outputs.std()
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "plan",
     [mk.Plan.ddp(2), mk.Plan.dp(2), mk.Plan.zero(3, 2), mk.Plan(pp=2, dp=2, schedule="naive")],
@@ -118,7 +118,7 @@ def test_a_batch_of_masked_targets_only_is_nan_as_in_torch(train: Train, name: s
         torch.testing.assert_close(value, weights[key], rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_tokens_are_counted_over_sequences_and_vocabularies_that_are_divided(train: Train) -> None:
     torch.manual_seed(0)
     model = mk.models.GPT(vocab=16, width=8, layers=2, heads=2, length=8).double()
@@ -132,7 +132,7 @@ def test_tokens_are_counted_over_sequences_and_vocabularies_that_are_divided(tra
         same(train(model, [(tokens, targets)], plan, loss=loss, **how), losses, weights, **EXACT)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits_count_as_the_mean_does(train: Train, precision: str) -> None:
     data = [(x.float(), y.clamp(min=0)) for x, y in batches()]  # without a mask, so that both are right
@@ -145,7 +145,7 @@ def test_16_bits_count_as_the_mean_does(train: Train, precision: str) -> None:
         torch.testing.assert_close(value, one.state_dict()[key], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_resumed_training_counts_on(train: Train, tmp_path: Any) -> None:
     how: dict[str, Any] = {"loss": counted, **HOW}
     whole = train(net(), batches(), PLANS["gpipe"], steps=4, **how)

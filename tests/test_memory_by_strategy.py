@@ -51,7 +51,7 @@ def measured(clusters: Clusters) -> MemoryByStrategy:
     )  # fmt: skip
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_real_ranks_hold_what_the_formulas_say(measured: MemoryByStrategy) -> None:
     assert measured.strategies == ["DP", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
     assert len(measured.rows) == 10
@@ -77,7 +77,7 @@ def test_it_is_a_table_and_pictures(measured: MemoryByStrategy, tmp_path: Path) 
     assert "data:image/svg+xml" in bundle["text/html"] or "plotly" in str(bundle)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_sizes_that_nobody_here_has_are_played(clusters: Clusters) -> None:
     tokens = torch.empty(32, 128, dtype=torch.long, device="meta")
     found = mk.memory_by_strategy(

@@ -71,7 +71,7 @@ def kit(t: int, divided: bool, lse: bool = True) -> float:
     return whole / (t if divided else 1) + 24 / t + lse * 4 * A / H / t
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(("how", "wanted"), [
     ({}, kit(1, False)),
     ({"recompute": "selective"}, kit(1, False, lse=False)),
@@ -88,7 +88,7 @@ def test_a_layer_of_the_kit_keeps_what_the_formula_says(
     assert found == pytest.approx([wanted] * len(found), rel=0.01)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("divided", [False, True])
 def test_the_first_stage_of_1f1b_holds_p_micro_batches(train: Train, divided: bool) -> None:
     """And the last one: 1."""
@@ -97,7 +97,7 @@ def test_the_first_stage_of_1f1b_holds_p_micro_batches(train: Train, divided: bo
     assert found == pytest.approx([2 * kit(2, divided)] * 2 + [kit(2, divided)] * 2, rel=0.01)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(("how", "wanted"), [
     ({}, 2),
     ({"tp": 2, "sequence_parallel": True}, 2 / 2),
@@ -174,7 +174,7 @@ def paper_plan(layers: int) -> TensorPlan:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(("t", "divided"), [(1, False), (2, False), (2, True), (4, True)])
 def test_the_papers_block_keeps_what_the_paper_says(train: Train, t: int, divided: bool) -> None:
     """Within 5 %: the paper counts no statistics of layer norms."""
@@ -191,7 +191,7 @@ def test_the_papers_block_keeps_what_the_paper_says(train: Train, t: int, divide
 # ---- parameters, gradients, optimizer ----------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("mesh", [
     {"dp": 2, "tp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2, "cut": ["block1"]},

@@ -79,7 +79,7 @@ MESHES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("mesh", MESHES, ids=words)
 def test_meshes_equal_serial_training(train: Train, mesh: dict[str, Any]) -> None:
     torch.manual_seed(1)
@@ -124,7 +124,7 @@ FOREIGN: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("mesh", FOREIGN, ids=words)
 @pytest.mark.parametrize("make", [gpt2, llama, bert])
 def test_models_of_transformers_on_meshes(train: Train, make: Any, mesh: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ def some_mesh(draw: Any, *, sequences: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @settings(max_examples=20)
 @given(data=st.data())
 def test_random_meshes_of_transformers_equal_serial_training(train: Train, data: Any) -> None:
@@ -176,7 +176,7 @@ def test_random_meshes_of_transformers_equal_serial_training(train: Train, data:
     check_equal(train, model, tokens(batch, length, model.config.vocab), mk.Plan(**plan), **HOW)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @settings(max_examples=12)
 @given(data=st.data())
 def test_random_meshes_of_chains_equal_serial_training(train: Train, data: Any) -> None:
@@ -214,7 +214,7 @@ class Unembeds(Embeds):
         return x @ self.weight.T
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_tied_weights_of_pipelines_with_replicas(train: Train, zero: int, trained: bool) -> None:
@@ -230,7 +230,7 @@ def test_tied_weights_of_pipelines_with_replicas(train: Train, zero: int, traine
         assert torch.equal(run.state_dict()["0.weight"], run.state_dict()["5.weight"])
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("plan", [
     mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=2, zero=1),
     mk.Plan(dp=2, tp=2, sequence_parallel=True, zero=3, microbatches=2),
@@ -241,7 +241,7 @@ def test_in_single_precision_too(train: Train, plan: mk.Plan) -> None:
     check_equal(train, small_gpt().float(), tokens(6, 12, 33), plan, **how)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits_on_a_mesh_follow_16_bits_alone(train: Train, precision: str) -> None:
     torch.manual_seed(5)
@@ -267,7 +267,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(train: Train) -> None:
     assert any(not torch.equal(other[name], value.half()) for name, value in model.state_dict().items())
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_the_norm_of_the_gradients_is_that_of_all(train: Train) -> None:
     """Clipped so hard that a wrong norm would show in the first update."""
     torch.manual_seed(7)
@@ -288,7 +288,7 @@ def test_micro_batches_add_up_to_the_global_batch(train: Train) -> None:
     assert first[0] == first[1], "ranks that share layers take the same samples"
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_dropout_is_drawn_anew_by_ranks_that_share_layers(train: Train) -> None:
     """It is not serial training's inside of a region; but training runs, and goes on the same from run to run."""
     torch.manual_seed(9)
@@ -327,7 +327,7 @@ def held_alike(ctx: Any, job: TrainJob) -> dict[str, Tensor]:
         }
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("mesh", [
     {"dp": 2, "cp": 2, "tp": 2},
     {"dp": 4, "tp": 2, "zero": 3},
@@ -345,7 +345,7 @@ def test_what_ranks_hold_alike_stays_alike_to_the_last_bit(clusters: Any, mesh: 
 # ---- what cannot be --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(("plan", "says"), [
     (mk.Plan(tp=4), r"3 heads.*tp=3"),
     (mk.Plan(cp=5), r"Sequences of s=12 tokens on cp=5"),

@@ -61,7 +61,7 @@ def phases(timeline: mk.Timeline, rank: int, kind: Kind) -> dict[Kind, int]:
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(("t", "m", "pp"), [(2, 1, 1), (4, 1, 1), (2, 4, 1), (2, 4, 2)], ids=lambda n: str(n))
 def test_a_layer_makes_two_all_reduces_forward_and_two_backward(
     train: Train, t: int, m: int, pp: int
@@ -79,7 +79,7 @@ def test_a_layer_makes_two_all_reduces_forward_and_two_backward(
         assert {kind: after[kind] - n for kind, n in before.items()} == dict.fromkeys(before, 2 * more * m)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("plan", [
     mk.Plan(tp=2, sequence_parallel=True),
     mk.Plan(tp=4, sequence_parallel=True, microbatches=2),
@@ -135,7 +135,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("how", PLANS, ids=words)
 def test_what_is_sent_is_what_the_formulas_say(train: Train, how: dict[str, Any]) -> None:
     """Also where heads, vocabulary and micro-batches are not divided evenly, on average."""
@@ -149,7 +149,7 @@ def test_what_is_sent_is_what_the_formulas_say(train: Train, how: dict[str, Any]
     check_ratios(run.timeline(), axes | ({replicas} if replicas else set()))
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_pipeline_sends_b_s_h_a_boundary(train: Train) -> None:
     plans = [mk.Plan(pp=2, tp=2, microbatches=2, sequence_parallel=divided) for divided in (False, True)]
     whole, divided = (wire(trained(train, plan), "pp", "send") - FP32 / 2 for plan in plans)
@@ -159,7 +159,7 @@ def test_a_pipeline_sends_b_s_h_a_boundary(train: Train) -> None:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_replicas_send_two_psi_of_what_a_rank_has_and_zero_3_three(train: Train, zero: int) -> None:
     timeline = trained(train, mk.Plan(dp=2, tp=2, zero=zero))
@@ -186,7 +186,7 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("how", OTHERS, ids=words)
 @pytest.mark.parametrize("make", [gpt2, llama, bert])
 def test_models_of_transformers_send_it_too(train: Train, make: Any, how: dict[str, Any]) -> None:

@@ -188,7 +188,7 @@ PLANS = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", PLANS)
 def test_groups_are_those_of_the_whole_model(train: Train, kind: str) -> None:
     check_equal(train, net(), DATA, PLANS[kind], loss=F.mse_loss, optimizer=all_kinds, steps=3)
@@ -241,7 +241,7 @@ RIGHT: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("what", RIGHT)
 def test_right_where_it_has_all_that_it_looks_at(train: Train, what: str) -> None:
     optimizer, kind = RIGHT[what]
@@ -317,7 +317,7 @@ def prepared(
     prepare(net() if model is None else model, data, plan, optimizer=optimizer, **how)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused_where_it_looks_beyond_its_part(what: str) -> None:
     optimizer, kinds, words = REFUSED[what]

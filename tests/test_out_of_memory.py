@@ -160,9 +160,9 @@ def measured(clusters: Callable[[int], mk.Cluster]) -> Iterator[Callable[[mk.Pla
     "plan",
     [
         mk.Plan.ddp(2), mk.Plan.gpipe(2, 8),
-        pytest.param(mk.Plan.serial(), marks=pytest.mark.thorough),
-        pytest.param(mk.Plan.zero(1, 2), marks=pytest.mark.thorough),
-        pytest.param(mk.Plan(dp=2, pp=2, microbatches=4), marks=pytest.mark.thorough),
+        pytest.param(mk.Plan.serial(), marks=pytest.mark.soak),
+        pytest.param(mk.Plan.zero(1, 2), marks=pytest.mark.soak),
+        pytest.param(mk.Plan(dp=2, pp=2, microbatches=4), marks=pytest.mark.soak),
     ],
     ids=repr,
 )  # fmt: skip

@@ -83,7 +83,7 @@ def test_every_schedule_equals_serial_training(train: Train, name: str, p: int, 
     same(train(model, data, plan, **how), losses, weights, **EXACT)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
 def test_in_single_precision_with_recomputation(train: Train, name: str) -> None:
     torch.manual_seed(2)
@@ -94,7 +94,7 @@ def test_in_single_precision_with_recomputation(train: Train, name: str) -> None
     same(train(model, data, plan, **how), losses, weights, **SINGLE)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_any_size_of_any_schedule_equals_serial_training(train: Train, data: st.DataObject) -> None:
@@ -146,7 +146,7 @@ def gradients(ctx: Any, jobs: list[TrainJob]) -> list[tuple[float, dict[str, Ten
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_random_valid_schedules_run_and_give_serial_gradients(
     clusters: Callable[[int], mk.Cluster], ranks: int
@@ -260,7 +260,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(train: Train, name: str)
         torch.testing.assert_close(value, want.state_dict()[key], rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["gpipe", "interleaved_1f1b", "zb_h1"])
 def test_sixteen_bits_equal_serial_training_in_sixteen_bits(train: Train, name: str, precision: str) -> None:
@@ -276,7 +276,7 @@ def test_sixteen_bits_equal_serial_training_in_sixteen_bits(train: Train, name: 
         torch.testing.assert_close(value, want.state_dict()[key], **close)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_checkpoint_of_any_schedule_is_gone_on_from_under_any_other(train: Train, tmp_path: Any) -> None:
     torch.manual_seed(7)
     layers = [nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Dropout(0.2)) for _ in range(8)]
@@ -348,7 +348,7 @@ def test_micro_batches_steps_and_replicas_draw_apart(
 # ---------------------------------------------------------------- memory
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [*((name, "none") for name in NAMES), ("gpipe", "full"), ("1f1b", "full"), ("looped_bfs", "full")],

@@ -25,7 +25,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-3)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
 def test_the_measured_bubble_is_that_of_the_simulation(
     clusters: Callable[[int], mk.Cluster], name: str

@@ -43,7 +43,7 @@ ALL = [(model, plan) for model in CASES for plan in PLANS]
 
 @pytest.mark.parametrize(
     ("model", "plan"),
-    [pytest.param(*row, marks=() if row in FAST else pytest.mark.thorough) for row in ALL],
+    [pytest.param(*row, marks=() if row in FAST else pytest.mark.soak) for row in ALL],
 )
 def test_the_peak_is_the_allocators(clusters: Clusters, model: str, plan: str) -> None:
     for row in compare(CASES[model], PLANS[plan], clusters(PLANS[plan].ranks)):
@@ -155,12 +155,12 @@ SCORES = 5 * A * S / H
 @pytest.mark.parametrize(
     ("how", "wanted"),
     [
-        pytest.param({}, 34 + SCORES, marks=pytest.mark.thorough),
-        pytest.param({"tp": T}, 10 + 24 / T + SCORES / T, marks=pytest.mark.thorough),
-        pytest.param({"tp": T, "sequence_parallel": True}, (34 + SCORES) / T, marks=pytest.mark.thorough),
-        pytest.param({"tp": T, "recompute": "selective"}, 10 + 24 / T, marks=pytest.mark.thorough),
+        pytest.param({}, 34 + SCORES, marks=pytest.mark.soak),
+        pytest.param({"tp": T}, 10 + 24 / T + SCORES / T, marks=pytest.mark.soak),
+        pytest.param({"tp": T, "sequence_parallel": True}, (34 + SCORES) / T, marks=pytest.mark.soak),
+        pytest.param({"tp": T, "recompute": "selective"}, 10 + 24 / T, marks=pytest.mark.soak),
         ({"tp": T, "sequence_parallel": True, "recompute": "selective"}, 34 / T),
-        pytest.param({"recompute": "full"}, 2, marks=pytest.mark.thorough),
+        pytest.param({"recompute": "full"}, 2, marks=pytest.mark.soak),
     ],
     ids=str,
 )

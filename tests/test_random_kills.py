@@ -29,7 +29,7 @@ def living_children(of: int) -> list[int]:
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", range(20))
 def test_a_rank_is_killed_at_some_moment(
     clusters: Callable[[int], mk.Cluster], seed: int, tmp_path: Path

@@ -180,7 +180,7 @@ def test_a_hang_is_reported_and_new_ranks_start(run: Run, shell: InteractiveShel
     assert "their variables are gone" in shown.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_rank_that_cannot_be_interrupted_is_ended(run: Run, shell: InteractiveShell) -> None:
     run("%%ranks 3 --device cpu\npass")
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -188,7 +188,7 @@ def test_a_rank_that_cannot_be_interrupted_is_ended(run: Run, shell: Interactive
     assert "rank 0 could not be interrupted" in shown.stdout and "their variables are gone" in shown.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_ranks_that_are_gone_are_replaced(run: Run, shell: InteractiveShell) -> None:
     run("%%ranks 3 --device cpu\npass")
     if not session(shell).over:

@@ -12,7 +12,7 @@ import pytest
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_the_code_runs(tmp_path: Path) -> None:
     first, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (tmp_path / "readme.py").write_text(first + second)

@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Any]] = {
 # ---- equal to serial training ------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(("kind", "plan"), [
     ("gpt", mk.Plan(pp=2, schedule="zb_h1", microbatches=3, recompute="full")),
     ("llama", mk.Plan(pp=2, schedule="zb_h1", microbatches=2, recompute="every=2")),
@@ -87,7 +87,7 @@ def tokens_once() -> list[tuple[Tensor, Tensor]]:
 # ---- what is held ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", MODELS)
 def test_one_stage_holds_the_boundaries_and_one_block(
     train: Train, clusters: Callable[[int], mk.Cluster], kind: str

@@ -182,7 +182,7 @@ print(*run.pids, flush=True)
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_script_that_ends_early_says_so(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", UNFINISHED], text=True, capture_output=True, cwd=tmp_path, timeout=60

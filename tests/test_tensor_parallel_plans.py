@@ -190,7 +190,7 @@ def test_what_else_cannot_be() -> None:
 ZOO = {one.name: one for one in ARCHITECTURES}
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "qwen3_moe", "gpt_oss", "t5"])
 def test_transformers_own_plans_equal_serial_training(train: Train, name: str) -> None:
     # Norms by head, fused layers that are gathered, experts, sinks by head, a bias by head and a cross-attention.

@@ -58,7 +58,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(("kind", "plan"), CASES, ids=repr)
 def test_memory_communication_and_flops_are_those_of_the_real_run(
     clusters: Callable[[int], mk.Cluster], kind: str, plan: mk.Plan
@@ -128,7 +128,7 @@ def test_gpt2_on_64_ranks_without_its_memory(clusters: Callable[[int], mk.Cluste
     assert faster.step_time < timeline.step_time
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_gpt2_xl_under_zero_3_on_64_ranks(clusters: Callable[[int], mk.Cluster]) -> None:
     """GPT-2 XL (Radford et al. 2019): ZeRO-3 holds 16 psi / N bytes of model states (Rajbhandari et al. 2020)."""
     trace = mk.trace_fake(

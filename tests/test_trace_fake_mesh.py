@@ -41,7 +41,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(("kind", "plan"), MESHES, ids=repr)
 def test_memory_communication_and_flops_are_those_of_the_real_run(
     clusters: Clusters, kind: str, plan: mk.Plan
@@ -88,7 +88,7 @@ def changes(rank: RankTrace) -> list[tuple[int, str, bool, list[int]]]:
     return [(*rows[0][:3], sorted(delta for *_, delta in rows)) for rows in alike]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_mirrored_ranks_are_as_if_each_had_been_played(clusters: Clusters) -> None:
     plan = mk.Plan(pp=2, dp=2, tp=2, sequence_parallel=True, schedule="1f1b", microbatches=2)
     mirrored = play(clusters, plan)

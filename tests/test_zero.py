@@ -98,7 +98,7 @@ def chains(draw: st.DrawFn) -> tuple[nn.Module, int]:
 
 
 # No shrinking: it would be hundreds of runs more.
-@pytest.mark.thorough
+@pytest.mark.soak
 @settings(max_examples=25, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_random_models_and_options_equal_serial_training(train: Train, data: st.DataObject) -> None:

@@ -180,7 +180,7 @@ def test_a_llama_holds_two_blocks_and_sends_three_psi(
         assert most - own <= (3 + prefetch) * block + slack + gradient
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_parameters_are_gathered_where_they_are_used(train: Train) -> None:
     torch.manual_seed(1)
     for make in (opt, T5, Odd):

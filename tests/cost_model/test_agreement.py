@@ -40,7 +40,7 @@ def gpt() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("plan", "off"), [*PLANS, *(pytest.param(*each, marks=pytest.mark.thorough) for each in MORE)], ids=repr
+    ("plan", "off"), [*PLANS, *(pytest.param(*each, marks=pytest.mark.soak) for each in MORE)], ids=repr
 )
 def test_a_play_takes_what_the_estimate_says(
     clusters: Callable[[int], mk.Cluster], plan: mk.Plan, off: float

@@ -47,7 +47,7 @@ def test_there_are_12_kinds_of_5_sizes() -> None:
     assert set(KINDS) == set(RULES) - {"exposed communication"}
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_the_first_finding_names_the_planted_cause() -> None:
     wrong = [
         f"{case.kind}, {case.size}: {found}" for case in CASES if (found := first_finding(case)) != case.kind
@@ -193,7 +193,7 @@ PLANTS: dict[str, Callable[[mk.Trace], mk.Timeline]] = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("kind", PLANTS)
 def test_a_cause_planted_in_another_plan_is_first(name: str, kind: str) -> None:

@@ -51,26 +51,26 @@ def kinds(timeline: mk.Timeline, **given: Any) -> list[str]:
 # ---- trainings --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_large_stage(cluster: mk.Cluster) -> None:
     timeline = trained(cluster, chain([512] * 9), samples(512, 512), mk.Plan.gpipe(2, 8, cut=[6]))
     assert kinds(timeline)[0] == "unbalanced stages"
     assert timeline.diagnose()[0].ranks == (0,)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_few_micro_batches(cluster: mk.Cluster) -> None:
     timeline = trained(cluster, chain([512] * 9), samples(1024, 512), mk.Plan.gpipe(2, 1))
     assert kinds(timeline)[0] == "schedule's bubble"
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_buckets_of_one_weight_each(cluster: mk.Cluster) -> None:
     timeline = trained(cluster, chain([32] * 33), samples(16, 32), mk.Plan(dp=2, bucket_mb=0.001))
     assert kinds(timeline)[0] == "small messages"
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_recomputation_of_little(cluster: mk.Cluster) -> None:
     plan = mk.Plan(pp=2, schedule="gpipe", microbatches=8, recompute="full")
     timeline = trained(cluster, chain([1024] * 5), samples(128, 1024), plan)
@@ -88,13 +88,13 @@ class Slow(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return torch.randn(256), torch.randn(256)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_slow_loader(cluster: mk.Cluster) -> None:
     timeline = trained(cluster, chain([256] * 5), mk.Batches(Slow(), 32), mk.Plan.ddp(2))
     assert kinds(timeline)[0] == "data loading"
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_memory_that_is_nearly_used_up(cluster: mk.Cluster) -> None:
     timeline = trained(cluster, chain([256] * 5), samples(64, 256), mk.Plan.ddp(2))
     peak, machine = max(held["total"] for held in timeline.peak_memory_of_run), mk.hardware("cpu")
@@ -142,7 +142,7 @@ def test_work_that_one_rank_does_more(cluster: mk.Cluster) -> None:
         assert sum(op.seconds for op in path.ops) == pytest.approx(path.step_time)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_gradients_that_are_reduced_at_the_end(cluster: mk.Cluster) -> None:
     def body(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
         model(x).square().mean().backward()
@@ -164,7 +164,7 @@ def test_a_host_that_does_something_else(cluster: mk.Cluster) -> None:
     assert kinds(ran(cluster, program(body, 256, 64), "measured"))[0] == "host-bound"
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_barriers_in_the_loop(cluster: mk.Cluster) -> None:
     def body(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
         rank = torch.distributed.get_rank()

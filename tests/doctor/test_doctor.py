@@ -17,7 +17,7 @@ from mpkit.checkup.probes.measure import measure
 from mpkit.support.ask import ask, read
 
 
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_this_machine(quick: bool) -> None:
     begin = time.monotonic()
     found = mk.doctor(quick=quick)
@@ -30,7 +30,7 @@ def test_this_machine(quick: bool) -> None:
     assert "left out (quick)" in str(found) or not quick
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_two_ranks_measure_their_link_and_a_dataset(cluster: mk.Cluster) -> None:
     class Slow(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:

@@ -142,7 +142,7 @@ def test_a_pipeline_of_four_ranks(tmp_path: Path) -> None:
     assert "imported" in str(mk.compare(imported=opened, own=own))
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.timeout(120)
 def test_accumulated_gradients(tmp_path: Path) -> None:
     opened, _ = both(1, accumulated, tmp_path)
@@ -161,7 +161,7 @@ def recomputed(ctx: Any, folder: Path) -> None:
     profiled(ctx.rank, folder, model, step)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.timeout(120)
 def test_recomputed_activations(tmp_path: Path) -> None:
     opened, _ = both(1, recomputed, tmp_path)

@@ -98,7 +98,7 @@ print(cluster.run(work, Scale()), cluster.run(lambda ctx: ctx.rank))
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("how", ["script", "repl"])
 def test_without_main_guard(how: str, tmp_path: Path) -> None:
     """Functions and classes of a script without a guard, and of a REPL, which is fed on standard input."""
@@ -111,7 +111,7 @@ def test_without_main_guard(how: str, tmp_path: Path) -> None:
     assert "[6.0, 6.0] [0, 1]" in done.stdout, done.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_module_beside_the_script_is_found(tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("def work(ctx):\n    return ctx.rank + 100\n")
     (tmp_path / "script.py").write_text(
@@ -123,7 +123,7 @@ def test_module_beside_the_script_is_found(tmp_path: Path) -> None:
     assert "[100, 101]" in done.stdout, done.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_spawned_ranks_behave_the_same() -> None:
     """What systems without a safe fork do."""
     with mk.Cluster(2, device="cpu", start="spawn") as cluster:

@@ -71,7 +71,7 @@ def programs(draw: st.DrawFn) -> tuple[int, list[object]]:
     return world, program
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @examples(max_examples=20)
 @given(programs())
 def test_collectives(clusters: Callable[[int], mk.Cluster], drawn: tuple[int, list[object]]) -> None:

@@ -201,7 +201,7 @@ def program(number: int) -> Program:
 
 
 @pytest.mark.parametrize(
-    "number", [*range(FEW), *(pytest.param(i, marks=pytest.mark.thorough) for i in range(FEW, ALL))]
+    "number", [*range(FEW), *(pytest.param(i, marks=pytest.mark.soak) for i in range(FEW, ALL))]
 )
 def test_two_ranks_part(clusters: Callable[[int], mk.Cluster], number: int) -> None:
     drawn = program(number)

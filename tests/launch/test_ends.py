@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpkit as mk
 from mpkit.launch import launch as launch_module
-
-WaitUntilGone = Callable[[list[int], float], None]
+from tests.limits import wait_until_gone
 
 
 def endless(cluster: mk.Cluster) -> Any:
@@ -45,7 +44,6 @@ def still_works(cluster: mk.Cluster) -> None:
 )  # it ends where a file is opened
 def test_whatever_ends_the_thread_ends_the_run(
     clusters: Callable[[int], mk.Cluster],
-    wait_until_gone: WaitUntilGone,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = clusters(2)
@@ -59,7 +57,7 @@ def test_whatever_ends_the_thread_ends_the_run(
         with pytest.raises(OSError, match="Too many open files"):
             run.wait()
     assert (run.status, type(run.error)) == ("failed", OSError)
-    wait_until_gone(run.pids, 2.0)
+    wait_until_gone(run.pids)
 
     run = endless(cluster)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -67,13 +65,13 @@ def test_whatever_ends_the_thread_ends_the_run(
     )
     with pytest.raises(mk.MpkitError, match="was ended by SystemExit"):
         run.wait()
-    wait_until_gone(run.pids, 2.0)
+    wait_until_gone(run.pids)
     still_works(cluster)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_stopped_fork_server(
-    clusters: Callable[[int], mk.Cluster], wait_until_gone: WaitUntilGone, monkeypatch: pytest.MonkeyPatch
+    clusters: Callable[[int], mk.Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_module, "STOPPED_FOR", 0.2)
     monkeypatch.setattr(launch_module, "KILL_TAKES", 0.2)
@@ -86,7 +84,7 @@ def test_a_stopped_fork_server(
         if not run.done or run.error is not None:
             with pytest.raises(mk.RankFailed, match=r"\(pid \d+\) was stopped \(SIGSTOP"):
                 run.wait()
-        wait_until_gone(run.pids, 2.0)
+        wait_until_gone(run.pids)
         still_works(cluster)
 
 
@@ -172,7 +170,7 @@ cluster.run(lambda ctx: ctx.comm.barrier() if ctx.rank else (print("ready"), sig
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGHUP])
 def test_no_folder_outlives_the_script(how: signal.Signals, tmp_path: Path) -> None:
     script = subprocess.Popen(

@@ -55,7 +55,7 @@ def test_copies_of_a_program_start_no_ranks(
         cluster.run(lambda ctx: ctx.rank)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_ranks_may_start_ranks(clusters: Callable[[int], mk.Cluster]) -> None:
     def nested(ctx):  # type: ignore[no-untyped-def]
         if ctx.rank:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ import torch
 
 import mpkit as mk
 from mpkit.launch.hang.progress import Watch
-
-WaitUntilGone = Callable[[list[int], float], None]
+from tests.limits import wait_until_gone
 
 
 def still_works(cluster: mk.Cluster) -> None:
@@ -76,9 +74,7 @@ def test_a_rank_leaves_early(cluster: mk.Cluster, leave: object) -> None:
     still_works(cluster)
 
 
-def test_children_of_ranks_go_with_them(
-    cluster: mk.Cluster, wait_until_gone: WaitUntilGone, tmp_path: Path
-) -> None:
+def test_children_of_ranks_go_with_them(cluster: mk.Cluster, tmp_path: Path) -> None:
     note = tmp_path / "pid"
 
     def fail(ctx):  # type: ignore[no-untyped-def]
@@ -90,7 +86,7 @@ def test_children_of_ranks_go_with_them(
 
     with pytest.raises(mk.RankFailed):
         cluster.run(fail)
-    wait_until_gone([int(note.read_text())], 2.0)
+    wait_until_gone([int(note.read_text())])
 
 
 def test_an_argument_that_does_not_unpickle_there(cluster: mk.Cluster) -> None:
@@ -112,7 +108,7 @@ def test_the_warm_process_dies(cluster: mk.Cluster) -> None:
     still_works(cluster)
 
 
-def test_ctrl_c_stops_the_ranks(cluster: mk.Cluster, wait_until_gone: WaitUntilGone, tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_ranks(cluster: mk.Cluster, tmp_path: Path) -> None:
     """As in a notebook: an interrupt of the process that waits."""
 
     def work(ctx):  # type: ignore[no-untyped-def]
@@ -133,7 +129,7 @@ def test_ctrl_c_stops_the_ranks(cluster: mk.Cluster, wait_until_gone: WaitUntilG
     with pytest.raises(KeyboardInterrupt):
         cluster.run(work)
     thread.join()
-    wait_until_gone([int((tmp_path / str(rank)).read_text()) for rank in range(4)], 2.0)
+    wait_until_gone([int((tmp_path / str(rank)).read_text()) for rank in range(4)])
     still_works(cluster)
 
 
@@ -185,11 +181,9 @@ mk.Cluster(3, device="cpu").run(work)
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_no_rank_outlives_the_script(
-    how: signal.Signals, wait_until_gone: WaitUntilGone, tmp_path: Path
-) -> None:
+def test_no_rank_outlives_the_script(how: signal.Signals, tmp_path: Path) -> None:
     script = subprocess.Popen(
         [sys.executable, "-u", "-c", LONG], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -198,7 +192,7 @@ def test_no_rank_outlives_the_script(
         assert b"ready" in script.stdout.readline()
         pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)]
         script.send_signal(how)
-        wait_until_gone(pids, 2.0)
+        wait_until_gone(pids)
         script.stdout.close()
         script.wait(10)
     finally:

@@ -67,7 +67,7 @@ def test_an_endless_loop_shows_its_line(cluster: mk.Cluster) -> None:
     assert "test_hangs.py" in says and "line" in says
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_slow_is_not_hung(cluster: mk.Cluster) -> None:
     """While one rank computes, the others may wait; here for longer than the ranks' patience with waiting."""
     from mpkit.launch.hang import hang

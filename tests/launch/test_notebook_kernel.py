@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 
 import mpkit
+from tests.limits import wait_until_gone
 
 KIT = Path(mpkit.__file__).parent
-WaitUntilGone = Callable[[list[int], float], None]
 Kernel = tuple[KernelManager, BlockingKernelClient]
 
 
@@ -68,7 +68,7 @@ def work(ctx, model):
 HOW = "loss=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))"
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_functions_and_models_of_cells(kernel: Kernel) -> None:
     run_cell(kernel, SETUP)
     printed = run_cell(kernel, "cluster.run(work, Double())")
@@ -78,7 +78,7 @@ def test_functions_and_models_of_cells(kernel: Kernel) -> None:
     assert 'all_reduce(float32[1], op="sum") at Cell In[3], line 1' in run_cell(kernel, unfit)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_traceback_shows_the_line_of_the_cell(kernel: Kernel) -> None:
     run_cell(kernel, SETUP)
     run_cell(kernel, "def broken(ctx):\n    return 1 / (ctx.rank - 1)  # the faulty line\n")
@@ -93,7 +93,7 @@ def test_a_traceback_shows_the_line_of_the_cell(kernel: Kernel) -> None:
     assert "[4.0, 4.0]" in run_cell(kernel, "cluster.run(work, Double())")
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_running_the_training_cell_again(kernel: Kernel) -> None:
     run_cell(kernel, SETUP)
     model, data = "torch.nn.Linear(4, 4)", "[(torch.ones(2, 4), torch.ones(2, 4))]"
@@ -111,8 +111,8 @@ def test_running_the_training_cell_again(kernel: Kernel) -> None:
     )
 
 
-@pytest.mark.thorough
-def test_interrupting_a_cell(kernel: Kernel, wait_until_gone: WaitUntilGone, tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_interrupting_a_cell(kernel: Kernel, tmp_path: Path) -> None:
     run_cell(kernel, SETUP)
     ready = tmp_path / "ready"
     loop = f"""
@@ -126,13 +126,13 @@ cluster.run(spin)
     pids = [int(wait_for_text(Path(f"{ready}{rank}"))) for rank in range(2)]
     kernel[0].interrupt_kernel()
     assert "KeyboardInterrupt" in outputs_until_idle(kernel[1], request)
-    wait_until_gone(pids, 2.0)
+    wait_until_gone(pids)
     assert "[4.0, 4.0]" in run_cell(kernel, "cluster.run(work, Double())")
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_the_kernel_dies(kernel: Kernel, wait_until_gone: WaitUntilGone, how: signal.Signals) -> None:
+def test_the_kernel_dies(kernel: Kernel, how: signal.Signals) -> None:
     run_cell(kernel, SETUP)
     start = """
 from mpkit.models import MLP
@@ -144,7 +144,7 @@ print(os.getpid(), *run.pids)
     found = run_cell(kernel, start).split()
     mine, ranks = int(found[0]), [int(pid) for pid in found[1:]]
     os.kill(mine, how)
-    wait_until_gone(ranks, 2.0)
+    wait_until_gone(ranks)
 
 
 def wait_for_text(path: Path) -> str:

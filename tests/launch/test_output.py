@@ -108,7 +108,7 @@ else:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("how", ["train", "run"])
 def test_a_pipe_that_nobody_reads_ends_the_program(how: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PIPED)

@@ -22,7 +22,7 @@ with mk.Cluster(2, device="cpu", start={start!r}) as cluster:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize(("start", "path"), [("fork", ""), ("spawn", os.pathsep)])
 def test_no_module_comes_from_the_current_folder(start: str, path: str, tmp_path: Path) -> None:
     """Neither a learner's random.py nor a stranger's torch.py; an empty part of PYTHONPATH means this folder too."""

@@ -30,7 +30,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_ranks_that_do_not_come(
     clusters: Callable[[int], mk.Cluster], impatient: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +99,7 @@ def test_nobody_waits_in_what_is_recorded(
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("where", ["in a wait", "elsewhere", "all"])
 def test_stopped_ranks(cluster: mk.Cluster, where: str) -> None:
     """Nothing can move: it is said at once, without a time-out, and with the command that helps."""

@@ -19,7 +19,7 @@ from tests.nodes.demo_plans import job
 
 HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.soak
 
 
 def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ from tests.nodes.train_plans import job
 AHEAD = 0.3
 SLOW = 100e6 / 8  # bytes per second
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")

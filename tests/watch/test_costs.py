@@ -52,7 +52,7 @@ def profiled(ctx: Any, program: Callable[[], list[float]]) -> Peak:
     [
         programs.ddp,
         *[
-            pytest.param(program, marks=pytest.mark.thorough)
+            pytest.param(program, marks=pytest.mark.soak)
             for program in (programs.fsdp2, programs.fsdp1, programs.zero_optimizer, programs.pipeline)
         ],
     ],

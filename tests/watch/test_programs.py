@@ -33,7 +33,7 @@ SLOW = (programs.fsdp1, programs.ddp_static_with_hook, programs.compiled)
 
 @pytest.mark.parametrize(
     "program",
-    [pytest.param(program, marks=pytest.mark.thorough if program in SLOW else ()) for program in PROGRAMS],
+    [pytest.param(program, marks=pytest.mark.soak if program in SLOW else ()) for program in PROGRAMS],
     ids=lambda program: program.__name__,
 )
 def test_a_watched_program_does_what_it_did_and_leaves_a_complete_trace(
@@ -98,7 +98,7 @@ def test_a_step_moves_the_bytes_of_the_papers(
         assert {kind: nbytes for kind, nbytes in sent.items() if nbytes} == payload
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.parametrize("program", [programs.fsdp2, programs.ddp], ids=lambda program: program.__name__)
 def test_two_hundred_watched_runs_end(program: Program, clusters: Callable[[int], mk.Cluster]) -> None:
     """Completion by a callback on gloo's future stopped 4 of 11 runs of FSDP2."""

@@ -145,7 +145,7 @@ def test_an_unchanged_script_is_watched(tmp_path: Path) -> None:
     assert [int((rank.ops["kind"] == Kind.STEP).sum()) for rank in trace.ranks] == [2, 2]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_a_script_that_fails_fails(tmp_path: Path) -> None:
     done = watched_program(tmp_path, code=3)
     assert done.returncode == 1 and "SystemExit: 3" in done.stderr

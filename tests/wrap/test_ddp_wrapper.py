@@ -49,7 +49,7 @@ def equals_serial(ctx: Any) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_equals_serial_training_with_buckets_of_any_size(clusters: Clusters, ranks: int) -> None:
     for found in clusters(ranks).run(equals_serial):
         assert max(found) < 1e-6, found
@@ -286,7 +286,7 @@ def in_pairs(ctx: Any, how: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "how", ["torch", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("mpkit", "mesh"))]
+    "how", ["torch", *(pytest.param(how, marks=pytest.mark.soak) for how in ("mpkit", "mesh"))]
 )
 def test_a_group_of_ranks(cluster: mk.Cluster, how: str) -> None:
     assert cluster.run(in_pairs, how) == [[0.5], [0.5], [2.5], [2.5]]

@@ -47,7 +47,7 @@ def equals_serial(ctx: Any, stages: tuple[int, ...]) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (3, 4))])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (3, 4))])
 def test_equals_serial_training(clusters: Clusters, ranks: int) -> None:
     for found in clusters(ranks).run(equals_serial, STAGES if ranks == 2 else (3,)):
         assert max(found) < 1e-6, found
@@ -89,7 +89,7 @@ def test_fp16_has_fp32_master_weights_and_needs_no_scaler(clusters: Clusters) ->
             assert alive
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_bf16_too(clusters: Clusters) -> None:
     for found in clusters(2).run(in_16_bits, "bf16"):
         assert max(far for far, *_ in found) < 2e-3
@@ -297,7 +297,7 @@ class OneLayer(nn.Linear):
         super().__init__(10, 5)
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(s, marks=pytest.mark.thorough) for s in (1, 2))])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(s, marks=pytest.mark.soak) for s in (1, 2))])
 def test_models_of_many_kinds(clusters: Clusters, stage: int) -> None:
     assert max(max(found) for found in clusters(2).run(every_model, stage)) < 1e-6
 

@@ -73,7 +73,7 @@ def divides_states(ctx: Any) -> tuple[float, int]:
     return apart(model, plain), mine_only
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_sharded_adamw_equals_adamw(clusters: Clusters, ranks: int) -> None:
     found = clusters(ranks).run(divides_states)
     assert max(far for far, _ in found) < 1e-6
@@ -239,10 +239,8 @@ def staged(ctx: Any, schedule: str, options: dict[str, Any]) -> list[float]:
     ("schedule", "options"),
     [
         ("1f1b", {"microbatches": 4}),
-        pytest.param("gpipe", {}, marks=pytest.mark.thorough),
-        pytest.param(
-            "interleaved_1f1b", {"microbatches": 4, "virtual_stages": 2}, marks=pytest.mark.thorough
-        ),
+        pytest.param("gpipe", {}, marks=pytest.mark.soak),
+        pytest.param("interleaved_1f1b", {"microbatches": 4, "virtual_stages": 2}, marks=pytest.mark.soak),
         ("zbv", {"microbatches": 4}),
     ],
 )
@@ -356,7 +354,7 @@ def test_mistakes_with_pipelines_are_explained(clusters: Clusters) -> None:
 # ---------------------------------------------------------------- torchrun
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_all_of_them_under_torchrun() -> None:
     """Without a Cluster and a ctx: in the process group that the program has made."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -12,7 +12,7 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "wrappers.md"
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_the_code_runs(tmp_path: Path) -> None:
     parts = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert len(parts) == 4
