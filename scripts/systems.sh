@@ -17,8 +17,8 @@ install() {
     PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
         "$venv/bin/python" -m pip install --no-input --progress-bar off "$@" >>"$log" 2>&1 || {
         tail -n 5 "$log" >&2
-        echo "mpkit: it cannot be installed here; systems that need it are left out" >&2
-        exit 0
+        echo "mpkit: $* cannot be installed here; systems that need it are left out" >&2
+        exit 1
     }
 }
 

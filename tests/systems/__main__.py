@@ -76,7 +76,7 @@ def main() -> int:
     print(f"\n{len(chosen) - len(left_out)} systems, {time.monotonic() - begun:.0f} s")
     for said, lines in (("not run", left_out), ("FAILED", failed)):
         print("\n".join(f"{said}: {line}" for line in lines))
-    return 1 if failed or (left_out and os.environ.get("CI")) else 0
+    return 1 if failed else 0
 
 
 def _quiet() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpkit.support.display import in_notebook
 from mpkit.support.units import percent, seconds
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind
@@ -27,6 +28,7 @@ from mpkit.views.timeline.picture import Picture, picture
 
 __all__ = ["FILL", "FILL_ASCII", "Cells", "cells", "columns_of", "text"]
 
+NOTEBOOK_WIDTH = 100
 FILL = dict(zip(Key, "·░▓▒█◆▚▞━═▤", strict=True))
 FILL_ASCII = dict(zip(Key, ".-=~+#rx_^%", strict=True))
 
@@ -63,7 +65,7 @@ def text(
 
     Args:
         timeline: what to draw. If it has several steps, the last is drawn, since the figures are those of the last.
-        width: columns to use; None: the terminal's width.
+        width: columns to use; None: the terminal's width, and 100 in a notebook, which has none.
         step: draw this step.
         comm: give communication a line of its own under each rank.
         ascii: use no character beyond ASCII.
@@ -73,7 +75,9 @@ def text(
     Raises:
         ValueError: the width is too small for any picture.
     """
-    width = shutil.get_terminal_size((100, 24)).columns if width is None else width
+    if width is None:
+        # A kernel's terminal is the one that its server was started from, which the reader does not see.
+        width = NOTEBOOK_WIDTH if in_notebook() else shutil.get_terminal_size((NOTEBOOK_WIDTH, 24)).columns
     if width < 40:
         raise ValueError(f"width={width} leaves no room for a picture: give 40 columns or more")
     steps = timeline.steps

@@ -1,0 +1,54 @@
+"""What else runs because of what a change touches, by `git diff` against the last commit known to have passed.
+
+That commit is in `.ci/passed`. A session that starts from a commit that has landed writes it there; an older commit is
+safe, since more is then touched.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Touched", "changed_files", "last_passed", "touched"]
+
+SYSTEMS = r"mpkit/(watch|formats)/|examples/systems/|tests/systems/|scripts/systems\.sh"
+
+
+@dataclass(frozen=True)
+class Touched:
+    """What a change touches: whole tests by path or id, and whether programs of other systems run."""
+
+    tests: tuple[str, ...]
+    systems: bool
+
+
+def last_passed(root: Path) -> str | None:
+    """Return the commit in `.ci/passed`, or None if this clone does not have it."""
+    commit = (root / ".ci/passed").read_text(encoding="utf-8").strip()
+    known = subprocess.run(
+        ["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=root, stderr=subprocess.DEVNULL
+    )
+    return commit if known.returncode == 0 else None
+
+
+def changed_files(root: Path, since: str | None) -> list[str]:
+    """Return the files that differ from the commit; all files where it is not known."""
+    command = ["git", "diff", "--name-only", since] if since else ["git", "ls-files"]
+    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def touched(root: Path, changed: list[str]) -> Touched:
+    """Return what the changed files touch.
+
+    >>> touched(Path("."), ["README.md", "notebooks/03-zero.ipynb", "mpkit/watch/step.py"])
+    Touched(tests=('notebooks/03-zero.ipynb', 'tests/test_readme.py'), systems=True)
+    """
+    tests = {name for name in changed if re.fullmatch(r"notebooks/(exercises/solved/)?[\w-]+\.ipynb", name)}
+    if "README.md" in changed:
+        tests.add("tests/test_readme.py")
+    if any(name.startswith("scripts/exam/") for name in changed):
+        tests.add("tests/classroom/test_exam.py")
+    there = tuple(sorted(name for name in tests if (root / name).exists()))
+    return Touched(there, any(re.match(SYSTEMS, name) for name in changed))
