@@ -1,4 +1,4 @@
-"""The fast cells of the tutorials. Those tagged "thorough" run with the whole notebooks (`make test-all`).
+"""The fast cells of the tutorials. Those tagged "thorough" run with the whole notebooks (`make soak`).
 
 Of cells tagged "exact" no figure depends on the machine: what they print is what the notebook has stored. After a
 change that is meant, `make notebooks` stores it anew.
