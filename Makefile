@@ -27,7 +27,8 @@ test: setup  ## every module, every strategy against serial training, every doct
 	@sh scripts/test.sh "not soak" $(ARGS)
 
 soak: setup  ## everything, also what takes long, draws at random or compares measured times; SLICE=2/6 for a part
-	@$(PY) -m scripts.gate.soak $(if $(SLICE),--slice $(SLICE)) $(ARGS)
+	@sh scripts/systems.sh || true
+	@CHROMIUM=$$(sh scripts/chromium.sh || true) && export CHROMIUM && $(PY) -m scripts.gate.soak $(if $(SLICE),--slice $(SLICE)) $(ARGS)
 
 test-classroom: setup  ## the exercises: solutions, stubs, wrong answers, notebooks, a class graded
 	@sh scripts/test.sh "not soak" tests/classroom notebooks/exercises/solved $(ARGS)
