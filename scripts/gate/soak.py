@@ -38,30 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not os.environ.get("CHROMIUM"):
         report.not_run.append("browser: there is no Chromium")
         everything.pop()
+
+    def step(name: str, *command: str) -> None:
+        ended = run(name, [sys.executable, "-m", *command], until, root=ROOT, out=out)
+        report.steps.append(ended)
+
     for name, marks, how in everything:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "scripts.gate.plugin",
-            f"--record={out / name}.jsonl",
-        ]
-        report.steps.append(
-            run(
-                name,
-                [*command, f"--part={options.slice}", "-m", marks, *how, *others],
-                until,
-                root=ROOT,
-                out=out,
-            )
-        )
+        chosen = ("-p", "scripts.gate.plugin", f"--record={out / name}.jsonl", f"--part={options.slice}")
+        step(name, "pytest", "-q", *chosen, "-m", marks, *how, *others)
     for number, module in enumerate(("tests.systems", "tests.systems.accepted", "tests.zoo")):
         if number % parts == part - 1:
-            report.steps.append(run(module, [sys.executable, "-m", module], until, root=ROOT, out=out))
-            if report.steps[-1].status:
-                report.failed_step(module, Path(os.devnull))
+            step(module, module)
     print(*table(report), sep="\n")
     print(*report.lines(f"records in {out}"), sep="\n")
     if report.holds:
