@@ -82,15 +82,16 @@ class Report:
         return not (self._broken_steps() or {test.id for test in self.failures()} - self.flaky)
 
     def _broken_steps(self) -> list[Ended]:
-        """Return steps whose end no test explains: pytest ends with 1 for failed tests and 5 for none."""
-        named = bool(self.failures())
+        """Return steps whose end no test explains: pytest ends with 1 for failed tests and with 5 for none."""
         return [
             step
             for step in self.steps
-            if step.over
-            or step.name in self._step_errors
-            or (step.status not in (0, 5) and not (step.status == 1 and named))
+            if step.over or step.status not in (0, 1, 5) or (step.status == 1 and not self._explained(step))
         ]
+
+    def _explained(self, step: Ended) -> bool:
+        record = self.out / f"{step.name.replace(' ', '-')}.jsonl"
+        return any(test.outcome == "failed" for test in read(record).values())
 
     def lines(self, machine: str) -> list[str]:
         """Return the report."""
