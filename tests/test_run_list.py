@@ -17,7 +17,7 @@ from mpkit.support.display import draw
 
 @pytest.fixture(scope="module")
 def found(train: Callable[..., Run], clusters: Callable[[int], mk.Cluster]) -> RunList:
-    """A pipeline's row, a DDP's, and that of a run that failed in its second step."""
+    """The rows of a pipeline, of DDP, and of a run that failed in its second step."""
     torch.manual_seed(0)
     model = MLP(2, 3)
     data = [(torch.ones(8, 2), torch.zeros(8, dtype=torch.long))]
@@ -33,8 +33,9 @@ def test_a_row_says_what_came_out(found: RunList) -> None:
     pipeline, ddp, _ = found
     assert [row.status for row in found] == ["finished", "finished", "failed"]
     assert pipeline.plan == mk.Plan.gpipe(2, 4)
-    assert pipeline.bubble is not None and ddp.bubble is not None and pipeline.bubble > ddp.bubble
-    assert ddp.step_time is not None and ddp.step_time > 0
+    for row in (pipeline, ddp):
+        assert row.timeline is not None and row.bubble == row.timeline.bubble
+        assert row.step_time is not None and row.step_time > 0
     assert ddp.memory > pipeline.memory > 0  # replicas hold the whole model
     assert ddp.loss == pytest.approx(pipeline.loss, rel=1e-5)
     assert [row.number for row in found] == [pipeline.number + i for i in range(3)]

@@ -54,7 +54,8 @@ def _chain(layers: int, width: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
 
 
-_clusters: list[mk.Cluster] = []
+CLUSTERS: list[mk.Cluster] = []
+"""The cluster on which runs are played, if there is one by then."""
 
 
 @cache
@@ -62,12 +63,12 @@ def played(
     plan: mk.Plan, layers: int = 8, samples: int = 16384, width: int = WIDTH, machine: Any = A100
 ) -> mk.Trace:
     """Return the trace of two steps of a plan."""
-    if not _clusters:
-        _clusters.append(mk.Cluster(1, device="cpu"))
+    if not CLUSTERS:
+        CLUSTERS.append(mk.Cluster(1, device="cpu"))
     batch = torch.empty(samples, width, device="meta")
     trace = mk.trace_fake(
         lambda: _chain(layers, width), plan, batch=(batch, batch), loss=nn.functional.mse_loss,
-        optimizer=torch.optim.SGD, steps=2, hardware=machine, cluster=_clusters[0],
+        optimizer=torch.optim.SGD, steps=2, hardware=machine, cluster=CLUSTERS[0],
     )  # fmt: skip
     return replace(trace, ranks=[_jittered(rank, number) for number, rank in enumerate(trace.ranks)])
 

@@ -1,9 +1,9 @@
-"""Causes planted in real runs on CPU ranks: the first finding names them."""
+"""Causes planted in real runs on CPU ranks, on a clock that counts FLOPs: the first finding names them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from tests.counted import FREE, counted
 from tests.recipes import sgd
 
-STEPS = 6
+STEPS = 3
+SLOW, WIRE = (mk.devices.Link("wire", latency, 1e8) for latency in (2e-4, 1e-6))
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[mk.Cluster]:
-    with mk.Cluster(2, device="cpu") as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(clusters: Callable[[int], mk.Cluster]) -> mk.Cluster:
+    return clusters(2)
 
 
 def chain(widths: list[int]) -> nn.Module:
@@ -34,14 +35,8 @@ def samples(count: int, width: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(count, width), torch.randn(count, width))]
 
 
-def trained(cluster: mk.Cluster, model: nn.Module, data: Any, plan: mk.Plan) -> mk.Timeline:
-    run = cluster.train(model, data, plan, steps=STEPS, loss=F.mse_loss, optimizer=sgd)
-    return run.wait().timeline()
-
-
-def ran(cluster: mk.Cluster, program: Callable[[Any], None], clock: str = "virtual") -> mk.Timeline:
-    cluster.run(program, watch=True)
-    return mk.Timeline.of(cluster.trace, clock=clock)
+def trained(cluster: mk.Cluster, model: nn.Module, data: Any, plan: mk.Plan) -> mk.Trace:
+    return cluster.train(model, data, plan, steps=STEPS, loss=F.mse_loss, optimizer=sgd).wait().trace
 
 
 def kinds(timeline: mk.Timeline, **given: Any) -> list[str]:
@@ -51,72 +46,66 @@ def kinds(timeline: mk.Timeline, **given: Any) -> list[str]:
 # ---- trainings --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.soak
 def test_a_large_stage(cluster: mk.Cluster) -> None:
-    timeline = trained(cluster, chain([512] * 9), samples(512, 512), mk.Plan.gpipe(2, 8, cut=[6]))
+    timeline = counted(trained(cluster, chain([32] * 9), samples(64, 32), mk.Plan.gpipe(2, 8, cut=[6])))
     assert kinds(timeline)[0] == "unbalanced stages"
     assert timeline.diagnose()[0].ranks == (0,)
 
 
-@pytest.mark.soak
 def test_few_micro_batches(cluster: mk.Cluster) -> None:
-    timeline = trained(cluster, chain([512] * 9), samples(1024, 512), mk.Plan.gpipe(2, 1))
-    assert kinds(timeline)[0] == "schedule's bubble"
+    trace = trained(cluster, chain([32] * 9), samples(64, 32), mk.Plan.gpipe(2, 1))
+    assert kinds(counted(trace))[0] == "schedule's bubble"
 
 
-@pytest.mark.soak
 def test_buckets_of_one_weight_each(cluster: mk.Cluster) -> None:
-    timeline = trained(cluster, chain([32] * 33), samples(16, 32), mk.Plan(dp=2, bucket_mb=0.001))
-    assert kinds(timeline)[0] == "small messages"
+    trace = trained(cluster, chain([32] * 33), samples(16, 32), mk.Plan(dp=2, bucket_mb=0.001))
+    assert kinds(counted(trace, SLOW), hardware=replace(FREE, link=SLOW))[0] == "small messages"
 
 
-@pytest.mark.soak
 def test_recomputation_of_little(cluster: mk.Cluster) -> None:
     plan = mk.Plan(pp=2, schedule="gpipe", microbatches=8, recompute="full")
-    timeline = trained(cluster, chain([1024] * 5), samples(128, 1024), plan)
-    assert "useless recomputation" in kinds(timeline)[:1]
+    trace = trained(cluster, chain([128] * 5), samples(8, 128), plan)
+    assert kinds(counted(trace))[0] == "useless recomputation"
 
 
 class Slow(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """Samples that take a while to decode."""
 
     def __len__(self) -> int:
-        return 32 * STEPS
+        return 8 * STEPS
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        time.sleep(0.002)
-        return torch.randn(256), torch.randn(256)
+        time.sleep(0.001)
+        return torch.randn(8), torch.randn(8)
 
 
-@pytest.mark.soak
 def test_a_slow_loader(cluster: mk.Cluster) -> None:
-    timeline = trained(cluster, chain([256] * 5), mk.Batches(Slow(), 32), mk.Plan.ddp(2))
-    assert kinds(timeline)[0] == "data loading"
+    trace = trained(cluster, chain([8] * 5), mk.Batches(Slow(), 8), mk.Plan.ddp(2))
+    assert kinds(counted(trace))[0] == "data loading"
 
 
-@pytest.mark.soak
 def test_memory_that_is_nearly_used_up(cluster: mk.Cluster) -> None:
-    timeline = trained(cluster, chain([256] * 5), samples(64, 256), mk.Plan.ddp(2))
-    peak, machine = max(held["total"] for held in timeline.peak_memory_of_run), mk.hardware("cpu")
-    small = replace(machine, device=replace(machine.device, memory=round(peak / 0.95)))
+    timeline = counted(trained(cluster, chain([32] * 5), samples(64, 32), mk.Plan.ddp(2)))
+    peak = max(held["total"] for held in timeline.peak_memory_of_run)
+    small = replace(FREE, device=replace(FREE.device, memory=round(peak / 0.95)))
     assert kinds(timeline, hardware=small)[0] == "memory near the limit"
 
 
 # ---- programs of one's own, watched ------------------------------------------------------------------------------
 
 
-def program(
-    body: Callable[[nn.Module, Tensor, torch.optim.Optimizer], None], width: int = 512, rows: int = 256
-) -> Any:
+def ran(
+    cluster: mk.Cluster, body: Callable[[nn.Module, Tensor, torch.optim.Optimizer], None], width: int = 64
+) -> mk.Trace:
     def run(ctx: Any) -> None:
-        torch.set_num_threads(1)
         model = chain([width] * 5)
-        x, optimizer = torch.randn(rows, width), torch.optim.SGD(model.parameters(), lr=0.01)
+        x, optimizer = torch.randn(32, width), torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(STEPS):
             body(model, x, optimizer)
             mk.step()
 
-    return run
+    cluster.run(run, watch=True)
+    return cluster.trace
 
 
 def reduced(model: nn.Module) -> None:
@@ -132,26 +121,26 @@ def test_work_that_one_rank_does_more(cluster: mk.Cluster) -> None:
         reduced(model)
         optimizer.step()
 
-    timeline = ran(cluster, program(body))
-    found = timeline.diagnose()
+    trace = ran(cluster, body)
+    found = counted(trace).diagnose()
     assert found[0].kind == "straggler" and found[0].ranks == (0,)
-    for each in (timeline, mk.Timeline.of(cluster.trace, clock="measured")):
+    for each in (counted(trace), mk.Timeline.of(trace), mk.Timeline.of(trace, clock="measured")):
         path = each.critical_path()
         recorded = path.graph.end - path.graph.begin
         assert path.graph.ends == pytest.approx(recorded, abs=1e-3 * path.step_time)
         assert sum(op.seconds for op in path.ops) == pytest.approx(path.step_time)
 
 
-@pytest.mark.soak
 def test_gradients_that_are_reduced_at_the_end(cluster: mk.Cluster) -> None:
     def body(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
         model(x).square().mean().backward()
         reduced(model)
         optimizer.step()
 
-    assert "late bucket" in kinds(ran(cluster, program(body, 768, 512)))[:1]
+    assert kinds(counted(ran(cluster, body), WIRE))[0] == "late bucket"
 
 
+@pytest.mark.soak
 def test_a_host_that_does_something_else(cluster: mk.Cluster) -> None:
     def body(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
         for _ in range(4):
@@ -161,10 +150,9 @@ def test_a_host_that_does_something_else(cluster: mk.Cluster) -> None:
             time.sleep(0.02)
         optimizer.step()
 
-    assert kinds(ran(cluster, program(body, 256, 64), "measured"))[0] == "host-bound"
+    assert kinds(mk.Timeline.of(ran(cluster, body), clock="measured"))[0] == "host-bound"
 
 
-@pytest.mark.soak
 def test_barriers_in_the_loop(cluster: mk.Cluster) -> None:
     def body(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
         rank = torch.distributed.get_rank()
@@ -173,4 +161,4 @@ def test_barriers_in_the_loop(cluster: mk.Cluster) -> None:
             model(torch.cat([x, x, x]) if number % 2 == rank else x).square().mean().backward()
         optimizer.step()
 
-    assert kinds(ran(cluster, program(body)))[0] == "synchronizing call"
+    assert kinds(counted(ran(cluster, body), WIRE))[0] == "synchronizing call"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from torch import nn
 import mpkit as mk
 from mpkit.kineto.opened import OpenedTrace
 from mpkit.trace import Kind
+
+Clusters = Callable[[int], mk.Cluster]
 
 STEPS = 3  # the first one is not profiled
 
@@ -82,25 +84,25 @@ def pipeline(ctx: Any, folder: Path) -> None:
     profiled(ctx.rank, folder, layer, step)
 
 
-def both(ranks: int, program: Callable[..., Any], folder: Path) -> tuple[OpenedTrace, mk.Timeline]:
+def both(cluster: mk.Cluster, program: Callable[..., Any], folder: Path) -> tuple[OpenedTrace, mk.Timeline]:
     """What torch.profiler and mpkit recorded of the same run."""
-    with mk.Cluster(ranks, "cpu") as cluster:
-        cluster.run(lambda ctx: program(ctx, folder), watch=True)
-        return mk.open(folder), cluster.timeline(clock="measured")
+    cluster.run(lambda ctx: program(ctx, folder), watch=True)
+    return mk.open(folder), cluster.timeline(clock="measured")
 
 
-def actions(timeline: mk.Timeline, step: int, rank: int) -> Counter[Kind]:
-    spans = timeline.spans
+def actions(timeline: mk.Timeline, step: int, rank: int) -> list[Kind]:
+    """Return the kinds of a rank's actions, in order of their starts."""
+    spans = np.sort(timeline.spans, order="start")
     chosen = spans[(spans["step"] == step) & (spans["rank"] == rank) & (spans["depth"] == 0)]
-    return Counter(
+    return [
         Kind(kind)
         for kind in chosen["kind"].tolist()
         if kind in (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
-    )
+    ]
 
 
 def agree(opened: OpenedTrace, own: mk.Timeline, *, but: dict[str, int] | None = None) -> None:
-    """The last step is the same in both: actions, communications and their payloads (but for `but`), about its time."""
+    """The last step is the same in both: actions in order, communications and their payloads (but for `but`)."""
     imported = opened.timeline()
     assert imported.steps == [1, 2]
     assert imported.world_size == own.world_size
@@ -111,31 +113,26 @@ def agree(opened: OpenedTrace, own: mk.Timeline, *, but: dict[str, int] | None =
         for rank, each in enumerate(own.comm_bytes)
     ]
     assert imported.comm_bytes == known
-    assert imported.step_time == pytest.approx(own.step_time, rel=0.5, abs=0.01)
 
 
-@pytest.mark.timeout(120)
-def test_ddp(tmp_path: Path) -> None:
-    opened, own = both(2, ddp, tmp_path)
+def test_ddp(clusters: Clusters, tmp_path: Path) -> None:
+    opened, own = both(clusters(2), ddp, tmp_path)
     assert opened.inferred.plan == mk.Plan.ddp(2)
     assert "each of which ends with a parameter in the order of the backward" in opened.inferred.evidence[-1]
     agree(opened, own)
-    assert opened.timeline("8x-h100-nvlink").step_time < opened.timeline().step_time
     assert opened.timeline().comm_matrix().bytes.sum() > 0
     assert opened.timeline().peak_memory[0]["total"] > 0
 
 
-@pytest.mark.timeout(120)
-def test_fsdp2(tmp_path: Path) -> None:
-    opened, own = both(2, fsdp, tmp_path)
+def test_fsdp2(clusters: Clusters, tmp_path: Path) -> None:
+    opened, own = both(clusters(2), fsdp, tmp_path)
     assert opened.inferred.plan == mk.Plan(dp=2, zero=3)
     assert "gathers 3 groups of parameters (0, 2, 4)" in opened.inferred.evidence[0]
     agree(opened, own)
 
 
-@pytest.mark.timeout(200)
-def test_a_pipeline_of_four_ranks(tmp_path: Path) -> None:
-    opened, own = both(4, pipeline, tmp_path)
+def test_a_pipeline_of_four_ranks(clusters: Clusters, tmp_path: Path) -> None:
+    opened, own = both(clusters(4), pipeline, tmp_path)
     assert opened.inferred.plan == mk.Plan.pipeline("1f1b", 4, 4)
     # mpkit counts the receive that ranks post before a step's first forward to no step.
     agree(opened, own, but={"recv": 4 * 32 * 4})
@@ -143,9 +140,8 @@ def test_a_pipeline_of_four_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(120)
-def test_accumulated_gradients(tmp_path: Path) -> None:
-    opened, _ = both(1, accumulated, tmp_path)
+def test_accumulated_gradients(clusters: Clusters, tmp_path: Path) -> None:
+    opened, _ = both(clusters(1), accumulated, tmp_path)
     assert opened.inferred.plan == mk.Plan(microbatches=3)
 
 
@@ -162,7 +158,6 @@ def recomputed(ctx: Any, folder: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(120)
-def test_recomputed_activations(tmp_path: Path) -> None:
-    opened, _ = both(1, recomputed, tmp_path)
+def test_recomputed_activations(clusters: Clusters, tmp_path: Path) -> None:
+    opened, _ = both(clusters(1), recomputed, tmp_path)
     assert opened.inferred.plan == mk.Plan(recompute="full")
