@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import PROGRAM
+
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -17,7 +19,7 @@ def test_the_code_runs(tmp_path: Path) -> None:
     first, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (tmp_path / "readme.py").write_text(first + second)
     done = subprocess.run(
-        [sys.executable, "readme.py"], cwd=tmp_path, text=True, capture_output=True, timeout=280
+        [sys.executable, "readme.py"], cwd=tmp_path, text=True, capture_output=True, timeout=PROGRAM
     )
     assert done.returncode == 0, done.stderr
     assert "bubble" in done.stdout
