@@ -51,7 +51,6 @@ def measured(clusters: Clusters) -> MemoryByStrategy:
     )  # fmt: skip
 
 
-@pytest.mark.soak
 def test_real_ranks_hold_what_the_formulas_say(measured: MemoryByStrategy) -> None:
     assert measured.strategies == ["DP", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
     assert len(measured.rows) == 10

@@ -8,6 +8,7 @@ al. 2023: keys and values round the ring.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
+from mpkit.plan.mesh import AXES
 from mpkit.trace import Kind
 from tests.serial import Train
 from tests.test_mesh_training import bert, gpt2, llama, logits_loss, sgd, tokens, words
@@ -26,6 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*_token_id.*"),
 ]
 
+soak = partial(pytest.param, marks=pytest.mark.soak)
 B, S, H, HEADS, VOCAB = 8, 16, 16, 4, 32
 FP32 = 4
 
@@ -61,8 +64,9 @@ def phases(timeline: mk.Timeline, rank: int, kind: Kind) -> dict[Kind, int]:
     return found
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(("t", "m", "pp"), [(2, 1, 1), (4, 1, 1), (2, 4, 1), (2, 4, 2)], ids=lambda n: str(n))
+@pytest.mark.parametrize(
+    ("t", "m", "pp"), [soak(2, 1, 1), soak(4, 1, 1), soak(2, 4, 1), (2, 4, 2)], ids=lambda n: str(n)
+)
 def test_a_layer_makes_two_all_reduces_forward_and_two_backward(
     train: Train, t: int, m: int, pp: int
 ) -> None:
@@ -77,6 +81,9 @@ def test_a_layer_makes_two_all_reduces_forward_and_two_backward(
     for rank in range(plan.ranks):
         before, after = phases(few, rank, Kind.ALL_REDUCE), phases(many, rank, Kind.ALL_REDUCE)
         assert {kind: after[kind] - n for kind, n in before.items()} == dict.fromkeys(before, 2 * more * m)
+    table = str(many.comm_volume())
+    assert "8 b s h (t-1)/t a layer" in table and "1.000" in table
+    assert ("b s h a boundary a micro-batch" in table) == (pp > 1)
 
 
 @pytest.mark.soak
@@ -116,27 +123,29 @@ def check_ratios(timeline: mk.Timeline, axes: set[str], unknown: set[tuple[str, 
 
 
 PLANS: list[dict[str, Any]] = [
-    {"tp": 2, "recompute": "full"},
     {"tp": 2, "recompute": "full", "sequence_parallel": True},
-    {"tp": 2, "sequence_parallel": True, "precision": "bf16"},
     {"cp": 2, "recompute": "full"},
-    {"cp": 2, "precision": "bf16"},
     {"cp": 3, "cp_order": "zigzag", "microbatches": 3},
+    {"dp": 2, "tp": 2, "zero": 3, "microbatches": 2},
+    {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "microbatches": 2},
+    {"pp": 2, "dp": 2, "tp": 2, "schedule": "1f1b", "zero": 1, "sequence_parallel": True, "microbatches": 4},
+]
+MORE: list[dict[str, Any]] = [
+    {"tp": 2, "recompute": "full"},
+    {"tp": 2, "sequence_parallel": True, "precision": "bf16"},
+    {"cp": 2, "precision": "bf16"},
     {"cp": 2, "tp": 2, "sequence_parallel": True},
     {"cp": 2, "dp": 2, "zero": 1},
     {"dp": 2, "zero": 3, "recompute": "full"},
     {"dp": 2, "tp": 2, "zero": 2, "sequence_parallel": True, "microbatches": 3},
-    {"dp": 2, "tp": 2, "zero": 3, "microbatches": 2},
     {"pp": 2, "cp": 2, "schedule": "1f1b", "microbatches": 2},
     {"pp": 2, "tp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "microbatches": 2},
     {"pp": 2, "tp": 2, "schedule": "zb_h1", "microbatches": 2, "sequence_parallel": True},
     {"pp": 2, "dp": 2, "schedule": "zbv", "zero": 3, "microbatches": 2},
-    {"pp": 2, "dp": 2, "tp": 2, "schedule": "1f1b", "zero": 1, "sequence_parallel": True, "microbatches": 4},
 ]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("how", PLANS, ids=words)
+@pytest.mark.parametrize("how", [*PLANS, *map(soak, MORE)], ids=words)
 def test_what_is_sent_is_what_the_formulas_say(train: Train, how: dict[str, Any]) -> None:
     """Also where heads, vocabulary and micro-batches are not divided evenly, on average."""
     torch.manual_seed(0)
@@ -144,9 +153,14 @@ def test_what_is_sent_is_what_the_formulas_say(train: Train, how: dict[str, Any]
     model = GPT(vocab=33, layers=plan.stages + 1, width=12, heads=3, length=12)
     how = {"loss": next_token_loss, "optimizer": sgd, "steps": 2}
     run = train(model, tokens(7, 12, 33), plan, **how)
-    axes = {axis for axis in ("pp", "cp", "tp") if getattr(plan, axis) > 1}
+    degrees = {axis for axis in AXES if getattr(plan, axis) > 1}
     replicas = " x ".join(axis for axis in ("dp", "cp") if getattr(plan, axis) > 1)
-    check_ratios(run.timeline(), axes | ({replicas} if replicas else set()))
+    axes = degrees - {"dp"} | {replicas} - {""}
+    check_ratios(run.timeline(), axes)
+    assert set(run.timeline().comm_matrix().axes) == axes
+    placed = run.placement(hardware="8x-h100-nvlink")
+    assert {talk.axis for talk in placed.talks} == degrees
+    assert placed.stages == tuple(map(tuple, run.trace.meta["stages"]))
 
 
 @pytest.mark.soak
@@ -186,9 +200,15 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("how", OTHERS, ids=words)
-@pytest.mark.parametrize("make", [gpt2, llama, bert])
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        ((make, how) if (make, how) == (gpt2, OTHERS[1]) else soak(make, how))
+        for make in (gpt2, llama, bert)
+        for how in OTHERS
+    ],
+    ids=lambda value: words(value) if isinstance(value, dict) else value.__name__,
+)
 def test_models_of_transformers_send_it_too(train: Train, make: Any, how: dict[str, Any]) -> None:
     """With tied weights, whose stages send gradients and weights; with keys that heads share."""
     torch.manual_seed(3)
@@ -198,15 +218,14 @@ def test_models_of_transformers_send_it_too(train: Train, make: Any, how: dict[s
     check_ratios(run.timeline(), {axis for axis in ("pp", "cp", "tp") if getattr(plan, axis) > 1})
 
 
-@pytest.mark.parametrize(("t", "m"), [(2, 1), (2, 4), (4, 1)])
-def test_the_loss_of_divided_logits_all_reduces_three_numbers_per_token(train: Train, t: int, m: int) -> None:
+def test_the_loss_of_divided_logits_all_reduces_three_numbers_per_token(train: Train) -> None:
     """The largest logit, the target's and the sum of exp (Shoeybi et al. 2019, section 3): 3 b s elements per step.
 
     A model with L layers adds 4 L b s h, and its embedding and its head b s h each.
     """
-    layers = 2
+    layers, t = 2, 4
     payload = ((4 * layers + 2) * B * S * H + 3 * B * S) * FP32
-    timeline = trained(train, mk.Plan(tp=t, microbatches=m), layers)
+    timeline = trained(train, mk.Plan(tp=t, microbatches=2), layers)
     assert wire(timeline, "tp", "all_reduce") == payload * 2 * (t - 1) / t
     check_ratios(timeline, {"tp"})
 
@@ -230,9 +249,3 @@ def test_what_no_paper_is_about_has_no_formula(train: Train) -> None:
     data = [(torch.randn(8, 6), torch.randn(8, 3))]
     run = train(model, data, mk.Plan(dp=2, tp=2), loss=F.mse_loss, optimizer=sgd, steps=2)
     check_ratios(run.timeline(), {"dp", "tp"}, unknown={("tp", "all_reduce")})
-
-
-def test_the_words_of_the_table_are_there(train: Train) -> None:
-    text = str(trained(train, mk.Plan(pp=2, tp=2, microbatches=2)).comm_volume())
-    assert "8 b s h (t-1)/t a layer" in text and "b s h a boundary a micro-batch" in text
-    assert "1.000" in text

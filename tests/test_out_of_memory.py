@@ -159,7 +159,8 @@ def measured(clusters: Callable[[int], mk.Cluster]) -> Iterator[Callable[[mk.Pla
 @pytest.mark.parametrize(
     "plan",
     [
-        mk.Plan.ddp(2), mk.Plan.gpipe(2, 8),
+        mk.Plan.ddp(2),
+        pytest.param(mk.Plan.gpipe(2, 8), marks=pytest.mark.soak),
         pytest.param(mk.Plan.serial(), marks=pytest.mark.soak),
         pytest.param(mk.Plan.zero(1, 2), marks=pytest.mark.soak),
         pytest.param(mk.Plan(dp=2, pp=2, microbatches=4), marks=pytest.mark.soak),

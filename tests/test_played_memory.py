@@ -37,7 +37,7 @@ Clusters = Callable[[int], mk.Cluster]
 
 # ---- beside torch.profiler ---------------------------------------------------------------------------------------
 
-FAST = {("GPT", "zero3"), ("ResNet", "recomputed"), ("HF BERT", "plain")}
+FAST = {("GPT", "zero3"), ("ResNet", "recomputed")}
 ALL = [(model, plan) for model in CASES for plan in PLANS]
 
 
@@ -167,8 +167,8 @@ SCORES = 5 * A * S / H
 def test_a_layers_activations_are_those_of_megatrons_table(
     clusters: Clusters, how: dict[str, Any], wanted: float
 ) -> None:
-    few, many = (activations(clusters, layers, how) for layers in (2, 4))
-    assert (many - few) / (2 * S * B * H) == pytest.approx(wanted, rel=0.01)
+    few, many = (activations(clusters, layers, how) for layers in (1, 2))
+    assert (many - few) / (S * B * H) == pytest.approx(wanted, rel=0.01)
 
 
 def activations(clusters: Clusters, layers: int, how: dict[str, Any]) -> int:

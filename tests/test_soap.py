@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -121,8 +121,8 @@ def test_operators_are_pipelined(linear: Soap) -> None:
     assert [(sent.phase, sent.times) for sent in linear["O"].sent] == [("forward", 2), ("backward", 2)]
 
 
-# No shrinking: it would be dozens of runs more.
-@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
+@pytest.mark.soak
+@settings(max_examples=10)
 @given(data=st.data())
 def test_any_layer_of_ones_own(clusters: Clusters, data: st.DataObject) -> None:
     def even(name: str, most: int) -> int:

@@ -42,24 +42,26 @@ def test_what_is_private_to_torch_is_there() -> None:
 
 
 CASES = [
-    ("gpt", mk.Plan.serial(microbatches=2)),
     ("mlp", mk.Plan.serial(precision="bf16")),
-    ("gpt", mk.Plan.ddp(2)),
     ("mlp", mk.Plan.ddp(4, bucket_mb=0.001)),  # of 6 samples: 2, 2, 1, 1
-    ("mlp", mk.Plan.ddp(2, microbatches=2, unused="allow")),
-    ("mlp", mk.Plan.ddp(2, precision="fp16")),
-    ("mlp", mk.Plan.ddp(2, offload="optimizer")),
     ("mlp", mk.Plan.dp(2)),
-    ("gpt", mk.Plan.dp(3, microbatches=2)),
-    ("mlp", mk.Plan.zero(1, 2)),
     ("mlp", mk.Plan.zero(2, 3, precision="bf16")),
     ("gpt", mk.Plan.zero(3, 2)),
     ("mlp", mk.Plan.zero(3, 2, offload="params")),
 ]
+MORE = [
+    ("gpt", mk.Plan.serial(microbatches=2)),
+    ("gpt", mk.Plan.ddp(2)),
+    ("mlp", mk.Plan.ddp(2, microbatches=2, unused="allow")),
+    ("mlp", mk.Plan.ddp(2, precision="fp16")),
+    ("mlp", mk.Plan.ddp(2, offload="optimizer")),
+    ("gpt", mk.Plan.dp(3, microbatches=2)),
+]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(("kind", "plan"), CASES, ids=repr)
+@pytest.mark.parametrize(
+    ("kind", "plan"), [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE)], ids=repr
+)
 def test_memory_communication_and_flops_are_those_of_the_real_run(
     clusters: Callable[[int], mk.Cluster], kind: str, plan: mk.Plan
 ) -> None:
@@ -69,12 +71,11 @@ def test_memory_communication_and_flops_are_those_of_the_real_run(
 
 
 def test_each_rank_can_be_played_by_itself(clusters: Callable[[int], mk.Cluster]) -> None:
-    plan = mk.Plan.zero(1, 3)
-    for rank in (0, 2):
-        real, fake = both(clusters, "mlp", plan, adamw, rank=rank)
-        peaks = [mk.Timeline.of(trace).peak_memory[rank] for trace in (real, fake)]
-        assert [peaks[0][key] for key in MODEL_STATES] == [peaks[1][key] for key in MODEL_STATES]
-        assert communication(real.ranks[rank]) == communication(fake.ranks[rank])
+    rank = 2
+    real, fake = both(clusters, "mlp", mk.Plan.zero(1, 3), adamw, rank=rank)
+    peaks = [mk.Timeline.of(trace).peak_memory[rank] for trace in (real, fake)]
+    assert [peaks[0][key] for key in MODEL_STATES] == [peaks[1][key] for key in MODEL_STATES]
+    assert communication(real.ranks[rank]) == communication(fake.ranks[rank])
 
 
 def test_memory_is_that_of_the_step_and_not_of_what_comes_after(
@@ -92,6 +93,7 @@ def test_memory_is_that_of_the_step_and_not_of_what_comes_after(
     assert timeline.peak_memory_of_run[0]["buffers"] >= whole
 
 
+@pytest.mark.soak
 def test_with_batchnorm_and_clipping(clusters: Callable[[int], mk.Cluster]) -> None:
     real, fake = both(clusters, "convnet", mk.Plan.ddp(2, batchnorm="local"), sgd, max_grad_norm=0.1)
     check_same(real, fake)
@@ -107,13 +109,13 @@ def tokens(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_gpt2_on_64_ranks_without_its_memory(clusters: Callable[[int], mk.Cluster]) -> None:
-    """GPT-2 small's sizes with an untied head, 163 M parameters: in fp32 with AdamW 16 bytes each."""
+    """GPT-2 small with 2 of its 12 layers and an untied head: in fp32 with AdamW 16 bytes per parameter."""
     trace = mk.trace_fake(
-        lambda: GPT(vocab=50257, length=1024, layers=12, width=768, heads=12), mk.Plan.ddp(64),
+        lambda: GPT(vocab=50257, length=1024, layers=2, width=768, heads=12), mk.Plan.ddp(64),
         batch=tokens(64, 1024), loss=next_token_loss, optimizer=adamw, steps=2, cluster=clusters(1),
     )  # fmt: skip
     psi = trace.meta["parameters"]
-    assert psi == 163_037_184
+    assert psi == 92_158_464
     timeline = mk.Timeline.of(trace)
     assert timeline.world_size == 64
     for held in (timeline.peak_memory[0], timeline.peak_memory[63]):

@@ -42,8 +42,7 @@ def played_memory(
 
     Args:
         model_fn, plan, batch, loss, optimizer: as for `mk.trace_fake`.
-        steps: the steps in which the peak is looked for; an optimizer's states are there from the second on, and DDP
-            has its buckets twice for a moment when it rebuilds them.
+        steps: the steps in which the peak is looked for; an optimizer's states are there from the second on.
         hardware: the machine; on "cpu" the memory that oneDNN's convolutions take for themselves is counted.
         cluster: as for `mk.trace_fake`.
     """

@@ -37,6 +37,8 @@ class Averaged(DDP):
         self._next = 0
         for bucket in self._buckets:
             bucket.wait()  # of a backward that failed
+        self._rebuild()
+        for bucket in self._buckets:
             bucket.missing = set(bucket.views)
 
     def _on_grad_ready(self, parameter: Tensor) -> None:

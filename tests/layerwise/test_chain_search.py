@@ -57,7 +57,7 @@ def small_chain(seed: int, most: int = 20_000) -> Priced:
     return Priced(layers, machine(seed), 16)
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", [0, 1, *(pytest.param(n, marks=pytest.mark.soak) for n in range(2, 8))])
 def test_as_fast_as_the_best_of_all_choices(block: int) -> None:
     """200 chains in all, each without a limit and with three: between the least memory and that of the fastest."""
     for seed in range(25 * block, 25 * block + 25):

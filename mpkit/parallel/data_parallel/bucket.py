@@ -5,7 +5,7 @@ A parameter's gradient is a view of its bucket, into which autograd adds in plac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from mpkit.comm.process_group import Pending
 
-__all__ = ["Bucket", "fill_buckets"]
+__all__ = ["Bucket", "fill_buckets", "zeros_for"]
 
 FIRST_BYTES = 2**20
 """The first bucket is small, so that communication begins early; PyTorch's DDP does the same."""
@@ -23,18 +23,20 @@ FIRST_BYTES = 2**20
 class Bucket:
     """The gradients of some parameters of one dtype.
 
+    Args:
+        parameters: the parameters.
+        flat: memory for their gradients, (sum of their elements,); None: allocate it.
+
     Attributes:
-        flat: the gradients side by side, (sum of their elements,).
+        flat: the gradients side by side.
         views: each parameter's slice of `flat`, in the parameter's shape.
         missing: parameters whose gradient has not arrived yet in this step.
         work: the pending communication, if any.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        first = parameters[0]
-        sizes = [parameter.numel() for parameter in parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        parts = self.flat.split(sizes)
+    def __init__(self, parameters: list[nn.Parameter], flat: Tensor | None = None) -> None:
+        self.flat = zeros_for(parameters) if flat is None else flat
+        parts = self.flat.split([parameter.numel() for parameter in parameters])
         self.views = {p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
         self.missing: set[nn.Parameter] = set()
         self.work: Pending | None = None
@@ -46,14 +48,6 @@ class Bucket:
         for parameter, view in self.views.items():
             parameter.grad = view
 
-    def take(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
-        """Copy the existing gradients into this bucket after a rebuild."""
-        for parameter, view in self.views.items():
-            gradient = gradients[parameter]
-            if gradient is not None:
-                view.copy_(gradient)
-            parameter.grad = None if gradient is None else view
-
     def wait(self) -> None:
         """Wait until the pending communication is complete."""
         if self.work is not None:
@@ -61,10 +55,16 @@ class Bucket:
             self.work = None
 
 
+def zeros_for(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Allocate zeros for the gradients of parameters of one dtype, side by side."""
+    count, first = sum(parameter.numel() for parameter in parameters), parameters[0]
+    return torch.zeros(count, dtype=first.dtype, device=first.device)
+
+
 def fill_buckets(
     parameters: Iterable[nn.Parameter], nbytes: int, unsharded: Collection[nn.Parameter] = ()
-) -> list[Bucket]:
-    """Fill buckets with parameters until each has `nbytes`, the first of each dtype 1 MiB, as in PyTorch's DDP.
+) -> list[list[nn.Parameter]]:
+    """Divide parameters into buckets of `nbytes` each, the first of each dtype of 1 MiB, as in PyTorch's DDP.
 
     Args:
         parameters: in the order in which their gradients arrive.
@@ -73,7 +73,7 @@ def fill_buckets(
             their own, so that their sums are made in the same order everywhere, and agree to the last bit.
 
     >>> layers = [nn.Parameter(torch.empty(n)) for n in (100_000, 200_000, 300_000, 500_000, 1)]
-    >>> [len(bucket.views) for bucket in fill_buckets(layers, nbytes=3_000_000)]
+    >>> [len(bucket) for bucket in fill_buckets(layers, nbytes=3_000_000)]
     [2, 2, 1]
     """
     buckets: list[list[nn.Parameter]] = []
@@ -88,4 +88,4 @@ def fill_buckets(
         bucket.append(parameter)
         full = sum(p.nbytes for p in bucket) >= limit
         filling[kind] = ([], nbytes) if full else (bucket, limit)
-    return [Bucket(bucket) for bucket in buckets]
+    return buckets

@@ -9,7 +9,8 @@ order in which gradients actually arrive.
     buckets     gradients lie in buckets of `bucket_mb`, in reverse order of use: the last layer's arrive first
     reduce      as soon as a bucket is full, its sum over ranks starts, while the backward goes on
     wait        the step waits for the sums that are still pending: communication that the backward could not hide
-    rebuild     after the first step, buckets are rebuilt in the order in which the gradients actually arrived
+    rebuild     after the first step, buckets are rebuilt in the order in which the gradients actually arrived, in the
+                same memory: a backend's thread may hold a bucket that it has summed for longer than the rank waits
 
 Each rank's loss is its share of the mean over the batch (`mpkit.parallel.runtime.pipeline`), so a sum over ranks is
 correct even where shares differ in size. While gradients accumulate (in all micro-batches but the last), nothing is
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from mpkit.comm.communicator import Communicator
 from mpkit.errors import MpkitError
-from mpkit.parallel.data_parallel.bucket import Bucket, fill_buckets
+from mpkit.parallel.data_parallel.bucket import Bucket, fill_buckets, zeros_for
 from mpkit.parallel.data_parallel.buffers import StatefulBuffers
 from mpkit.parallel.data_parallel.replicated import Replicated
 from mpkit.parallel.stage.gradient_sync import GradientSync, Half
@@ -55,33 +56,45 @@ class DDP(GradientSync):
         self._names = {piece.parameter: piece.name for piece in self.pieces}
         self._sync_this_backward = False  # whether this backward's gradients are complete
         self._grads_ready: dict[nn.Parameter, None] = {}  # in order of arrival
-        self._order: list[nn.Parameter] = []  # parameters in the order of the buckets
-        self._rebuilt = False
+        self._knows_order = False  # whether gradients have shown in which order they arrive
         # ---- broadcast
         module = held.module
         broadcast_all(held.replicas, module)
         self._stateful = StatefulBuffers(held.replicas, held.plan, module)
         # ---- buckets
-        self._build([piece.parameter for piece in reversed(self.pieces)])
+        self._order = [piece.parameter for piece in reversed(self.pieces)]
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self._order:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        self._memory = {dtype: zeros_for(parameters) for dtype, parameters in by_dtype.items()}
+        for memory in self._memory.values():
+            self._ledger.track(memory, "grads")
+        self._build()
         for parameter in self._names:
             parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
 
-    def _build(self, order: list[nn.Parameter]) -> None:
-        """Lay out the gradients in buckets, in this order; autograd adds into them in place."""
-        for parameter in order:
-            parameter.grad = None  # free the old buckets before allocating new ones
+    def _build(self) -> None:
+        """Divide the memory of the gradients into buckets, in `_order`; autograd adds into them in place."""
+        self._reordered = False
+        untied = [parameter for parameter in self._order if parameter not in self._tied]
+        tied = [parameter for parameter in self._order if parameter in self._tied]
+        used = dict.fromkeys(self._memory, 0)  # elements
         self._buckets: list[Bucket] = []
-        self._order = order
-        untied = [parameter for parameter in order if parameter not in self._tied]
-        tied = [parameter for parameter in order if parameter in self._tied]
-        self._buckets = [
-            bucket
-            for parameters in (untied, tied)
-            for bucket in fill_buckets(parameters, self._bucket_bytes, self._unsharded)
-        ]
+        for parameters in (untied, tied):
+            for bucket in fill_buckets(parameters, self._bucket_bytes, self._unsharded):
+                dtype, count = bucket[0].dtype, sum(parameter.numel() for parameter in bucket)
+                self._buckets.append(Bucket(bucket, self._memory[dtype].narrow(0, used[dtype], count)))
+                used[dtype] += count
         self._of = {parameter: bucket for bucket in self._buckets for parameter in bucket.views}
-        for bucket in self._buckets:
-            self._ledger.track(bucket.flat, "grads")
+
+    def _rebuild(self) -> None:
+        """Rebuild the buckets once their order is known; gradients that are there move to their new places."""
+        if not self._reordered:
+            return
+        old = {p: p.grad.clone() for p in self._order if p.grad is not None}
+        self._build()
+        for parameter, gradient in old.items():
+            parameter.grad = self._of[parameter].views[parameter].copy_(gradient)
 
     @property
     def layout(self) -> list[str]:
@@ -93,8 +106,9 @@ class DDP(GradientSync):
         place = {name: parameter for parameter, name in self._names.items()}
         mine = [name for name in names if name in place]  # the others belong to other stages
         if len(mine) == len(place):
-            self._rebuilt = True
-            self._build([place[name] for name in mine])
+            self._knows_order = True
+            self._order = [place[name] for name in mine]
+            self._build()
 
     # ---- a step -------------------------------------------------------------------------------------------
 
@@ -104,6 +118,8 @@ class DDP(GradientSync):
 
     def drop_gradients(self) -> None:
         """Zero the buckets."""
+        super().drop_gradients()
+        self._rebuild()
         self._grads_ready.clear()
         self._next = 0  # the next bucket to reduce
         for bucket in self._buckets:
@@ -154,10 +170,10 @@ class DDP(GradientSync):
             bucket.wait()
         if self._allows_unused:
             self._drop_unused()
-        # ---- rebuild; nobody has to ask the others: the first rank's order is everybody's
-        if not self._rebuilt:
-            self._rebuilt = True
-            self._rebuild()
+        # ---- rebuild, before the next backward; nobody has to ask the others: the first rank's order is everybody's
+        if not self._knows_order:
+            self._knows_order = True
+            self._learn_order()
 
     def _drop_unused(self) -> None:
         """Drop the gradients of parameters that no rank used, so that the optimizer leaves them alone."""
@@ -171,21 +187,16 @@ class DDP(GradientSync):
         """Drop the gradient of a parameter that no rank used."""
         parameter.grad = None
 
-    def _rebuild(self) -> None:
-        """Rebuild the buckets in the order of the first replica's gradients; this step's gradients move with them."""
+    def _learn_order(self) -> None:
+        """Take the order in which the first replica's gradients arrived."""
         place = {parameter: i for i, parameter in enumerate(self._order)}
         came = [place[p] for p in self._grads_ready]
         rest = [i for i in range(len(self._order)) if self._order[i] not in self._grads_ready]
-        order = torch.tensor(came + rest, device=self._buckets[0].flat.device) if self._buckets else None
-        if order is None:
-            return
-        indices = self._replicas.broadcast(order).tolist()
-        if indices == list(range(len(indices))):
-            return
-        old = {parameter: parameter.grad for parameter in self._order}
-        self._build([self._order[i] for i in indices])
-        for bucket in self._buckets:
-            bucket.take(old)
+        if self._buckets:
+            order = torch.tensor(came + rest, device=self._buckets[0].flat.device)
+            indices = self._replicas.broadcast(order).tolist()
+            self._reordered = indices != list(range(len(indices)))
+            self._order = [self._order[i] for i in indices]
 
     # ---- the end ------------------------------------------------------------------------------------------
 
