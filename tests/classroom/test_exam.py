@@ -79,6 +79,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(target.glob("*.whl"))
 
 
+@pytest.mark.soak
 def test_no_file_of_the_students_wheel_has_a_solution(wheels: list[Path]) -> None:
     with ZipFile(wheels[0]) as wheel:
         files = {name: wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".py")}
@@ -123,6 +124,7 @@ print("ALL")
 """
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_the_wheels_as_students_and_graders_install_them(wheels: list[Path], tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=True)

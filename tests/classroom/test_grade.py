@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from datetime import datetime
 from inspect import cleandoc
@@ -22,7 +21,9 @@ import pytest
 
 from mpkit.classroom.catalogue import find
 from mpkit.classroom.framework.source import IMPORTS
-from mpkit.classroom.grading.guard import way_to_enclose
+from mpkit.classroom.grading.guard import Guard, way_to_enclose
+from tests.classroom.control_group import control_group
+from tests.limits import wait_for
 
 NAMES = ("pass-the-token", "gpipe")
 SOLUTION = "identical to the solution"
@@ -333,8 +334,9 @@ def hand_in(folder: Path, students: dict[str, tuple[list[str] | str, tuple[int, 
             book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in what])
             nbformat.write(book, path)
         os.utime(path, (due, due + (90_000 if student == "late-by-the-file" else -60)))
-    (folder / "twice" / "again.ipynb").write_bytes((folder / "good" / "homework.ipynb").read_bytes())
-    os.utime(folder / "twice" / "again.ipynb", (due, due - 60))
+    if "twice" in students:
+        (folder / "twice" / "again.ipynb").write_bytes((folder / "good" / "homework.ipynb").read_bytes())
+        os.utime(folder / "twice" / "again.ipynb", (due, due - 60))
     return {path: path.read_bytes() for path in folder.rglob("*.ipynb")}
 
 
@@ -353,38 +355,70 @@ def run_and_interrupt(command: list[str], how: dict[str, Any], after: int) -> No
     assert "the same command goes on from there" in said and "Traceback" not in said
 
 
-@pytest.mark.timeout(1200)
-def test_a_class_of_60(tmp_path: Path) -> None:
-    students = a_class(tmp_path)
-    assert len(students) + 2 >= 60, "with those who have handed in nothing"
-    before = hand_in(tmp_path / "class", students)
-    (tmp_path / "roster.csv").write_text(ROSTER)
-    command = [
-        sys.executable,
-        "-m",
-        "mpkit",
-        "grade",
-        str(tmp_path / "class"),
-        "-o",
-        str(tmp_path / "grades.csv"),
-    ]
-    command += ["--exercises", ",".join(NAMES), "--seconds", "20", "--memory", "2", "--jobs", "2"]
-    command += ["--roster", str(tmp_path / "roster.csv"), "--due", "2026-11-20T20:00"]
-    how = {"cwd": tmp_path, "env": os.environ | {"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}}
-    run_and_interrupt(command, how, after=25)
-    assert left(tmp_path) == [], "what was running when it was interrupted has ended"
+Rows = dict[str, dict[str, str]]
+
+
+def graded(
+    home: Path, students: dict[str, Any], after: int, begin: list[str], *more: str
+) -> tuple[Rows, str]:
+    """Grade a class: the rows of its table, and what was said. If `after`, interrupt it after that many, and resume."""
+    before = hand_in(home / "class", students)
+    command = [*begin, sys.executable, "-m", "mpkit", "grade", str(home / "class")]
+    command += ["-o", str(home / "grades.csv"), "--exercises", ",".join(NAMES), "--jobs", "2", *more]
+    how = {"cwd": home, "env": os.environ | {"TMPDIR": str(home), "PYTHONUNBUFFERED": "1"}}
+    if after:
+        run_and_interrupt(command, how, after)
+        wait_for(lambda: not left(home))  # what was running when it was interrupted ends
     done = subprocess.run(command, capture_output=True, text=True, **how)
     assert done.returncode == 0, done.stdout + done.stderr
-    resumed = re.search(r"(\d+) of (\d+) are graded already", done.stdout)
-    assert resumed is not None and 25 <= int(resumed[1]) < int(resumed[2]) == len(students) + 1, done.stdout
-    with (tmp_path / "grades.csv").open(newline="") as file:
+    if after:
+        resumed = re.search(r"(\d+) of (\d+) are graded already", done.stdout)
+        assert resumed is not None and after <= int(resumed[1]) < int(resumed[2]) == len(before), done.stdout
+    with (home / "grades.csv").open(newline="") as file:
         rows = {row["student"]: row for row in csv.DictReader(file)}
+    odd = {n: rows[n] for n, (_, points) in students.items() if int(rows[n]["points"]) not in points}
+    assert odd == {}
+    assert all(row["of"] == "20" for row in rows.values())
+    if way_to_enclose() != "none":
+        assert {path: path.read_bytes() for path in before} == before
+    wait_for(lambda: not left(home))
+    assert [path.name for path in home.glob("mpkit-*")] == []
+    return rows, done.stdout
+
+
+def test_a_class_of_6(tmp_path: Path) -> None:
+    six = ("good", "wrong-0", "hangs", "hostile-leaves", "syntax", "empty")
+    students = {name: one for name, one in a_class(tmp_path).items() if name in six}
+    rows, said = graded(tmp_path, students, 0, [])
+    assert set(rows) == set(six)
+    assert "it left before its last cell" in rows["hostile-leaves"]["notes"]
+    assert SOLUTION in rows["good"]["notes"] and SOLUTION not in rows["empty"]["notes"]
+    assert "Hint" in (tmp_path / "grades" / "wrong-0.html").read_text()
+    assert find("gpipe").exercise.mistakes[0].name in said
+
+
+def test_a_notebook_that_never_ends_is_ended(tmp_path: Path) -> None:
+    code = "from pathlib import Path; Path('started').touch(); import time; time.sleep(600)"
+    ours = {child.pid for child in psutil.Process().children()}
+    command, started = [sys.executable, "-c", code], tmp_path / "started"
+    why = Guard(seconds=0.5).run(command, tmp_path, tmp_path, dict(os.environ), lambda: ours, started)
+    assert why == "it took more than 0.5 s"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_class_of_60(tmp_path: Path) -> None:
+    """With hostile students, within 4,000 processes and threads and 12 GiB."""
+    students = a_class(tmp_path)
+    assert len(students) + 2 >= 60, "with those who have handed in nothing"
+    (tmp_path / "roster.csv").write_text(ROSTER)
+    more = ["--seconds", "20", "--memory", "2", "--roster", str(tmp_path / "roster.csv")]
+    with control_group(4000, 12 * 2**30) as begin:
+        rows, said = graded(tmp_path, students, 25, begin, *more, "--due", "2026-11-20T20:00")
     for name in ("Nobody Yet", "Nor Me"):
         missing = rows.pop(name)
         assert (missing["points"], missing["notes"]) == ("0", "handed in nothing")
-    odd = {n: rows[n] for n, (_, points) in students.items() if int(rows[n]["points"]) not in points}
-    assert odd == {}
-    assert set(rows) == set(students) and all(row["of"] == "20" for row in rows.values())
+    assert set(rows) == set(students)
     late = {name: row["late"] for name, row in rows.items() if row["late"]}
     assert late == {"late-by-the-roster": "3 h 30 min late", "late-by-the-file": "1 d 1 h late"}
     assert "2 notebooks answer the same exercises" in rows["twice"]["notes"]
@@ -393,11 +427,7 @@ def test_a_class_of_60(tmp_path: Path) -> None:
     assert "memory" in rows["hostile-fills-memory"]["notes"].lower()
     assert "are allowed" in rows["hostile-forks-for-ever"]["notes"], "processes or memory, whatever was first"
     assert SOLUTION not in rows["empty"]["notes"]
-    pages_are_right(tmp_path, rows, done.stdout)
-    if way_to_enclose() != "none":
-        assert {path: path.read_bytes() for path in before} == before
-    assert left(tmp_path) == []
-    assert [path.name for path in tmp_path.glob("mpkit-*")] == []
+    pages_are_right(tmp_path, rows, said)
 
 
 def pages_are_right(home: Path, rows: dict[str, dict[str, str]], said: str) -> None:
@@ -417,13 +447,10 @@ def pages_are_right(home: Path, rows: dict[str, dict[str, str]], said: str) -> N
 
 
 def left(home: Path) -> list[str]:
-    """Processes that were started below the command, by what they inherit from it; given a moment to end."""
-    deadline = time.monotonic() + 10
-    while True:
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get("TMPDIR", "").startswith(str(home)):
-                    found.append(" ".join(process.cmdline()))
-        if not found or time.monotonic() > deadline:
-            return found
+    """Processes that were started below the command, by what they inherit from it."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR", "").startswith(str(home)):
+                found.append(" ".join(process.cmdline()))
+    return found

@@ -8,6 +8,7 @@ from torch import nn
 
 import mpkit as mk
 from mpkit.classroom.framework.memory import Host, Memory
+from mpkit.classroom.framework.room import Room
 from mpkit.launch.process.context import Context
 
 
@@ -43,9 +44,9 @@ def on_the_host(ctx: Context) -> tuple[dict[str, int], str]:
     return held, ""
 
 
-@pytest.fixture(scope="module")
-def cluster() -> mk.Cluster:
-    return mk.Cluster(ranks=1, device="cpu")
+@pytest.fixture
+def cluster(room: Room) -> mk.Cluster:
+    return room.cluster(1)
 
 
 def test_categories(cluster: mk.Cluster) -> None:

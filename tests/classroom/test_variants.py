@@ -30,11 +30,6 @@ WHOLE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def room() -> Room:
-    return Room()
-
-
 def of(entry: Entry, student: str) -> Entry:
     return replace(entry, variant=str(Variant.of("pp-2026", student)))
 
