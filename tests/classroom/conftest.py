@@ -1,4 +1,4 @@
-"""One room for all tests here. nbgrader and Otter are no dependencies: their tests are there where they are installed."""
+"""One room for all tests. nbgrader and Otter are no dependencies: their tests are there where they are installed."""
 
 from __future__ import annotations
 
