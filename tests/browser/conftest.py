@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -17,12 +17,16 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from tests import limits
 from tests.browser.lab import EXPLORE, PREDICT, RANKS, WATCHED
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 SCREENSHOTS = Path(__file__).parent / "screenshots"
+
+EVENT = 1000 * limits.EVENT  # Playwright counts milliseconds
+expect.set_options(timeout=EVENT)
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +51,7 @@ def new_page(chromium: Browser) -> Iterator[Callable[..., Page]]:
         context = chromium.new_context(**{"viewport": {"width": 1100, "height": 800}, **options})
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(EVENT)
         page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         return page
@@ -95,13 +99,10 @@ def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
         "IPYTHONDIR": "ipython",
     }
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     server = subprocess.Popen(
         [
             *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
-            *("--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"),
+            *("--ServerApp.ip=127.0.0.1", "--ServerApp.port=0"),
             *("--IdentityProvider.token=", "--ServerApp.password=", "--ServerApp.disable_check_xsrf=True"),
             *("--LabApp.expose_app_in_browser=True", f"--ServerApp.root_dir={home / 'notebooks'}"),
         ],
@@ -111,28 +112,30 @@ def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         text=True,
     )
     said: list[str] = []
+    address: list[str] = []
     ready = threading.Event()
 
     def listen() -> None:
         assert server.stderr is not None
         for line in server.stderr:
             said.append(line)
-            if "is running at" in line:
+            if found := re.search(r"http://127\.0\.0\.1:\d+/lab", line):
+                address.append(found[0])
                 ready.set()
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     try:
-        assert ready.wait(60), "JupyterLab does not start:\n" + "".join(said)
-        yield f"http://127.0.0.1:{port}/lab"
+        assert ready.wait(limits.PROGRAM), "JupyterLab does not start:\n" + "".join(said)
+        yield address[0]
     finally:
         server.terminate()  # it ends its kernels first
         try:
-            server.wait(20)
+            server.wait(limits.EVENT)
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
-        listener.join(5)
+        listener.join()
         assert server.stderr is not None
         server.stderr.close()
 
@@ -142,7 +145,7 @@ def lab_page(chromium: Browser) -> Iterator[Page]:
     """A page whose errors fail the test. JupyterLab itself warns of this and that."""
     context = chromium.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(EVENT)
     errors: list[str] = []
     page.on("console", lambda m: errors.append(f"{m.text} ({m.location})") if m.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))

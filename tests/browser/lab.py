@@ -20,7 +20,10 @@ RANKS = (
 """The code of `ranks.ipynb`, likewise."""
 
 WATCHED = (
-    """import mpkit as mk
+    """import time
+from pathlib import Path
+
+import mpkit as mk
 import torch
 
 cluster = mk.Cluster(ranks=2, device="cpu")""",
@@ -37,16 +40,24 @@ cluster = mk.Cluster(ranks=2, device="cpu")""",
         optimizer.zero_grad()
         if step % 25 == 0:
             print("begun:", step)
+        while step == 50 and not Path("seen").exists():
+            time.sleep(0.01)
     return dist.get_world_size()
 
 
 cluster.run(program, watch=True)""",
     "cluster.run(lambda ctx: 1 / ctx.rank, watch=True)",
 )
-"""The code of `watched.ipynb`, likewise."""
+"""The code of `watched.ipynb`, likewise; its program waits until the test has touched `seen`, beside the notebook."""
 
 PREDICT = ("import mpkit as mk\n\nguess = mk.predict('bubble')\nguess", "guess.against()")
 """The code of `predict.ipynb`, likewise."""
+
+TOUCH = """(name) => {
+  const { contents } = window.jupyterapp.serviceManager;
+  return contents.save(name, { type: 'file', format: 'text', content: '' });
+}"""
+"""Makes a file beside the notebooks, which a program waits for."""
 
 RUN_ALL = """() => {
   window.ran = undefined;

@@ -56,6 +56,7 @@ def test_an_exercise_failed_twice_and_solved(jupyterlab: str, lab_page: Page, sc
     screenshot(page, "exercise-progress")
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_hang(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None:
     page, entry = lab_page, of_family("hang_lab")[0]
@@ -74,6 +75,7 @@ def test_a_hang(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None
     expect(output).not_to_contain_text(" try")  # the program to mend was no answer
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_silent_bug(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None:
     page, entry = lab_page, of_family("silent_bugs")[0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from playwright.sync_api import Page, expect
 
+from tests import limits
 from tests.browser.lab import RANKS, look_at, open_notebook, run
 
 Screenshot = Callable[[Page, str], None]
@@ -46,11 +48,12 @@ def test_cells_on_ranks(jupyterlab: str, lab_page: Page, screenshot: Screenshot)
     cells[6].locator(".cm-content").click()
     page.keyboard.press("Control+End")
     done = cells[6].locator(".cm-content", has_text="world_size")  # the only one, which Lab writes at once
-    for _ in range(5):  # Lab gives a kernel's first completion one second, in which IPython imports jedi
-        page.keyboard.press("Tab")
+    until = time.monotonic() + limits.EVENT
+    while not done.count() and time.monotonic() < until:
+        page.keyboard.press(
+            "Tab"
+        )  # Lab gives a kernel's first completion one second, in which IPython imports jedi
         page.wait_for_timeout(1500)
-        if done.count():
-            break
     expect(done).to_be_visible()
     screenshot(page, "ranks")
     run(page, cells[6])

@@ -67,7 +67,8 @@ def test_a_reader_moves_the_sliders(new_page: NewPage, tmp_path: Path) -> None:
     open_trial(page, tmp_path)
     bubble = page.locator("#try .mpkit-figure").first.locator("b")
     expect(bubble).to_have_text("27.3 %")  # 1F1B's: 3/11
-    assert page.locator("#try-backward").is_visible() and not page.locator("#try-input_grad").is_visible()
+    expect(page.locator("#try-backward")).to_be_visible()
+    expect(page.locator("#try-input_grad")).to_be_hidden()
     set_slider(page, "microbatches", 16)
     expect(bubble).to_have_text(f"{100 * 3 / 19:.1f} %")
     set_slider(page, "backward", 3)
@@ -78,17 +79,17 @@ def test_a_reader_moves_the_sliders(new_page: NewPage, tmp_path: Path) -> None:
     truth = simulated("zb_h1", 4, 16, 1, 1.5, 1.5, hop=0.25)
     expect(bubble).to_have_text(f"{100 * truth.bubble:.1f} %")
     expect(page.locator("#try .words")).to_contain_text("Backwards are split")
-    assert not page.locator("#try-backward").is_visible()
+    expect(page.locator("#try-backward")).to_be_hidden()
     slider = page.get_by_role("slider", name="weight gradients W")
     slider.press("ArrowRight")
-    assert slider.get_attribute("aria-valuetext") == "1.55 seconds"
+    expect(slider).to_have_attribute("aria-valuetext", "1.55 seconds")
     truth = simulated("zb_h1", 4, 16, 1, 1.5, 1.55, hop=0.25)
     expect(bubble).to_have_text(f"{100 * truth.bubble:.1f} %")
     set_slider(page, "ranks", 8)
-    assert len(page.evaluate(f"{PANEL}.chart.labels")) == 8
+    page.wait_for_function(f"{PANEL}.chart.labels.length === 8")
     rows = page.locator("#try table tbody tr")
     page.locator("#try").get_by_text("The figures as a table").click()
-    assert rows.count() == 8
+    expect(rows).to_have_count(8)
     truth = simulated("zb_h1", 8, 16, 1, 1.5, 1.55, hop=0.25)
     first = rows.first.locator("td").all_text_contents()
     assert first[0] == f"{100 * truth.idle[0] / truth.makespan:.1f} %"
@@ -126,8 +127,8 @@ def test_without_scripts_there_is_a_picture_and_no_dead_slider(new_page: NewPage
     path.write_text(html(mk.simulate(mk.Plan.gpipe(4, 8)), try_it=(4, 8)), encoding="utf-8")
     page = new_page(java_script_enabled=False)
     page.goto(path.as_uri())
-    assert page.locator("#try .static svg").is_visible()
-    assert not page.locator("#try .controls").is_visible()
+    expect(page.locator("#try .static svg")).to_be_visible()
+    expect(page.locator("#try .controls")).to_be_hidden()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

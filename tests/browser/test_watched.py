@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from playwright.sync_api import Page, expect
 
-from tests.browser.lab import WATCHED, look_at, open_notebook, run
+from tests.browser.lab import TOUCH, WATCHED, look_at, open_notebook, run
 
 Screenshot = Callable[[Page, str], None]
 
@@ -30,8 +30,9 @@ def test_a_watched_program_is_drawn_while_its_cell_runs(
     assert cells[1].locator(".jp-InputPrompt").first.text_content() == "[*]:"
     expect(cells[1].locator("button", has_text="Stop")).to_be_hidden()
     screenshot(page, "watched-running")
+    page.evaluate(TOUCH, "seen")
     # ---- at its end: all steps, and what the program returned
-    expect(cells[1]).to_contain_text("finished", timeout=60_000)
+    expect(cells[1]).to_contain_text("finished")
     expect(cells[1]).to_contain_text("step 100")
     expect(cells[1]).to_contain_text("[2, 2]")
     screenshot(page, "watched")
