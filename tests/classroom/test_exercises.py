@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,36 +11,12 @@ from mpkit.classroom.catalogue import Entry, families, of_family
 from mpkit.classroom.framework.room import Answer, Room
 from mpkit.classroom.framework.source import run_cell
 from mpkit.classroom.judge import judge
+from tests.classroom.due import marks
 
 KIT = Path(mpkit.__file__).parent
 ENTRIES = [entry for package in families() for entry in of_family(package.__name__.rsplit(".", 1)[1])]
-CLASSROOM = "mpkit/classroom/"
-JUDGING = [f"{CLASSROOM}{part}" for part in ("exercises", "framework", "lab", "judge.py")]
-
-
-def git(*words: str) -> str:
-    """What git says of this checkout; "" without git."""
-    done = subprocess.run(["git", *words], cwd=KIT.parent, capture_output=True, text=True, check=False)
-    return done.stdout if done.returncode == 0 else ""
-
-
-HEAD = git("rev-parse", "HEAD").strip()
-PASSED = os.environ.get("MPKIT_PASSED")
-CHANGED = git("diff", "--name-only", PASSED, "--", *JUDGING).split() if PASSED else []
-
-
-def is_due(entry: Entry, name: str) -> bool:
-    """Whether a wrong answer is tried in the gate: a quarter of them, drawn by the last commit, and all of those whose
-    exercise, or what judges it, has changed since the commit that passed (MPKIT_PASSED)."""
-    family = f"{CLASSROOM}exercises/{entry.family}/"
-    own = (f"{family}{entry.name.replace('-', '_')}.py", f"{family}__init__.py")
-    if any(path in own or not path.startswith(JUDGING[0]) for path in CHANGED):
-        return True
-    return hashlib.sha1(f"{HEAD} {entry.name} {name}".encode()).digest()[0] % 4 == 0
-
-
 MISTAKES = [
-    pytest.param(entry, mistake, marks=() if is_due(entry, mistake.name) else pytest.mark.soak)
+    pytest.param(entry, mistake, marks=marks(entry, mistake.name))
     for entry in ENTRIES
     for mistake in entry.exercise.mistakes
 ]
@@ -78,7 +51,8 @@ def test_a_wrong_answer_gets_its_hint(room: Room, entry: Entry, mistake: object)
     code = entry.source.wrong(mistake)
     wrong = answer(entry, code, mistake.name)
     assert code != entry.source.plain
-    checked = judge(entry, wrong, room)
+    drawn = mistake is entry.exercise.mistakes[0]  # beside the solution, which is run for it
+    checked = judge(entry, wrong, room, draw=drawn)
     assert not checked.passed, f"{mistake.name} is not caught"
     assert checked.mistake == mistake.name, str(checked)
     assert checked.hint == mistake.hints[0]

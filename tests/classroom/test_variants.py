@@ -18,13 +18,14 @@ from mpkit.classroom.framework.source import run_cell
 from mpkit.classroom.framework.variants import Variant
 from mpkit.classroom.judge import judge
 from mpkit.classroom.notebooks import write_variants
+from tests.classroom.due import marks
 
 ENTRIES = [
     entry for package in families() for entry in of_family(package.__name__.rsplit(".", 1)[1]) if entry.varies
 ]
 STUDENTS = ("Ada", "Bob", "Kim Lee")
 WHOLE = [
-    pytest.param(entry, student, marks=() if student == STUDENTS[0] else pytest.mark.soak)
+    pytest.param(entry, student, marks=marks(entry, student))
     for entry in ENTRIES
     for student in (STUDENTS if entry.family == "reading_lab" else STUDENTS[:1])  # ranks take longer
 ]
