@@ -73,7 +73,7 @@ def screenshot() -> Callable[[Page, str], None]:
     return take
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a JupyterLab of our own, on copies of the notebooks, that asks nothing and nobody."""
     home = tmp_path_factory.mktemp("jupyter")

@@ -15,7 +15,7 @@ Screenshot = Callable[[Page, str], None]
 
 def test_cells_on_ranks(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None:
     page = lab_page
-    open_notebook(page, f"{jupyterlab}/tree/ranks.ipynb")
+    open_notebook(page, f"{jupyterlab}/workspaces/ranks/tree/ranks.ipynb")
     cells = [page.locator(".jp-CodeCell").nth(i) for i in range(len(RANKS))]
     # ---- output and values, by rank
     run(page, cells[0])

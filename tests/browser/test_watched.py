@@ -15,7 +15,7 @@ def test_a_watched_program_is_drawn_while_its_cell_runs(
     jupyterlab: str, lab_page: Page, screenshot: Screenshot
 ) -> None:
     page = lab_page
-    open_notebook(page, f"{jupyterlab}/tree/watched.ipynb")
+    open_notebook(page, f"{jupyterlab}/workspaces/watched/tree/watched.ipynb")
     cells = [page.locator(".jp-CodeCell").nth(i) for i in range(len(WATCHED))]
     run(page, cells[0])
     look_at(cells[1])
