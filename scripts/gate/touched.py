@@ -13,6 +13,7 @@ from pathlib import Path
 
 __all__ = ["Touched", "changed_files", "last_passed", "touched"]
 
+EXAM = ("scripts/exam/", "mpkit/classroom/catalogue.py", "mpkit/classroom/answered.py")
 SYSTEMS = r"mpkit/(watch|formats)/|examples/systems/|tests/systems/|scripts/systems\.sh"
 
 
@@ -48,7 +49,7 @@ def touched(root: Path, changed: list[str]) -> Touched:
     tests = {name for name in changed if re.fullmatch(r"notebooks/(exercises/solved/)?[\w-]+\.ipynb", name)}
     if "README.md" in changed:
         tests.add("tests/test_readme.py")
-    if any(name.startswith("scripts/exam/") for name in changed):
+    if any(name.startswith(EXAM) for name in changed):
         tests.add("tests/classroom/test_exam.py")
     there = tuple(sorted(name for name in tests if (root / name).exists()))
     return Touched(there, any(re.match(SYSTEMS, name) for name in changed))
