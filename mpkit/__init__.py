@@ -6,10 +6,12 @@ first used, so that `import mpkit` is cheap.
 
 from __future__ import annotations
 
+import atexit
 from functools import cache
 from importlib import import_module
 from typing import Any
 
+from mpkit.comm.release import free_groups
 from mpkit.support.display import look_in
 from mpkit.support.needs import lacks_torch, needs_torch
 from mpkit.support.tracebacks import public
@@ -17,6 +19,8 @@ from mpkit.support.tracebacks import public
 __version__ = "0.1.0"
 
 look_in("mpkit.views.renderers")
+# Registered here, before a program registers anything of its own, which therefore runs earlier and has its groups.
+atexit.register(free_groups)
 
 MOVED = {
     "ArgumentError": "errors",

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mpkit.comm.communicator import Communicator
+from mpkit.comm.release import is_rank
 from mpkit.comm.wire import Wire
 from mpkit.record.silent import SilentRecorder
 
@@ -24,6 +25,7 @@ _JOINED: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]] 
 
 def joined(comm: Communicator) -> None:
     """Note that this process has joined the default process group, whose communicator this is."""
+    is_rank()
     _JOINED[_world()] = {comm.wire.device: comm}
 
 
@@ -66,5 +68,6 @@ def _is_recorded(comm: Communicator) -> bool:
 
 def _communicator(device: torch.device) -> Communicator:
     """Return a communicator for torch's default process group, without a record."""
+    is_rank()
     backend = _world()._get_backend(device).name()  # "undefined" if it was not asked for by name
     return Communicator(Wire(dist.get_rank(), dist.get_world_size(), SilentRecorder(), device, backend))

@@ -76,6 +76,7 @@ class Communication:
         for library in self._libraries:
             library._destroy()
         self._libraries = []
+        self._groups.clear()
 
     # ---- the kernels
 

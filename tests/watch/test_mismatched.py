@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import mpkit as mk
+from tests.limits import EVENT
 
 
 def kinds(ctx: Any) -> None:
@@ -59,7 +60,7 @@ def test_both_ranks_and_lines_are_named(
     program: Callable[[Any], None], said: str, clusters: Callable[[int], mk.Cluster]
 ) -> None:
     with pytest.raises(mk.CommMismatch, match=rf"(?s){said}") as error:
-        clusters(2).run(program, watch=True, timeout=30)
+        clusters(2).run(program, watch=True, timeout=EVENT)
     assert str(error.value).count("test_mismatched.py:") >= 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mpkit as mk
 from mpkit.trace import Kind, Trace
+from tests.limits import PROGRAM
 
 Clusters = Callable[[int], mk.Cluster]
 
@@ -110,7 +112,7 @@ def test_what_watch_can_be(clusters: Clusters) -> None:
         clusters(2).run(accumulating, watch="layers")  # type: ignore[arg-type]
 
 
-PROGRAM = """
+SCRIPT = """
 import os, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
@@ -128,10 +130,10 @@ sys.exit(int(os.environ.get("CODE", 0)))
 
 
 def watched_program(folder: Path, *before: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(PROGRAM)
+    (folder / "train.py").write_text(SCRIPT)
     return subprocess.run(
         [sys.executable, "-m", "mpkit", "watch", "--ranks", "2", *before, "train.py", "--lr", "0.1"],
-        cwd=folder, capture_output=True, text=True, timeout=120, env={**__import__("os").environ, "CODE": str(code)},
+        cwd=folder, capture_output=True, text=True, timeout=PROGRAM, env={**os.environ, "CODE": str(code)},
     )  # fmt: skip
 
 
@@ -151,7 +153,8 @@ def test_a_script_that_fails_fails(tmp_path: Path) -> None:
     assert done.returncode == 1 and "SystemExit: 3" in done.stderr
     (tmp_path / "train.py").unlink()
     missing = subprocess.run(
-        [sys.executable, "-m", "mpkit", "watch", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "mpkit", "watch", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=PROGRAM,
     )  # fmt: skip
     assert missing.returncode == 2 and "train.py: no such file" in missing.stderr
 

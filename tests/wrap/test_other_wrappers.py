@@ -1,10 +1,8 @@
-"""mk.zero_optimizer, mk.tensor_parallel and mk.pipeline in a loop of one's own; all of them under torchrun."""
+"""mk.zero_optimizer, mk.tensor_parallel and mk.pipeline in a loop of one's own."""
 
 from __future__ import annotations
 
 import copy
-import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -349,20 +347,3 @@ def test_mistakes_with_pipelines_are_explained(clusters: Clusters) -> None:
         for message, pattern in zip(found, says, strict=True):
             with pytest.raises(ValueError, match=pattern):
                 raise ValueError(message)
-
-
-# ---------------------------------------------------------------- torchrun
-
-
-@pytest.mark.soak
-def test_all_of_them_under_torchrun() -> None:
-    """Without a Cluster and a ctx: in the process group that the program has made."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(HERE / "under_torchrun.py")], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = sorted(
-        re.findall("rank . of 2: equal", done.stdout)
-    )  # two processes, whose lines may run together
-    assert said == ["rank 0 of 2: equal", "rank 1 of 2: equal"]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import PROGRAM
+
 PAGE = Path(__file__).parents[2] / "docs" / "wrappers.md"
 
 
@@ -18,7 +20,12 @@ def test_the_code_runs(tmp_path: Path) -> None:
     assert len(parts) == 4
     (tmp_path / "page.py").write_text("".join(parts), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, text=True, capture_output=True, timeout=280, check=False
+        [sys.executable, "page.py"],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=PROGRAM,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     for name in ("ddp", "fully_sharded", "in_fp16"):

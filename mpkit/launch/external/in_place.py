@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from mpkit.comm.current import left
+from mpkit.comm.release import free_kept
 from mpkit.launch.external.environment import Place
 from mpkit.launch.process.folder import Settings, part
 from mpkit.launch.process.joined import join
@@ -74,6 +75,7 @@ def _group(place: Place, settings: Settings, store: Store) -> Iterator[None]:
         joined.restore()
         if dist.is_initialized():
             left()
+    free_kept()
     if own:
         dist.destroy_process_group()  # and all groups within it
         sys.excepthook = hook

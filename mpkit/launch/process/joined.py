@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from mpkit.comm.release import keep
 from mpkit.support.replaced import Replaced
 
 __all__ = ["OWN", "as_torchrun", "join"]
@@ -51,15 +52,13 @@ def join(rank: int, ranks: int, backend: str, store: Any) -> Replaced:
     Returns:
         What was replaced, to be restored if the process outlives the rank.
 
-    A destroyed group is kept. If a DistributedDataParallel held it last, its destructor would join the backend's
-    threads under Python's lock, which a thread needs that lets go of a collective issued under a profiler.
+    A destroyed group is kept, so that no DistributedDataParallel holds it last (`mpkit.comm.release`).
     """
     import torch.distributed as dist  # the launching process, which imports this module, may do without
     from torch.distributed import distributed_c10d
 
     make, destroy = dist.init_process_group, dist.destroy_process_group
     times = 0
-    kept: list[Any] = []
 
     def init_process_group(backend_asked: str | None = None, *args: Any, **kwargs: Any) -> None:
         nonlocal times
@@ -74,7 +73,7 @@ def join(rank: int, ranks: int, backend: str, store: Any) -> Replaced:
             make(backend, store=again, rank=rank, world_size=ranks, **said)
 
     def destroy_process_group(group: Any = None) -> None:
-        kept.extend(distributed_c10d._world.pg_map if group in (None, dist.group.WORLD) else [group])
+        keep(distributed_c10d._world.pg_map if group in (None, dist.group.WORLD) else [group])
         destroy(group)
 
     init_process_group.__doc__, destroy_process_group.__doc__ = make.__doc__, destroy.__doc__
