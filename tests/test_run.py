@@ -154,10 +154,11 @@ def test_a_loss_that_is_no_number_is_said(
     assert math.isnan(run.losses[1])
 
 
-def test_layers_are_recorded_if_asked() -> None:
+def test_layers_are_recorded_if_asked(clusters: Callable[[int], mk.Cluster]) -> None:
     model, data = toy()
-    with mk.Cluster(2, device="cpu", layers=True) as cluster:
-        run = cluster.train(model, data, mk.Plan.gpipe(2, 2), loss=mse, optimizer=sgd, steps=1).wait()
+    cluster = clusters(2).resized(2)
+    cluster.layers = True  # as mk.Cluster(2, layers=True) has it
+    run = cluster.train(model, data, mk.Plan.gpipe(2, 2), loss=mse, optimizer=sgd, steps=1).wait()
     frame = run.timeline().to_dataframe()
     inner = frame[frame["depth"] > 0]
     assert set(inner["kind"]) == {"forward", "backward"}
