@@ -16,7 +16,7 @@ import torch
 import mpkit as mk
 
 FEW, ALL = 12, 200
-"""Programs that `make test` draws, and `make test-all`."""
+"""Programs that `make test` draws, and `make soak`."""
 
 DTYPES = ["float32", "float64", "int32", "int64", "bfloat16", "uint8", "float16"]
 ROOTED = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
@@ -222,7 +222,9 @@ def test_two_ranks_part(clusters: Callable[[int], mk.Cluster], number: int) -> N
         assert "Why:" in says, says
 
 
-@pytest.mark.parametrize("number", range(ALL // 10))
+@pytest.mark.parametrize(
+    "number", [*range(3), *(pytest.param(i, marks=pytest.mark.soak) for i in range(3, ALL // 10))]
+)
 def test_ranks_that_agree(clusters: Callable[[int], mk.Cluster], number: int) -> None:
     """Other strides, other tensors, other lines on each rank; 0-dim, empty, complex and bool; messages that cross."""
     draw = Draw(random.Random(number), 2 + number % 3)
