@@ -42,8 +42,8 @@ def wait_until_gone(pids: Iterable[int], seconds: float = EVENT) -> None:
         assert ended, f"process {pid} still runs after {seconds:g} s"
 
 
-def wait_for(condition: Callable[[], object], seconds: float = EVENT) -> None:
-    """Wait until `condition()` is true, looking a hundred times per second.
+def wait_for(condition: Callable[[], object], seconds: float = EVENT, pause: float = 0.01) -> None:
+    """Wait until `condition()` is true, looking a hundred times per second, or with another `pause`.
 
     Raises:
         AssertionError: it is still false after `seconds`.
@@ -51,4 +51,4 @@ def wait_for(condition: Callable[[], object], seconds: float = EVENT) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"still waiting after {seconds:g} s"
-        time.sleep(0.01)
+        time.sleep(pause)

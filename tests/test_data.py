@@ -25,7 +25,7 @@ from mpkit.api.run import Run
 from mpkit.data.microbatch import share
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.trace import Kind
-from tests.limits import wait_until_gone
+from tests.limits import wait_for, wait_until_gone
 
 Clusters = Callable[[int], mk.Cluster]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -241,8 +241,7 @@ def test_a_digest_tells_values_shapes_and_dtypes_apart() -> None:
 
 def test_what_was_taken_outlives_a_killed_run(clusters: Clusters) -> None:
     run: Run = clusters(2).train(net(), mk.Batches(points(8), 4), mk.Plan.ddp(2), steps=10**6, **HOW)
-    while len(run.data_digest) < 5:
-        assert not run.done
+    wait_for(lambda: run.done or len(run.data_digest) >= 5)
     os.kill(run.pids[1], signal.SIGKILL)
     with pytest.raises(mk.RankFailed):
         run.wait()
@@ -359,8 +358,7 @@ def test_lists_are_there_and_take_no_time(clusters: Clusters) -> None:
 def test_workers_end_with_their_rank(clusters: Clusters) -> None:
     data = mk.Batches(Computed(), batch_size=4, num_workers=1, prefetch=3)
     run = clusters(2).train(net(), data, mk.Plan.ddp(2), steps=10**6, **HOW)
-    while len(run.losses) < 2:
-        assert not run.done
+    wait_for(lambda: run.done or len(run.losses) >= 2)
     children = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in run.pids]
     workers = [int(pid) for each in children for pid in each]
     assert len(workers) == 2

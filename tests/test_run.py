@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 import mpkit as mk
 from mpkit.api.run import Run
 from mpkit.models import MLP
+from tests.limits import PROGRAM, wait_for, wait_until_gone
 
 mse = torch.nn.functional.mse_loss
 
@@ -79,8 +78,7 @@ def test_it_goes_on_while_this_thread_is_busy(cluster: mk.Cluster) -> None:
     model, data = toy()
     run = cluster.train(model, data, mk.Plan.naive_mp(4), loss=mse, optimizer=sgd, steps=1_000_000)
     try:
-        while len(run.losses) < 5:
-            assert not run.done
+        wait_for(lambda: run.done or len(run.losses) >= 5)
         assert run.status == "running"
         assert "running, step" in repr(run)
         with pytest.raises(mk.MpkitError, match=r"run\.wait\(\) first"):
@@ -98,20 +96,18 @@ def test_it_goes_on_while_this_thread_is_busy(cluster: mk.Cluster) -> None:
     assert cluster.run(lambda ctx: ctx.rank) == [0, 1, 2, 3]
 
 
+@pytest.mark.alone
 def test_interrupting_the_wait_stops_the_run(cluster: mk.Cluster) -> None:
-    model, data = toy()
-    run = cluster.train(model, data, mk.Plan.naive_mp(4), loss=mse, optimizer=sgd, steps=1_000_000)
+    (model, data), waits = toy(), os.getpid()
 
-    def interrupt() -> None:
-        while len(run.losses) < 3:
-            pass
-        os.kill(os.getpid(), signal.SIGINT)
+    def interrupt(ctx: mk.Context, step: int) -> None:
+        if step == 3 and ctx.rank == 1:
+            os.kill(waits, signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    how = {"loss": mse, "optimizer": sgd, "steps": 1_000_000, "on_step": interrupt}
     with pytest.raises(KeyboardInterrupt):
+        run = cluster.train(model, data, mk.Plan.naive_mp(4), **how)
         run.wait()
-    thread.join()
     assert run.status == "stopped"
     assert cluster.run(lambda ctx: ctx.rank) == [0, 1, 2, 3]
 
@@ -158,10 +154,11 @@ def test_a_loss_that_is_no_number_is_said(
     assert math.isnan(run.losses[1])
 
 
-def test_layers_are_recorded_if_asked() -> None:
+def test_layers_are_recorded_if_asked(clusters: Callable[[int], mk.Cluster]) -> None:
     model, data = toy()
-    with mk.Cluster(2, device="cpu", layers=True) as cluster:
-        run = cluster.train(model, data, mk.Plan.gpipe(2, 2), loss=mse, optimizer=sgd, steps=1).wait()
+    cluster = clusters(2).resized(2)
+    cluster.layers = True  # as mk.Cluster(2, layers=True) has it
+    run = cluster.train(model, data, mk.Plan.gpipe(2, 2), loss=mse, optimizer=sgd, steps=1).wait()
     frame = run.timeline().to_dataframe()
     inner = frame[frame["depth"] > 0]
     assert set(inner["kind"]) == {"forward", "backward"}
@@ -185,10 +182,7 @@ print(*run.pids, flush=True)
 @pytest.mark.soak
 def test_a_script_that_ends_early_says_so(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", UNFINISHED], text=True, capture_output=True, cwd=tmp_path, timeout=60
+        [sys.executable, "-c", UNFINISHED], text=True, capture_output=True, cwd=tmp_path, timeout=PROGRAM
     )
     assert "the script ended" in done.stderr and "run.wait()" in done.stderr
-    begin = time.monotonic()
-    for pid in map(int, done.stdout.split()):
-        while Path(f"/proc/{pid}").exists():
-            assert time.monotonic() - begin < 2.0
+    wait_until_gone(map(int, done.stdout.split()))

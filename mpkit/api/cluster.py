@@ -6,7 +6,7 @@ import copy
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,15 @@ if TYPE_CHECKING:
     from mpkit.trace import Trace
 
 __all__ = ["Cluster"]
+
+
+@dataclass
+class _Shared:
+    """What a cluster shares with those that `resized` makes of it: the helper process, also if a new one is started."""
+
+    fork_server: ForkServerClient | None = None
+    launching: threading.Lock = field(default_factory=threading.Lock)
+    """One thread at a time checks whether its cluster is busy, and launches."""
 
 
 @public
@@ -98,14 +107,13 @@ class Cluster:
         import sys
 
         self._fork = start == "fork" if start else sys.platform == "linux"
-        self._fork_server: ForkServerClient | None = None
+        self._shared = _Shared()
         if self._session is None:
-            self._fork_server = ForkServerClient(self._fork)
+            self._shared.fork_server = ForkServerClient(self._fork)
         else:
             self.ranks, self.backend = self._session.ranks, self._session.backend
         self._imports = import_ahead()
         self._turns = Turns()
-        self._launching = threading.Lock()  # one thread at a time checks whether it is busy, and launches
         self._closed = False
 
     @classmethod
@@ -156,7 +164,8 @@ class Cluster:
     @property
     def fork_server_pid(self) -> int | None:
         """Process id of the helper process, the parent of all ranks; None if there is none now."""
-        return self._fork_server.pid if self._fork_server is not None and self._fork_server.alive else None
+        fork_server = self._shared.fork_server
+        return fork_server.pid if fork_server is not None and fork_server.alive else None
 
     def resized(self, ranks: int) -> Cluster:
         """Return a cluster of another number of ranks that shares this helper process; one of them may run at a time.
@@ -181,9 +190,9 @@ class Cluster:
     def close(self) -> None:
         """Stop whatever runs, and the helper process. A closed cluster cannot be used again."""
         self._closed = True
-        if self._fork_server is not None:
-            self._fork_server.close()
-            self._fork_server = None
+        if self._shared.fork_server is not None:
+            self._shared.fork_server.close()
+            self._shared.fork_server = None
 
     @answers("cluster.run(lambda ctx: ctx.rank)")
     def run(
@@ -195,9 +204,10 @@ class Cluster:
         Args:
             fn: a function whose first argument is a `Context`; may be a lambda or defined in this notebook.
             args: further arguments, sent to every rank by value.
-            timeout: seconds without progress on any rank after which a hang is reported; None: a few seconds past the
-                slowest op if all ranks wait for each other or are stopped, 600 s otherwise. After 10 s a line says
-                which rank the others wait for, and where it is.
+            timeout: seconds without progress on any rank after which a hang is reported, also of ranks that compute.
+                None: a rank that uses CPU time is never given up; if none does, a hang is reported a few seconds past
+                the slowest op if all ranks wait for each other or are stopped, after 600 s otherwise. After 10 s a
+                line says which rank the others wait for, and where it is.
             on_busy: as in `train`; by default an earlier training is left alone, unless "stop" or "wait" is passed.
             watch: record what `fn` does although it does not know of mpkit: communication of torch.distributed, DDP,
                 FSDP and pipelining; forwards, backwards and optimizer steps; memory. True records a model's repeated
@@ -373,15 +383,16 @@ class Cluster:
             )
             return self._turns.latest
         refuse_second_launcher()
-        with self._launching:
+        with self._shared.launching:
             self._turns.make_free("raise")  # another thread may have launched first
-            if self._fork_server is None or not self._fork_server.alive:
-                if self._fork_server is not None:
-                    self._fork_server.close()
-                self._fork_server = ForkServerClient(self._fork)
+            fork_server = self._shared.fork_server
+            if fork_server is None or not fork_server.alive:
+                if fork_server is not None:
+                    fork_server.close()
+                self._shared.fork_server = fork_server = ForkServerClient(self._fork)
             self._turns.latest = Launch(
-                self._fork_server,
-                replace(settings, environment=self._fork_server.environment_since()),
+                fork_server,
+                replace(settings, environment=fork_server.environment_since()),
                 payload,
                 timeout=timeout,
                 sink=sink,

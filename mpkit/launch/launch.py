@@ -21,7 +21,7 @@ from typing import IO, Any
 from mpkit.errors import MpkitError, RankFailed
 from mpkit.launch.failure import failure
 from mpkit.launch.gpu_sampler import sampler_for
-from mpkit.launch.hang.hang import GRACE, Patience
+from mpkit.launch.hang.hang import GRACE, LOOK_EVERY, Patience
 from mpkit.launch.hang.hang_watch import HangWatch
 from mpkit.launch.output_reader import OutputReader
 from mpkit.launch.process.folder import Settings, part
@@ -33,9 +33,6 @@ from mpkit.launch.sink import Sink
 from mpkit.trace import Trace
 
 __all__ = ["Launch"]
-
-LOOK_EVERY = 0.1
-"""Seconds between two checks of the ranks' progress."""
 
 KILL_TAKES = 5.0
 """Seconds within which killed ranks have exited, if the fork server answers."""

@@ -169,16 +169,20 @@ class RankSession:
             raise SessionEnded("these ranks are gone; the next %%ranks cell starts new ones")
         self._number += 1
         write_request(self._launch.folder, self._number, request)
-        for rank in ranks:
-            wake(self._launch.folder, rank, self._number)
-        return self._wait(ranks, self._number, timeout)
+        return self._wait(ranks, self._number, timeout, list(ranks))
 
-    def _wait(self, ranks: list[int], number: int, timeout: float | None) -> dict[int, Answer]:
+    def _wait(
+        self, ranks: list[int], number: int, timeout: float | None, asleep: Sequence[int] = ()
+    ) -> dict[int, Answer]:
+        """Wake those that are asleep, and return the answers of all; an interrupt at any moment is passed on."""
         answers: dict[int, Answer] = {}
         deadline: float | None = None  # once interrupted
         began = time.monotonic()
         while True:
             try:
+                while asleep:
+                    wake(self._launch.folder, asleep[0], number)
+                    asleep = asleep[1:]
                 self._collect(ranks, number, answers)
                 if len(answers) == len(ranks):
                     self._launch.show_output()

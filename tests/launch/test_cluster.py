@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mpkit as mk
+from tests.limits import PROGRAM
 
 
 def doubled(ctx, value):  # type: ignore[no-untyped-def]
@@ -97,30 +98,48 @@ cluster = mk.Cluster(ranks=2, device="cpu")
 print(cluster.run(work, Scale()), cluster.run(lambda ctx: ctx.rank))
 """
 
+BEFORE = """
+import sys, torch, mpkit
+print({"torch._dynamo", "mpkit.prepare.prepare"} & sys.modules.keys())
+"""
+
+AFTER = """
+import gc, threading
+import helper
+
+print(cluster.run(helper.work))
+for thread in threading.enumerate():
+    if thread.name == "mpkit-import-ahead":
+        thread.join()
+print({"torch._dynamo", "mpkit.prepare.prepare"} <= sys.modules.keys(), gc.isenabled())
+"""
+
+
+def test_a_script_without_a_guard(tmp_path: Path) -> None:
+    """Its functions and classes reach the ranks, and a module beside it does, but nothing from the current folder:
+    neither a learner's random.py nor a stranger's torch.py. Meanwhile a thread imports what the first training needs.
+    """
+    here, folder = tmp_path / "here", tmp_path / "folder"
+    here.mkdir()
+    folder.mkdir()
+    for name in ("random", "types", "select", "torch", "mpkit", "sitecustomize", "xmlrpc"):
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'taken')!r}, 'a').write(__name__)\n")
+    (folder / "helper.py").write_text("def work(ctx):\n    return ctx.rank + 100\n")
+    (folder / "script.py").write_text(BEFORE + SCRIPT + AFTER)
+    command = [sys.executable, str(folder / "script.py")]
+    done = subprocess.run(command, cwd=here, text=True, capture_output=True, timeout=PROGRAM)
+    assert done.stdout.splitlines() == ["set()", "[6.0, 6.0] [0, 1]", "[100, 101]", "True True"], done.stderr
+    assert not (tmp_path / "taken").exists()
+
 
 @pytest.mark.soak
-@pytest.mark.parametrize("how", ["script", "repl"])
-def test_without_main_guard(how: str, tmp_path: Path) -> None:
-    """Functions and classes of a script without a guard, and of a REPL, which is fed on standard input."""
-    if how == "script":
-        (tmp_path / "script.py").write_text(SCRIPT)
-        command, given = [sys.executable, "script.py"], None
-    else:
-        command, given = [sys.executable, "-i", "-q"], SCRIPT
-    done = subprocess.run(command, input=given, text=True, capture_output=True, cwd=tmp_path, timeout=60)
-    assert "[6.0, 6.0] [0, 1]" in done.stdout, done.stderr
-
-
-@pytest.mark.soak
-def test_module_beside_the_script_is_found(tmp_path: Path) -> None:
-    (tmp_path / "helper.py").write_text("def work(ctx):\n    return ctx.rank + 100\n")
-    (tmp_path / "script.py").write_text(
-        "import mpkit as mk, helper\nprint(mk.Cluster(2, device='cpu').run(helper.work))\n"
-    )
+def test_without_a_file(tmp_path: Path) -> None:
+    """Functions and classes of a REPL, which is fed on standard input."""
+    command = [sys.executable, "-i", "-q"]
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")], text=True, capture_output=True, timeout=60
+        command, input=SCRIPT, text=True, capture_output=True, cwd=tmp_path, timeout=PROGRAM
     )
-    assert "[100, 101]" in done.stdout, done.stderr
+    assert "[6.0, 6.0] [0, 1]" in done.stdout, done.stderr
 
 
 @pytest.mark.soak
@@ -134,7 +153,8 @@ def test_spawned_ranks_behave_the_same() -> None:
 
 
 def test_close_leaves_nothing() -> None:
-    cluster = mk.Cluster(2, device="cpu")
+    cluster = mk.Cluster(devices=["cpu"] * 2)
+    assert repr(cluster) == "Cluster(ranks=2, device='cpu')  # gloo"
     pids = cluster.run(lambda ctx: (os.getpid(), os.getppid()))
     cluster.close()
     for pid in {pid for pair in pids for pid in pair}:
@@ -169,18 +189,3 @@ def test_mistakes_in_running(cluster: mk.Cluster) -> None:
         cluster.run(lambda ctx: lock)
     with pytest.raises(ValueError, match=r"timeout=-1: a number of seconds above 0"):
         cluster.run(doubled, 1, timeout=-1)
-
-
-def test_a_cluster_imports_ahead_what_its_first_training_needs() -> None:
-    """A fresh process imports in a thread; once it is done, preparing finds torch's compiler and mpkit.prepare."""
-    script = (
-        "import gc, sys, threading\n"
-        "import torch, mpkit as mk\n"
-        "assert 'torch._dynamo' not in sys.modules and 'mpkit.prepare.prepare' not in sys.modules\n"
-        "with mk.Cluster(2, device='cpu'):\n"
-        "    for thread in threading.enumerate():\n"
-        "        if thread.name == 'mpkit-import-ahead': thread.join()\n"
-        "assert 'torch._dynamo' in sys.modules and 'mpkit.prepare.prepare' in sys.modules\n"
-        "assert gc.isenabled()\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -71,11 +71,26 @@ def programs(draw: st.DrawFn) -> tuple[int, list[object]]:
     return world, program
 
 
+def test_each_collective(clusters: Callable[[int], mk.Cluster]) -> None:
+    """Among all ranks, among some, and alone; from and to the first and the last of them."""
+    generator = torch.Generator().manual_seed(0)
+    program: list[object] = []
+    for number, kind in enumerate(KINDS):
+        for ranks in ([0, 1, 2, 3], [1, 3], [2]):
+            dtype = [torch.float32, torch.float64, torch.int64][number % 3]
+            inputs = torch.randint(-9, 9, (len(ranks), 2 * len(ranks), 3), generator=generator).to(dtype)
+            program += [(kind, ranks, root, list(inputs)) for root in {ranks[0], ranks[-1]}]
+    check_program(clusters, 4, program)
+
+
 @pytest.mark.soak
 @examples(max_examples=20)
 @given(programs())
 def test_collectives(clusters: Callable[[int], mk.Cluster], drawn: tuple[int, list[object]]) -> None:
-    world, program = drawn
+    check_program(clusters, *drawn)
+
+
+def check_program(clusters: Callable[[int], mk.Cluster], world: int, program: list[object]) -> None:
     got = clusters(world).run(run_program, program, world)
     for step, (kind, ranks, root, inputs) in enumerate(program):  # type: ignore[misc]
         for member, want in zip(ranks, expected(kind, ranks, root, inputs), strict=True):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import linecache
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ import torch
 import mpkit as mk
 
 FEW, ALL = 12, 200
-"""Programs that `make test` draws, and `make test-all`."""
+"""Programs that `make test` draws, and `make soak`."""
 
 DTYPES = ["float32", "float64", "int32", "int64", "bfloat16", "uint8", "float16"]
 ROOTED = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
@@ -206,12 +205,13 @@ def program(number: int) -> Program:
 def test_two_ranks_part(clusters: Callable[[int], mk.Cluster], number: int) -> None:
     drawn = program(number)
     name = f"<program {number}>"
-    cluster = clusters(drawn.ranks)
+    launch = clusters(drawn.ranks).launch(
+        drawn.function(name), (), sink=print, grace=1e6
+    )  # no time-out ends it
+    launch.finish()
     with pytest.raises((mk.CommMismatch, mk.Deadlock)) as caught:
-        cluster.run(drawn.function(name))
+        launch.results()
     says = str(caught.value)
-    newest = max(int(rank.ops["start"].max()) for rank in cluster.trace.ranks)
-    assert (time.monotonic_ns() - newest) / 1e9 < 3.0
     for ranks, lines in (([drawn.here], drawn.lines[0]), (drawn.there, drawn.lines[1])):
         assert any(f"rank {rank} " in says for rank in ranks), (says, drawn.source)
         assert any(f"{name}:{line}" in says for line in lines), (says, drawn.source)
@@ -222,7 +222,9 @@ def test_two_ranks_part(clusters: Callable[[int], mk.Cluster], number: int) -> N
         assert "Why:" in says, says
 
 
-@pytest.mark.parametrize("number", range(ALL // 10))
+@pytest.mark.parametrize(
+    "number", [*range(3), *(pytest.param(i, marks=pytest.mark.soak) for i in range(3, ALL // 10))]
+)
 def test_ranks_that_agree(clusters: Callable[[int], mk.Cluster], number: int) -> None:
     """Other strides, other tensors, other lines on each rank; 0-dim, empty, complex and bool; messages that cross."""
     draw = Draw(random.Random(number), 2 + number % 3)

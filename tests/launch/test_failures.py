@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 
 import mpkit as mk
 from mpkit.launch.hang.progress import Watch
-from tests.limits import wait_until_gone
+from tests.limits import EVENT, wait_until_gone
 
 
 def still_works(cluster: mk.Cluster) -> None:
@@ -108,31 +107,26 @@ def test_the_warm_process_dies(cluster: mk.Cluster) -> None:
     still_works(cluster)
 
 
+@pytest.mark.alone
 def test_ctrl_c_stops_the_ranks(cluster: mk.Cluster, tmp_path: Path) -> None:
     """As in a notebook: an interrupt of the process that waits."""
+    waits = os.getpid()
 
     def work(ctx):  # type: ignore[no-untyped-def]
         (tmp_path / str(ctx.rank)).write_text(str(os.getpid()))
         ctx.comm.barrier()
         if ctx.rank == 0:
-            (tmp_path / "ready").touch()
+            os.kill(waits, signal.SIGINT)
         while True:
             pass
 
-    def interrupt() -> None:
-        while not (tmp_path / "ready").exists():
-            pass
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
     with pytest.raises(KeyboardInterrupt):
         cluster.run(work)
-    thread.join()
     wait_until_gone([int((tmp_path / str(rank)).read_text()) for rank in range(4)])
     still_works(cluster)
 
 
+@pytest.mark.alone
 def test_looking_at_ranks_loses_no_ctrl_c(cluster: mk.Cluster) -> None:
     """It comes at any moment; numpy, comparing a scalar with an enum, would swallow it."""
     launch = cluster.launch(lambda ctx: ctx.comm.barrier(), (), sink=print)
@@ -181,8 +175,13 @@ mk.Cluster(3, device="cpu").run(work)
 """
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "how",
+    [
+        signal.SIGKILL,
+        *(pytest.param(s, marks=pytest.mark.soak) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
+    ],
+)
 def test_no_rank_outlives_the_script(how: signal.Signals, tmp_path: Path) -> None:
     script = subprocess.Popen(
         [sys.executable, "-u", "-c", LONG], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -194,6 +193,6 @@ def test_no_rank_outlives_the_script(how: signal.Signals, tmp_path: Path) -> Non
         script.send_signal(how)
         wait_until_gone(pids)
         script.stdout.close()
-        script.wait(10)
+        script.wait(EVENT)
     finally:
         script.kill()

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+from tests.limits import EVENT
+
 DEATHS_FIRST = """
 import os, selectors
 from mpkit.launch.process.fork_server import ForkServer
@@ -41,5 +43,5 @@ def test_a_launch_that_ends_within_one_round_of_events() -> None:
             assert line, f"the fork server ended after {seen}"
             seen.append(json.loads(line)["event"])
         assert seen.count("exit") == 2
-    fork_server.communicate(timeout=10)
+    fork_server.communicate(timeout=EVENT)
     assert fork_server.returncode == 0

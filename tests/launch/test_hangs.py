@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
 import mpkit as mk
+from mpkit.launch.hang import hang
+from mpkit.launch.hang.hang import Patience
+from mpkit.launch.hang.progress import Sight
+from mpkit.launch.process.rank_processes import RankProcesses
+from tests.limits import wait_for
 
 
-def hang_message(cluster: mk.Cluster, fn: object, timeout: float | None = 0.5) -> str:
+def hang_message(cluster: mk.Cluster, fn: Callable[..., object]) -> str:
+    """What is said of ranks that hang for certain: with a grace that is never over, this alone ends them."""
+    launch = cluster.launch(fn, (), sink=print, grace=1e6)
+    launch.finish()
     with pytest.raises(mk.Deadlock) as caught:
-        cluster.run(fn, timeout=timeout)  # type: ignore[arg-type]
+        launch.results()
     return str(caught.value)
 
 
@@ -24,11 +39,6 @@ def test_a_missing_rank(cluster: mk.Cluster) -> None:
     assert "rank 0 waits in all_reduce number 1 of ranks 0,1,2,3" in says
     assert "test_hangs.py:" in says and "in fn" in says
     assert "rank 3 never came to all_reduce number 1 of ranks 0,1,2,3: it has finished" in says
-
-
-def test_without_a_timeout_it_is_noticed_as_well(cluster: mk.Cluster) -> None:
-    says = hang_message(cluster, lambda ctx: ctx.comm.barrier() if ctx.rank else None, timeout=None)
-    assert "rank 0 never came to barrier number 0" in says
 
 
 def test_crossed_receives(cluster: mk.Cluster) -> None:
@@ -55,31 +65,102 @@ def test_different_order_of_collectives(cluster: mk.Cluster) -> None:
     assert "rank 1 never came to all_reduce number 0 of ranks 0,1: it waits in recv from rank 0" in says
 
 
-def test_an_endless_loop_shows_its_line(cluster: mk.Cluster) -> None:
+# ---- patience --------------------------------------------------------------------------------------------------
+
+
+class Looks:
+    """Looks at two ranks that make no progress, on a clock that this test sets."""
+
+    def __init__(self, timeout: float | None = None) -> None:
+        self.time = 0.0
+        self.patience = Patience(timeout, look_every=0.25, now=lambda: self.time)
+
+    def look(self, after: float, times: int = 1, **found: object) -> bool:
+        """Look several times, each so many seconds after the last, and return whether to give up then."""
+        for _ in range(times):
+            self.time += after
+            over = self.patience.is_over((Sight(3), Sight(3, waiting=True)), **found)  # type: ignore[arg-type]
+        return over
+
+
+def test_a_pause_of_the_whole_machine_counts_as_two_looks() -> None:
+    looks = Looks(timeout=1.0)
+    assert not looks.look(0.25, 5), "the first look begins, and four make one second"
+    assert looks.look(0.125)
+    looks = Looks(timeout=1.0)
+    assert not looks.look(3600.0, 3)
+    assert looks.look(0.125)
+
+
+def test_ranks_that_run_are_given_up_on_a_timeout_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang, "LIMIT", 2.0)
+    assert not Looks().look(0.25, 1000, running={0})
+    assert Looks(timeout=1.0).look(0.25, 6, running={0})
+    looks = Looks()
+    assert not looks.look(0.25, 9), "idle for two seconds"
+    assert not looks.look(0.25, 1000, running={1})
+    assert looks.look(0.25)
+
+
+def test_ranks_that_can_never_proceed_are_given_up_once_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang, "never", lambda trace: True)
+    looks = Looks()
+    assert not looks.look(0.25, 1000, trace=mk.Trace([]), running={1})
+    assert not looks.look(0.25, 2, trace=mk.Trace([]))
+    assert looks.look(0.25, trace=mk.Trace([])), "half a second is over"
+
+
+def test_progress_starts_the_time_anew() -> None:
+    looks = Looks(timeout=1.0)
+    assert not looks.look(0.25, 5)
+    assert not looks.patience.is_over((Sight(4), Sight(3, waiting=True)))
+    assert not looks.look(0.25, 5)
+    assert not looks.look(0.25, stopped={1}), "and so does a rank that somebody stops"
+
+
+def test_the_system_reports_which_ranks_run() -> None:
+    programs = [subprocess.Popen(["sh", "-c", code]) for code in ("while :; do :; done", "exec sleep 1000")]
+    try:
+        processes = RankProcesses([each.pid for each in programs])
+        wait_for(lambda: processes.running() == {0})
+        os.kill(processes.pids[0], signal.SIGSTOP)
+        wait_for(lambda: processes.running() == set())
+        assert processes.stopped() == {0: processes.pids[0]}
+    finally:
+        for each in programs:
+            each.kill()
+            each.wait()
+
+
+@pytest.mark.alone
+def test_a_real_pause_ends_no_rank(
+    cluster: mk.Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """This process, the fork server and all ranks are stopped for longer than ranks are given, and go on."""
+    monkeypatch.setattr(hang, "LIMIT", 1.0)
+    computes, paused = tmp_path / "computes", tmp_path / "paused"
+
     def fn(ctx):  # type: ignore[no-untyped-def]
-        if ctx.rank == 2:
-            while True:
-                pass
         ctx.comm.barrier()
-
-    says = hang_message(cluster, fn)
-    assert "rank 2 is not waiting" in says
-    assert "test_hangs.py" in says and "line" in says
-
-
-@pytest.mark.soak
-def test_slow_is_not_hung(cluster: mk.Cluster) -> None:
-    """While one rank computes, the others may wait; here for longer than the ranks' patience with waiting."""
-    from mpkit.launch.hang import hang
-
-    def fn(ctx):  # type: ignore[no-untyped-def]
-        import time
-
         if ctx.rank == 0:
-            end = time.monotonic() + 1.5 * hang.GRACE
-            while time.monotonic() < end:
+            computes.touch()
+            while not paused.exists():
+                pass
+            begun = time.process_time()
+            while time.process_time() < begun + 0.3:  # some looks long
                 pass
         ctx.comm.barrier()
         return ctx.rank
 
-    assert cluster.run(fn) == [0, 1, 2, 3]
+    helpers: list[subprocess.Popen[bytes]] = []
+
+    def tick() -> None:
+        if computes.exists() and not helpers:
+            pids = " ".join(map(str, [os.getpid(), cluster.fork_server_pid, *launch.pids]))
+            script = f"kill -STOP {pids}; sleep 2; kill -CONT {pids}; touch {paused}"
+            helpers.append(subprocess.Popen(["sh", "-c", script], start_new_session=True))
+
+    launch = cluster.launch(fn, (), sink=print)
+    launch.finish(0.05, tick)
+    assert launch.results() == [0, 1, 2, 3]
+    assert [helper.wait() for helper in helpers] == [0]

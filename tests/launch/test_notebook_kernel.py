@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 
 import mpkit
-from tests.limits import wait_until_gone
+from tests.limits import EVENT, wait_for, wait_until_gone
 
 KIT = Path(mpkit.__file__).parent
 Kernel = tuple[KernelManager, BlockingKernelClient]
@@ -22,7 +21,7 @@ Kernel = tuple[KernelManager, BlockingKernelClient]
 
 @pytest.fixture
 def kernel() -> Iterator[Kernel]:
-    manager, client = start_new_kernel(kernel_name="python3")
+    manager, client = start_new_kernel(kernel_name="python3", startup_timeout=EVENT)
     yield manager, client
     client.stop_channels()
     if manager.has_kernel:
@@ -34,7 +33,7 @@ def outputs_until_idle(client: BlockingKernelClient, request: str) -> str:
     """All that a cell printed and raised, as text."""
     found = []
     while True:
-        message: dict[str, Any] = client.get_iopub_msg(timeout=60)
+        message: dict[str, Any] = client.get_iopub_msg(timeout=EVENT)
         if message["parent_header"].get("msg_id") != request:
             continue
         content = message["content"]
@@ -130,8 +129,7 @@ cluster.run(spin)
     assert "[4.0, 4.0]" in run_cell(kernel, "cluster.run(work, Double())")
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_the_kernel_dies(kernel: Kernel, how: signal.Signals) -> None:
     run_cell(kernel, SETUP)
     start = """
@@ -148,7 +146,5 @@ print(os.getpid(), *run.pids)
 
 
 def wait_for_text(path: Path) -> str:
-    deadline = time.monotonic() + 60
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < deadline
+    wait_for(lambda: path.exists() and path.read_text())
     return path.read_text()

@@ -13,6 +13,7 @@ import mpkit as mk
 from mpkit.launch.output_reader import OutputReader
 from mpkit.launch.process.folder import MAGIC, OUTPUT, OUTPUT_LIMIT
 from mpkit.launch.process.output import Labelled
+from tests.limits import PROGRAM
 
 
 def test_nothing_is_lost_at_the_end(cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +122,7 @@ def test_a_pipe_that_nobody_reads_ends_the_program(how: str, tmp_path: Path) -> 
         cwd=tmp_path,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=PROGRAM,
     )
     assert done.stdout.splitlines() == [done.stdout[:20], "status 141"]
     assert done.stderr == ""

@@ -14,28 +14,26 @@ import torch
 
 import mpkit as mk
 from mpkit.launch.process.store import store_of
+from tests.limits import PROGRAM
 
 SCRIPT = """
 import mpkit as mk
-with mk.Cluster(2, device="cpu", start={start!r}) as cluster:
+with mk.Cluster(2, device="cpu", start="spawn") as cluster:
     print(cluster.run(lambda ctx: ctx.world_size))
 """
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("start", "path"), [("fork", ""), ("spawn", os.pathsep)])
-def test_no_module_comes_from_the_current_folder(start: str, path: str, tmp_path: Path) -> None:
-    """Neither a learner's random.py nor a stranger's torch.py; an empty part of PYTHONPATH means this folder too."""
+def test_spawned_ranks_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    """As in test_cluster.py; an empty part of PYTHONPATH means this folder too."""
     here, safe = tmp_path / "here", tmp_path / "safe"
     here.mkdir()
     safe.mkdir()
     for name in ("random", "types", "select", "torch", "mpkit", "sitecustomize", "xmlrpc"):
         (here / f"{name}.py").write_text(f"open({str(tmp_path / 'taken')!r}, 'a').write(__name__)\n")
-    code = f"import os; os.environ['PYTHONPATH'] = {path!r}\n" + SCRIPT.format(start=start)
-    (safe / "script.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, str(safe / "script.py")], cwd=here, text=True, capture_output=True, timeout=120
-    )
+    (safe / "script.py").write_text(f"import os; os.environ['PYTHONPATH'] = {os.pathsep!r}\n" + SCRIPT)
+    command = [sys.executable, str(safe / "script.py")]
+    done = subprocess.run(command, cwd=here, text=True, capture_output=True, timeout=PROGRAM)
     assert "[2, 2]" in done.stdout, done.stderr
     assert not (tmp_path / "taken").exists()
 

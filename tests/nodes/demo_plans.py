@@ -1,4 +1,4 @@
-"""Run by torchrun with 4 ranks on one node: every plan of the demo, and runs of the user's own: demo_plans.py OUT."""
+"""Run by torchrun with 4 ranks on one node: plans of the demo, and runs of the user's own: demo_plans.py OUT PLAN..."""
 
 import json
 import sys
@@ -43,14 +43,15 @@ def refusal(call: object) -> str:
 
 
 if __name__ == "__main__":
-    out = Path(sys.argv[1])
+    out, names = Path(sys.argv[1]), sys.argv[2:]
     told: dict = {"second_launcher": refusal(lambda: mk.Cluster(4))}
     cluster = mk.Cluster.from_env(device="cpu")
     told["too_many_devices"] = refusal(lambda: mk.Cluster(devices=["cpu"] * 5))
     told["results"] = cluster.run(lambda ctx, x: (ctx.rank, ctx.comm.all_reduce(torch.ones(1)).item() * x), 2)
     plans = {name: make(4, 4)[1] for name, make in STRATEGIES.items() if name != "3d"}  # which takes 8 ranks
     plans["3d"] = mk.Plan(pp=2, tp=2, schedule="1f1b", microbatches=4)
-    for name, plan in plans.items():
+    for name in names:
+        plan = plans[name]
         run = cluster.train(plan=plan, **job())
         told[name] = {"losses": list(run.losses), "status": run.status}
         if cluster.rank == 0:

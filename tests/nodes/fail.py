@@ -1,5 +1,6 @@
 """Run by a launcher: something goes wrong on rank 3 or 0: fail.py HOW FOLDER."""
 
+import itertools
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ import mpkit as mk
 
 
 def work(ctx: mk.Context, how: str, folder: str) -> None:
-    for step in range(1000):
+    for step in itertools.count():
         with ctx.record.step(step):
             ctx.comm.all_reduce(torch.ones(10))
             if step == 5 and ctx.rank == 3:
@@ -26,6 +27,8 @@ def work(ctx: mk.Context, how: str, folder: str) -> None:
                 if how == "hang":
                     ctx.comm.recv(torch.empty(3), 0)
             if step == 5 and ctx.rank == 0 and how == "kill0":
+                while min(len(rank.ops) for rank in mk.Trace.load(ctx.record.folder).ranks) < 15:
+                    time.sleep(0.01)  # until what all ranks recorded of the first steps has arrived here
                 os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.05)
 

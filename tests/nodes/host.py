@@ -7,18 +7,18 @@ import socket
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from tests.nodes.hosts import unshare_time
-
 if __name__ == "__main__":
-    new_uts = 0x04000000
-    ctypes.CDLL(None).unshare(new_uts)
-    socket.sethostname(sys.argv[1])
-    if float(sys.argv[2]):
-        unshare_time(float(sys.argv[2]))
+    name, ahead, *command = sys.argv[1:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.unshare(0x04000000)  # CLONE_NEWUTS
+    socket.sethostname(name)
+    if float(ahead):
+        if libc.unshare(0x80):  # CLONE_NEWTIME
+            raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWTIME)")
+        seconds, rest = divmod(float(ahead), 1.0)
+        Path("/proc/self/timens_offsets").write_text(f"monotonic {int(seconds)} {int(rest * 1e9)}\n")
     child = os.fork()
     if not child:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        os.execvp(sys.argv[3], sys.argv[3:])
+        libc.prctl(1, signal.SIGKILL)
+        os.execvp(command[0], command)
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)

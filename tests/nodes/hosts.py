@@ -1,22 +1,42 @@
-"""Two hosts on this machine: network namespaces joined by a veth pair, each with a name of its own."""
+"""Two hosts on this machine: network namespaces joined by a veth pair, each with a name of its own.
+
+Ranks are started by torchrun; or, for a tenth of the CPU time, forked from one process that has imported torch, with
+the variables that torchrun or srun sets, and with a process that serves the store as torchrun's agent does.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import itertools
+import multiprocessing
 import os
+import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from mpkit.api.import_ahead import NEEDED
+from tests.limits import PROGRAM, wait_for
 
 HERE = Path(__file__).parent
 ADDRESSES = "10.199.7.1", "10.199.7.2"
+NEW_NET, NEW_UTS, NEW_TIME = 0x40000000, 0x04000000, 0x80  # of unshare(2) and setns(2)
 _ports = itertools.count(29600)
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["pytest", "mpkit", *NEEDED, __name__])
 
 
 def why_not() -> str:
@@ -32,39 +52,192 @@ def why_not() -> str:
     return ""
 
 
+# ---- jobs ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Started:
+    """A torchrun or a rank on one of the hosts, and the file of what it prints."""
+
+    host: int
+    process: subprocess.Popen[bytes] | ForkServerProcess
+    output: Path
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self.process.poll() if isinstance(self.process, subprocess.Popen) else self.process.exitcode
+
+    def kill(self) -> None:
+        """Kill it, and the ranks of a torchrun, which are in sessions of their own."""
+        for pid in [*descendants(self.process.pid or 0), self.process.pid or 0]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 @dataclass
 class Job:
-    """A torchrun on each host, or what else starts ranks there."""
+    """A launch: a torchrun per host, or the ranks."""
 
-    agents: list[subprocess.Popen[str]]
-    outputs: list[str] = field(default_factory=list)
+    started: list[Started]
+    store: ForkServerProcess | None = None
 
-    def wait(self, seconds: float = 120) -> list[int]:
-        """Wait for all and return their exit codes; `outputs` is what they printed."""
+    @property
+    def outputs(self) -> list[str]:
+        """What was printed, by host."""
+        hosts = sorted({each.host for each in self.started})
+        return [
+            "\n".join(each.output.read_text() for each in self.started if each.host == host) for host in hosts
+        ]
+
+    def wait_for_files(self, files: list[Path]) -> None:
+        """Wait until all files are there, while all of the job runs."""
+        wait_for(
+            lambda: any(each.poll() is not None for each in self.started) or all(f.exists() for f in files),
+            PROGRAM,
+        )
+        assert all(file.exists() for file in files), "\n".join(self.outputs)
+
+    def wait(self) -> list[int | None]:
+        """Wait for the end and return the exit codes."""
         try:
-            self.outputs = [agent.communicate(timeout=seconds)[0] for agent in self.agents]
-        except subprocess.TimeoutExpired as late:
-            ended = [agent.poll() for agent in self.agents]
-            self.kill()
-            self.outputs = [agent.communicate()[0] for agent in self.agents]
-            raise AssertionError(f"not all ended: {ended}\n" + "\n".join(self.outputs)) from late
+            wait_for(lambda: all(each.poll() is not None for each in self.started), PROGRAM)
+        except AssertionError as late:
+            raise AssertionError(f"not all ended: {late}\n" + "\n".join(self.outputs)) from None
         finally:
+            codes = [each.poll() for each in self.started]
             self.kill()
-        return [agent.returncode for agent in self.agents]
+        return codes
 
     def kill(self, host: int | None = None) -> None:
-        """Kill what runs on one host, or on both."""
-        for agent in self.agents if host is None else [self.agents[host]]:
-            for pid in [
-                *descendants(agent.pid),
-                agent.pid,
-            ]:  # the ranks too, which are in sessions of their own
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        """Kill what runs on one host, or on both, and then the store too."""
+        for each in self.started:
+            if host in (None, each.host) and each.poll() is None:
+                each.kill()
+        if host is None and self.store is not None:
+            self.store.kill()
+
+
+def torchrun(ranks: int, *command: str | Path) -> Job:
+    """Start ranks on this machine with torchrun."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return Job([_run([*agent, *map(str, command)], 0)])
+
+
+def forked(ranks: int, script: Path, *args: str) -> Job:
+    """Start ranks on this machine as torchrun would, by forks."""
+    port, store = _store("127.0.0.1", "")
+    started = []
+    for rank in range(ranks):
+        variables = _as_torchrun(rank, ranks, rank, ranks, 0, "127.0.0.1", port)
+        started.append(_fork(0, "", "", 0.0, variables, script, args))
+    return Job(started, store)
+
+
+def _as_torchrun(
+    rank: int, size: int, local: int, per_node: int, node: int, address: str, port: int
+) -> dict[str, object]:
+    return {
+        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_node, "GROUP_RANK": node,
+        "MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
+    }  # fmt: skip
+
+
+def _run(command: Sequence[str], host: int) -> Started:
+    output = _new_file()
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    return Started(host, process, output)
+
+
+def _fork(
+    host: int, namespace: str, name: str, ahead: float, variables: dict[str, object], script: Path, args: Sequence[str]
+) -> Started:  # fmt: skip
+    output = _new_file()
+    where = namespace, name, ahead
+    process = _forks.Process(target=_rank, args=(where, variables, str(script), args, output), daemon=True)
+    process.start()
+    return Started(host, process, output)
+
+
+def _new_file() -> Path:
+    handle, name = tempfile.mkstemp(prefix="mpkit-nodes-")
+    os.close(handle)
+    atexit.register(Path(name).unlink, missing_ok=True)
+    return Path(name)
+
+
+# ---- in a forked process ---------------------------------------------------------------------------------------
+
+
+def _rank(
+    where: tuple[str, str, float], variables: dict[str, object], script: str, args: list[str], output: Path
+) -> None:
+    """Run a script as a rank whose variables and host are these."""
+    os.setsid()
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(file, standard)
+    sys.stdout, sys.stderr = (os.fdopen(standard, "w", buffering=1, closefd=False) for standard in (1, 2))
+    _enter(*where)
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    torch.set_num_threads(1)
+    sys.argv = [script, *args]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _enter(namespace: str, name: str, ahead: float) -> None:
+    """Let this process be on a host, of this name, whose clock is ahead."""
+    if namespace:
+        with open(f"/run/netns/{namespace}") as network:
+            _call("setns", network.fileno(), NEW_NET)
+        _call("unshare", NEW_UTS)
+        socket.sethostname(name)
+    if ahead:
+        unshare_time(ahead)
+        child = os.fork()  # the clock is that of the children
+        if child:
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def unshare_time(ahead: float) -> None:
+    """Let this process's children have a monotonic clock that is ahead."""
+    _call("unshare", NEW_TIME)
+    seconds, rest = divmod(ahead, 1.0)
+    Path("/proc/self/timens_offsets").write_text(f"monotonic {int(seconds)} {int(rest * 1e9)}\n")
+
+
+def _call(name: str, *args: int) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*args):
+        raise OSError(ctypes.get_errno(), name)
+
+
+def _store(address: str, namespace: str) -> tuple[int, ForkServerProcess]:
+    """Serve a store, as torchrun's agent does; return its port and the process."""
+    here, there = _forks.Pipe()
+    process = _forks.Process(target=_serve, args=(address, namespace, there), daemon=True)
+    process.start()
+    return here.recv(), process
+
+
+def _serve(address: str, namespace: str, pipe: Any) -> None:
+    _enter(namespace, "node-a", 0.0)
+    store = TCPStore(address, 0, 1, True, wait_for_workers=False)
+    pipe.send(store.port)
+    signal.pause()
+
+
+# ---- hosts -----------------------------------------------------------------------------------------------------
 
 
 class TwoHosts:
-    """Hosts "node-a" and "node-b"."""
+    """Hosts "node-a" and "node-b", each with two ranks."""
 
     def __init__(self) -> None:
         self.names = [f"mpkit-{os.getpid()}-{end}" for end in "ab"]
@@ -108,38 +281,40 @@ class TwoHosts:
     def mend(self) -> None:
         _do(f"ip -n {self.names[1]} link set {self.ends[1]} up")
 
-    def srun(self, script: Path, *args: str) -> Job:
-        """Start two ranks on each host with the variables that SLURM's srun sets, and no torchrun: rank 0 serves the
-        store."""
-        port, ranks = next(_ports), []
+    def start(self, launcher: str, script: Path, *args: str, ahead: float = 0.0) -> Job:
+        """Start two ranks on each host: with "torchrun", or forked with the variables of "torchrun's" or "srun's".
+
+        The second host's clock is `ahead` seconds.
+        """
+        if launcher == "torchrun":
+            return self._torchrun(script, args, ahead)
+        store = None
+        if launcher == "torchrun's":
+            port, store = _store(ADDRESSES[0], self.names[0])
+        else:  # rank 0 serves the store
+            port = next(_ports)
+        started = []
         for rank in range(4):
             node, local = divmod(rank, 2)
-            variables = {
+            variables: dict[str, object] = {
                 "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": 4, "SLURM_LOCALID": local, "SLURM_NODEID": node,
-                "SLURM_STEP_NODELIST": ",".join(ADDRESSES), "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
+                "SLURM_STEP_NODELIST": ",".join(ADDRESSES), "MASTER_PORT": port,
             }  # fmt: skip
-            command = ["ip", "netns", "exec", self.names[node], sys.executable, str(HERE / "host.py")]
-            command += [f"node-{'ab'[node]}", "0.0", sys.executable, str(script), *args]
-            ranks.append(_start(command, {name: str(value) for name, value in variables.items()}))
-        return Job(ranks)
+            if store is not None:
+                variables = _as_torchrun(rank, 4, local, 2, node, ADDRESSES[0], port)
+            where = self.names[node], f"node-{'ab'[node]}", ahead * node
+            started.append(_fork(node, *where, variables, script, args))
+        return Job(started, store)
 
-    def torchrun(self, script: Path, *args: str, ranks: int = 2, ahead: float = 0.0) -> Job:
-        """Start torchrun on both hosts; the second's clock is `ahead` seconds."""
+    def _torchrun(self, script: Path, args: Sequence[str], ahead: float) -> Job:
         port, agents = next(_ports), []
         for number, (name, end) in enumerate(zip(self.names, "ab", strict=True)):
             command = ["ip", "netns", "exec", name, sys.executable, str(HERE / "host.py"), f"node-{end}"]
-            command += [str(ahead if number else 0.0), sys.executable, "-m", "torch.distributed.run"]
-            command += ["--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", str(ranks)]
+            command += [str(ahead * number), sys.executable, "-m", "torch.distributed.run"]
+            command += ["--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "2"]
             command += ["--master-addr", ADDRESSES[0], "--master-port", str(port), str(script), *args]
-            agents.append(_start(command, {"OMP_NUM_THREADS": "1"}))
+            agents.append(_run(command, number))
         return Job(agents)
-
-
-def _start(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={**os.environ, **variables},
-    )  # fmt: skip
 
 
 def descendants(pid: int) -> Sequence[int]:
@@ -152,15 +327,6 @@ def descendants(pid: int) -> Sequence[int]:
         if fields and int(fields[1]) == pid:
             found += [int(fields[0]), *descendants(int(fields[0]))]
     return found
-
-
-def unshare_time(ahead: float) -> None:
-    """Let this process's children have a monotonic clock that is ahead."""
-    new_time = 0x80
-    if ctypes.CDLL(None, use_errno=True).unshare(new_time):
-        raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWTIME)")
-    seconds, rest = divmod(ahead, 1.0)
-    Path("/proc/self/timens_offsets").write_text(f"monotonic {int(seconds)} {int(rest * 1e9)}\n")
 
 
 def _do(command: str) -> None:

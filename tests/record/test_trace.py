@@ -281,8 +281,7 @@ while True:
 """
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("lines", [1, 50, 90])
+@pytest.mark.parametrize("lines", [50, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 90))])
 def test_a_killed_rank_loses_nothing_it_recorded(tmp_path: Path, lines: int) -> None:
     child = subprocess.Popen([sys.executable, "-c", RECORDS_FOR_EVER, tmp_path], stdout=subprocess.PIPE)
     with child:

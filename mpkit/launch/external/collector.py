@@ -31,6 +31,9 @@ __all__ = ["BEAT", "LOST_AFTER", "LOST_SOON", "Collector"]
 BEAT = 0.25
 """Seconds between two heartbeats."""
 
+STORE_TAKES = 0.02
+"""CPU seconds between two looks at a rank that waits, for the threads that serve or ask the store."""
+
 LOST_AFTER = 30.0
 """Seconds without a heartbeat after which a rank is considered dead. A thread sends them, so that a rank may compute as
 long as it likes; only C code that keeps Python's lock for so long would be mistaken."""
@@ -40,6 +43,24 @@ PART = 100_000
 
 LOST_SOON = 3.0
 """The same once another rank has found a connection closed, or the launcher has begun to end processes."""
+
+
+class RemoteProcesses(RankProcesses):
+    """The processes of ranks that a launcher has started: what is known of them is what their heartbeats say.
+
+    Attributes:
+        cpu: the CPU seconds that each rank's process has used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cpu: dict[int, float] = {}
+
+    def running(self) -> set[int]:
+        """Return the ranks that used CPU time since the last call, more than a store that one of them serves."""
+        found = {rank for rank, used in self.cpu.items() if used - self._cpu.get(rank, used) > STORE_TAKES}
+        self._cpu = dict(self.cpu)
+        return found
 
 
 class Collector:
@@ -75,7 +96,9 @@ class Collector:
         self._trouble: float | None = None  # since when some rank fails for a reason not known yet
         self._limit = LOST_AFTER if timeout is None else min(LOST_AFTER, timeout)
         self._asked = 0
-        self._hangs = HangWatch(folder, self._ranks, RankProcesses(), Patience(timeout, grace), self._ask)
+        self._processes = RemoteProcesses()
+        patience = Patience(timeout, grace, look_every=BEAT)
+        self._hangs = HangWatch(folder, self._ranks, self._processes, patience, self._ask)
         self.drifts: dict[int, tuple[int, int, int]] = {}
         self.other_work: Callable[[], None] = lambda: (
             None
@@ -107,6 +130,7 @@ class Collector:
                 self._take(rank, beat["packets"])
             if moved:
                 self._fresh.add(rank)
+                self._processes.cpu[rank] = beat["cpu"]
             self._beats[rank] = beat
 
     def _take(self, rank: int, until: int) -> None:

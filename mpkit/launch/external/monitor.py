@@ -155,6 +155,7 @@ class Monitor:
                 break
         self._number += 1
         beat = {"n": self._number, "packets": self._packets, "state": state, "stack": self._stack}
+        beat["cpu"] = time.process_time() - time.thread_time()  # without this thread's
         self._store.set(f"beat{self._rank}", json.dumps(beat | {"terminated": self.terminated}))
 
     def _judge(self) -> Verdict | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,8 +14,11 @@ from mpkit.launch.process.stacks import read_stack, request_stack
 
 __all__ = ["ask_stacks"]
 
-STACKS_TAKE = 0.6
-"""Seconds that ranks are given to write their stacks, from their own thread and then on a signal."""
+STACKS_TAKE = 30
+"""Looks, `LOOK_EVERY` seconds apart, that ranks are given to write their stacks, from their own thread and then on a
+signal. A pause of the whole machine is one look."""
+
+LOOK_EVERY = 0.02
 
 
 def ask_stacks(
@@ -42,9 +44,10 @@ def ask_stacks(
                     os.kill(processes.pids[rank], signal.SIGUSR1)
             else:
                 request_stack(folder, rank)
-        deadline = time.monotonic() + STACKS_TAKE
-        while missing and time.monotonic() < deadline:
-            if not handle_events(0.02):
+        for _ in range(STACKS_TAKE):
+            if not missing:
+                break
+            if not handle_events(LOOK_EVERY):
                 return None
             stacks |= {rank: read_stack(folder, rank, ends[rank]) for rank in missing}
             missing = [rank for rank in missing if not stacks[rank]]

@@ -4,13 +4,16 @@ Ranks hang when every one of them waits (its newest op is an open WAIT) or has f
 rank that computes may take as long as it needs, unless a timeout was requested. If the trace proves that no rank can
 proceed, the launch is given up soon; otherwise the required time without progress is derived from the run itself: a
 few seconds more than the slowest op seen.
+
+Time is counted from look to look. A look that comes late, after a pause of the whole machine, counts as two at most;
+and without a timeout, a look that finds a rank running (`RankProcesses.running`) does not count.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from mpkit.launch.hang.progress import Sight
 from mpkit.launch.hang.unmatched import missing, never, waited_for
@@ -20,13 +23,16 @@ from mpkit.launch.process.cells import in_cells
 from mpkit.support.tracebacks import fold_stack
 from mpkit.trace import Kind, RankTrace, Trace
 
-__all__ = ["GRACE", "LIMIT", "Patience", "explain"]
+__all__ = ["GRACE", "LIMIT", "LOOK_EVERY", "Patience", "explain"]
+
+LOOK_EVERY = 0.1
+"""Seconds between two checks of the ranks' progress."""
 
 GRACE = 4.0
 """Seconds beyond the slowest op seen before ranks that only wait are given up."""
 
 LIMIT = 600.0
-"""Seconds without progress before ranks are given up although one may still proceed: rank 0 may be evaluating."""
+"""Seconds without progress before ranks are given up that neither compute nor wait in a recorded op."""
 
 CERTAIN = 0.5
 """Seconds before ranks are given up that can never proceed: they wait for each other, or for one that finished."""
@@ -37,22 +43,31 @@ class Patience:
     """Decides when to give up.
 
     Args:
-        timeout: seconds without progress of any rank, whatever the ranks do; None: `grace` beyond the slowest op if
-            all wait or are stopped, `LIMIT` if some rank may proceed.
+        timeout: seconds without progress of any rank, whatever the ranks do; None: seconds in which no rank runs
+            either: `grace` beyond the slowest op if all wait or are stopped, else `LIMIT`.
         grace: seconds; halved if a rank has not reached the call that another one waits for, and replaced by
             `CERTAIN` if it can never reach it.
+        look_every: seconds between two looks.
+        now: the clock, in seconds.
     """
 
     timeout: float | None = None
     grace: float = GRACE
+    look_every: float = LOOK_EVERY
+    now: Callable[[], float] = time.monotonic
     _seen: tuple[Sight, ...] = ()
     still: float = 0.0  # seconds since the last progress of any rank, as observed
-    _looked: float = field(default_factory=time.monotonic)
+    _idle: float = 0.0  # those of them in which no rank ran
+    _looked: float | None = None
     _held: frozenset[int] = frozenset()  # ranks stopped by SIGSTOP
     _needed: float | None = None  # seconds without progress; None: not yet computed from the trace
 
     def is_over(
-        self, sights: tuple[Sight, ...], trace: Trace | None = None, stopped: Collection[int] = ()
+        self,
+        sights: tuple[Sight, ...],
+        trace: Trace | None = None,
+        stopped: Collection[int] = (),
+        running: Collection[int] = (),
     ) -> bool:
         """Look at the ranks again and return whether to give up.
 
@@ -60,27 +75,31 @@ class Patience:
             sights: the sights of all ranks.
             trace: the trace, needed once ranks have only waited for a while (`wants_trace`).
             stopped: ranks stopped by SIGSTOP, which cannot proceed until someone continues them.
+            running: ranks that the system reports as running.
         """
-        now = time.monotonic()
-        # A pause of this process itself (a frozen container) counts as one second at most.
-        since_last, self._looked = min(now - self._looked, 1.0), now
+        now = self.now()
+        since_last = 0.0 if self._looked is None else min(now - self._looked, 2 * self.look_every)
+        self._looked = now
         if sights != self._seen or self._held != frozenset(stopped):
-            self._seen, self._held, self.still, self._needed = sights, frozenset(stopped), 0.0, None
+            self._seen, self._held, self._needed = sights, frozenset(stopped), None
+            self.still = self._idle = 0.0
             return False
         self.still += since_last
+        self._idle += 0.0 if running else since_last
         if trace is not None:
             self._needed = self._seconds(trace)
+        if self.timeout is not None and self.still > self.timeout:
+            return True
         limit = LIMIT if self.timeout is None else self.timeout
-        return self.still > min(limit, limit if self._needed is None else self._needed)
+        return self._idle > (limit if self._needed is None else self._needed)
 
-    @property
-    def holds(self) -> bool:
-        """Whether some rank was stopped when last looked at."""
-        return bool(self._held)
+    def has_seen(self, sights: tuple[Sight, ...]) -> bool:
+        """Return whether no rank has made progress since the last look."""
+        return sights == self._seen
 
     def wants_trace(self, sights: tuple[Sight, ...]) -> bool:
         """Return whether `is_over` needs the trace to decide."""
-        if sights != self._seen or self._needed is not None or self.still <= CERTAIN:
+        if not self.has_seen(sights) or self._needed is not None or self.still <= CERTAIN:
             return False
         held = [sight.waiting or rank in self._held for rank, sight in enumerate(sights)]
         return any(held) and all(one or s.state == 1 for one, s in zip(held, sights, strict=True))

@@ -75,8 +75,10 @@ class HangWatch:
         """Look at the ranks again, show a notice of a long wait, and return whether the ranks hang."""
         sights = self._watch.look_at_all()
         trace = launch.trace if self._patience.wants_trace(sights) else None
-        stopped = self._processes.stopped() if self._patience.still > 0.3 or self._patience.holds else {}
-        if self._patience.is_over(sights, trace, stopped):
+        still = self._patience.has_seen(sights)
+        stopped = self._processes.stopped() if still else {}
+        running = self._processes.running() if still else set()
+        if self._patience.is_over(sights, trace, stopped, running):
             return True
         waiting, others = self._waiting.look(sights, self._processes.pids)
         if not others:
@@ -110,7 +112,8 @@ class HangWatch:
         if self.waiting_for not in self._said:
             self._said.add(self.waiting_for)
             limit = self._patience.timeout or LIMIT
-            launch.say(f"mpkit: {self.waiting_for}. (An error after {limit:g} s: timeout=...)")
+            idle = "" if self._patience.timeout else " without CPU time"
+            launch.say(f"mpkit: {self.waiting_for}. (An error after {limit:g} s{idle}: timeout=...)")
 
     def verdict(self, launch: Watched) -> CommMismatch | Deadlock | None:
         """Return the error of ranks that hang; None if the launch ends while they are asked where they are."""

@@ -7,7 +7,7 @@ import os
 import signal
 from dataclasses import dataclass, field
 
-from mpkit.launch.process.vitals import is_stopped
+from mpkit.launch.process.vitals import is_stopped, vitals_of
 
 __all__ = ["RankProcesses"]
 
@@ -23,10 +23,22 @@ class RankProcesses:
 
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
+    _cpu: dict[int, float] = field(default_factory=dict)
 
     def stopped(self) -> dict[int, int]:
         """Return the process ids, by rank, of the ranks stopped by SIGSTOP."""
         return {rank: pid for rank, pid in enumerate(self.pids) if is_stopped(pid)}
+
+    def running(self) -> set[int]:
+        """Return the ranks that the system reports as runnable, or that used CPU time since the last call."""
+        found = set()
+        for rank, pid in enumerate(self.pids):
+            vitals = vitals_of(pid) if self.runs(rank) else None
+            if vitals is not None:
+                if vitals.state == "R" or vitals.cpu > self._cpu.get(rank, vitals.cpu):
+                    found.add(rank)
+                self._cpu[rank] = vitals.cpu
+        return found
 
     def runs(self, rank: int) -> bool:
         """Return whether a rank has been started and has not exited."""
