@@ -1,5 +1,8 @@
 """The fast cells of the tutorials. Those tagged "thorough" run with the whole notebooks (`make soak`).
 
+One tutorial of each kind runs here: with live views, with schedules, with a program of one's own. The gate also runs
+those that a change touches, and the soak all.
+
 Of cells tagged "exact" no figure depends on the machine: what they print is what the notebook has stored. After a
 change that is meant, `make notebooks` stores it anew.
 """
@@ -13,17 +16,28 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.limits import PROGRAM
+
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))
+ALWAYS = ("00-start-here", "01-pipeline-bubbles", "08-your-own-program")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.stem, marks=() if path.stem in ALWAYS else pytest.mark.soak)
+        for path in sorted(NOTEBOOKS.glob("*.ipynb"))
+    ],
+)
 def test_fast_cells_run(name: str) -> None:
     book = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     book.cells = [cell for cell in book.cells if not has_tag(cell, "thorough")]
     assert sum(cell.cell_type == "code" for cell in book.cells) >= 4, "a tutorial has fast cells"
     stored = {cell.id: words(cell) for cell in book.cells if has_tag(cell, "exact")}
     assert all(stored.values()), "a cell that is exact prints something"
-    NotebookClient(book, timeout=60, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
+    NotebookClient(book, timeout=PROGRAM, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
     printed = {cell.id: words(cell) for cell in book.cells if cell.id in stored}
     assert printed == stored, "make notebooks"
 

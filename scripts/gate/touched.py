@@ -43,13 +43,17 @@ def changed_files(root: Path, since: str | None) -> list[str]:
 def touched(root: Path, changed: list[str]) -> Touched:
     """Return what the changed files touch.
 
-    >>> touched(Path("."), ["README.md", "notebooks/03-zero.ipynb", "mpkit/watch/step.py"])
-    Touched(tests=('notebooks/03-zero.ipynb', 'tests/test_readme.py'), systems=True)
+    >>> touched(Path("."), ["README.md", "mpkit/watch/step.py"])
+    Touched(tests=('tests/test_readme.py',), systems=True)
     """
     tests = {name for name in changed if re.fullmatch(r"notebooks/(exercises/solved/)?[\w-]+\.ipynb", name)}
+    tests = {name for name in tests if (root / name).exists()}
+    exact = re.compile(r"notebooks/([\w-]+)\.ipynb")
+    tests |= {
+        f"tests/test_tutorials.py::test_fast_cells_run[{m[1]}]" for m in map(exact.fullmatch, tests) if m
+    }
     if "README.md" in changed:
         tests.add("tests/test_readme.py")
     if any(name.startswith(EXAM) for name in changed):
         tests.add("tests/classroom/test_exam.py")
-    there = tuple(sorted(name for name in tests if (root / name).exists()))
-    return Touched(there, any(re.match(SYSTEMS, name) for name in changed))
+    return Touched(tuple(sorted(tests)), any(re.match(SYSTEMS, name) for name in changed))

@@ -85,4 +85,5 @@ def test_what_a_change_touches() -> None:
     root = Path(__file__).parents[2]
     assert touched(root, ["mpkit/zero/zero.py", "notebooks/gone.ipynb"]).tests == ()
     found = touched(root, ["README.md", "notebooks/03-zero.ipynb", "mpkit/watch/step.py"])
-    assert found.tests == ("notebooks/03-zero.ipynb", "tests/test_readme.py") and found.systems
+    exact = "tests/test_tutorials.py::test_fast_cells_run[03-zero]"
+    assert found.tests == ("notebooks/03-zero.ipynb", "tests/test_readme.py", exact) and found.systems
