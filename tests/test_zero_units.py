@@ -157,7 +157,7 @@ def most_buffers(rank: RankTrace, last_step: int) -> tuple[int, int]:
     return int(held[in_step & (mine["op"] <= back)].max()), int(held[in_step].max())
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_llama_holds_two_blocks_and_sends_three_psi(
     train: Train, clusters: Callable[[int], mk.Cluster], prefetch: int
 ) -> None:
