@@ -58,7 +58,7 @@ def plan_of(name: str, p: int, m: int, **how: Any) -> mk.Plan:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_equals_serial_training(train: Train, name: str) -> None:
-    """On three ranks, of which the middle one has neighbours on both sides; test_pairs.py has two."""
+    """On three ranks, of which the middle one has neighbours on both sides; tests/mesh/test_pairs.py has two."""
     torch.manual_seed(1)
     plan = plan_of(name, 3, 6)
     model = MLP(2, 3, width=6, layers=plan.stages).double()

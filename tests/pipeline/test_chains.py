@@ -1,6 +1,6 @@
 """What a model that is a chain of layers may do in a pipeline; random chains and schedules.
 
-That training equals serial training with each feature is shown by test_pairs.py.
+That training equals serial training with each feature is shown by tests/mesh/test_pairs.py.
 """
 
 from __future__ import annotations

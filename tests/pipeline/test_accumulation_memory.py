@@ -12,9 +12,9 @@ import torch
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from mpkit.schedule import NAMES
+from tests.mesh.test_mesh_training import tokens
 from tests.recipes import adamw
 from tests.serial import Train
-from tests.test_mesh_training import tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 

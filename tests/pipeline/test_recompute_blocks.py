@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from mpkit.trace import Kind
+from tests.mesh.test_mesh_training import tokens
 from tests.recipes import adamw, logits_loss
 from tests.serial import Train, check_equal
-from tests.test_mesh_training import tokens
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [

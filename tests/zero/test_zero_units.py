@@ -34,9 +34,9 @@ import mpkit as mk
 from mpkit.models import GPT, ResNet
 from mpkit.models.blocks import repeated_blocks
 from mpkit.trace import CATEGORIES, Kind, RankTrace
+from tests.mesh.test_mesh_training import tokens
 from tests.recipes import adamw, logits_loss
 from tests.serial import Train, check_equal
-from tests.test_mesh_training import tokens
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.filterwarnings("ignore:.*_token_id.*")
