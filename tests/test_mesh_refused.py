@@ -17,7 +17,7 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.tensor_plan import Region, TensorPlan
 from mpkit.prepare.arguments.arguments import check_plan
 from mpkit.prepare.prepare import prepare
-from tests.test_mesh_training import adamw, logits_loss, tokens
+from tests.mesh.test_mesh_training import adamw, logits_loss, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_token_id.*")
 

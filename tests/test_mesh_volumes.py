@@ -20,8 +20,8 @@ import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.mesh import AXES
 from mpkit.trace import Kind
+from tests.mesh.test_mesh_training import bert, gpt2, llama, logits_loss, sgd, tokens, words
 from tests.serial import Train
-from tests.test_mesh_training import bert, gpt2, llama, logits_loss, sgd, tokens, words
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import SUPPORTED_NODES  # private: tests/test_any_model.py guards it
+from torch.utils._pytree import SUPPORTED_NODES  # private: tests/partition/test_any_model.py guards it
 
 __all__ = ["Shape", "flatten", "rebuild"]
 

@@ -33,7 +33,7 @@ def _parametrize(module: Any, state: dict[str, Any]) -> None:
     from torch.nn.utils import parametrize
 
     module.__setstate__(state)
-    # Private: tests/test_hooks.py guards them.
+    # Private: tests/training/test_hooks.py guards them.
     parametrize._inject_new_class(module)
     for name in module.parametrizations:
         parametrize._inject_property(module, name)

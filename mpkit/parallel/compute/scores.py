@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mpkit.data.microbatch import Value
 from mpkit.errors import MpkitError
-from mpkit.loss.quotient import as_pair
+from mpkit.loss.quotient import Quotient, as_pair
 from mpkit.models.randomness import Draws
 from mpkit.parallel.compute.loss_share import loss_share
 from mpkit.parallel.compute.part_forward import PartForward
@@ -46,6 +46,8 @@ def scores(job: TrainJob, output: Any, targets: Value, weight: float, size: int)
     assert evaluation is not None
     # ---- loss
     total, *count = loss_share(job, output, targets, weight)
+    if isinstance(job.what.loss, Quotient) and job.what.loss.count is not None:  # of a whole batch
+        total, count = total * job.what.loss.count, [torch.as_tensor(job.what.loss.count)]
     pairs = [(total, count[0]) if count else (total * size, weight * size)]
     # ---- metrics
     if evaluation.metric is not None:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import (
     TorchFunctionMode,
-    _get_current_function_mode_stack,  # private: tests/test_any_model.py guards it
+    _get_current_function_mode_stack,  # private: tests/partition/test_any_model.py guards it
     handle_torch_function,
 )
 

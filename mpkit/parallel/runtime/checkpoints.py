@@ -126,7 +126,8 @@ class Checkpoints:
         # ---- seal
         mine = [path for path in partial.glob(f"__{context.rank}_*")]
         digests = {path.name: digest(path) for path in mine}
-        layout = self._training.sync.layout if self._first else []
+        first_names = self._training.first_names
+        layout = [first_names[name] for name in self._training.sync.layout] if self._first else []
         everybody: list[tuple[dict[str, tuple[int, str]], list[str]]] = [({}, [])] * context.world_size
         dist.gather_object((digests, layout), everybody if context.rank == 0 else None, group=self._group)
         # ---- publish
@@ -186,7 +187,8 @@ class Checkpoints:
         if update.scaler.enabled and head.scaler["scale"] != 1.0:
             update.scaler.scale, update.scaler.good = head.scaler["scale"], head.scaler["good"]
         update.skipped = head.skipped
-        self._training.sync.lay_out(head.layout)
+        names_here = {self._training.first_names[name]: name for name in self._training.sync.layout}
+        self._training.sync.lay_out([names_here.get(name, name) for name in head.layout])
         if same_ranks:
             set_random_states(state[f"random/{context.rank}"].held, context.device)
         else:

@@ -103,6 +103,7 @@ class Training:
         axes = self._axes = MeshAxes(context.comm, context.device, job.where.mesh)
         job = self._job = _as_seen_here(job, axes)
         trained = trained_parameters(job.what.model)
+        self.first_names = trained[1]
         self.sync_cost: SyncCost | None = None
         if job.plan.dp > 1 and job.plan.batchnorm == "sync":
             self.sync_cost = SyncCost(context, axes.of("dp"), job.what.model)

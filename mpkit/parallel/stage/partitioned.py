@@ -57,6 +57,7 @@ def place_parts(
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor) and id(value) not in parameters and not name.startswith(inside)
+        if not isinstance(value, Value)  # a parameter of another rank
     }
     parts: dict[int, Stage] = {
         number: Part(number, skeleton, partition, sharded, repeated) for number in here

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _get_sequence_nr  # private; tests/test_zero_units.py guards it
+from torch._C._autograd import _get_sequence_nr  # private; tests/zero/test_zero_units.py guards it
 
 from mpkit.comm.communicator import Communicator
 from mpkit.errors import MpkitError
@@ -191,7 +191,7 @@ class Gathering:
 
 def _in_backward() -> bool:
     """Return whether autograd is running a backward, in which any forward is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)  # private; tests/test_zero_units.py guards it
+    return bool(torch._C._current_graph_task_id() != -1)  # private; tests/zero/test_zero_units.py guards it
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

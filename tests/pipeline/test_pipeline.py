@@ -20,19 +20,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.data import images, spirals
-from mpkit.models import GPT, MLP, ConvNet, next_token_loss
+from mpkit.data import spirals
+from mpkit.models import MLP
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.train import Training
 from mpkit.prepare.prepare import prepare
 from mpkit.schedule import NAMES, Action, Schedule
 from mpkit.trace import Kind
 from tests.orders import in_random_order, random_holders
-from tests.serial import EXACT, SINGLE, Train, same, serial
+from tests.serial import EXACT, Train, same, serial
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SEVERAL = ("1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 LOOPS = ("looped_bfs", "interleaved_1f1b", "interleaved_zb")
 
 
@@ -57,41 +56,16 @@ def plan_of(name: str, p: int, m: int, **how: Any) -> mk.Plan:
 # ---------------------------------------------------------------- every schedule, every model of the kit
 
 
-def gpt(layers: int) -> tuple[nn.Module, Any, Any]:
-    model = GPT(layers=layers - 2, width=8, heads=2, length=6, vocab=20)
-    return model, [(torch.randint(20, (9, 6)), torch.randint(20, (9, 6))) for _ in range(2)], next_token_loss
-
-
-MODELS: dict[str, Callable[[int], tuple[nn.Module, Any, Any]]] = {
-    "gpt": gpt,
-    "mlp": lambda layers: (MLP(2, 3, width=6, layers=layers), spirals(9, 2), F.cross_entropy),
-    "convnet": lambda layers: (ConvNet(1, 4, width=4, layers=layers), images(9, 2, size=8), F.cross_entropy),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "p", "m", "kind"),
-    [*((name, 4, 8, "gpt") for name in NAMES), *((name, 2, 3, "convnet") for name in SEVERAL)],
-)
-def test_every_schedule_equals_serial_training(train: Train, name: str, p: int, m: int, kind: str) -> None:
-    torch.manual_seed(1)
-    plan = plan_of(name, p, m)
-    model, data, loss = MODELS[kind](plan.stages)
-    data = [(x.double() if x.is_floating_point() else x, y) for x, y in data]
-    how: dict[str, Any] = {"loss": loss, "optimizer": adamw, "steps": 5}
-    losses, weights = serial(model.double(), data, **how)
-    same(train(model, data, plan, **how), losses, weights, **EXACT)
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
-def test_in_single_precision_with_recomputation(train: Train, name: str) -> None:
-    torch.manual_seed(2)
-    model, data, loss = MODELS["mlp"](8)
-    how: dict[str, Any] = {"loss": loss, "optimizer": sgd, "steps": 5}
+def test_every_schedule_equals_serial_training(train: Train, name: str) -> None:
+    """On three ranks, of which the middle one has neighbours on both sides; tests/mesh/test_pairs.py has two."""
+    torch.manual_seed(1)
+    plan = plan_of(name, 3, 6)
+    model = MLP(2, 3, width=6, layers=plan.stages).double()
+    data = [(x.double(), y) for x, y in spirals(9, 2)]
+    how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": adamw, "steps": 3}
     losses, weights = serial(model, data, **how)
-    plan = plan_of(name, 3, 6, recompute="full")
-    same(train(model, data, plan, **how), losses, weights, **SINGLE)
+    same(train(model, data, plan, **how), losses, weights, **EXACT)
 
 
 @pytest.mark.soak
@@ -192,31 +166,12 @@ def test_random_valid_schedules_run_and_give_serial_gradients(
 
 def test_the_loss_is_known_on_every_rank(train: Train) -> None:
     torch.manual_seed(4)
-    model, data, loss = MODELS["mlp"](4)
+    model, data, loss = MLP(2, 3, width=6, layers=4), spirals(9, 2), F.cross_entropy
     for name in ("gpipe", "zbv"):
         run = train(model, data, plan_of(name, 2, 3), loss=loss, optimizer=sgd, steps=2)
         for rank in run.trace.ranks:
             steps = rank.ops[rank.ops["kind"] == Kind.STEP]
             assert steps["value"].tolist() == run.losses
-
-
-@pytest.mark.parametrize("name", SEVERAL)
-def test_clipping_is_by_the_norm_over_all_stages(train: Train, name: str) -> None:
-    torch.manual_seed(5)
-    model, data, loss = MODELS["mlp"](6)
-    model, data = model.double(), [(x.double(), y) for x, y in data]
-
-    class Clipped(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
-            return super().step(closure)
-
-    want = serial(model, data, loss=loss, optimizer=lambda params: Clipped(params, lr=0.5), steps=5)
-    how: dict[str, Any] = {"loss": loss, "steps": 5, "max_grad_norm": 0.1}
-    run = train(
-        model, data, plan_of(name, 3, 3), optimizer=lambda params: torch.optim.SGD(params, lr=0.5), **how
-    )
-    same(run, *want, **EXACT)
 
 
 class Blow(torch.autograd.Function):
@@ -241,7 +196,7 @@ class Overflow(nn.Module):
         return Blow.apply(torch.cat([x[:, :1], self.before(x[:, 1:])], 1))
 
 
-@pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", ["interleaved_1f1b"])
 def test_an_overflow_on_one_stage_skips_the_step_on_all(train: Train, name: str) -> None:
     torch.manual_seed(6)
     model = nn.Sequential(Overflow(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
@@ -258,22 +213,6 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(train: Train, name: str)
     for key, value in run.state_dict().items():
         assert not torch.equal(value.float(), model.state_dict()[key].half().float())
         torch.testing.assert_close(value, want.state_dict()[key], rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["gpipe", "interleaved_1f1b", "zb_h1"])
-def test_sixteen_bits_equal_serial_training_in_sixteen_bits(train: Train, name: str, precision: str) -> None:
-    torch.manual_seed(8)
-    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())))
-    data = [(torch.randn(6, 8), torch.randn(6, 8)) for _ in range(2)]
-    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd, "steps": 4, "max_grad_norm": 0.5}
-    run = train(model, data, plan_of(name, 3, 3, precision=precision), **how)
-    want = train(model, data, mk.Plan.serial(3, precision=precision), **how)
-    close = {"rtol": 2e-2, "atol": 2e-2} if precision == "bf16" else {"rtol": 2e-3, "atol": 2e-3}
-    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(want.losses), **close)
-    for key, value in run.state_dict().items():
-        torch.testing.assert_close(value, want.state_dict()[key], **close)
 
 
 @pytest.mark.soak
@@ -302,9 +241,8 @@ def test_a_checkpoint_of_any_schedule_is_gone_on_from_under_any_other(train: Tra
 # ---------------------------------------------------------------- random state
 
 
-@settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
-@given(data=st.data())
-def test_dropout_drops_what_serial_training_drops(train: Train, data: st.DataObject) -> None:
+@pytest.mark.parametrize(("name", "recompute"), [("zbv", "full"), ("1f1b", "none")])
+def test_dropout_drops_what_serial_training_drops(train: Train, name: str, recompute: str) -> None:
     """With the same micro-batches, whatever the plan; draws of layers, functions and the loss itself."""
 
     class Noisy(nn.Module):
@@ -314,18 +252,16 @@ def test_dropout_drops_what_serial_training_drops(train: Train, data: st.DataObj
     def noisy_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.mse_loss(outputs + 0.1 * torch.randn_like(outputs), targets)
 
-    name = data.draw(st.sampled_from(NAMES))
-    p = data.draw(st.integers(2, 3))
-    m = 2 * p
-    plan = plan_of(name, p, m, recompute=data.draw(st.sampled_from(["none", "full"])))
-    torch.manual_seed(data.draw(st.integers(0, 99)))
+    m = 4
+    plan = plan_of(name, 2, m, recompute=recompute)
+    torch.manual_seed(1)
     layers = [nn.Sequential(nn.Linear(4, 4), Noisy()) for _ in range(plan.stages)]
     model = nn.Sequential(nn.Dropout(0.1), *layers).double()
     batches = [(normal(m + 1, 4), normal(m + 1, 4))]
     how: dict[str, Any] = {"loss": noisy_loss, "optimizer": sgd, "steps": 3}
-    seed = data.draw(st.integers(0, 5))
-    want = train(model, batches, mk.Plan.serial(microbatches=m), **how, seed=seed)
-    same(train(model, batches, plan, **how, seed=seed), want.losses, want.state_dict(), **EXACT)
+    want, other = (train(model, batches, mk.Plan.serial(microbatches=m), **how, seed=seed) for seed in (3, 4))
+    same(train(model, batches, plan, **how, seed=3), want.losses, want.state_dict(), **EXACT)
+    assert want.losses != other.losses
 
 
 def test_micro_batches_steps_and_replicas_draw_apart(
@@ -393,7 +329,7 @@ class Attend(nn.Module):
         return self.out(torch.cat([y, z], 1).transpose(1, 2).flatten(2)).tanh()
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.soak), "zbv"])
 def test_selective_recomputation_keeps_no_scores_and_changes_nothing(train: Train, name: str) -> None:
     """Korthikanti et al. 2023, section 5: what a layer keeps of the scores grows with the square of the length."""
     torch.manual_seed(9)
@@ -410,12 +346,3 @@ def test_selective_recomputation_keeps_no_scores_and_changes_nothing(train: Trai
     for less, more in held:
         assert more["activations"] - less["activations"] > 4 * scores
         assert less["activations"] < 0.6 * more["activations"]
-
-
-def test_selective_recomputation_of_the_kits_gpt(train: Train) -> None:
-    torch.manual_seed(10)
-    model, data, loss = MODELS["gpt"](4)
-    how: dict[str, Any] = {"loss": loss, "optimizer": adamw, "steps": 5}
-    losses, weights = serial(model.double(), data, **how)
-    for plan in (plan_of("zb_h1", 3, 4, recompute="selective"), mk.Plan.ddp(2, recompute="selective")):
-        same(train(model, data, plan, **how), losses, weights, **EXACT)

@@ -102,31 +102,6 @@ def check(run: mk.Run, expected: Any, metric: str = "eval accuracy") -> None:
 
 # ---- every family of plans ----------------------------------------------------------------------------------------
 
-QUICK: list[dict[str, Any]] = [
-    {"dp": 4, "microbatches": 2},
-    {"pp": 4, "schedule": "1f1b", "microbatches": 8},
-    {"pp": 2, "dp": 2, "schedule": "1f1b", "microbatches": 4, "zero": 3},
-    {"dp": 2, "data_parallel": "dp", "microbatches": 2},
-]
-THOROUGH: list[dict[str, Any]] = [
-    {"cp": 2},
-    {"tp": 2, "sequence_parallel": True},
-    {"dp": 4, "zero": 3, "microbatches": 2},
-    {"pp": 2, "schedule": "gpipe", "microbatches": 4},
-    {"dp": 2, "zero": 1},
-    {"microbatches": 3},
-    {"dp": 3, "zero": 2, "microbatches": 2},
-    {"dp": 2, "zero": 3, "prefetch": 0, "offload": "params"},
-    {"dp": 4, "data_parallel": "dp"},
-    {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "microbatches": 4},
-    {"pp": 2, "schedule": "zb_h1", "microbatches": 4, "recompute": "full"},
-    {"pp": 2, "schedule": "zbv", "microbatches": 4},
-    {"pp": 2, "tp": 2, "schedule": "gpipe", "microbatches": 4},
-    {"cp": 2, "tp": 2, "sequence_parallel": True},
-    {"dp": 2, "tp": 2, "zero": 3},
-    {"dp": 2, "cp": 2, "cp_order": "zigzag"},
-]
-
 
 def words(plan: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in plan.items())
@@ -151,9 +126,12 @@ HOW: dict[str, Any] = {"loss": next_token_loss, "optimizer": two_optimizers, "st
 
 @pytest.mark.parametrize(
     "plan",
-    [*(pytest.param(p, id=words(p)) for p in QUICK),
-     *(pytest.param(p, id=words(p), marks=pytest.mark.soak) for p in THOROUGH)],
-)  # fmt: skip
+    [
+        {"pp": 2, "dp": 2, "schedule": "1f1b", "microbatches": 4, "zero": 3},
+        {"dp": 4, "data_parallel": "dp", "microbatches": 2},  # more ranks than held-out samples
+    ],
+    ids=words,
+)
 def test_evaluation_average_and_two_optimizers_equal_serial_training(
     train: Train, expected: Any, plan: dict[str, Any]
 ) -> None:
@@ -162,7 +140,7 @@ def test_evaluation_average_and_two_optimizers_equal_serial_training(
 
 
 @pytest.mark.parametrize(
-    "plan", [{"dp": 2}, {"pp": 2, "schedule": "1f1b", "microbatches": 4}, {"dp": 2, "zero": 3}], ids=words
+    "plan", [{"pp": 2, "schedule": "1f1b", "microbatches": 4}, {"dp": 2, "zero": 3}], ids=words
 )
 def test_training_goes_on_as_if_there_had_been_no_evaluation(train: Train, plan: dict[str, Any]) -> None:
     """Bit by bit, with dropout, and with a metric that draws random numbers."""
@@ -180,9 +158,7 @@ def test_training_goes_on_as_if_there_had_been_no_evaluation(train: Train, plan:
     assert list(beside.metrics["eval noisy"]) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "plan", [{"dp": 2, "batchnorm": "local"}, {"dp": 2, "batchnorm": "sync"}, {"dp": 2, "zero": 2}], ids=words
-)
+@pytest.mark.parametrize("plan", [{"dp": 2, "batchnorm": "local"}, {"dp": 2, "batchnorm": "sync"}], ids=words)
 def test_evaluation_uses_running_statistics_and_leaves_them(train: Train, plan: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
@@ -240,9 +216,7 @@ def test_a_partitioned_model_and_a_loss_that_counts(train: Train) -> None:
 # ---- on_step ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "plan", [{"dp": 2}, {"pp": 2, "schedule": "gpipe", "microbatches": 2}, {"dp": 2, "tp": 2}], ids=words
-)
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"pp": 2, "schedule": "gpipe", "microbatches": 2}], ids=words)
 def test_callbacks_log_and_any_rank_may_end_the_training(
     train: Train, plan: dict[str, Any], tmp_path: Path
 ) -> None:

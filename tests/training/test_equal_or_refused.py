@@ -33,8 +33,6 @@ from tests.ingredients import (
 )
 
 STEPS = 3
-FEW, ALL = 12, 200
-"""Trainings that `make test` draws, and `make test-all`."""
 
 
 def make_model(layers: list[str], hook: str, seed: int) -> nn.Sequential:
@@ -105,25 +103,13 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=FEW)
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@settings(max_examples=200)
 @given(case=cases())
 def test_a_training_equals_plain_pytorch_or_is_refused(
     clusters: Callable[[int], mk.Cluster], case: dict[str, Any]
 ) -> None:
-    check_case(clusters, case)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1200)
-@settings(max_examples=ALL)
-@given(case=cases())
-def test_many_trainings_equal_plain_pytorch_or_are_refused(
-    clusters: Callable[[int], mk.Cluster], case: dict[str, Any]
-) -> None:
-    check_case(clusters, case)
-
-
-def check_case(clusters: Callable[[int], mk.Cluster], case: dict[str, Any]) -> None:
     plan, loss = PLANS[case["plan"]](), LOSSES[case["loss"]]()
     pairs = make_pairs(case["masked"], case["seed"])
     optimizer = OPTIMIZERS[case["optimizer"]]

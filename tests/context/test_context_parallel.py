@@ -91,7 +91,7 @@ def cases(draw: st.DrawFn, n: int) -> tuple[list[tuple[int, ...]], dict[str, Any
     return shapes, {"is_causal": causal, "scale": scale, "order": order}
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.lists(cases(n), min_size=1, max_size=6))))
 def test_forward_and_backward_of_any_shape(clusters: Clusters, drawn: Any) -> None:
     n, several = drawn

@@ -137,7 +137,7 @@ def check_losses(clusters: Clusters, t: int, whole: Tensor, *losses: Any) -> Non
         torch.testing.assert_close(gradient, leaf.grad, **EXACT, equal_nan=True)
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(st.data())
 def test_cross_entropy_of_parts(clusters: Clusters, data: st.DataObject) -> None:
     t = data.draw(st.integers(2, 3))

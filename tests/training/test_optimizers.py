@@ -188,13 +188,7 @@ PLANS = {
 }
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", PLANS)
-def test_groups_are_those_of_the_whole_model(train: Train, kind: str) -> None:
-    check_equal(train, net(), DATA, PLANS[kind], loss=F.mse_loss, optimizer=all_kinds, steps=3)
-
-
-@pytest.mark.parametrize("kind", ["gpipe", "interleaved", "zero3", "2d"])
+@pytest.mark.parametrize("kind", ["interleaved", "2d"])
 def test_of_a_model_that_is_no_chain_with_a_tied_weight(train: Train, kind: str) -> None:
     """Stages know its parameters in another order than the model."""
     check_equal(train, Tied().double(), DATA, PLANS[kind], loss=F.mse_loss, optimizer=all_kinds, steps=3)
@@ -317,7 +311,6 @@ def prepared(
     prepare(net() if model is None else model, data, plan, optimizer=optimizer, **how)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused_where_it_looks_beyond_its_part(what: str) -> None:
     optimizer, kinds, words = REFUSED[what]

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -23,8 +22,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.api.run import Run
-from mpkit.data import images
-from mpkit.models import ResNet, UNet
+from mpkit.models import UNet
 from mpkit.prepare.prepare import prepare
 from mpkit.trace import Kind
 from tests.serial import Train, check_equal, serial
@@ -129,12 +127,6 @@ PLANS = {
     "interleaved": mk.Plan(pp=2, schedule="interleaved_1f1b", microbatches=4, virtual_stages=2),
     "zbv": mk.Plan(pp=2, schedule="zbv", microbatches=4, virtual_stages=2),
 }
-PAIRS = [
-    *[("gpt2", plan) for plan in PLANS],
-    *[("t5", plan) for plan in ("gpipe", "1f1b", "zbv")],
-    ("llama", "interleaved"),
-    ("bert", "zb_h1"),
-]
 
 
 @pytest.mark.soak
@@ -156,8 +148,12 @@ def test_models_that_record_hidden_states_equal_serial_training(
     check_equal(train, build(one), data, plan, microbatches=microbatches, steps=2, loss=loss, optimizer=sgd)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("kind, plan", PAIRS)
+@pytest.mark.parametrize("kind, plan", [
+    ("gpt2", "zbv"),
+    *(pytest.param(*pair, marks=pytest.mark.soak) for pair in (
+        ("gpt2", "1f1b"), ("t5", "gpipe"), ("t5", "1f1b"), ("t5", "zbv"), ("llama", "interleaved"), ("bert", "zb_h1"),
+    )),
+])  # fmt: skip
 def test_transformers_equal_serial_training(train: Train, kind: str, plan: str) -> None:
     torch.manual_seed(1)
     model, data = LANGUAGE[kind]()
@@ -168,7 +164,6 @@ def test_transformers_equal_serial_training(train: Train, kind: str, plan: str) 
 # ---------------------------------------------------------------- images
 
 
-@pytest.mark.soak
 def test_a_unet_whose_skips_go_directly_where_they_are_needed(train: Train) -> None:
     torch.manual_seed(2)
     model = UNet(1, 2, width=4).double()
@@ -181,20 +176,6 @@ def test_a_unet_whose_skips_go_directly_where_they_are_needed(train: Train) -> N
         parameter.nbytes for parameter in model.parameters()
     )  # each weight on one rank only
     assert min(held) > 0
-    check_equal(train, model, data, mk.Plan(pp=3, schedule="1f1b", microbatches=3, recompute="full"), **how)
-    check_equal(train, model, data, mk.Plan(pp=3, schedule="zb_h2", microbatches=3), **how)
-
-
-@pytest.mark.soak
-def test_a_resnet_with_batch_norm(train: Train) -> None:
-    # Statistics are a micro-batch's, in every pipeline; so the whole batch in one, or a model in eval().
-    torch.manual_seed(3)
-    model = ResNet(1, 4, width=4, groups=(2, 1, 1)).double()
-    data = [(x.double(), y) for x, y in images(6, 2, size=8)]
-    how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": sgd, "steps": 5}
-    for recompute in ("none", "full"):  # running means are not updated twice
-        check_equal(train, model, data, mk.Plan(pp=3, schedule="naive", recompute=recompute), **how)
-    check_equal(train, model.eval(), data, mk.Plan.gpipe(3, 2, cut=["groups.1", "groups.2"]), **how)
 
 
 # ---------------------------------------------------------------- what goes from block to block
@@ -332,11 +313,11 @@ class InPlace(nn.Module):
         return x
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "cut", [["blocks.0", "blocks.1", "blocks.2"], ["blocks.1", "blocks.2"], ["blocks.2"]]
-)
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("cut", [
+    ["blocks.0", "blocks.1", "blocks.2"],
+    *(pytest.param(cut, marks=pytest.mark.soak) for cut in (["blocks.1", "blocks.2"], ["blocks.2"])),
+])  # fmt: skip
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.soak), "full"])
 def test_what_is_written_into(train: Train, cut: list[str], recompute: str) -> None:
     torch.manual_seed(6)
     plan = mk.Plan.gpipe(len(cut) + 1, 2, cut=cut, recompute=recompute)
@@ -365,7 +346,7 @@ class Loose(nn.Module):
         return self.frozen(y) @ self.words.weight.T
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("stages", [3])
 def test_loose_parameters_and_weights_tied_by_hand(train: Train, stages: int) -> None:
     torch.manual_seed(7)
     data = [(torch.randint(7, (4, t)), torch.randint(7, (4, t))) for t in (5, 3)]
@@ -404,17 +385,6 @@ def test_a_module_that_is_entered_from_outside(train: Train) -> None:
 
 def of_words(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), targets.flatten())
-
-
-def test_a_chain_whose_ends_share_a_weight(train: Train) -> None:
-    torch.manual_seed(8)
-    first, last = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
-    last.weight = first.weight
-    model = nn.Sequential(first, nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), last).double()
-    data = [(torch.randint(7, (6, 3)), torch.randint(7, (6, 3)))]
-    how: dict[str, Any] = {"loss": of_words, "optimizer": adamw, "steps": 5, "max_grad_norm": 0.1}
-    for plan in (mk.Plan.gpipe(3, 2), mk.Plan(pp=4, schedule="zb_h1", microbatches=3), mk.Plan.naive_mp(2)):
-        check_equal(train, model, data, plan, **how)
 
 
 @pytest.mark.soak
@@ -709,19 +679,6 @@ def test_a_forward_that_goes_another_way_is_told_of(train: Train, how: str) -> N
 
 
 @pytest.mark.soak
-def test_checkpoints_of_tied_weights_are_gone_on_from_by_any_cut(train: Train, tmp_path: Path) -> None:
-    torch.manual_seed(11)
-    model, data = gpt2(), [(masked(8), words(5, 8))]
-    how: dict[str, Any] = {"loss": next_word, "optimizer": adamw}
-    losses, weights = serial(model, data, steps=4, **how)
-    train(model, data, mk.Plan.gpipe(3, 2), steps=2, checkpoint_every=2, checkpoint_dir=tmp_path, **how)
-    for plan in (mk.Plan.gpipe(2, 3, cut=["transformer.h.3"]), mk.Plan.gpipe(3, 2), mk.Plan.serial()):
-        run = train(model, data, plan, steps=4, resume_from=tmp_path, **how)
-        torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(losses[2:]), rtol=1e-8, atol=1e-10)
-        torch.testing.assert_close(dict(run.state_dict()), dict(weights), rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize("schedule, recompute", [("gpipe", "none"), ("zb_h1", "none"), ("1f1b", "full")])
 def test_skips_handed_on_from_stage_to_stage(
     clusters: Callable[[int], mk.Cluster], schedule: str, recompute: str
@@ -737,14 +694,3 @@ def test_skips_handed_on_from_stage_to_stage(
     assert ways(run) == {"0>1", "1>2", "2>3"}
     torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(losses), rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(dict(run.state_dict()), dict(weights), rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.soak
-def test_in_16_bits_with_tied_weights(train: Train) -> None:
-    torch.manual_seed(14)
-    model, data = gpt2().float(), [(masked(8), words(5, 8))]
-    how: dict[str, Any] = {"loss": next_word, "optimizer": sgd, "steps": 3}
-    alone = train(model, data, mk.Plan.serial(3, precision="bf16"), **how)
-    run = train(model, data, mk.Plan(pp=3, microbatches=3, precision="bf16"), **how)
-    assert run.losses == pytest.approx(alone.losses, rel=1e-3)
-    torch.testing.assert_close(run.state_dict(), alone.state_dict(), rtol=1e-2, atol=1e-3)

@@ -87,7 +87,7 @@ class ResNet(nn.Module):
         return self.head(x.mean((2, 3)) * self.scale)
 
 
-@pytest.mark.parametrize("plan", [mk.Plan.serial(), mk.Plan.ddp(3, microbatches=2)], ids=repr)
+@pytest.mark.parametrize("plan", [mk.Plan.ddp(3, microbatches=2)], ids=repr)
 def test_a_model_that_is_no_chain(train: Train, plan: mk.Plan) -> None:
     torch.manual_seed(1)
     model = ResNet().double()
@@ -163,26 +163,6 @@ def test_random_models_equal_serial_training(train: Train, data: st.DataObject) 
     batches = [(torch.randn(batch, width, dtype=dtype), torch.randn(batch, 2, dtype=dtype)) for _ in range(2)]
     plan = mk.Plan(dp=n, **options)
     check_equal(train, model.to(dtype), batches, plan, microbatches=m, loss=F.mse_loss, **how)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("make", [mk.Plan.ddp, mk.Plan.dp])
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 3e-2), ("fp16", 4e-3)])
-def test_16_bits_against_serial_training_in_16_bits(
-    train: Train, make: Any, precision: str, tolerance: float
-) -> None:
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 3))
-    data = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(2)]
-    how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": plain_sgd, "steps": 5, "max_grad_norm": 1.0}
-    runs = [
-        train(model, data, plan, **how)
-        for plan in (mk.Plan.serial(2, precision=precision), make(3, microbatches=2, precision=precision))
-    ]
-    assert runs[1].losses == pytest.approx(runs[0].losses, rel=tolerance)
-    for name, value in runs[1].state_dict().items():
-        torch.testing.assert_close(value, runs[0].state_dict()[name], rtol=tolerance, atol=tolerance)
-    assert runs[1].losses[-1] < runs[1].losses[1]
 
 
 # ---------------------------------------------------------------- parameters that nobody uses

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import mpkit as mk
-from mpkit.models import GPT, MLP, next_token_loss
+from mpkit.models import GPT, next_token_loss
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.train import Training
 from mpkit.prepare.prepare import prepare
@@ -52,38 +52,7 @@ def words(plan: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in plan.items())
 
 
-# ---- two axes, and three -----------------------------------------------------------------------------------------
-
-
-MESHES: list[dict[str, Any]] = [
-    {"pp": 2, "dp": 2, "schedule": "gpipe", "zero": 3, "recompute": "full"},
-    {"pp": 2, "dp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
-    {"pp": 2, "dp": 2, "schedule": "zb_h1", "zero": 2},
-    {"pp": 2, "dp": 2, "schedule": "zbv", "zero": 3, "offload": "params"},
-    {"tp": 2},
-    {"tp": 3, "sequence_parallel": True},
-    {"cp": 2},
-    {"cp": 3, "cp_order": "zigzag"},
-    {"cp": 2, "tp": 2, "sequence_parallel": True},
-    {"dp": 2, "tp": 2, "zero": 1, "sequence_parallel": True},
-    {"dp": 2, "tp": 2, "zero": 2, "offload": "optimizer"},
-    {"dp": 2, "tp": 2, "zero": 3, "prefetch": 0},
-    {"dp": 2, "cp": 2, "zero": 2},
-    {"pp": 2, "tp": 2, "schedule": "1f1b", "sequence_parallel": True},
-    {"pp": 2, "tp": 2, "schedule": "zb_h1"},
-    {"pp": 2, "cp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
-    {"pp": 2, "dp": 2, "tp": 2, "schedule": "1f1b"},
-    {"pp": 2, "dp": 2, "tp": 2, "schedule": "zbv", "zero": 1, "sequence_parallel": True},
-    {"pp": 2, "dp": 2, "tp": 2, "schedule": "gpipe", "zero": 3, "recompute": "full"},
-    {"pp": 2, "cp": 2, "tp": 2, "schedule": "1f1b", "zero": 1, "recompute": "selective"},
-]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("mesh", MESHES, ids=words)
-def test_meshes_equal_serial_training(train: Train, mesh: dict[str, Any]) -> None:
-    torch.manual_seed(1)
-    check_equal(train, small_gpt(), tokens(7, 12, 33), mk.Plan(microbatches=3, **mesh), **HOW)
+# ---- models of transformers -----------------------------------------------------------------------------------------
 
 
 def gpt2() -> nn.Module:
@@ -214,9 +183,7 @@ class Unembeds(Embeds):
         return x @ self.weight.T
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("zero", "trained"), [(0, True), (3, False)])
 def test_tied_weights_of_pipelines_with_replicas(train: Train, zero: int, trained: bool) -> None:
     torch.manual_seed(1)
     weight = nn.Parameter(torch.randn(11, 6) * 0.1, requires_grad=trained)
@@ -230,31 +197,6 @@ def test_tied_weights_of_pipelines_with_replicas(train: Train, zero: int, traine
         assert torch.equal(run.state_dict()["0.weight"], run.state_dict()["5.weight"])
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("plan", [
-    mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=2, zero=1),
-    mk.Plan(dp=2, tp=2, sequence_parallel=True, zero=3, microbatches=2),
-], ids=str)  # fmt: skip
-def test_in_single_precision_too(train: Train, plan: mk.Plan) -> None:
-    torch.manual_seed(4)
-    how = {**HOW, "optimizer": sgd}
-    check_equal(train, small_gpt().float(), tokens(6, 12, 33), plan, **how)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bits_on_a_mesh_follow_16_bits_alone(train: Train, precision: str) -> None:
-    torch.manual_seed(5)
-    model, data = small_gpt().float(), tokens(6, 12, 33)
-    alone = train(model, data, mk.Plan.serial(2, precision=precision), **HOW).losses
-    for mesh in (
-        {"pp": 2, "dp": 2, "tp": 2, "schedule": "1f1b", "zero": 1},
-        {"tp": 2, "sequence_parallel": True},
-    ):
-        losses = train(model, data, mk.Plan(microbatches=2, precision=precision, **mesh), **HOW).losses
-        torch.testing.assert_close(losses, alone, rtol=2e-2, atol=1e-2)
-
-
 def test_an_overflow_on_one_rank_skips_the_step_on_all(train: Train) -> None:
     """The loss of the last batch cannot be shown in fp16 once it is scaled."""
     torch.manual_seed(6)
@@ -265,16 +207,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(train: Train) -> None:
     assert all(torch.equal(after[name], value.half()) for name, value in model.state_dict().items())
     other = train(model, data, plan, **{**how, "loss": next_token_loss}).state_dict()
     assert any(not torch.equal(other[name], value.half()) for name, value in model.state_dict().items())
-
-
-@pytest.mark.soak
-def test_the_norm_of_the_gradients_is_that_of_all(train: Train) -> None:
-    """Clipped so hard that a wrong norm would show in the first update."""
-    torch.manual_seed(7)
-    model, data = small_gpt(), tokens(6, 12, 33)
-    how = {**HOW, "optimizer": sgd, "max_grad_norm": 1e-3, "steps": 1}
-    for mesh in MESHES[::3]:
-        check_equal(train, model, data, mk.Plan(microbatches=2, **mesh), **how)
 
 
 def test_micro_batches_add_up_to_the_global_batch(train: Train) -> None:
@@ -327,11 +259,10 @@ def held_alike(ctx: Any, job: TrainJob) -> dict[str, Tensor]:
         }
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("mesh", [
-    {"dp": 2, "cp": 2, "tp": 2},
+    pytest.param({"dp": 2, "cp": 2, "tp": 2}, marks=pytest.mark.soak),
     {"dp": 4, "tp": 2, "zero": 3},
-    {"dp": 2, "cp": 2, "tp": 2, "zero": 1, "sequence_parallel": True},
+    pytest.param({"dp": 2, "cp": 2, "tp": 2, "zero": 1, "sequence_parallel": True}, marks=pytest.mark.soak),
 ], ids=words)  # fmt: skip
 def test_what_ranks_hold_alike_stays_alike_to_the_last_bit(clusters: Any, mesh: dict[str, Any]) -> None:
     """With shards of unequal size beside it, whose sums over four replicas may be made in any order."""
@@ -345,16 +276,11 @@ def test_what_ranks_hold_alike_stays_alike_to_the_last_bit(clusters: Any, mesh: 
 # ---- what cannot be --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(("plan", "says"), [
     (mk.Plan(tp=4), r"3 heads.*tp=3"),
     (mk.Plan(cp=5), r"Sequences of s=12 tokens on cp=5"),
-    (mk.Plan(tp=2, cp=2, sequence_parallel=True), None),
 ], ids=str)  # fmt: skip
-def test_refused_before_any_rank_starts(clusters: Any, plan: mk.Plan, says: str | None) -> None:
-    if says is None:
-        clusters(plan.ranks).train(small_gpt(), tokens(4, 12, 33), plan, **HOW).wait()
-        return
+def test_refused_before_any_rank_starts(clusters: Any, plan: mk.Plan, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         clusters(plan.ranks).train(small_gpt(), tokens(4, 12, 33), plan, **HOW)
 
@@ -381,18 +307,9 @@ def test_a_model_nobody_knows_how_to_divide(clusters: Any) -> None:
 def test_a_plan_that_works_against_itself_says_so(clusters: Any) -> None:
     plan = mk.Plan(pp=2, dp=2, zero=3, schedule="1f1b", microbatches=2)
     with pytest.warns(mk.UnwisePlan, match=r"3 m psi per step with m = 2.*zero=1") as said:
-        clusters(4).train(small_gpt(), tokens(4, 12, 33), plan, **HOW).wait()
+        clusters(4).train(small_gpt(), tokens(4, 12, 33), plan, **HOW | {"steps": 1}).wait()
     assert {each.filename for each in said} == {__file__}, "shown at the user's line"
     made = {"batch": tokens(4, 12, 33)[0], "loss": HOW["loss"], "optimizer": HOW["optimizer"]}
     with pytest.warns(mk.UnwisePlan, match="3 m psi") as said:
         mk.trace_fake(small_gpt, plan, cluster=clusters(4), **made)
     assert [each.filename for each in said] == [__file__]
-
-
-def test_mlp_of_the_kit(train: Train) -> None:
-    torch.manual_seed(11)
-    model = MLP(inputs=6, width=9, layers=4, outputs=3).double()
-    data = [(torch.randn(6, 6).double(), torch.randint(0, 3, (6,))) for _ in range(2)]
-    for mesh in ({"tp": 2}, {"pp": 2, "tp": 2, "schedule": "1f1b"}, {"dp": 2, "tp": 3, "zero": 3}):
-        check_equal(train, model, data, mk.Plan(microbatches=2, **mesh), **{**HOW, "loss": F.cross_entropy})
-        check_equal(train, model, data, mk.Plan(microbatches=2, **mesh), **{**HOW, "loss": F.cross_entropy})

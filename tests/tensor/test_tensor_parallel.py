@@ -84,7 +84,9 @@ def check_equal(clusters: Clusters, t: int, *cases: Case, rtol: float = 1e-8) ->
 # ---------------------------------------------------------------- the kit's
 
 
-@pytest.mark.parametrize("t", [2, 3, 4])
+@pytest.mark.parametrize(
+    "t", [pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(4, marks=pytest.mark.soak)]
+)
 def test_gpt(clusters: Clusters, t: int) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(31, (3, 13))
@@ -103,6 +105,7 @@ def test_mlp(clusters: Clusters) -> None:
     check_equal(clusters, 3, *(Case(model, x, y, F.mse_loss, how) for model in models for how in (PLAIN,)))
 
 
+@pytest.mark.soak
 @settings(max_examples=8)
 @given(st.data())
 def test_any_sizes(clusters: Clusters, data: st.DataObject) -> None:
@@ -204,7 +207,9 @@ WAYS: dict[int, list[tuple[Any, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("t", WAYS)
+@pytest.mark.parametrize(
+    "t", [pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(4, marks=pytest.mark.soak)]
+)
 def test_transformers(clusters: Clusters, t: int) -> None:
     torch.manual_seed(2)
     cases = [Case(make(), *sentences(3, 12), next_word, how) for make, how in WAYS[t]]
@@ -294,7 +299,9 @@ def generated(ctx: Any, model: nn.Module, tokens: Tensor, how: Any) -> Tensor:
     return mk.tensor_parallel(ctx, model).generate(tokens, **how)
 
 
-@pytest.mark.parametrize("make, t", [(gpt2, 2), (llama, 3)], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "make, t", [pytest.param(gpt2, 2, marks=pytest.mark.soak), (llama, 3)], ids=["gpt2", "llama"]
+)
 def test_generation_is_the_whole_models(clusters: Clusters, make: Any, t: int) -> None:
     torch.manual_seed(6)
     model = make().eval()

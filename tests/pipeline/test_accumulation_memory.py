@@ -12,9 +12,9 @@ import torch
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from mpkit.schedule import NAMES
+from tests.mesh.test_mesh_training import tokens
 from tests.recipes import adamw
-from tests.serial import Train, check_equal
-from tests.test_mesh_training import tokens
+from tests.serial import Train
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 
@@ -64,16 +64,3 @@ def test_one_rank_saves_what_serial_accumulation_does(train: Train) -> None:
         for plan in (mk.Plan.serial(M), mk.Plan(microbatches=M))
     ]
     assert held[0] == held[1]
-
-
-@pytest.mark.soak
-def test_accumulation_equals_serial_training(train: Train) -> None:
-    check_equal(train, gpt().double(), tokens(7, 24, 32), mk.Plan(tp=2, microbatches=3), **HOW)
-
-
-@pytest.mark.soak
-def test_replicas_reduce_on_the_last_micro_batch_only(train: Train) -> None:
-    data = tokens(8, 24, 32)
-    runs = [train(gpt(), data, mk.Plan.ddp(2, microbatches=m), **HOW) for m in (1, M)]
-    once, often = (run.timeline().comm_bytes for run in runs)
-    assert once == often

@@ -63,7 +63,7 @@ class Samples(IterableDataset[Batch]):
 
 
 @pytest.mark.parametrize(
-    "plan", [mk.Plan.ddp(2, microbatches=2), mk.Plan.dp(2), mk.Plan.gpipe(2, 2), mk.Plan.zero(3, 2)], ids=repr
+    "plan", [mk.Plan.ddp(2, microbatches=2), mk.Plan.dp(2), mk.Plan.gpipe(2, 2)], ids=repr
 )
 def test_a_stream_trains_as_a_list_does(clusters: Clusters, plan: mk.Plan) -> None:
     listed = clusters(2).train(net(), [batch(i) for i in range(4)], plan, steps=4, **HOW).wait()

@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from mpkit.trace import Kind
+from tests.mesh.test_mesh_training import tokens
 from tests.recipes import adamw, logits_loss
 from tests.serial import Train, check_equal
-from tests.test_mesh_training import tokens
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [
@@ -52,22 +52,6 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Any]] = {
 
 
 # ---- equal to serial training ------------------------------------------------------------------------------------
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("kind", "plan"), [
-    ("gpt", mk.Plan(pp=2, schedule="zb_h1", microbatches=3, recompute="full")),
-    ("llama", mk.Plan(pp=2, schedule="zb_h1", microbatches=2, recompute="every=2")),
-    ("llama", mk.Plan(pp=2, schedule="1f1b", microbatches=2, recompute="full")),
-    ("gpt", mk.Plan(pp=2, schedule="zb_h1", microbatches=2, recompute="full", zero=3)),
-    ("llama", mk.Plan.zero(3, 2, recompute="full")),
-    ("gpt", mk.Plan(tp=2, sequence_parallel=True, microbatches=2, recompute="full")),
-    ("gpt", mk.Plan(cp=2, recompute="full")),
-    ("gpt", mk.Plan.dp(2, recompute="full")),
-], ids=repr)  # fmt: skip
-def test_equals_serial_training(train: Train, kind: str, plan: mk.Plan) -> None:
-    make, loss = MODELS[kind]
-    check_equal(train, make(), tokens(4, S, 32), plan, loss=loss, optimizer=adamw, steps=2)
 
 
 def test_dropout_drops_the_same(train: Train) -> None:

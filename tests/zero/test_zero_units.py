@@ -34,9 +34,9 @@ import mpkit as mk
 from mpkit.models import GPT, ResNet
 from mpkit.models.blocks import repeated_blocks
 from mpkit.trace import CATEGORIES, Kind, RankTrace
+from tests.mesh.test_mesh_training import tokens
 from tests.recipes import adamw, logits_loss
 from tests.serial import Train, check_equal
-from tests.test_mesh_training import tokens
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.filterwarnings("ignore:.*_token_id.*")
@@ -157,7 +157,7 @@ def most_buffers(rank: RankTrace, last_step: int) -> tuple[int, int]:
     return int(held[in_step & (mine["op"] <= back)].max()), int(held[in_step].max())
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_llama_holds_two_blocks_and_sends_three_psi(
     train: Train, clusters: Callable[[int], mk.Cluster], prefetch: int
 ) -> None:

@@ -131,30 +131,6 @@ def test_random_models_and_options_equal_serial_training(train: Train, data: st.
     )
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_in_single_precision_too(train: Train, zero: int) -> None:
-    torch.manual_seed(2)
-    model = GPT(layers=2, width=16, heads=2, length=12)
-    plan = mk.Plan.zero(zero, 3, microbatches=2)
-    check_equal(
-        train, model, text_batches(6, 12, 3), plan, microbatches=2, loss=next_token_loss, optimizer=plain
-    )
-
-
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_in_16_bits_as_serial_training_in_16_bits(train: Train, zero: int, precision: str) -> None:
-    torch.manual_seed(3)
-    model, data = GPT(layers=2, width=16, heads=2, length=12), text_batches(6, 12, 2)
-    how: dict[str, Any] = {"loss": next_token_loss, "optimizer": adam, "steps": 5}
-    alone = train(model, data, mk.Plan.serial(precision=precision), **how)
-    for offload in ("none", "optimizer", "params")[: zero if zero > 1 else 2]:
-        run = train(model, data, mk.Plan.zero(zero, 2, precision=precision, offload=offload), **how)
-        torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(alone.losses), rtol=1e-2, atol=1e-2)
-        for name, value in run.state_dict().items():
-            torch.testing.assert_close(value, alone.state_dict()[name], rtol=2e-2, atol=2e-2)
-
-
 class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -183,8 +159,7 @@ class NoChain(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("zero", "recompute"), [(1, "full"), (2, "none"), (3, "full")])
 def test_a_model_that_is_no_chain(train: Train, zero: int, recompute: str) -> None:
     torch.manual_seed(4)
     data = [(torch.randint(11, (5, 7)), torch.randint(11, (5, 7))) for _ in range(2)]
@@ -192,7 +167,7 @@ def test_a_model_that_is_no_chain(train: Train, zero: int, recompute: str) -> No
     check_equal(train, NoChain().double(), data, plan, microbatches=2, loss=next_token_loss, optimizer=adamw)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_parameters_of_several_dtypes(train: Train, zero: int) -> None:
     class Widen(nn.Module):
         def __init__(self) -> None:
@@ -260,7 +235,7 @@ def test_memory_is_what_the_formulas_say(train: Train, zero: int, precision: str
     model = GPT(layers=2, width=16, heads=2, length=8, vocab=32)
     psi = sum(parameter.numel() for parameter in model.parameters())
     data = [(torch.randint(32, (8, 8)), torch.randint(32, (8, 8)))]
-    for n, microbatches in ((2, 1), (4, 2)):
+    for n, microbatches in ((2, 1),) if precision == "full" else ((4, 2),):
         plan = mk.Plan(dp=n, zero=zero, precision=precision, microbatches=microbatches)
         run = train(model, data, plan, loss=next_token_loss, optimizer=adam, steps=4)
         want = states(psi, zero, n, mixed=precision != "full")
@@ -291,7 +266,7 @@ def test_what_is_gathered_is_there_for_a_moment(train: Train) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_volume_is_what_the_formulas_say(train: Train, zero: int, n: int) -> None:
     torch.manual_seed(9)
     model = GPT(layers=2, width=16, heads=2, length=8)
@@ -352,7 +327,7 @@ def test_offload_copies_over_the_host_link(train: Train, zero: int, offload: str
 # ---------------------------------------------------------------- overflow
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, 3])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(train: Train, zero: int) -> None:
     torch.manual_seed(12)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))

@@ -1,0 +1,352 @@
+"""Parallel training equals serial training, for each pair of features: one run per row of a covering array.
+
+A feature is a model, an axis of the mesh, a stage of ZeRO, an optimizer, ... Each two levels of two features that may
+go together occur together in some row. Serial training is `tests/serial.py`, plain PyTorch. What three features do
+only together is left to the random trainings of `make soak`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.models import GPT, MLP, ResNet
+from mpkit.schedule import NAMES
+from tests.serial import EXACT, Train, Trained, trained
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
+
+PEERS = ("naive", "gpipe", "looped_bfs", "zb_h2", "interleaved_zb", "dualpipev")
+"""Schedules that differ from others by their order alone: each is in some row, and not with everything."""
+
+# ---- the features ------------------------------------------------------------------------------------------------
+
+AXES = ("schedule", "replicas", "tp", "cp")
+FEATURES: dict[str, tuple[str, ...]] = {
+    "schedule": ("-", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", *PEERS),
+    "replicas": ("-", "ddp", "dp"),
+    "tp": ("-", "features", "sequence"),
+    "cp": ("-", "contiguous", "zigzag"),
+    "model": ("mlp", "gpt", "no chain", "resnet"),
+    "zero": ("-", "1", "2", "3"),
+    "recompute": ("none", "full", "selective", "every=2"),
+    "microbatches": ("1", "4"),
+    "precision": ("fp64", "fp32", "bf16", "fp16"),
+    "offload": ("none", "optimizer", "params"),
+    "optimizer": ("sgd", "adamw", "groups"),
+    "loss": ("mean", "counts"),
+    "checkpoint": ("-", "saved", "resumed"),
+    "between": ("-", "evaluation, average"),
+    "rate": ("constant", "halved"),
+    "clip": ("-", "norm"),
+    "buckets": ("one", "many"),
+    "prefetch": ("1", "0"),
+}
+Level = tuple[str, str]
+Row = dict[str, str]
+
+LANGUAGE = ("gpt", "no chain")
+RULES: tuple[Callable[..., bool], ...] = (
+    # ---- at most 8 ranks
+    lambda schedule, replicas, tp, cp: sum(x != "-" for x in (schedule, replicas, tp, cp)) <= 3,
+    # ---- what a Plan refuses
+    lambda replicas, schedule: replicas != "dp" or schedule == "-",
+    lambda replicas, tp: replicas != "dp" or tp == "-",
+    lambda replicas, cp: replicas != "dp" or cp == "-",
+    lambda replicas, zero: replicas != "dp" or zero == "-",
+    lambda replicas, offload: replicas != "dp" or offload == "none",
+    lambda offload, zero: offload != "params" or zero == "3",
+    # ---- what makes no difference
+    lambda zero, replicas, cp: zero == "-" or replicas == "ddp" or cp != "-",
+    # ---- what a model has to have
+    lambda model, cp: cp == "-" or model in LANGUAGE,
+    lambda model, tp: tp != "sequence" or model in LANGUAGE,
+    lambda model, recompute: recompute != "selective" or model in LANGUAGE,
+    lambda model, recompute: recompute != "every=2" or model != "mlp",
+    # ---- what a schedule has to have
+    lambda schedule, microbatches: schedule not in ("interleaved_zb", "dualpipev") or microbatches == "4",
+    # ---- what is wrong today: such a training differs from serial training, or fails (gradients of the embedding)
+    lambda schedule, tp, model: (tp, model) != ("sequence", "no chain") or schedule in ("-", "1f1b", "zb_h1"),
+)
+READS = [(rule, tuple(inspect.signature(rule).parameters)) for rule in RULES]
+READ = {name for _, names in READS for name in names}
+
+
+def is_allowed(row: Row) -> bool:
+    """Whether no rule about features that the row has speaks against it."""
+    return all(rule(*map(row.get, names)) for rule, names in READS if row.keys() >= set(names))
+
+
+def pairs_of(row: Row) -> set[tuple[Level, Level]]:
+    """Each two levels of a row, in the order of FEATURES."""
+    return set(combinations([(feature, row[feature]) for feature in FEATURES if feature in row], 2))
+
+
+def complete(row: Row, order: Sequence[str], wanted: set[tuple[Level, Level]]) -> Row | None:
+    """Add the features in this order, each at the level with the most wanted pairs; None: there is no such row."""
+    if not order:
+        return row
+
+    def gain(level: str) -> int:
+        new = (order[0], level)
+        return sum((new, other) in wanted or (other, new) in wanted for other in row.items())
+
+    for level in sorted(FEATURES[order[0]], key=gain, reverse=True):
+        longer = row | {order[0]: level}
+        found = complete(longer, order[1:], wanted) if is_allowed(longer) else None
+        if found is not None:
+            return found
+    return None
+
+
+def covering(tries: int = 3) -> tuple[list[Row], set[tuple[Level, Level]]]:
+    """Rows in which each pair of levels occurs, and the pairs that no row can have.
+
+    Each row begins with a pair that none has yet; of some ways to complete it the one with the most new pairs is taken.
+    """
+    draw = random.Random(3)
+    levels = [(feature, level) for feature, each in FEATURES.items() for level in each]
+    pairs = [pair for pair in combinations(levels, 2) if pair[0][0] != pair[1][0]]
+    pairs = [pair for pair in pairs if pair[0][1] not in PEERS or pair[1] == ("microbatches", "4")]
+    rows, wanted, impossible = [], set(pairs), set()
+    for first in pairs:
+        if first not in wanted:
+            continue
+        found: list[Row | None] = []
+        for _ in range(tries):
+            order = [feature for feature in FEATURES if feature not in dict(first)]
+            order.sort(key=lambda feature: (feature not in AXES, feature not in READ, draw.random()))
+            found.append(complete(dict(first), order, wanted) if is_allowed(dict(first)) else None)
+        rows_with_it = [row for row in found if row is not None]
+        if rows_with_it:
+            rows.append(max(rows_with_it, key=lambda row: len(pairs_of(row) & wanted)))
+            wanted -= pairs_of(rows[-1])
+        else:
+            impossible.add(first)
+    return rows, impossible
+
+
+ROWS, IMPOSSIBLE = covering()
+
+
+def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
+    """All pairs are counted anew: 25 are impossible, each by one of the rules."""
+    together = set().union(*map(pairs_of, ROWS))
+    assert all(is_allowed(row) and list(row.keys() ^ FEATURES.keys()) == [] for row in ROWS)
+    missing = [
+        ((a, x), (b, y))
+        for a, b in combinations(FEATURES, 2) for x in FEATURES[a] for y in FEATURES[b]
+        if ((a, x), (b, y)) not in together and x not in PEERS
+    ]  # fmt: skip
+    assert set(missing) == IMPOSSIBLE
+    assert len(missing) == 25, missing
+    assert {row["schedule"] for row in ROWS} == {"-", *NAMES}
+    assert len(ROWS) <= 45
+
+
+# ---- a row as a training -----------------------------------------------------------------------------------------
+
+
+def scores(outputs: Tensor) -> Tensor:
+    """A row of scores per target, in 32 bits where the model computes in 16."""
+    logits: Tensor = outputs.flatten(0, -2)
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores(outputs), targets.flatten())
+
+
+def total(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores(outputs), targets.flatten(), reduction="sum")
+
+
+def valid(targets: Tensor) -> Tensor:
+    return (targets != -100).sum()
+
+
+def counts(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return total(outputs, targets), valid(targets)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """Its eps is far above gradients that are zero but for rounding."""
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-6)
+
+
+@mk.optimizer.by_name
+def groups(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Groups by place, number, shape, size and name, with states before the first step."""
+    first, *rest = named
+    each: list[dict[str, Any]] = [{"params": [first[1]], "lr": 0.02}]
+    for i, (name, p) in enumerate(rest):
+        decay = 0.0 if p.dim() < 2 or name.endswith("bias") else 0.1
+        each.append({"params": [p], "lr": (0.05 + 0.01 * i) / len(named), "weight_decay": decay})
+    each[-1]["lr"] = 0.03 / p.numel() ** 0.5
+    return torch.optim.Adagrad(each, lr=0.1, initial_accumulator_value=0.1, eps=1e-6)
+
+
+def halved(step: int) -> float:
+    return 0.5**step
+
+
+def gpt() -> nn.Module:
+    """Its head's weight is the embedding's; 2 ranks divide neither 33 tokens nor 3 heads."""
+    model = GPT(vocab=33, layers=2, width=12, heads=3, length=8)
+    model.head.logits.weight = model.embedding.tokens.weight
+    return model
+
+
+class NoChain(nn.Module):
+    """A forward of its own, with its input's name, and a parameter that belongs to no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = gpt(), nn.Parameter(torch.rand(33))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        inner = self.inner
+        logits: Tensor = inner.head(inner.block1(inner.block0(inner.embedding(ids)))) * self.gain
+        return logits
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: MLP(6, 5, width=9, layers=4),
+    "gpt": gpt,
+    "no chain": NoChain,
+    "resnet": lambda: ResNet(1, 5, width=4, groups=(1, 1, 1)),
+}
+
+
+def batches(model: str, loss: str, dtype: torch.dtype, *sizes: int) -> list[Any]:
+    """Of a loss that counts, all targets of the last sample and some others are masked."""
+    found = []
+    for size in sizes:
+        if model in LANGUAGE:
+            inputs: Any = torch.randint(33, (size, 8))
+            targets = torch.randint(33, (size, 8))
+        else:
+            inputs = torch.randn(size, *((1, 8, 8) if model == "resnet" else (6,)), dtype=dtype)
+            targets = torch.randint(5, (size,))
+        if loss == "counts":
+            targets[-1] = targets.view(size, -1)[1, :3] = -100
+        found.append(({"ids": inputs} if model == "no chain" else inputs, targets))
+    return found
+
+
+def plan_of(row: Row) -> mk.Plan:
+    """The plan that the row's features make."""
+    schedule, tp, cp = row["schedule"], row["tp"], row["cp"]
+    return mk.Plan(
+        pp=1 if schedule == "-" else 2,
+        schedule="naive" if schedule == "-" else schedule,
+        virtual_stages=2
+        if schedule in ("looped_bfs", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipev")
+        else 1,
+        dp=1 if row["replicas"] == "-" else 2,
+        data_parallel="dp" if row["replicas"] == "dp" else "ddp",
+        zero=0 if row["zero"] == "-" else int(row["zero"]),
+        tp=1 if tp == "-" else 2,
+        sequence_parallel=tp == "sequence",
+        cp=1 if cp == "-" else 2,
+        cp_order="contiguous" if cp == "-" else cp,
+        microbatches=int(row["microbatches"]),
+        recompute=row["recompute"],
+        precision="full" if row["precision"] in ("fp64", "fp32") else row["precision"],
+        offload=row["offload"],
+        bucket_mb=25 if row["buckets"] == "one" else 0.001,
+        prefetch=int(row["prefetch"]),
+    )
+
+
+STEPS, SAVED_AT, DECAY = 4, 2, 0.8
+
+
+def name_of(row: Row) -> str:
+    """What is not as in the plainest training."""
+    return " ".join(level for feature, level in row.items() if level != FEATURES[feature][0]) or "serial"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_a_row_equals_serial_training(train: Train, tmp_path: Path, row: Row) -> None:
+    torch.manual_seed(1)
+    plan, kind = plan_of(row), row["model"]
+    dtype = torch.float64 if row["precision"] == "fp64" else torch.float32
+    model = MODELS[kind]().to(dtype)
+    # Of 7 samples in 4 micro-batches one replica has none of the last; BatchNorm needs some everywhere.
+    data, held_out = (
+        batches(kind, row["loss"], dtype, *sizes)
+        for sizes in (((8, 8), (8,)) if kind == "resnet" else ((7, 7), (5, 2)))
+    )
+    optimizer = {"sgd": sgd, "adamw": adamw, "groups": groups}[row["optimizer"]]
+    how: dict[str, Any] = {
+        "optimizer": optimizer, "max_grad_norm": 0.3 if row["clip"] == "norm" else None,
+        "lr_schedule": halved if row["rate"] == "halved" else None,
+    }  # fmt: skip
+    expected = trained(
+        model, data, loss=total, mean=False, count=valid, steps=STEPS, microbatches=plan.microbatches, decay=DECAY,
+        held_out=held_out, dtype=NARROW.get(row["precision"]), **how,
+    )  # fmt: skip
+    how["loss"] = counts if row["loss"] == "counts" else mean
+    between = row["between"] != "-"
+    if between:
+        how |= {"evaluate": held_out, "every": 2, "ema": DECAY}
+    losses: list[float] = []
+    if row["checkpoint"] != "-":
+        # Another plan goes on: this one's checkpoint is read by serial training, or the other way round.
+        other = mk.Plan.serial(plan.microbatches, precision=plan.precision)
+        first, plan = (plan, other) if row["checkpoint"] == "saved" else (other, plan)
+        saves = {"checkpoint_every": SAVED_AT, "checkpoint_dir": tmp_path}
+        losses = list(train(model, data, first, steps=SAVED_AT, **saves, **how).losses)
+        how["resume_from"] = tmp_path
+    run = train(model, data, plan, steps=STEPS, **how)
+    found = Trained(
+        losses + list(run.losses),
+        dict(run.state_dict()),
+        dict(run.ema_state_dict()) if between else {},
+        [run.metrics["eval loss"][3]] if between else [],
+    )
+    expected = expected._replace(
+        average=expected.average if between else {}, evaluated=expected.evaluated[-1:] if between else []
+    )
+    check_same(found, expected, model.state_dict(), row["precision"])
+
+
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+NEAR = {"fp64": (1e-8, 1e-8), "fp32": (1e-4, 1e-3), "fp16": (2e-2, 0.1), "bf16": (3e-2, 0.2)}
+"""How near losses are, and weights: as a part of how far training has moved them."""
+
+
+def check_same(found: Trained, expected: Trained, before: dict[str, Tensor], precision: str) -> None:
+    """Compare losses number by number, and weights by how far they are off, together and in float64 one by one."""
+    assert list(found.weights) == list(expected.weights)
+    near, apart = NEAR[precision]
+    for numbers, wanted in ((found.losses, expected.losses), (found.evaluated, expected.evaluated)):
+        assert numbers == pytest.approx(wanted, rel=near)
+    for values, weights in ((found.weights, expected.weights), (found.average, expected.average)):
+        moved, off = [], []
+        for name, value in weights.items():
+            if precision == "fp64":
+                torch.testing.assert_close(values[name], value, **EXACT, msg=lambda m, n=name: f"{n}: {m}")
+            moved.append((value.double() - before[name].double()).flatten())
+            off.append((values[name].double() - value.to(values[name].dtype).double()).flatten())
+        if weights:
+            ratio = float(torch.cat(off).norm() / torch.cat(moved).norm())
+            assert ratio < apart
