@@ -104,6 +104,27 @@ def test_models_of_transformers_on_meshes(train: Train, make: Any, mesh: dict[st
     check_equal(train, model, data, mk.Plan(microbatches=2, **mesh), **{**HOW, "loss": logits_loss})
 
 
+class Within(nn.Module):
+    """A model that is no chain, around one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_gpt()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.inner(ids)
+        return logits
+
+
+def test_a_stage_begins_within_a_region(train: Train) -> None:
+    """Hooks of opened modules scatter the sequence (block0) and gather it (its MLP); no weight is in both stages."""
+    data = tokens(5, 8, 33)
+    plan = mk.Plan(pp=2, tp=2, sequence_parallel=True, microbatches=2, cut=["inner.block0.mlp.up"])
+    check_equal(train, Within(), data, plan, **HOW)
+    partition = prepare(Within(), data, plan, ranks=4, **HOW).where.partition
+    assert partition is not None and partition.shared == []
+
+
 # ---- at random -----------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
 from mpkit.api.run import Run
@@ -325,8 +326,24 @@ def test_what_is_written_into(train: Train, cut: list[str], recompute: str) -> N
     check_equal(train, InPlace().double(), data, plan, loss=F.mse_loss, optimizer=adamw, steps=5)
 
 
+class Product(torch.autograd.Function):
+    """x y, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return d * y, (d * x).sum((0, 1))
+
+
 class Loose(nn.Module):
-    """Parameters and buffers that the model uses itself, a block called again and again, a weight tied by hand."""
+    """Parameters and buffers that the model uses itself, in an autograd function too; a block called again and again;
+    a weight tied by hand.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +359,7 @@ class Loose(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.words(x) + self.places[: x.shape[1]] * self.scale
         for block in self.blocks:
-            y = y + self.again(block(y)) * self.gain
+            y = y + Product.apply(self.again(block(y)), self.gain)
         return self.frozen(y) @ self.words.weight.T
 
 
@@ -564,6 +581,18 @@ class Kept(nn.Module):
         return self.b(y * z) if self.hands_on else self.b(y) + torch.sin(z)
 
 
+class Checkpoints(nn.Module):
+    """Calls a block out of sight, from an autograd function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.b, self.a(x), use_reentrant=True)
+        return y
+
+
 class TwiceNormed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -598,6 +627,11 @@ IMPOSSIBLE: dict[str, tuple[nn.Module, mk.Plan, str]] = {
         Kept(True),
         mk.Plan.gpipe(2, 2, cut=["b"]),
         "mul is given a tensor that a made and did not return",
+    ),
+    "a block called by an autograd function": (
+        Checkpoints(),
+        mk.Plan.gpipe(2, 2),
+        "between its blocks, CheckpointFunction computes with b.weight, which it is not given",
     ),
     "statistics in two stages": (
         TwiceNormed(),

@@ -2,7 +2,7 @@
 
 The model is *opened*: some of its modules run their forward as it is written (the model itself, and whatever contains
 blocks), and the others, the *blocks*, are called as a whole. A walk is a torch function mode, so it also intercepts
-every operation between blocks. Within a block it is off.
+every operation between blocks, also an autograd function, which is one operation. Within a block it is off.
 
     seen            determine whether a call is a question about shapes, an operation, or a block
     inputs only     run an operation on what follows from the model's inputs alone, here and on every rank
@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,  # private: tests/partition/test_any_model.py guards it
@@ -55,6 +57,7 @@ class Walk(TorchFunctionMode):
 
     def __init__(self, parameters: dict[int, str]) -> None:
         super().__init__()
+        _intercept_autograd_functions()
         self._parameters = parameters
         self.scopes = [""]  # the opened modules whose forward is running
 
@@ -99,6 +102,22 @@ class Walk(TorchFunctionMode):
             yield
         finally:
             self.scopes.pop()
+
+
+@cache
+def _intercept_autograd_functions() -> None:
+    """Let walks see calls of autograd functions, of which torch shows a mode only what their forwards compute.
+
+    A forward runs without a graph, so its operations as nodes would have no gradients.
+    """
+    inner = vars(Function)["apply"].__func__
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if current_walk() is None:
+            return inner(cls, *args, **kwargs)
+        return handle_torch_function(cls.apply, (), *args, **kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
 
 
 def prepare_modules(model: nn.Module, opened: Iterable[str], blocks: Iterable[str]) -> dict[str, nn.Module]:
@@ -198,6 +217,6 @@ def current_walk() -> Walk | None:
 
 
 def _name_of(func: Any) -> str:
-    """Return the name of an operation, such as "add", or of a property, such as "shape"."""
+    """Return the name of an operation, such as "add", of a property, such as "shape", or of an autograd function."""
     name = getattr(func, "__name__", type(func).__name__)
-    return name if name != "__get__" else getattr(func.__self__, "__name__", name)
+    return name if name not in ("__get__", "apply") else getattr(func.__self__, "__name__", name)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from mpkit.comm.process_group import ProcessGroup
+from mpkit.parallel.partition.value import Value
 from mpkit.parallel.tensor import overlap as overlapped
 from mpkit.parallel.tensor.draws import OwnDraws
 from mpkit.parallel.tensor.operators import f, f_bar, g, g_bar
@@ -154,7 +155,9 @@ class RegionAtWork:
         self._entered = None
         if entry.training and self._has_row:
             self._draws.begin(x.device)
-        weights = [(layer, _weights(layer)) for layer in self._columns] if self._overlap else []
+        # An opened entry's column layers may be in another stage, which would then share their weights with this one.
+        overlap = self._overlap and type(x) is not Value
+        weights = [(layer, _weights(layer)) for layer in self._columns] if overlap else []
         wanted = x.requires_grad or any(w.weight.requires_grad for _, w in weights)
         # Under autocast a layer computes in another precision than that of its weights.
         if weights and wanted and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):

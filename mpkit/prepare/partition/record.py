@@ -77,7 +77,7 @@ class Recording(Walk):
                 raise CannotCut(scope, f"{name} is given a view of a tensor that was written into since")
         real = [_real(leaf) for leaf in leaves]
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in real]
-        watch = Watch(self, len(graph.nodes), real)
+        watch = Watch(self, len(graph.nodes), real, "" if isinstance(func, Call) else name)
         real_args, real_kwargs = rebuild(shape, real)
         with watch:
             result = func(*real_args, **real_kwargs)
@@ -203,9 +203,9 @@ class Recording(Walk):
 class Watch(TorchDispatchMode):
     """Observes the operators of a node: FLOPs, random numbers, and tensors of other blocks that bypass the graph."""
 
-    def __init__(self, recording: Recording, node: int, given: list[Any]) -> None:
+    def __init__(self, recording: Recording, node: int, given: list[Any], operation: str = "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recording, self._node = recording, node
+        self._recording, self._node, self._operation = recording, node, operation
         self._given = {_storage(leaf) for leaf in given if isinstance(leaf, Tensor)}
         self.random = False
         self._forward, self._bytes = 0.0, 0
@@ -230,6 +230,11 @@ class Watch(TorchDispatchMode):
                     recording.scopes[-1],
                     f"a tensor that {node.name} made is read without having been handed over (kept in an "
                     "attribute, a cache or a closure)",
+                )
+            if id(leaf) in recording._parameters and self._operation and _storage(leaf) not in self._given:
+                raise CannotCut(
+                    recording.scopes[-1],
+                    f"{self._operation} computes with {recording._parameters[id(leaf)]}, which it is not given",
                 )
         out = func(*args, **kwargs)
         self.random = self.random or _draws(func, args, kwargs)
