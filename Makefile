@@ -24,7 +24,7 @@ lab: setup  ## open JupyterLab on the notebooks
 	@$(PY) -m jupyterlab $(AS_ROOT) --FileContentsManager.preferred_dir=notebooks $(ARGS)
 
 test: setup  ## every module, every strategy against serial training, every doctest; make test ARGS="-x tests/zero"
-	@sh scripts/test.sh "not soak" $(ARGS)
+	@sh scripts/test.sh "not soak and not slow" $(ARGS)
 
 soak: setup  ## everything, also what takes long, draws at random or compares measured times; SLICE=2/6 for a part
 	@sh scripts/systems.sh || true

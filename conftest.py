@@ -1,8 +1,9 @@
-"""What holds for every test: what whole notebooks are, how long a test may take, one fork server for all doctests."""
+"""What holds for every test: which are soak or slow by name, how long one may take, one fork server for all doctests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pytest import MonkeyPatch
@@ -13,8 +14,13 @@ from tests import limits
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark whole notebooks as soak (tests/test_tutorials.py runs their fast cells), and scale pytest's own limit."""
+    """Mark whole notebooks as soak (tests/test_tutorials.py runs their fast cells), tests in tests/slow.txt as slow, and
+    scale pytest's own limit.
+    """
+    slow = set((Path(__file__).parent / "tests/slow.txt").read_text(encoding="utf-8").splitlines())
     for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
         if item.path.suffix == ".ipynb":
             item.add_marker(pytest.mark.soak)
         if limits.SCALE != 1:
