@@ -1,4 +1,4 @@
-"""What holds for every test: which are soak or slow by name, how long one may take, one fork server for all doctests."""
+"""What holds for every test: which are soak or slow by name, how long one may take, the doctests' fork server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from tests import limits
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark whole notebooks as soak (tests/test_tutorials.py runs their fast cells), tests in tests/slow.txt as slow, and
-    scale pytest's own limit.
-    """
+    """Mark whole notebooks as soak, the tests named in tests/slow.txt as slow, and scale pytest's own limit."""
     slow = set((Path(__file__).parent / "tests/slow.txt").read_text(encoding="utf-8").splitlines())
     for item in items:
         if item.nodeid in slow:
