@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
-LONG = 300.0
+from tests.limits import SCALE
+
+LONG = 300.0 * SCALE
 """Seconds: a test that is allowed more than this is not begun in a run with `--until`."""
 
 
