@@ -123,10 +123,15 @@ def test_an_offset_is_known_to_half_a_round_trip(store: TCPStore) -> None:
 
 
 def test_ranks_elsewhere_run_if_their_heartbeats_say_so() -> None:
-    processes = RemoteProcesses()
-    for used, running in (({0: 1.0, 1: 2.0}, set()), ({0: 1.01, 1: 2.1}, {1}), ({0: 1.02, 1: 2.1}, set())):
-        processes.cpu |= used
-        assert processes.running() == running
+    processes, waiting = RemoteProcesses(), RemoteProcesses()
+    for whole, main, running, waits in (
+        (1.0, 1.0, set(), set()),
+        (1.01, 1.0, set(), set()),  # what a store takes
+        (1.1, 1.0, {0}, set()),  # some thread runs, and the main thread waits
+        (1.2, 1.1, {0}, {0}),
+    ):
+        processes.cpu[0] = waiting.cpu[0] = whole, main
+        assert (processes.running(), waiting.running({0})) == (running, waits)
 
 
 # ---- packets -------------------------------------------------------------------------------------------------

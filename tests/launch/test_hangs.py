@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,23 @@ def test_the_system_reports_which_ranks_run() -> None:
         for each in programs:
             each.kill()
             each.wait()
+
+
+def test_of_a_rank_that_waits_its_main_thread_counts() -> None:
+    """A thread of gloo's can spin on a connection whose other end is gone."""
+    code = """
+import threading, time
+threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()
+time.sleep(1000)
+"""
+    program = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        every, main = RankProcesses([program.pid]), RankProcesses([program.pid])
+        wait_for(lambda: len(list(Path(f"/proc/{program.pid}/task").iterdir())) == 2)
+        wait_for(lambda: main.running({0}) == set() and every.running() == {0})
+    finally:
+        program.kill()
+        program.wait()
 
 
 @pytest.mark.alone

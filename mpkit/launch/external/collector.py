@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,22 @@ class RemoteProcesses(RankProcesses):
     """The processes of ranks that a launcher has started: what is known of them is what their heartbeats say.
 
     Attributes:
-        cpu: the CPU seconds that each rank's process has used.
+        cpu: the CPU seconds that each rank's process has used, and its main thread alone.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.cpu: dict[int, float] = {}
+        self.cpu: dict[int, tuple[float, float]] = {}
 
-    def running(self) -> set[int]:
+    def running(self, waiting: Collection[int] = ()) -> set[int]:
         """Return the ranks that used CPU time since the last call, more than a store that one of them serves."""
-        found = {rank for rank, used in self.cpu.items() if used - self._cpu.get(rank, used) > STORE_TAKES}
-        self._cpu = dict(self.cpu)
+        found = set()
+        for rank, used in self.cpu.items():
+            for main in (False, True):
+                new, before = used[main], self._cpu.get((rank, main), used[main])
+                if main == (rank in waiting) and new - before > STORE_TAKES:
+                    found.add(rank)
+                self._cpu[rank, main] = new
         return found
 
 
@@ -130,7 +135,7 @@ class Collector:
                 self._take(rank, beat["packets"])
             if moved:
                 self._fresh.add(rank)
-                self._processes.cpu[rank] = beat["cpu"]
+                self._processes.cpu[rank] = tuple(beat["cpu"])
             self._beats[rank] = beat
 
     def _take(self, rank: int, until: int) -> None:

@@ -29,6 +29,7 @@ from mpkit.launch.external.run_folders import Folders
 from mpkit.launch.external.verdict import Verdict
 from mpkit.launch.failure import last_seen
 from mpkit.launch.process.stacks import stack_of
+from mpkit.launch.process.vitals import vitals_of
 from mpkit.trace.files import read_rank
 
 __all__ = ["Monitor"]
@@ -155,7 +156,9 @@ class Monitor:
                 break
         self._number += 1
         beat = {"n": self._number, "packets": self._packets, "state": state, "stack": self._stack}
-        beat["cpu"] = time.process_time() - time.thread_time()  # without this thread's
+        main = vitals_of(os.getpid(), main_thread=True)
+        used = time.process_time() - time.thread_time()  # without this thread's
+        beat["cpu"] = used, used if main is None else main.cpu
         self._store.set(f"beat{self._rank}", json.dumps(beat | {"terminated": self.terminated}))
 
     def _judge(self) -> Verdict | None:

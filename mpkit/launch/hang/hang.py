@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from mpkit.launch.hang.progress import Sight
+from mpkit.launch.hang.progress import FINISHED, Sight
 from mpkit.launch.hang.unmatched import missing, never, waited_for
 from mpkit.launch.hang.waiting import stopped_words
 from mpkit.launch.hang.why import reasons
@@ -102,7 +102,7 @@ class Patience:
         if not self.has_seen(sights) or self._needed is not None or self.still <= CERTAIN:
             return False
         held = [sight.waiting or rank in self._held for rank, sight in enumerate(sights)]
-        return any(held) and all(one or s.state == 1 for one, s in zip(held, sights, strict=True))
+        return any(held) and all(one or s.state == FINISHED for one, s in zip(held, sights, strict=True))
 
     def _seconds(self, trace: Trace) -> float:
         """Return how many seconds ranks are given that all wait or have finished."""

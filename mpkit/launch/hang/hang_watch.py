@@ -16,7 +16,7 @@ from typing import Protocol
 from mpkit.errors import CommMismatch, Deadlock
 from mpkit.launch.hang.ask_stacks import ask_stacks
 from mpkit.launch.hang.hang import LIMIT, Patience, explain
-from mpkit.launch.hang.progress import Watch
+from mpkit.launch.hang.progress import FINISHED, Watch
 from mpkit.launch.hang.unmatched import first_mismatch
 from mpkit.launch.hang.waiting import IDLE, NOTICE_AFTER, Waiting, ranks_spelt, stopped_words
 from mpkit.launch.process.rank_processes import RankProcesses
@@ -77,7 +77,8 @@ class HangWatch:
         trace = launch.trace if self._patience.wants_trace(sights) else None
         still = self._patience.has_seen(sights)
         stopped = self._processes.stopped() if still else {}
-        running = self._processes.running() if still else set()
+        waits = [rank for rank, sight in enumerate(sights) if sight.waiting or sight.state == FINISHED]
+        running = self._processes.running(waits) if still else set()
         if self._patience.is_over(sights, trace, stopped, running):
             return True
         waiting, others = self._waiting.look(sights, self._processes.pids)

@@ -12,7 +12,10 @@ import numpy as np
 from mpkit.launch.process.folder import part
 from mpkit.trace import HEADER, OP, Kind
 
-__all__ = ["Sight", "Watch"]
+__all__ = ["FINISHED", "Sight", "Watch"]
+
+FINISHED = 1
+"""The state of a rank that has finished."""
 
 
 @dataclass(frozen=True)

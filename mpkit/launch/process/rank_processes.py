@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from mpkit.launch.process.vitals import is_stopped, vitals_of
@@ -23,21 +24,27 @@ class RankProcesses:
 
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
-    _cpu: dict[int, float] = field(default_factory=dict)
+    _cpu: dict[tuple[int, bool], float] = field(default_factory=dict)
 
     def stopped(self) -> dict[int, int]:
         """Return the process ids, by rank, of the ranks stopped by SIGSTOP."""
         return {rank: pid for rank, pid in enumerate(self.pids) if is_stopped(pid)}
 
-    def running(self) -> set[int]:
-        """Return the ranks that the system reports as runnable, or that used CPU time since the last call."""
+    def running(self, waiting: Collection[int] = ()) -> set[int]:
+        """Return the ranks that the system reports as runnable, or that used CPU time since the last call.
+
+        Args:
+            waiting: ranks that wait for others in a recorded call, or have finished. Of these the main thread counts
+                alone: gloo's own thread can spin for ever on a connection whose other end is gone.
+        """
         found = set()
         for rank, pid in enumerate(self.pids):
-            vitals = vitals_of(pid) if self.runs(rank) else None
+            key = rank, rank in waiting
+            vitals = vitals_of(pid, main_thread=key[1]) if self.runs(rank) else None
             if vitals is not None:
-                if vitals.state == "R" or vitals.cpu > self._cpu.get(rank, vitals.cpu):
+                if vitals.state == "R" or vitals.cpu > self._cpu.get(key, vitals.cpu):
                     found.add(rank)
-                self._cpu[rank] = vitals.cpu
+                self._cpu[key] = vitals.cpu
         return found
 
     def runs(self, rank: int) -> bool:

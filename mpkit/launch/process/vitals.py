@@ -16,19 +16,24 @@ class Vitals:
     Attributes:
         state: the letter in /proc/PID/stat: "R" if it is on a core or in the queue for one, "T" or "t" if it is
             stopped by SIGSTOP or a debugger.
-        cpu: the CPU seconds used by all of its threads.
+        cpu: the CPU seconds used by all of its threads, or by the main thread alone.
     """
 
     state: str
     cpu: float
 
 
-def vitals_of(pid: int) -> Vitals | None:
-    """Return what the system reports about the process; None if it has exited, or the system reports nothing."""
+def vitals_of(pid: int, main_thread: bool = False) -> Vitals | None:
+    """Return what the system reports about the process; None if it has exited, or the system reports nothing.
+
+    Args:
+        pid: the process.
+        main_thread: on Linux, the state and CPU time of its main thread alone.
+    """
     if sys.platform != "linux":
         return _ask_psutil(pid)
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/task/{pid}/stat" if main_thread else f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return None
