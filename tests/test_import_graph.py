@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,7 +74,10 @@ def imports(source: str) -> Iterator[Import]:
     yield from walk(tree, False, False)
 
 
-GRAPH = {name: list(imports(path.read_text(encoding="utf-8"))) for name, path in MODULES.items()}
+@cache
+def graph() -> dict[str, list[Import]]:
+    """What each module imports."""
+    return {name: list(imports(path.read_text(encoding="utf-8"))) for name, path in MODULES.items()}
 
 
 def folder(name: str) -> str:
@@ -99,7 +103,7 @@ def test_no_folder_imports_one_that_lies_above_it() -> None:
     order = {name: number for number, name in enumerate(layers())}
     against = [
         f"{folder(name)} -> {folder(each.target)}: {name} imports {each.target}"
-        for name, found in GRAPH.items()
+        for name, found in graph().items()
         for each in found
         if each.target in MODULES and order[folder(name)] < order[folder(each.target)]
     ]
@@ -115,7 +119,7 @@ def test_no_cycle_among_modules() -> None:
             and each.target != name
             and not (each.typing and folder(name) == folder(each.target))
         ]
-        for name, found in GRAPH.items()
+        for name, found in graph().items()
     }
     assert cycle_of(edges) is None
 
@@ -181,7 +185,7 @@ def test_renderers_are_where_the_views_say() -> None:
 def test_only_views_import_what_notebooks_need() -> None:
     found = [
         f"{name} imports {each.target}"
-        for name, targets in GRAPH.items()
+        for name, targets in graph().items()
         for each in targets
         if each.target.partition(".")[0] in NOTEBOOK_ONLY
         and not (each.deferred or each.typing or name.startswith(USES_NOTEBOOKS))

@@ -22,7 +22,7 @@ LAUNCHERS = [
     pytest.param(torchrun, id="torchrun", marks=pytest.mark.soak),
 ]
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 
 @pytest.fixture(

@@ -22,7 +22,7 @@ SLOW = 100e6 / 8  # bytes per second
 
 LAUNCHERS = ["torchrun's", pytest.param("torchrun", marks=pytest.mark.soak)]
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
