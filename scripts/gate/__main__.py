@@ -70,7 +70,10 @@ class Gate:
         self.again()
         lines = self.report.lines(self.noise.words())
         text = "\n".join(lines)
-        (ROOT.parent / f"{ROOT.name}.gate.txt").write_text(text + "\n", encoding="utf-8")
+        try:
+            (ROOT.parent / f"{ROOT.name}.gate.txt").write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            say(f"no copy of the report beside the clone: {error}")
         print(text, flush=True)
         return 0 if self.report.holds else 1
 
