@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, others = parser.parse_known_args(arguments)
     part, parts = map(int, options.slice.split("/"))
     out = Path(tempfile.mkdtemp(prefix="mpkit-soak-"))
+    environment = {"MPKIT_TEST_LIMITS": "2", **os.environ}
     until, report = time.monotonic() + 3600 * HOURS, Report(out)
     everything = [
         ("tests", "not alone", TWO),
@@ -40,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         everything.pop()
 
     def step(name: str, *command: str) -> None:
-        ended = run(name, [sys.executable, "-m", *command], until, root=ROOT, out=out)
+        ended = run(
+            name, [sys.executable, "-m", *command], until, root=ROOT, out=out, environment=environment
+        )
         report.steps.append(ended)
 
     for name, marks, how in everything:

@@ -33,7 +33,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.soak
 def test_ranks_that_do_not_come(
-    clusters: Callable[[int], mk.Cluster], impatient: None, capsys: pytest.CaptureFixture[str]
+    clusters: Callable[[int], mk.Cluster], impatient: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A loop, a sleep, a lock, a child, C code with and without Python's lock, plain torch.distributed."""
 
@@ -66,8 +66,13 @@ def test_ranks_that_do_not_come(
     def fn(ctx):  # type: ignore[no-untyped-def]
         ctx.comm.barrier()
         if ctx.rank:
+            (tmp_path / str(ctx.rank)).touch()
             stuck[ctx.rank - 1]()
             print("it came back")
+        while len(os.listdir(tmp_path)) < len(
+            stuck
+        ):  # a notice before all are stuck would be a line of its own
+            time.sleep(0.01)
         ctx.comm.barrier()
 
     with pytest.raises(mk.Deadlock, match="rank 1 never came to barrier number 1") as caught:
