@@ -1,20 +1,33 @@
 """Structures: values passed from module to module, flattened into leaves and rebuilt.
 
-Structures are tuples, lists, dicts, dataclasses, named tuples, and whatever a library has registered with PyTorch's
-pytree (transformers does so for its outputs). Everything else is a leaf: a tensor, None, a number, an object.
+Structures are tuples, lists, dicts, named tuples, whatever a library has registered with PyTorch's pytree (transformers
+does so for its outputs), and any object that holds tensors and that `copy.copy` could take apart: dataclasses, attrs
+classes, subclasses of dict and list, namespaces, objects with attributes. Everything else is a leaf: a tensor, None, a
+number, a module, an object without tensors.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
+from itertools import takewhile
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES  # private: tests/partition/test_any_model.py guards it
 
-__all__ = ["Shape", "flatten", "rebuild"]
+__all__ = ["Containers", "Shape", "flatten", "is_opaque", "rebuild"]
+
+ATOMS = (
+    bool, int, float, complex, str, bytes, range, slice, type, Enum, ModuleType, BuiltinFunctionType, nn.Module,
+    np.ndarray, np.generic, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator,
+)  # fmt: skip
+"""Leaves that hold no tensors, or that stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +38,7 @@ class Shape:
         kind: "leaf", or the class that holds the parts.
         names: the names of the parts, if they have names.
         parts: the Shape of each part.
-        context: what PyTorch needs to rebuild a registered class.
+        context: what is needed besides the parts to rebuild a registered class, or an object.
     """
 
     kind: Any
@@ -43,30 +56,70 @@ def flatten(value: Any) -> tuple[list[Any], Shape]:
     >>> leaves, shape = flatten(((1, None), {"a": [2]}))
     >>> leaves, rebuild(shape, [10, 20, 30])
     ([1, None, 2], ((10, 20), {'a': [30]}))
+    >>> class Output(dict): ...
+    >>> leaves, shape = flatten(Output(y=torch.ones(2)))
+    >>> rebuild(shape, leaves)
+    {'y': tensor([1., 1.])}
     """
     leaves: list[Any] = []
-    return leaves, _take_apart(value, leaves.append)
+    return leaves, _take_apart(value, leaves.append, ())
 
 
-def _take_apart(value: Any, visit: Callable[[Any], None]) -> Shape:
+def _take_apart(value: Any, visit: Callable[[Any], None], within: tuple[Any, ...]) -> Shape:
+    """Visit the leaves of a value, which is inside of the structures `within`, and return its Shape."""
     kind = type(value)
-    if isinstance(value, Tensor) or value is None:
+    if isinstance(value, Tensor) or value is None or isinstance(value, ATOMS):
         visit(value)
         return LEAF
     if kind is tuple or kind is list:
-        return Shape(kind, tuple([_take_apart(part, visit) for part in value]))
+        return Shape(kind, tuple([_take_apart(part, visit, within) for part in value]))
     if kind is dict or kind is OrderedDict:
-        return Shape(kind, tuple([_take_apart(part, visit) for part in value.values()]), tuple(value))
+        return Shape(kind, tuple([_take_apart(part, visit, within) for part in value.values()]), tuple(value))
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return Shape(kind, tuple([_take_apart(part, visit) for part in value]), kind._fields)
+        return Shape(kind, tuple([_take_apart(part, visit, within) for part in value]), kind._fields)
     if kind in SUPPORTED_NODES:
         inner, context = SUPPORTED_NODES[kind].flatten_fn(value)
-        return Shape(kind, tuple([_take_apart(part, visit) for part in inner]), context=context)
-    if is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in fields(value))
-        return Shape(kind, tuple([_take_apart(getattr(value, name), visit) for name in names]), names)
+        return Shape(kind, tuple([_take_apart(part, visit, within) for part in inner]), context=context)
+    if any(value is outer for outer in within):
+        raise _Cycle
+    reduced = _reduce(value)
+    if reduced is not None:
+        leaves: list[Any] = []
+        make, parts = reduced
+        try:
+            shapes = tuple([_take_apart(part, leaves.append, (*within, value)) for part in parts])
+        except _Cycle:
+            if within:
+                raise
+            visit(value)
+            return LEAF
+        if is_dataclass(value) or any(isinstance(leaf, Tensor) for leaf in leaves):
+            for leaf in leaves:
+                visit(leaf)
+            return Shape(kind, shapes, context=make)
     visit(value)
     return LEAF
+
+
+class _Cycle(Exception):
+    """Raised where an object contains itself, and so is a leaf as a whole."""
+
+
+def _reduce(value: Any) -> tuple[Any, list[Any]] | None:
+    """Return how to make an object of this kind, and its arguments, state, items and pairs; None if nobody can say."""
+    if isinstance(value, (FunctionType, MethodType, Iterator)):  # of an iterator, nobody knows what is to come
+        return None
+    try:
+        reduced = value.__reduce_ex__(4)
+    except Exception:  # noqa: BLE001  each class has its own way to say that it cannot be taken apart
+        return None
+    if isinstance(reduced, str):
+        return None
+    function, args, state, items, pairs = (*reduced, *(None,) * 5)[:5]
+    if state is value:
+        state = _Cycle  # self.__dict__ = self, so that items are attributes too
+    classes = list(takewhile(lambda arg: isinstance(arg, type), args))
+    return (function, *classes), [list(args[len(classes) :]), state, list(items or ()), list(pairs or ())]
 
 
 def rebuild(shape: Shape, leaves: list[Any]) -> Any:
@@ -87,11 +140,103 @@ def _put_together(shape: Shape, leaf: Callable[[], Any]) -> Any:
         return kind(zip(shape.names, parts, strict=True))
     if kind in SUPPORTED_NODES:
         return SUPPORTED_NODES[kind].unflatten_fn(parts, shape.context)
-    if issubclass(kind, tuple):
+    if shape.names:
         return kind(*parts)
-    made = object.__new__(
-        kind
-    )  # a dataclass as it was: neither its __init__ nor its __post_init__ runs again
-    for name, part in zip(shape.names, parts, strict=True):
-        object.__setattr__(made, name, part)
+    return _make_again(shape.context, *parts)
+
+
+def _make_again(
+    make: tuple[Any, ...], args: list[Any], state: Any, items: list[Any], pairs: list[Any]
+) -> Any:
+    """Return an object as it was, as `copy.copy` does: neither its __init__ nor its __post_init__ runs again."""
+    made = make[0](*make[1:], *args)
+    if state is _Cycle:
+        made.__dict__ = made
+    elif state is not None and hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+    elif state is not None:
+        attributes, slots = state if isinstance(state, tuple) else (state, None)
+        if attributes:
+            vars(made).update(attributes)
+        for name, value in (slots or {}).items():
+            object.__setattr__(made, name, value)
+    for item in items:
+        made.append(item)
+    for key, value in pairs:
+        made[key] = value
     return made
+
+
+# ---- what cannot be seen, and what does not stay as it is
+
+
+def is_opaque(leaf: Any) -> bool:
+    """Return whether a leaf may hold tensors that `flatten` does not find, as an iterator or a closure does.
+
+    >>> is_opaque(len), is_opaque(3.0), is_opaque(x for x in [1])
+    (False, False, True)
+    """
+    if isinstance(leaf, MethodType):
+        return _holds_tensors((leaf.__self__, leaf.__func__))
+    if isinstance(leaf, FunctionType):
+        return _holds_tensors([cell.cell_contents for cell in leaf.__closure__ or () if _is_full(cell)])
+    if leaf is None or isinstance(leaf, (Tensor, *ATOMS)):
+        return False
+    try:
+        _take_apart(leaf, lambda _: None, (None,))
+    except _Cycle:
+        return True
+    return _reduce(leaf) is None
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) or is_opaque(leaf) for leaf in flatten(value)[0])
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+class Containers:
+    """The lists, dicts and objects within a value, whose parts somebody may exchange.
+
+    >>> items: list[int] = []
+    >>> containers = Containers((items, {"a": 1}))
+    >>> items.append(1)
+    >>> containers.lost(after=None), containers.lost(after=(items, 2))
+    ([[1]], [])
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._parts = [(each, _identity(each)) for each in _containers(value)]
+
+    def lost(self, after: Any) -> list[Any]:
+        """Return the containers whose parts are others than before, but for those that the value `after` holds."""
+        changed = [each for each, parts in self._parts if _identity(each) != parts]
+        kept = {id(each) for each in _containers(after)} if changed else set()
+        return [each for each in changed if id(each) not in kept]
+
+
+def _identity(container: Any) -> Any:
+    leaves, shape = flatten(container)
+    return [id(leaf) for leaf in leaves], shape
+
+
+def _containers(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Yield what can be changed in a value, whatever is outermost first."""
+    leaves, shape = flatten(value)
+    if shape == LEAF or any(value is outer for outer in within):
+        return
+    if not isinstance(value, tuple):
+        yield value
+    if isinstance(value, (tuple, list)):
+        parts = list(value)
+    elif isinstance(value, dict):
+        parts = list(value.values())
+    else:
+        parts = list(vars(value).values()) if hasattr(value, "__dict__") else []
+    for part in parts:
+        yield from _containers(part, (*within, value))

@@ -1,7 +1,7 @@
 """When a backward begins, and when autograd is done with it: what a loop of one's own does not tell.
 
     begin    the gradient of a wrapped module's output arrives, or, where the loss depends on parameters without it,
-             the gradient of a parameter
+             the gradient of a parameter, before autograd accumulates it
     end      autograd has computed all gradients: a callback that it runs last, as torch's DDP and FSDP use it
 
 torch.autograd.grad with respect to inputs makes no gradients of parameters, and is none of these backwards. A graph of
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from mpkit.models.nested import flatten
+from mpkit.models.nested import flatten, is_opaque
 
 __all__ = ["Backwards"]
 
@@ -49,14 +49,24 @@ class Backwards:
         self._tasks = 0  # backwards that have begun
         for parameter in parameters:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._gradient)
+                parameter.register_hook(self._gradient)
                 self._nodes.append(get_gradient_edge(parameter).node)
 
     def watch(self, output: Any) -> None:
-        """Let the backward begin when the gradient of this output arrives."""
-        for tensor in flatten(output)[0]:
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(self._output)
+        """Let the backward begin when the gradient of this output arrives.
+
+        Raises:
+            ValueError: the output may hold tensors that nobody finds.
+        """
+        for leaf in flatten(output)[0]:
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._output)
+            elif is_opaque(leaf):
+                raise ValueError(
+                    f"The wrapped module returns {type(leaf).__name__}, and the backward through tensors in it would "
+                    "begin unnoticed: iterators, functions and objects that contain themselves cannot be looked into. "
+                    "Return tensors, or a tuple, a dict, a dataclass or an object with tensors as attributes."
+                )
 
     def _output(self, _gradient: Tensor) -> None:
         if self._task == torch._C._current_graph_task_id():
@@ -66,8 +76,8 @@ class Backwards:
         if any(map(_is_executed, self._nodes)):  # not begun, or an earlier one failed
             self._start()
 
-    def _gradient(self, _parameter: Tensor) -> None:
-        if self._task < 0:
+    def _gradient(self, _gradient: Tensor) -> None:
+        if self._task < 0 and any(map(_is_executed, self._nodes)):
             self._start()
 
     def _start(self) -> None:

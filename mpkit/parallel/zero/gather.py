@@ -27,6 +27,7 @@ from torch._C._autograd import _get_sequence_nr  # private; tests/zero/test_zero
 
 from mpkit.comm.communicator import Communicator
 from mpkit.errors import MpkitError
+from mpkit.models.nested import flatten, is_opaque
 from mpkit.parallel.partition.walk import around_forward
 from mpkit.parallel.zero.flat import Flat
 from mpkit.parallel.zero.prefetch import CallOrder
@@ -82,7 +83,7 @@ class Gathering:
     def _after_forward(self, i: int, module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._all:
             return
-        tensors = list(_tensors(output))
+        tensors = _tensors(output, module)
         if not _in_backward():
             while self._active and self._active.pop() != i:
                 pass
@@ -194,12 +195,14 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)  # private; tests/zero/test_zero_units.py guards it
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a module's output: one, or several in tuples, lists or dicts."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (tuple, list)):
-        for inner in output:
-            yield from _tensors(inner)
-    elif isinstance(output, dict):
-        yield from _tensors(list(output.values()))
+def _tensors(output: Any, module: nn.Module) -> list[Tensor]:
+    """Return the tensors of a module's output."""
+    leaves, _ = flatten(output)
+    for leaf in filter(is_opaque, leaves):
+        raise MpkitError(
+            f"{type(module).__name__} returns {type(leaf).__name__}, and under zero=3 parameters are gathered again when "
+            "the gradients of a layer's outputs arrive: iterators, functions and objects that contain themselves cannot "
+            "be looked into. Return tensors, or a tuple, a dict, a dataclass or an object with tensors as attributes; "
+            "zero=2 gathers nothing."
+        )
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
