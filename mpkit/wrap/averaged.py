@@ -35,6 +35,7 @@ class Averaged(DDP):
     def begin_backward(self) -> None:
         """Expect the gradients of one backward."""
         self._next = 0
+        self._late.clear()
         for bucket in self._buckets:
             bucket.wait()  # of a backward that failed
         self._rebuild()

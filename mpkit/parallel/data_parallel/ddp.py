@@ -9,6 +9,9 @@ order in which gradients actually arrive.
     buckets     gradients lie in buckets of `bucket_mb`, in reverse order of use: the last layer's arrive first
     reduce      as soon as a bucket is full, its sum over ranks starts, while the backward goes on
     wait        the step waits for the sums that are still pending: communication that the backward could not hide
+    late        a gradient that arrives when its bucket has been sent already is summed at the end, and from the next
+                backward on its bucket waits for the end: a block that is used several times, and that backwards within
+                the backward compute again
     rebuild     after the first step, buckets are rebuilt in the order in which the gradients actually arrived, in the
                 same memory: a backend's thread may hold a bucket that it has summed for longer than the rank waits
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +61,8 @@ class DDP(GradientSync):
         self._sync_this_backward = False  # whether this backward's gradients are complete
         self._grads_ready: dict[nn.Parameter, None] = {}  # in order of arrival
         self._knows_order = False  # whether gradients have shown in which order they arrive
+        self._several: set[nn.Parameter] = set()  # had several gradients in one backward
+        self._late: dict[nn.Parameter, Tensor] = {}
         # ---- broadcast
         module = held.module
         broadcast_all(held.replicas, module)
@@ -71,6 +77,7 @@ class DDP(GradientSync):
             self._ledger.track(memory, "grads")
         self._build()
         for parameter in self._names:
+            parameter.register_hook(partial(self._before_grad, parameter))
             parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
 
     def _build(self) -> None:
@@ -121,6 +128,7 @@ class DDP(GradientSync):
         super().drop_gradients()
         self._rebuild()
         self._grads_ready.clear()
+        self._late.clear()
         self._next = 0  # the next bucket to reduce
         for bucket in self._buckets:
             bucket.begin()
@@ -138,6 +146,18 @@ class DDP(GradientSync):
         self._stateful.synchronize()
         yield
 
+    @torch.no_grad()
+    def _before_grad(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+        """Set a gradient aside that arrives when its bucket has been sent; autograd then adds zeros."""
+        bucket = self._of[parameter]
+        if not self._sync_this_backward or parameter in self._tied or parameter in bucket.missing:
+            return None
+        self._several.add(parameter)
+        if bucket.work is None:
+            return None
+        self._late[parameter] = self._late.get(parameter, 0) + gradient
+        return torch.zeros_like(gradient)
+
     def _on_grad_ready(self, parameter: Tensor) -> None:
         """Note that autograd has added a gradient into its bucket, and reduce the buckets that are full."""
         assert isinstance(parameter, nn.Parameter)
@@ -145,8 +165,11 @@ class DDP(GradientSync):
         if self._sync_this_backward and parameter not in self._tied:
             self._of[parameter].missing.discard(parameter)
             # ---- reduce, in the buckets' order, which is the same on every rank
-            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            while self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
                 self._reduce()
+
+    def _is_full(self, bucket: Bucket) -> bool:
+        return not bucket.missing and self._several.isdisjoint(bucket.views)
 
     def _reduce(self) -> None:
         bucket = self._buckets[self._next]
@@ -168,6 +191,10 @@ class DDP(GradientSync):
         # ---- wait
         for bucket in self._buckets:
             bucket.wait()
+        # ---- late
+        for parameter in [parameter for parameter in self._order if parameter in self._late]:
+            late = self._replicas.all_reduce(self._late.pop(parameter), op=self.reduction)
+            self._of[parameter].views[parameter].add_(late)
         if self._allows_unused:
             self._drop_unused()
         # ---- rebuild, before the next backward; nobody has to ask the others: the first rank's order is everybody's

@@ -45,6 +45,8 @@ class Gradients(ABC):
         flat: the flat tensor; after `complete` its shard is this rank's shard of the sum, (k,).
         ready: parameters that have had a gradient in this step.
         missing: parameters whose gradient has not arrived yet, of those that `Reducer` waits for.
+        several: whether gradients have arrived more than once in a backward, so that only its end shows that they are
+            complete. Backwards within the backward do that, if they compute a block again that is used several times.
     """
 
     flat: Flat
@@ -54,6 +56,7 @@ class Gradients(ABC):
         self._replicas = replicas
         self.ready: set[nn.Parameter] = set()
         self.missing: set[nn.Parameter] = set()
+        self.several = False
         self._work: Pending | None = None
         self.flat = self._new_flat(record)
         self.flat.drop()
@@ -71,6 +74,11 @@ class Gradients(ABC):
         self.ready.clear()
         self.flat.drop()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether all gradients have arrived, as far as that shows before the end of the backward."""
+        return not (self.missing or self.several)
+
     @abstractmethod
     def copy(self, parameter: nn.Parameter) -> None:
         """Take the gradient that autograd has made or added to."""
@@ -82,6 +90,15 @@ class Gradients(ABC):
     @abstractmethod
     def complete(self) -> None:
         """Wait for the reduce-scatter, if it has been started, and free what does not stay."""
+
+    def reduce_late(self, late: dict[nn.Parameter, Tensor]) -> None:
+        """Add gradients that arrived after the others had been reduced to the shard; every rank calls it."""
+        self.complete()
+        whole = torch.zeros_like(self.flat.whole)
+        for parameter, view in zip(self.layout.parameters, self.layout.views(whole), strict=True):
+            if parameter in late:
+                view.copy_(late[parameter])
+        self.flat.shard.add_(self._replicas.reduce_scatter(whole))
 
 
 class AccumulatedGradients(Gradients):
@@ -140,10 +157,11 @@ class ShardedGradients(Gradients):
         self._has_sum = False
 
     def copy(self, parameter: nn.Parameter) -> None:
-        """Copy the gradient to its place, and drop what autograd made."""
+        """Copy the gradient to its place, or add it to an earlier one of this backward, and drop what autograd made."""
         assert parameter.grad is not None
         self.flat.allocate()
-        self._views[parameter].copy_(parameter.grad)
+        view = self._views[parameter]
+        _ = view.copy_(parameter.grad) if parameter in self.missing else view.add_(parameter.grad)
         parameter.grad = None
         self.ready.add(parameter)
 

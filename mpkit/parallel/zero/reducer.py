@@ -2,6 +2,8 @@
 
     expect    which units are reduced next, in which order: the same on every rank
     ready     autograd has made a gradient: copy it, and reduce the units that are full
+    late      it made another one when the unit had been reduced: that one is reduced at the end, and from the next
+              backward on the unit waits for the end
     rest      at the end, reduce the units of which some gradients never came
     finish    reduce tied weights, whose gradients are complete only when all stages are done
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +53,14 @@ class Reducer:
         self._queue: list[Gradients] = []  # to be reduced, in this order
         self._next = 0  # the next unit of the queue to reduce
         self._reducing = False
+        self._late: dict[nn.Parameter, Tensor] = {}
         for parameter in self._unit_of:
+            parameter.register_hook(partial(self._before_grad, parameter))
             parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
 
     def begin_step(self) -> None:
         """Drop all gradients and their memory."""
+        self._late.clear()
         for unit in self._units:
             unit.begin_step()
 
@@ -84,13 +90,29 @@ class Reducer:
     # ---- ready
 
     @torch.no_grad()
+    def _before_grad(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+        """Set a gradient aside that arrives when its unit has been reduced; autograd then adds zeros."""
+        unit = self._unit_of[parameter]
+        if not (self._reducing and unit.stage is not None and parameter not in unit.missing):
+            return None
+        unit.several = True
+        if unit not in self._queue[: self._next]:
+            return None
+        unit.complete()
+        self._late[parameter] = self._late.get(parameter, 0) + gradient
+        return torch.zeros_like(gradient)
+
+    @torch.no_grad()
     def _on_grad_ready(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         unit = self._unit_of[parameter]
+        if parameter in self._late:
+            parameter.grad = None
+            return
         unit.copy(parameter)
         if self._reducing and unit.stage is not None:
             unit.missing.discard(parameter)
-            while self._next < len(self._queue) and not self._queue[self._next].missing:
+            while self._next < len(self._queue) and self._queue[self._next].is_full:
                 self._reduce()
 
     def _reduce(self) -> None:
@@ -109,6 +131,9 @@ class Reducer:
             self._reduce()
         if self._queue:
             self._queue[-1].complete()
+        for unit in [unit for unit in self._queue if any(p in self._late for p in unit.layout.parameters)]:
+            unit.reduce_late(self._late)
+        self._late.clear()
 
     # ---- finish
 
