@@ -8,10 +8,12 @@ Any difference from the dry run is an error, since the other ranks rely on it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mpkit.errors import MpkitError
 from mpkit.models.nested import Shape, flatten, rebuild
@@ -98,6 +100,8 @@ class Forward(Walk):
         for i, _ in node.written:
             real[i] = self._before_writing(leaves[i], real[i])
         args, kwargs = rebuild(shape, real)
+        if self.checkpoints and node.block and torch.is_grad_enabled():
+            func = partial(checkpoint, func, use_reentrant=False)
         result, result_shape = flatten(func(*args, **kwargs))
         for i, number in node.written:
             leaves[i].number, leaves[i].behind = number, real[i]

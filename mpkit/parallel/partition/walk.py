@@ -3,6 +3,7 @@
 The model is *opened*: some of its modules run their forward as it is written (the model itself, and whatever contains
 blocks), and the others, the *blocks*, are called as a whole. A walk is a torch function mode, so it also intercepts
 every operation between blocks, also an autograd function, which is one operation. Within a block it is off.
+torch.utils.checkpoint between blocks means the blocks in it: each is a node, whose activations are not kept.
 
     seen            determine whether a call is a question about shapes, an operation, or a block
     inputs only     run an operation on what follows from the model's inputs alone, here and on every rank
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import (
@@ -58,6 +60,7 @@ class Walk(TorchFunctionMode):
     def __init__(self, parameters: dict[int, str]) -> None:
         super().__init__()
         _intercept_autograd_functions()
+        self.checkpoints = 0  # how many of torch's checkpoints are around what runs now
         self._parameters = parameters
         self.scopes = [""]  # the opened modules whose forward is running
 
@@ -103,21 +106,43 @@ class Walk(TorchFunctionMode):
         finally:
             self.scopes.pop()
 
+    def within_checkpoint(self, *_: Any, **__: Any) -> Iterator[None]:
+        """Yield once, as torch's own generator does, while what a checkpoint is around runs."""
+        self.checkpoints += 1
+        try:
+            yield
+        finally:
+            self.checkpoints -= 1
+
 
 @cache
 def _intercept_autograd_functions() -> None:
     """Let walks see calls of autograd functions, of which torch shows a mode only what their forwards compute.
 
-    A forward runs without a graph, so its operations as nodes would have no gradients.
+    A forward runs without a graph, so its operations as nodes would have no gradients. What a checkpoint is around is
+    seen node by node instead.
     """
     inner = vars(Function)["apply"].__func__
+    checkpoint: Any = torch.utils.checkpoint
+    around = checkpoint._checkpoint_without_reentrant_generator
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if current_walk() is None:
+        walk = current_walk()
+        if walk is None:
             return inner(cls, *args, **kwargs)
+        if cls is checkpoint.CheckpointFunction:
+            function, _, *rest = args
+            for _ in walk.within_checkpoint():
+                result = function(*rest)
+            return result
         return handle_torch_function(cls.apply, (), *args, **kwargs)
 
+    def around_checkpointed(*args: Any, **kwargs: Any) -> Any:
+        walk = current_walk()
+        return around(*args, **kwargs) if walk is None else walk.within_checkpoint()
+
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    checkpoint._checkpoint_without_reentrant_generator = around_checkpointed
 
 
 def prepare_modules(model: nn.Module, opened: Iterable[str], blocks: Iterable[str]) -> dict[str, nn.Module]:
