@@ -41,6 +41,7 @@ from mpkit.prepare.arguments.in_between import check_ema, check_on_step, take_ev
 from mpkit.prepare.arguments.train_options import TrainOptions
 from mpkit.prepare.dry_run.dry_run import quiet
 from mpkit.prepare.dry_run.threads import on_threads
+from mpkit.prepare.kept import check_kept
 from mpkit.prepare.layout.divided import check_divided
 from mpkit.prepare.layout.meta import meta_of
 from mpkit.prepare.layout.resolve import resolve
@@ -158,6 +159,7 @@ def _check_fit(
     check_state_hooks(model)
     check_gathered(resolved)
     check_unused(model, batch, plan, loss)
+    check_kept(model, batch[0], resolved)
     check_divided(model, batch, plan, loss)
     return hooks
 

@@ -17,7 +17,7 @@ from mpkit.data.microbatch import Value, map_tensors, part
 from mpkit.parallel.data_parallel.ddp import unused_message
 from mpkit.parallel.stage.stage import call
 from mpkit.plan.plan import Plan
-from mpkit.prepare.dry_run.copying import copied
+from mpkit.prepare.dry_run.copying import without_content
 from mpkit.support.caught import needs_content, one_line, report
 
 __all__ = ["check_unused"]
@@ -41,7 +41,7 @@ def check_unused(
     few = slice(0, 2)  # BatchNorm needs two samples
     try:
         with mode, torch.enable_grad():
-            fake = _without_content(model, mode)
+            fake = without_content(model, mode)
             x, y = (map_tensors(mode.from_tensor, part(value, few)) for value in batch)
             value = loss(call(fake, x, first=True), y)
             value = value[0] if isinstance(value, tuple) else value  # (total, count)
@@ -82,12 +82,3 @@ def _reached(value: Tensor) -> set[int]:
             reached.add(id(node.variable))
         ahead += [following for following, _ in node.next_functions]
     return reached
-
-
-def _without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = mode.from_tensor(buffer)
-    return copied(model, memo)

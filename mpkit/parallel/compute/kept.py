@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mpkit.data.microbatch import Value, leaves
+from mpkit.parallel.stage.second_forward import StartingPoint
 from mpkit.parallel.stage.split_backward import WeightGrads
 from mpkit.record.saved import Saved
 
@@ -21,6 +22,7 @@ class Kept:
     Attributes:
         inputs: the stage's inputs, which are leaves.
         outputs: the stage's outputs; empty if they are recomputed.
+        start: where the forward started from, if it is recomputed.
         saved: what autograd saved.
         weight_grads: what I leaves for W.
         of_blocks: the same for blocks that were recomputed in I.
@@ -28,6 +30,7 @@ class Kept:
 
     inputs: Value
     outputs: tuple[Tensor, ...] = ()
+    start: StartingPoint | None = None
     saved: Saved = field(default_factory=Saved)
     weight_grads: WeightGrads | None = None
     of_blocks: list[WeightGrads] | None = None

@@ -26,8 +26,8 @@ from mpkit.parallel.job.feed import MicroBatch
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.stage.block_recompute import Around
 from mpkit.parallel.stage.gradient_sync import GradientSync
+from mpkit.parallel.stage.second_forward import SecondForward
 from mpkit.parallel.stage.selective_recompute import AttentionAgain
-from mpkit.parallel.stage.spare_buffers import spare_buffers
 from mpkit.parallel.stage.split_backward import input_grads
 from mpkit.parallel.stage.stage import Stage
 from mpkit.trace import Kind
@@ -62,6 +62,7 @@ class StageWork:
         self._stage, self._compute, self._sync = stage, compute, sync
         self._record = StageRecord(context.record, job, stage, compute.flops)
         self._recompute = job.plan.recompute == "full" and not stage.blocks  # the stage as a whole
+        self._twice = SecondForward(stage.layers)
         self._inside = AttentionAgain if job.plan.recompute == "selective" else nullcontext
         self._split = frozenset(split)
         self._kept: dict[int, Kept] = {}  # by micro-batch
@@ -90,7 +91,7 @@ class StageWork:
         op = self._record.begin(Kind.FORWARD, m, key)
         kept = self._kept[m] = Kept(inputs)
         if self._recompute:
-            with torch.no_grad():
+            with torch.no_grad(), self._twice.first() as kept.start:
                 outputs = self._compute(m, inputs)
         else:
             split = m in self._split
@@ -116,8 +117,9 @@ class StageWork:
             return
         key, kept = self._key(m), self._kept[m]
         op = self._record.begin(Kind.RECOMPUTE, m, key)
+        assert kept.start is not None
         with (
-            spare_buffers(self._stage.layers),
+            kept.start.again(),
             self._record.saving(key, split=m in self._split) as kept.saved,
         ):
             kept.outputs = self._compute(m, kept.inputs)

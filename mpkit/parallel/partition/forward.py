@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mpkit.errors import MpkitError
-from mpkit.models.nested import Shape, flatten, rebuild
+from mpkit.models.nested import Shape, bring_back, flatten, rebuild
 from mpkit.models.randomness import Draws
 from mpkit.parallel.partition.boundary import Spec
 from mpkit.parallel.partition.graph import Constant, Division, Given, Leaf, Node
@@ -73,6 +73,7 @@ class Forward(Walk):
             self._draws.begin(f"{k} {name}")
         own = self._stage_of[k] == self._stage
         result = self._do(node, func, leaves, shape) if own else self._pass_over(node, leaves)
+        bring_back((args, kwargs), result, node.returned)
         if node.random:
             self._draws.begin(f"after {k}")
         return result

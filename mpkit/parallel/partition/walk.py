@@ -132,9 +132,8 @@ def _intercept_autograd_functions() -> None:
             return inner(cls, *args, **kwargs)
         if cls is checkpoint.CheckpointFunction:
             function, _, *rest = args
-            for _ in walk.within_checkpoint():
-                result = function(*rest)
-            return result
+            with contextmanager(walk.within_checkpoint)():
+                return function(*rest)
         return handle_torch_function(cls.apply, (), *args, **kwargs)
 
     def around_checkpointed(*args: Any, **kwargs: Any) -> Any:

@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mpkit.errors import MpkitError
 from mpkit.models.blocks import repeated_blocks
+from mpkit.models.nested import Containers, bring_back, flatten, rebuild
 from mpkit.parallel.partition.graph import PartitionedModel
 from mpkit.parallel.stage.recomputed_call import MADE, Around, Call, Given, Recomputed, Setting
-from mpkit.parallel.stage.spare_buffers import spare_buffers
+from mpkit.parallel.stage.second_forward import SecondForward, StartingPoint
 from mpkit.plan.checks import every
 
-__all__ = ["Around", "RecomputedBlock", "chosen_blocks", "recompute_blocks"]
+__all__ = ["Around", "RecomputedBlock", "blocks_to_recompute", "chosen_blocks", "recompute_blocks"]
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Names by which transformers' models pass a block the keys and values of earlier tokens; training has none."""
@@ -48,7 +48,15 @@ def chosen_blocks(recompute: str, blocks: dict[str, nn.Module]) -> dict[str, nn.
 def recompute_blocks(
     model: nn.Module, recompute: str, partition: PartitionedModel | None
 ) -> list[RecomputedBlock]:
-    """Let the blocks that a plan chooses be recomputed from now on.
+    """Let the blocks that a plan chooses be recomputed from now on."""
+    chosen = blocks_to_recompute(model, recompute, partition)
+    return [RecomputedBlock(name, block) for name, block in chosen.items()]
+
+
+def blocks_to_recompute(
+    model: nn.Module, recompute: str, partition: PartitionedModel | None
+) -> dict[str, nn.Module]:
+    """Return the modules of a model that a plan recomputes, by name.
 
     A block that a pipeline cuts through (an *opened* block) is not recomputed itself, but the pieces that it calls are.
     """
@@ -59,7 +67,7 @@ def recompute_blocks(
             chosen |= {inner: model.get_submodule(inner) for inner in inside}
         else:
             chosen[name] = block
-    return [RecomputedBlock(name, block) for name, block in chosen.items()]
+    return chosen
 
 
 class RecomputedBlock:
@@ -67,11 +75,13 @@ class RecomputedBlock:
 
     Attributes:
         around: the context of its stage; None outside of training, where the block computes as usual.
+        twice: what its forwards change besides their outputs.
     """
 
     def __init__(self, name: str, block: nn.Module) -> None:
         self.name, self.block = name, block
         self.around: Around | None = None
+        self.twice = SecondForward(block)
         self._is_kept: bool | None = None  # because it writes into its inputs; None: not known yet
         self._checked: set[Any] = set()  # shapes for which the second forward was compared
         block.forward = self._wrap(block.forward)  # within its hooks, which run once
@@ -92,20 +102,25 @@ class RecomputedBlock:
         return forward
 
     def _call(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, shape = tree_flatten((args, kwargs))
+        leaves, shape = flatten((args, kwargs))
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors = [leaves[i] for i in where]
         trains = any(parameter.requires_grad for parameter in self.block.parameters())
         if not trains and not any(tensor.requires_grad for tensor in tensors):
             return inner(*args, **kwargs)
 
+        returned: list[tuple[int, int]] = []
+
         def compute(given: list[Tensor]) -> tuple[list[Any], Any]:
             for i, tensor in zip(where, given, strict=True):
                 leaves[i] = tensor
-            again_args, again_kwargs = tree_unflatten(leaves, shape)
+            again_args, again_kwargs = rebuild(shape, leaves)
             for i in where:
                 leaves[i] = None
-            return tree_flatten(inner(*again_args, **again_kwargs))
+            containers = Containers((again_args, again_kwargs))
+            result = inner(*again_args, **again_kwargs)
+            returned[:] = containers.returned(result)
+            return flatten(result)
 
         if self._is_kept is None:
             self._is_kept = self._writes(compute, tensors)
@@ -120,7 +135,9 @@ class RecomputedBlock:
             tensors[leaf.place] if isinstance(leaf, Given) else next(made) if leaf is MADE else leaf
             for leaf in call.outputs
         ]
-        return tree_unflatten(outputs, call.shape)
+        result = rebuild(call.shape, outputs)
+        bring_back((args, kwargs), result, returned)
+        return result
 
     def _writes(self, compute: Callable[[list[Tensor]], Any], tensors: list[Tensor]) -> bool:
         """Return whether the block writes into its inputs, tried on copies if any of its modules works in place."""
@@ -128,7 +145,7 @@ class RecomputedBlock:
             return False
         copies = [tensor.detach().clone() for tensor in tensors]
         versions = [copy._version for copy in copies]
-        with torch.no_grad(), Setting.now(tensors).again(), spare_buffers(self.block):
+        with torch.no_grad(), Setting.now(tensors).again(), StartingPoint(self.block, None).again():
             compute(copies)
         return [copy._version for copy in copies] != versions
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpkit.errors import MpkitError
-from mpkit.parallel.stage.spare_buffers import spare_buffers
+from mpkit.parallel.stage.second_forward import StartingPoint
 from mpkit.parallel.stage.split_backward import WeightGrads, input_grads
 from mpkit.record.recorder import Recorder
 from mpkit.record.saved import saving
@@ -101,6 +101,7 @@ class Call:
         self.place = block.around.record.place()[:2]
         self.outputs: list[Any] = []
         self.shape: Any = None
+        self.start: StartingPoint | None = None
         self.first: list[
             tuple[Tensor, int]
         ] = []  # outputs of the forward with their versions, until they are compared
@@ -109,7 +110,8 @@ class Call:
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the tensors that the block makes."""
         versions = [tensor._version for tensor in tensors]
-        leaves, self.shape = self.compute(tensors)
+        with self.block.twice.first() as self.start:
+            leaves, self.shape = self.compute(tensors)
         if [tensor._version for tensor in tensors] != versions:
             raise MpkitError(
                 f"{self.block.name} ({type(self.block.block).__name__}) writes into its input, which recompute= needs "
@@ -144,12 +146,13 @@ class Call:
         op = record.begin(
             Kind.RECOMPUTE, self.block.name, stage=stage, microbatch=m, flops=flops, nbytes=nbytes
         )
+        assert self.start is not None
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         with (
             torch.enable_grad(),
             self.setting.again(),
             around.modes(),
-            spare_buffers(self.block.block),
+            self.start.again(),
             saving(record, stage, ("block", self.block.name), every=True) as saved,
         ):
             made = self._made(self.compute(inputs)[0])

@@ -200,9 +200,9 @@ def _tensors(output: Any, module: nn.Module) -> list[Tensor]:
     leaves, _ = flatten(output)
     for leaf in filter(is_opaque, leaves):
         raise MpkitError(
-            f"{type(module).__name__} returns {type(leaf).__name__}, and under zero=3 parameters are gathered again when "
-            "the gradients of a layer's outputs arrive: iterators, functions and objects that contain themselves cannot "
-            "be looked into. Return tensors, or a tuple, a dict, a dataclass or an object with tensors as attributes; "
-            "zero=2 gathers nothing."
+            f"{type(module).__name__} returns {type(leaf).__name__}, and under zero=3 parameters are gathered again "
+            "when the gradients of a layer's outputs arrive: iterators, functions and objects that contain themselves "
+            "cannot be looked into. Return tensors, or a tuple, a dict, a dataclass or an object with tensors as "
+            "attributes; zero=2 gathers nothing."
         )
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

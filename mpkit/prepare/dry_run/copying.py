@@ -12,12 +12,15 @@ from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor  # private; tests/test_trace_fake.py guards it
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+)  # private; tests/test_trace_fake.py guards it
 
 from mpkit.parallel.partition.walk import HOOKS
 from mpkit.support.caught import one_line
 
-__all__ = ["copied"]
+__all__ = ["copied", "without_content"]
 
 
 def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -68,6 +71,16 @@ def _refusal(module: nn.Module) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Return a copy of the model whose tensors have no content."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = mode.from_tensor(buffer)
+    return copied(model, memo)
 
 
 def _rebind(functions: dict[Any, Any], names: Iterable[Any], memo: dict[int, Any]) -> None:

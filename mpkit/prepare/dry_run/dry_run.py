@@ -23,7 +23,7 @@ from mpkit.parallel.data_parallel.sync_batchnorm import Alone, batch_norms, over
 from mpkit.parallel.partition.boundary import Boundary, LayerNumbers
 from mpkit.parallel.stage.stage import PRECISIONS, call, cast
 from mpkit.prepare.arguments.arguments import CROSS_ENTROPY
-from mpkit.prepare.dry_run.copying import copied
+from mpkit.prepare.dry_run.copying import copied, without_content
 from mpkit.prepare.dry_run.count import Passed, count_layers
 from mpkit.prepare.dry_run.quiet import quiet
 from mpkit.record.flops import Flops
@@ -119,18 +119,9 @@ class _Fakes:
         """Return the output of each layer; fails where the model fails or needs the tensors' content."""
         with self._mode, _DoubtDtypes():  # type: ignore[no-untyped-call]
             if self._copy is None:
-                self._copy = self._without_content()
+                self._copy = without_content(self._model, self._mode)
             x, y = (map_tensors(self._mode.from_tensor, value) for value in (inputs, targets))
             return _walk(self._copy, x, y, loss)
-
-    def _without_content(self) -> nn.Module:
-        memo: dict[int, Any] = {}
-        for parameter in self._model.parameters():
-            fake = self._mode.from_tensor(parameter.detach())
-            memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
-        for buffer in self._model.buffers():
-            memo[id(buffer)] = self._mode.from_tensor(buffer)
-        return copied(self._model, memo)
 
 
 class _DoubtDtypes(TorchDispatchMode):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.data.microbatch import Value as Data
-from mpkit.models.nested import flatten, rebuild
+from mpkit.models.nested import Containers, bring_back, flatten, rebuild
 from mpkit.parallel.partition.graph import Constant, Given, Graph, Leaf, New, Node
 from mpkit.parallel.partition.value import Looked, Value, spec_of
 from mpkit.parallel.partition.walk import Call, Walk
@@ -79,8 +79,13 @@ class Recording(Walk):
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in real]
         watch = Watch(self, len(graph.nodes), real, "" if isinstance(func, Call) else name)
         real_args, real_kwargs = rebuild(shape, real)
+        containers = Containers((real_args, real_kwargs))
         with watch:
             result = func(*real_args, **real_kwargs)
+        if lost := containers.lost(result):
+            raise CannotCut(
+                scope, f"{name} changes a {type(lost[0]).__name__} that it was given, and does not return it"
+            )
         made, result_shape = flatten(result)
         written = [
             i for i, (leaf, version) in enumerate(zip(real, versions, strict=True))
@@ -100,8 +105,11 @@ class Recording(Walk):
         node.written = self._write(node, leaves, real, written)
         node.leaves, back = self._wrap(node, leaves, real, made)
         node.random, node.flops = watch.random, watch.flops
+        node.returned = tuple(containers.returned(result))
         graph.nodes.append(node)
-        return rebuild(result_shape, back)
+        back_result = rebuild(result_shape, back)
+        bring_back((args, kwargs), back_result, node.returned)
+        return back_result
 
     def inputs_only(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check that an operation's arguments depend only on the inputs.
