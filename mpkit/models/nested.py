@@ -9,7 +9,7 @@ number, a module, an object without tensors.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from itertools import takewhile
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES  # private: tests/partition/test_any_model.py guards it
 
-__all__ = ["Containers", "Shape", "bring_back", "flatten", "is_opaque", "rebuild"]
+__all__ = ["ATOMS", "Containers", "Shape", "bring_back", "flatten", "is_opaque", "rebuild"]
 
 ATOMS = (
     bool, int, float, complex, str, bytes, range, slice, type, Enum, ModuleType, BuiltinFunctionType, nn.Module,
@@ -50,8 +50,12 @@ class Shape:
 LEAF = Shape("leaf")
 
 
-def flatten(value: Any) -> tuple[list[Any], Shape]:
+def flatten(value: Any, whole: Container[int] = ()) -> tuple[list[Any], Shape]:
     """Return the leaves of a value, in order, and the structure that holds them.
+
+    Args:
+        value: anything.
+        whole: ids of objects that are leaves, whatever they hold.
 
     >>> leaves, shape = flatten(((1, None), {"a": [2]}))
     >>> leaves, rebuild(shape, [10, 20, 30])
@@ -62,32 +66,38 @@ def flatten(value: Any) -> tuple[list[Any], Shape]:
     {'y': tensor([1., 1.])}
     """
     leaves: list[Any] = []
-    return leaves, _take_apart(value, leaves.append, ())
+    return leaves, _take_apart(value, leaves.append, (), whole)
 
 
-def _take_apart(value: Any, visit: Callable[[Any], None], within: tuple[Any, ...]) -> Shape:
+def _take_apart(
+    value: Any, visit: Callable[[Any], None], within: tuple[Any, ...], whole: Container[int]
+) -> Shape:
     """Visit the leaves of a value, which is inside of the structures `within`, and return its Shape."""
     kind = type(value)
     if isinstance(value, Tensor) or value is None or isinstance(value, ATOMS):
         visit(value)
         return LEAF
     if kind is tuple or kind is list:
-        return Shape(kind, tuple([_take_apart(part, visit, within) for part in value]))
+        return Shape(kind, tuple([_take_apart(part, visit, within, whole) for part in value]))
     if kind is dict or kind is OrderedDict:
-        return Shape(kind, tuple([_take_apart(part, visit, within) for part in value.values()]), tuple(value))
+        return Shape(
+            kind, tuple([_take_apart(part, visit, within, whole) for part in value.values()]), tuple(value)
+        )
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return Shape(kind, tuple([_take_apart(part, visit, within) for part in value]), kind._fields)
+        return Shape(kind, tuple([_take_apart(part, visit, within, whole) for part in value]), kind._fields)
     if kind in SUPPORTED_NODES:
         inner, context = SUPPORTED_NODES[kind].flatten_fn(value)
-        return Shape(kind, tuple([_take_apart(part, visit, within) for part in inner]), context=context)
+        return Shape(
+            kind, tuple([_take_apart(part, visit, within, whole) for part in inner]), context=context
+        )
     if any(value is outer for outer in within):
         raise _Cycle
-    reduced = _reduce(value)
+    reduced = None if id(value) in whole else _reduce(value)
     if reduced is not None:
         leaves: list[Any] = []
         make, parts = reduced
         try:
-            shapes = tuple([_take_apart(part, leaves.append, (*within, value)) for part in parts])
+            shapes = tuple([_take_apart(part, leaves.append, (*within, value), whole) for part in parts])
         except _Cycle:
             if within:
                 raise
@@ -185,7 +195,7 @@ def is_opaque(leaf: Any) -> bool:
     if leaf is None or isinstance(leaf, (Tensor, *ATOMS)):
         return False
     try:
-        _take_apart(leaf, lambda _: None, (None,))
+        _take_apart(leaf, lambda _: None, (None,), ())
     except _Cycle:
         return True
     return _reduce(leaf) is None
@@ -215,8 +225,9 @@ class Containers:
     [1]
     """
 
-    def __init__(self, value: Any) -> None:
-        self._parts = [(each, _identity(each)) for each in _containers(value)]
+    def __init__(self, value: Any, whole: Container[int] = ()) -> None:
+        self._whole = whole
+        self._parts = [(each, _identity(each)) for each in _containers(value, whole)]
 
     def _changed(self) -> dict[int, Any]:
         """Return the containers whose parts are others than before, by number."""
@@ -225,7 +236,7 @@ class Containers:
     def returned(self, result: Any) -> list[tuple[int, int]]:
         """Return which of the changed containers, by number, are which of those in a result."""
         changed = self._changed()
-        after = [id(each) for each in _containers(result)] if changed else []
+        after = [id(each) for each in _containers(result, self._whole)] if changed else []
         return [(i, after.index(id(each))) for i, each in changed.items() if id(each) in after]
 
     def lost(self, result: Any) -> list[Any]:
@@ -234,11 +245,13 @@ class Containers:
         return [each for i, each in self._changed().items() if i not in returned or not _is_settable(each)]
 
 
-def bring_back(value: Any, result: Any, returned: Sequence[tuple[int, int]]) -> None:
+def bring_back(
+    value: Any, result: Any, returned: Sequence[tuple[int, int]], whole: Container[int] = ()
+) -> None:
     """Give containers in a value the parts that their copies have, which are in a result (`Containers.returned`)."""
     if not returned:
         return
-    before, after = list(_containers(value)), list(_containers(result))
+    before, after = list(_containers(value, whole)), list(_containers(result, whole))
     for i, j in returned:
         container, copied = before[i], after[j]
         if isinstance(container, (list, dict)):
@@ -261,9 +274,9 @@ def _identity(container: Any) -> Any:
     return [id(leaf) for leaf in leaves], shape
 
 
-def _containers(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Any]:
+def _containers(value: Any, whole: Container[int], within: tuple[Any, ...] = ()) -> Iterator[Any]:
     """Yield what can be changed in a value, whatever is outermost first."""
-    if flatten(value)[1] == LEAF or any(value is outer for outer in within):
+    if flatten(value, whole)[1] == LEAF or any(value is outer for outer in within):
         return
     if not isinstance(value, tuple):
         yield value
@@ -274,4 +287,4 @@ def _containers(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Any]:
     else:
         parts = list(vars(value).values()) if hasattr(value, "__dict__") else []
     for part in parts:
-        yield from _containers(part, (*within, value))
+        yield from _containers(part, whole, (*within, value))

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpkit.data.microbatch import Value, map_tensors, part
 from mpkit.models.nested import Containers, flatten, is_opaque
 from mpkit.parallel.job.resolved import ResolvedPlan
-from mpkit.parallel.stage.block_recompute import blocks_to_recompute
+from mpkit.parallel.stage.block_recompute import blocks_to_recompute, without_caches
 from mpkit.parallel.stage.stage import call
 from mpkit.plan.checks import call_of
 from mpkit.prepare.dry_run.copying import copied, without_content
@@ -74,6 +74,7 @@ def check_kept(model: nn.Module, inputs: Value, resolved: ResolvedPlan) -> None:
 
 def _watched(name: str, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a block's forward, and look what is left of it."""
+    args, kwargs = without_caches(forward, args, kwargs)
     containers = Containers((args, kwargs))
     with (
         Made() as made,

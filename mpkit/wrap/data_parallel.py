@@ -20,6 +20,7 @@ from mpkit.plan.plan import Plan
 from mpkit.trace import Kind
 from mpkit.wrap.averaged import Averaged
 from mpkit.wrap.backward import Backwards
+from mpkit.wrap.held import HeldParameters
 from mpkit.wrap.replicas import Group, checked, context_for, replicas_of
 from mpkit.wrap.tensor_parallel import TensorParallel
 from mpkit.wrap.wrapped import Wrapped
@@ -97,6 +98,7 @@ class DataParallel(Wrapped):
         )
         for parameter in module.parameters():
             self._record.ledger.track(parameter, "params")
+        self._held = HeldParameters(module, "mk.ddp", allows_unused=unused)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -109,6 +111,8 @@ class DataParallel(Wrapped):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; the backward from its output averages gradients."""
+        if torch.is_grad_enabled():
+            self._held.check()
         if self._synchronizes:
             self._sync.synchronize_buffers()
         op = self._record.begin(Kind.FORWARD, "forward")

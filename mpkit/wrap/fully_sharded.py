@@ -31,6 +31,7 @@ from mpkit.plan.plan import Plan
 from mpkit.trace import Kind
 from mpkit.wrap.backward import Backwards
 from mpkit.wrap.half import Half
+from mpkit.wrap.held import HeldParameters
 from mpkit.wrap.norm import clip
 from mpkit.wrap.replicas import Group, context_for, replicas_of
 from mpkit.wrap.shares import Shares
@@ -99,6 +100,8 @@ class FullySharded(Wrapped):
         self._open: ExitStack | None = None
         self._stale = False  # whether a backward was complete since the shares reached all ranks
         self._op = -1
+        allows_unused = plan.unused == "allow"
+        self._held = HeldParameters(module, "mk.fully_shard", allows_unused=allows_unused)
         module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._after, always_call=True)
 
@@ -135,6 +138,9 @@ class FullySharded(Wrapped):
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._forget_failed()
         if not self._shares.hidden:
+            if torch.is_grad_enabled():
+                self._held.check()
+                self._shares.freeze()
             self._update()
             self._sync.synchronize_buffers()
         self._shares.hide()

@@ -38,7 +38,7 @@ def clip(
         norm = torch.maximum(comm.all_reduce(here, op="max"), alike)
     else:
         norm = (comm.all_reduce(here) + alike) ** (1.0 / p)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)[0]  # of no dimension, as a gradient may be
     for gradient in (*mine, *everywhere):
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return norm[0].to(torch.float32)
@@ -51,6 +51,7 @@ def _power_sum(gradients: Sequence[Tensor], p: float, device: torch.device) -> T
         gradient = gradient.as_subclass(Tensor)  # of a part, whose norm users must not take
         if not gradient.numel():
             continue
+        gradient = gradient.abs() if gradient.is_complex() else gradient
         if p == inf:
             total = torch.maximum(total, gradient.abs().max().to(total))
         else:

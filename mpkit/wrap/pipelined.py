@@ -29,6 +29,7 @@ from mpkit.parallel.runtime.train import place_stages, watch_stages
 from mpkit.parallel.stage.gradient_sync import GradientSync, named_parameters
 from mpkit.record.silent import SilentRecorder
 from mpkit.wrap.gradient_part import marked
+from mpkit.wrap.held import HeldParameters
 from mpkit.wrap.norm import clip
 from mpkit.wrap.wrapped import Wrapped
 
@@ -57,6 +58,7 @@ class PipelineParallel(Wrapped):
         self._copies = [p for p in every if p not in updated]  # no optimizer has them
         self._pipeline = Pipeline(context, job, axes, self._sync)
         self._stale = True  # whether copies of tied weights may be out of date
+        self._held = HeldParameters(job.what.model, "mk.pipeline", allows_unused=True)
         if not isinstance(context.record, SilentRecorder):
             watch_stages(context, job, stages)
 
@@ -82,6 +84,7 @@ class PipelineParallel(Wrapped):
         Raises:
             ValueError: no example had these shapes.
         """
+        self._held.check()
         self._send_tied()
         microbatches = self._split(inputs, targets)
         before = self._set_aside()

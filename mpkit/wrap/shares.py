@@ -106,6 +106,12 @@ class Shares:
         """Whether the module's own parameters are in their places."""
         return self._hidden > 0
 
+    def freeze(self) -> None:
+        """Let the parameters train whose shares do."""
+        for piece, share in self.of.items():
+            if piece.parameter.requires_grad != share.requires_grad:
+                piece.parameter.requires_grad_(share.requires_grad)
+
     # ---- take
 
     @torch.no_grad()

@@ -24,6 +24,7 @@ from mpkit.parallel.tensor.resolve import check
 from mpkit.parallel.tensor.shards import shards_of
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.wrap.gradient_part import marked_when_ready
+from mpkit.wrap.held import HeldParameters
 from mpkit.wrap.norm import clip
 from mpkit.wrap.replicas import Group, checked, context_for, replicas_of
 from mpkit.wrap.wrapped import Wrapped
@@ -51,6 +52,13 @@ class TensorParallel(Wrapped):
         for name, parameter in module.named_parameters():
             if name in shards[0] and parameter.requires_grad:
                 marked_when_ready(parameter)
+        self._held = HeldParameters(module, "mk.tensor_parallel", allows_unused=True)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        if torch.is_grad_enabled():
+            self._held.check()
+        return self.module(*args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients down to a norm over all ranks' parts, and return the norm before; every rank calls it.

@@ -24,7 +24,7 @@ class Wrapped(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.train(module.training)
+        self.training = module.training  # train() would change the modules within, too
         inner = module.forward
 
         @wraps(inner)
@@ -44,6 +44,14 @@ class Wrapped(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the user's module's attribute, where it is that which would be read."""
+        own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if own or "module" not in self._modules or not hasattr(self._modules["module"], name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._modules["module"], name, value)
 
     # ---- names ----------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class Forward(Walk):
         node = self._graph.nodes[k] if k < len(self._graph.nodes) else None
         if node is None or node.name != name:
             return self._answer(name, func, args, kwargs, node)
-        leaves, shape = flatten((args, kwargs))
+        leaves, shape = self.flatten((args, kwargs))
         given = tuple(leaf.number for leaf in leaves if type(leaf) is Value and leaf.number >= 0)
         if given != node.arguments:
             raise _another_way(f"{name} was given the values {given}, and {node.arguments} in the dry run")
@@ -73,7 +73,7 @@ class Forward(Walk):
             self._draws.begin(f"{k} {name}")
         own = self._stage_of[k] == self._stage
         result = self._do(node, func, leaves, shape) if own else self._pass_over(node, leaves)
-        bring_back((args, kwargs), result, node.returned)
+        bring_back((args, kwargs), result, node.returned, self._whole)
         if node.random:
             self._draws.begin(f"after {k}")
         return result
@@ -103,7 +103,7 @@ class Forward(Walk):
         args, kwargs = rebuild(shape, real)
         if self.checkpoints and node.block and torch.is_grad_enabled():
             func = partial(checkpoint, func, use_reentrant=False)
-        result, result_shape = flatten(func(*args, **kwargs))
+        result, result_shape = flatten(func(*args, **kwargs), self._whole)
         for i, number in node.written:
             leaves[i].number, leaves[i].behind = number, real[i]
             self._keep(number, real[i])

@@ -27,6 +27,7 @@ from torch.overrides import (
     handle_torch_function,
 )
 
+from mpkit.models.nested import ATOMS, Shape, flatten
 from mpkit.parallel.partition.value import Value
 
 __all__ = ["Call", "Walk", "current_walk", "prepare_modules"]
@@ -62,6 +63,9 @@ class Walk(TorchFunctionMode):
         _intercept_autograd_functions()
         self.checkpoints = 0  # how many of torch's checkpoints are around what runs now
         self._parameters = parameters
+        self._whole: dict[
+            int, Any
+        ] = {}  # objects that held no tensor when a node was given them, and stay as they are
         self.scopes = [""]  # the opened modules whose forward is running
 
     def __torch_function__(
@@ -89,6 +93,15 @@ class Walk(TorchFunctionMode):
             elif isinstance(part, dict) and self._has_value(part.values()):
                 return True
         return False
+
+    def flatten(self, arguments: Any) -> tuple[list[Any], Shape]:
+        """Return the leaves of a node's arguments, and their Shape.
+
+        An object without tensors, such as a cache, is the same for all nodes, whatever they put into it.
+        """
+        leaves, shape = flatten(arguments, self._whole)
+        self._whole |= {id(leaf): leaf for leaf in leaves if not isinstance(leaf, (Tensor, *ATOMS))}
+        return leaves, shape
 
     def node(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run or skip a block's call or an operation on values; the latter may be only a question about shapes."""

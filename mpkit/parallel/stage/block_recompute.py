@@ -28,7 +28,14 @@ from mpkit.parallel.stage.recomputed_call import MADE, Around, Call, Given, Reco
 from mpkit.parallel.stage.second_forward import SecondForward, StartingPoint
 from mpkit.plan.checks import every
 
-__all__ = ["Around", "RecomputedBlock", "blocks_to_recompute", "chosen_blocks", "recompute_blocks"]
+__all__ = [
+    "Around",
+    "RecomputedBlock",
+    "blocks_to_recompute",
+    "chosen_blocks",
+    "recompute_blocks",
+    "without_caches",
+]
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Names by which transformers' models pass a block the keys and values of earlier tokens; training has none."""
@@ -70,6 +77,16 @@ def blocks_to_recompute(
     return chosen
 
 
+def without_caches(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a block's arguments without transformers' caches, into which a second forward would write again."""
+    names = list(inspect.signature(forward).parameters)
+    args = tuple(None if name in CACHES else arg for name, arg in zip_longest(names[: len(args)], args))
+    kwargs = kwargs | {key: None for key in CACHES if key in kwargs}
+    return args, kwargs | ({"use_cache": False} if kwargs.get("use_cache") else {})
+
+
 class RecomputedBlock:
     """A block of the model that is recomputed from now on.
 
@@ -87,17 +104,10 @@ class RecomputedBlock:
         block.forward = self._wrap(block.forward)  # within its hooks, which run once
 
     def _wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        names = list(inspect.signature(inner).parameters)
-
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.around is None or not torch.is_grad_enabled():
                 return inner(*args, **kwargs)
-            named = zip_longest(names[: len(args)], args)
-            args = tuple(None if name in CACHES else arg for name, arg in named)
-            kwargs |= {key: None for key in CACHES if key in kwargs}
-            if kwargs.get("use_cache"):
-                kwargs["use_cache"] = False
-            return self._call(inner, args, kwargs)
+            return self._call(inner, *without_caches(inner, args, kwargs))
 
         return forward
 

@@ -69,7 +69,7 @@ class Recording(Walk):
         graph, scope = self.graph, self.scopes[-1]
         if name in HOOKS:
             raise CannotCut(scope, f"{name} is called on a tensor that a block made")
-        leaves, shape = flatten((args, kwargs))
+        leaves, shape = self.flatten((args, kwargs))
         values = [leaf for leaf in leaves if type(leaf) is Value]
         self._check_handed_over(name, leaves)
         for value in values:
@@ -79,14 +79,14 @@ class Recording(Walk):
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in real]
         watch = Watch(self, len(graph.nodes), real, "" if isinstance(func, Call) else name)
         real_args, real_kwargs = rebuild(shape, real)
-        containers = Containers((real_args, real_kwargs))
+        containers = Containers((real_args, real_kwargs), self._whole)
         with watch:
             result = func(*real_args, **real_kwargs)
         if lost := containers.lost(result):
             raise CannotCut(
                 scope, f"{name} changes a {type(lost[0]).__name__} that it was given, and does not return it"
             )
-        made, result_shape = flatten(result)
+        made, result_shape = flatten(result, self._whole)
         written = [
             i for i, (leaf, version) in enumerate(zip(real, versions, strict=True))
             if isinstance(leaf, Tensor) and leaf._version != version
@@ -108,7 +108,7 @@ class Recording(Walk):
         node.returned = tuple(containers.returned(result))
         graph.nodes.append(node)
         back_result = rebuild(result_shape, back)
-        bring_back((args, kwargs), back_result, node.returned)
+        bring_back((args, kwargs), back_result, node.returned, self._whole)
         return back_result
 
     def inputs_only(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -117,7 +117,9 @@ class Recording(Walk):
         A hook or an attribute may have passed on the output of a block.
         """
         if self._made_in:
-            self._check_handed_over(getattr(func, "__name__", "an operation"), flatten((args, kwargs))[0])
+            self._check_handed_over(
+                getattr(func, "__name__", "an operation"), flatten((args, kwargs), self._whole)[0]
+            )
 
     def _check_handed_over(self, name: str, leaves: list[Any]) -> None:
         for leaf in leaves:
