@@ -9,7 +9,7 @@ number, a module, an object without tensors.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from itertools import takewhile
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES  # private: tests/partition/test_any_model.py guards it
 
-__all__ = ["ATOMS", "Containers", "Shape", "bring_back", "flatten", "is_opaque", "rebuild"]
+__all__ = ["ATOMS", "LEAF", "Shape", "flatten", "is_opaque", "rebuild"]
 
 ATOMS = (
     bool, int, float, complex, str, bytes, range, slice, type, Enum, ModuleType, BuiltinFunctionType, nn.Module,
@@ -179,9 +179,6 @@ def _make_again(
     return made
 
 
-# ---- what cannot be seen, and what does not stay as it is
-
-
 def is_opaque(leaf: Any) -> bool:
     """Return whether a leaf may hold tensors that `flatten` does not find, as an iterator or a closure does.
 
@@ -210,81 +207,3 @@ def _is_full(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:
         return False
-
-
-class Containers:
-    """The lists, dicts and objects within a value, whose parts a function may exchange that gets a copy of them.
-
-    >>> given, items = [], []
-    >>> containers = Containers((items, {"a": 1}))
-    >>> items.append(1)  # the function does this
-    >>> containers.lost(result=None), containers.lost(result=(items, 2))
-    ([[1]], [])
-    >>> bring_back((given, {"a": 1}), ([1], 2), containers.returned(result=(items, 2)))
-    >>> given
-    [1]
-    """
-
-    def __init__(self, value: Any, whole: Container[int] = ()) -> None:
-        self._whole = whole
-        self._parts = [(each, _identity(each)) for each in _containers(value, whole)]
-
-    def _changed(self) -> dict[int, Any]:
-        """Return the containers whose parts are others than before, by number."""
-        return {i: each for i, (each, parts) in enumerate(self._parts) if _identity(each) != parts}
-
-    def returned(self, result: Any) -> list[tuple[int, int]]:
-        """Return which of the changed containers, by number, are which of those in a result."""
-        changed = self._changed()
-        after = [id(each) for each in _containers(result, self._whole)] if changed else []
-        return [(i, after.index(id(each))) for i, each in changed.items() if id(each) in after]
-
-    def lost(self, result: Any) -> list[Any]:
-        """Return the changed containers that are not in a result, or whose parts nobody can set."""
-        returned = {i for i, _ in self.returned(result)}
-        return [each for i, each in self._changed().items() if i not in returned or not _is_settable(each)]
-
-
-def bring_back(
-    value: Any, result: Any, returned: Sequence[tuple[int, int]], whole: Container[int] = ()
-) -> None:
-    """Give containers in a value the parts that their copies have, which are in a result (`Containers.returned`)."""
-    if not returned:
-        return
-    before, after = list(_containers(value, whole)), list(_containers(result, whole))
-    for i, j in returned:
-        container, copied = before[i], after[j]
-        if isinstance(container, (list, dict)):
-            parts = copied.copy()
-            container.clear()
-            if isinstance(container, dict):
-                container.update(parts)
-            else:
-                container.extend(parts)
-        if hasattr(container, "__dict__"):
-            vars(container).update(vars(copied))
-
-
-def _is_settable(container: Any) -> bool:
-    return isinstance(container, (list, dict)) or hasattr(container, "__dict__")
-
-
-def _identity(container: Any) -> Any:
-    leaves, shape = flatten(container)
-    return [id(leaf) for leaf in leaves], shape
-
-
-def _containers(value: Any, whole: Container[int], within: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """Yield what can be changed in a value, whatever is outermost first."""
-    if flatten(value, whole)[1] == LEAF or any(value is outer for outer in within):
-        return
-    if not isinstance(value, tuple):
-        yield value
-    if isinstance(value, dict):
-        parts = list(value.values())
-    elif isinstance(value, (tuple, list)):
-        parts = list(value)
-    else:
-        parts = list(vars(value).values()) if hasattr(value, "__dict__") else []
-    for part in parts:
-        yield from _containers(part, whole, (*within, value))

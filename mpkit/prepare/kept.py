@@ -21,7 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.data.microbatch import Value, map_tensors, part
-from mpkit.models.nested import Containers, flatten, is_opaque
+from mpkit.models.containers import Containers
+from mpkit.models.nested import flatten, is_opaque
 from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.parallel.stage.block_recompute import blocks_to_recompute, without_caches
 from mpkit.parallel.stage.stage import call
@@ -84,11 +85,11 @@ def _watched(name: str, block: nn.Module, forward: Callable[..., Any], *args: An
     who = f"{name} ({type(block).__name__})"
     if lost := containers.lost(output):
         raise Keeps(f"{who} changes a {type(lost[0]).__name__} that it was given, of which it gets a copy")
-    leaves = flatten(output)[0]
-    for leaf in (*flatten((args, kwargs))[0], *leaves):
+    given, leaves = flatten((args, kwargs))[0], flatten(output)[0]
+    for leaf in (*given, *leaves):
         if is_opaque(leaf):
             raise Keeps(f"{who} takes or returns a {type(leaf).__name__}, in which nobody finds the tensors")
-    returned = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
+    returned = {leaf.untyped_storage()._cdata for leaf in (*given, *leaves) if isinstance(leaf, Tensor)}
     if made.alive(returned):
         gc.collect()  # which frees what only a cycle holds
     if kept := made.alive(returned):

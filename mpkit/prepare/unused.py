@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpkit.data.microbatch import Value, map_tensors, part
-from mpkit.parallel.data_parallel.ddp import unused_message
+from mpkit.parallel.data_parallel.unused import unused_message
 from mpkit.parallel.stage.stage import call
 from mpkit.plan.plan import Plan
 from mpkit.prepare.dry_run.copying import without_content

@@ -28,6 +28,7 @@ from mpkit.parallel.runtime.pipeline import Pipeline
 from mpkit.parallel.runtime.train import place_stages, watch_stages
 from mpkit.parallel.stage.gradient_sync import GradientSync, named_parameters
 from mpkit.record.silent import SilentRecorder
+from mpkit.wrap.divided_optimizer import divided
 from mpkit.wrap.gradient_part import marked
 from mpkit.wrap.held import HeldParameters
 from mpkit.wrap.norm import clip
@@ -57,6 +58,8 @@ class PipelineParallel(Wrapped):
         every = named_parameters(stages).values()
         self._copies = [p for p in every if p not in updated]  # no optimizer has them
         self._pipeline = Pipeline(context, job, axes, self._sync)
+        for piece in self._sync.pieces:
+            divided(piece.parameter, "parameters", "mk.pipeline")
         self._stale = True  # whether copies of tied weights may be out of date
         self._held = HeldParameters(job.what.model, "mk.pipeline", allows_unused=True)
         if not isinstance(context.record, SilentRecorder):

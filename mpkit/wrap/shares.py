@@ -1,8 +1,9 @@
 """Shares: the parameters that a sharded module shows to its user, one per parameter of the module.
 
-A share is what this rank's optimizer updates: its elements of a parameter, (k,), or the whole parameter where that is
-not sharded. It lies in the same memory as the rank's piece, or is its fp32 master copy where the module computes in 16
-bits. While the module computes, its own parameters are in their places; at any other time the shares are.
+A share is what this rank's optimizer updates: its elements of a parameter, (k, 1, ...) in as many dimensions as that
+has, by which optimizer groups are often made; or the whole parameter where that is not sharded. It lies in the same
+memory as the rank's piece, or is its fp32 master copy where the module computes in 16 bits. While the module computes,
+its own parameters are in their places; at any other time the shares are.
 
     show, hide   the shares take the places of the parameters, and give them back
     take         gradients of a backward are added to `share.grad`, as the mean over replicas
@@ -23,6 +24,7 @@ from mpkit.parallel.stage.gradient_sync import Piece
 from mpkit.parallel.update.master_weights import Masters
 from mpkit.parallel.zero.flat import Layout
 from mpkit.record.ledger import Ledger
+from mpkit.wrap.divided_optimizer import divided
 from mpkit.wrap.gradient_part import marked
 
 __all__ = ["Shares"]
@@ -64,8 +66,10 @@ class Shares:
             piece for parts in sharded.values() for piece in parts
         }  # of which other ranks have the rest
         self.of = {piece: self._share(piece) for piece in pieces}
-        for share in self.of.values():
+        for piece, share in self.of.items():
             share.is_share = True  # type: ignore[attr-defined]
+            if piece in self._apart:
+                divided(share, "elements", "mk.fully_shard")
         by_parameter = {piece.parameter: share for piece, share in self.of.items()}
         self._places = [
             Place(inner, key, parameter, by_parameter[parameter])
@@ -80,10 +84,12 @@ class Shares:
 
     def _share(self, piece: Piece) -> nn.Parameter:
         if self._masters.copies and piece.parameter.is_floating_point():
-            share = self._masters.of(piece)
-            share.requires_grad_(piece.parameter.requires_grad)
-            return share
-        return nn.Parameter(piece.held.detach(), piece.parameter.requires_grad)
+            held = self._masters.of(piece).detach()
+        else:
+            held = piece.held.detach()
+        if piece in self._apart:
+            held = held.view(-1, *[1] * (len(piece.shape) - 1))
+        return nn.Parameter(held, piece.parameter.requires_grad)
 
     # ---- show, hide
 
@@ -120,7 +126,7 @@ class Shares:
         for piece, share in self.of.items():
             if piece.held.grad is None:
                 continue
-            new = piece.held.grad.to(share.dtype, copy=True).div_(divisor)
+            new = piece.held.grad.to(share.dtype, copy=True).div_(divisor).view_as(share)
             if share.grad is None:
                 self._ledger.track(new, "grads")
                 share.grad = marked(new) if piece in self._apart else new
@@ -147,7 +153,7 @@ class Shares:
         """Copy the shares into the pieces, where they are not in the same memory."""
         for piece, share in self.of.items():
             if share.data_ptr() != piece.held.data_ptr() or share.dtype != piece.held.dtype:
-                piece.held.copy_(share)
+                piece.held.copy_(share.view_as(piece.held))
         self._versions = self._now()
 
     # ---- full

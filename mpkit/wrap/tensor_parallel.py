@@ -23,6 +23,7 @@ from mpkit.parallel.tensor.finding import find_tensor_plan
 from mpkit.parallel.tensor.resolve import check
 from mpkit.parallel.tensor.shards import shards_of
 from mpkit.plan.tensor_plan import TensorPlan
+from mpkit.wrap.divided_optimizer import divided
 from mpkit.wrap.gradient_part import marked_when_ready
 from mpkit.wrap.held import HeldParameters
 from mpkit.wrap.norm import clip
@@ -52,6 +53,7 @@ class TensorParallel(Wrapped):
         for name, parameter in module.named_parameters():
             if name in shards[0] and parameter.requires_grad:
                 marked_when_ready(parameter)
+                divided(parameter, "elements", "mk.tensor_parallel")
         self._held = HeldParameters(module, "mk.tensor_parallel", allows_unused=True)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

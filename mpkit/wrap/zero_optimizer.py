@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mpkit.parallel.data_parallel.ddp import broadcast_tensors
 from mpkit.record.hooks import watch_optimizer
+from mpkit.wrap.divided_optimizer import check_optimizers
 from mpkit.wrap.replicas import Group, context_on, replicas_of
 
 __all__ = ["ZeroOptimizer", "zero_optimizer"]
@@ -98,6 +99,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         broadcast_tensors(self._replicas, [parameter.detach() for parameter in self._every()])
         self._local = optimizer_class([self._mine(each) for each in self.param_groups], **options)
         self._adopt()
+        if self._replicas.size > 1:
+            check_optimizers(self._local, "parameters", "mk.zero_optimizer")
         watch_optimizer(context.record, self._local)
 
     def _every(self) -> list[Tensor]:

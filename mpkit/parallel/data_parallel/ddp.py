@@ -30,13 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.comm.communicator import Communicator
-from mpkit.errors import MpkitError
 from mpkit.parallel.data_parallel.bucket import Bucket, fill_buckets, zeros_for
 from mpkit.parallel.data_parallel.buffers import StatefulBuffers
 from mpkit.parallel.data_parallel.replicated import Replicated
+from mpkit.parallel.data_parallel.unused import unused_error
 from mpkit.parallel.stage.gradient_sync import GradientSync, Half
 
-__all__ = ["DDP", "broadcast_all", "broadcast_tensors", "unused_error", "unused_message"]
+__all__ = ["DDP", "broadcast_all", "broadcast_tensors"]
 
 AT_ONCE = 8 * 2**20
 """Bytes per broadcast at the start: large enough to use the link well, and small beside a model."""
@@ -254,23 +254,3 @@ def broadcast_tensors(replicas: Communicator, tensors: Iterable[Tensor], source:
         replicas.broadcast(flat, source)
         for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
             tensor.copy_(part.view_as(tensor))
-
-
-def unused_error(names: list[str], allow: str = "unused='allow' in the Plan") -> MpkitError:
-    """Return the error for parameters without a gradient, with what would allow that."""
-    return MpkitError(unused_message(names, "in this step", "on this rank", allow))
-
-
-def unused_message(
-    names: list[str],
-    when: str = "in any step",
-    where: str = "for any sample",
-    allow: str = "unused='allow' in the Plan",
-) -> str:
-    """Return the message about parameters without a gradient."""
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return (
-        f"No gradient came for {shown} {when}: the loss does not depend on "
-        f"{'it' if len(names) == 1 else 'them'} {where}, and the other ranks wait for the sum. If that is meant, "
-        f"{allow}; if not, use them in the forward, or freeze them: parameter.requires_grad_(False)."
-    )

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from mpkit.data.microbatch import Value, leaves, map_tensors
 from mpkit.parallel.compute.stage_work import StageWork
-from mpkit.parallel.data_parallel.ddp import unused_error
+from mpkit.parallel.data_parallel.unused import unused_error
 from mpkit.parallel.job.feed import MicroBatch
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.nn_dataparallel.gathered_loss import gathered_loss

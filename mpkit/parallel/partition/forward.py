@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mpkit.errors import MpkitError
-from mpkit.models.nested import Shape, bring_back, flatten, rebuild
+from mpkit.models.containers import bring_back
+from mpkit.models.nested import Shape, flatten, rebuild
 from mpkit.models.randomness import Draws
 from mpkit.parallel.partition.boundary import Spec
 from mpkit.parallel.partition.graph import Constant, Division, Given, Leaf, Node

@@ -15,12 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
-import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,  # private: tests/partition/test_any_model.py guards it
@@ -28,6 +25,7 @@ from torch.overrides import (
 )
 
 from mpkit.models.nested import ATOMS, Shape, flatten
+from mpkit.parallel.partition.interception import intercept
 from mpkit.parallel.partition.value import Value
 
 __all__ = ["Call", "Walk", "current_walk", "prepare_modules"]
@@ -60,7 +58,7 @@ class Walk(TorchFunctionMode):
 
     def __init__(self, parameters: dict[int, str]) -> None:
         super().__init__()
-        _intercept_autograd_functions()
+        intercept(current_walk)
         self.checkpoints = 0  # how many of torch's checkpoints are around what runs now
         self._parameters = parameters
         self._whole: dict[
@@ -118,43 +116,6 @@ class Walk(TorchFunctionMode):
             yield
         finally:
             self.scopes.pop()
-
-    def within_checkpoint(self, *_: Any, **__: Any) -> Iterator[None]:
-        """Yield once, as torch's own generator does, while what a checkpoint is around runs."""
-        self.checkpoints += 1
-        try:
-            yield
-        finally:
-            self.checkpoints -= 1
-
-
-@cache
-def _intercept_autograd_functions() -> None:
-    """Let walks see calls of autograd functions, of which torch shows a mode only what their forwards compute.
-
-    A forward runs without a graph, so its operations as nodes would have no gradients. What a checkpoint is around is
-    seen node by node instead.
-    """
-    inner = vars(Function)["apply"].__func__
-    checkpoint: Any = torch.utils.checkpoint
-    around = checkpoint._checkpoint_without_reentrant_generator
-
-    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        walk = current_walk()
-        if walk is None:
-            return inner(cls, *args, **kwargs)
-        if cls is checkpoint.CheckpointFunction:
-            function, _, *rest = args
-            with contextmanager(walk.within_checkpoint)():
-                return function(*rest)
-        return handle_torch_function(cls.apply, (), *args, **kwargs)
-
-    def around_checkpointed(*args: Any, **kwargs: Any) -> Any:
-        walk = current_walk()
-        return around(*args, **kwargs) if walk is None else walk.within_checkpoint()
-
-    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    checkpoint._checkpoint_without_reentrant_generator = around_checkpointed
 
 
 def prepare_modules(model: nn.Module, opened: Iterable[str], blocks: Iterable[str]) -> dict[str, nn.Module]:

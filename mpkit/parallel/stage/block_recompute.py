@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from mpkit.errors import MpkitError
 from mpkit.models.blocks import repeated_blocks
-from mpkit.models.nested import Containers, bring_back, flatten, rebuild
+from mpkit.models.containers import Containers, bring_back
+from mpkit.models.nested import flatten, rebuild
 from mpkit.parallel.partition.graph import PartitionedModel
 from mpkit.parallel.stage.recomputed_call import MADE, Around, Call, Given, Recomputed, Setting
 from mpkit.parallel.stage.second_forward import SecondForward, StartingPoint

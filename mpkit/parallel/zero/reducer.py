@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.comm.communicator import Communicator
-from mpkit.parallel.data_parallel.ddp import unused_error
+from mpkit.parallel.data_parallel.unused import unused_error
 from mpkit.parallel.zero.gradients import Gradients
 
 __all__ = ["Reducer"]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.data.microbatch import Value as Data
-from mpkit.models.nested import Containers, bring_back, flatten, rebuild
+from mpkit.models.containers import Containers, bring_back
+from mpkit.models.nested import flatten, rebuild
 from mpkit.parallel.partition.graph import Constant, Given, Graph, Leaf, New, Node
 from mpkit.parallel.partition.value import Looked, Value, spec_of
 from mpkit.parallel.partition.walk import Call, Walk
