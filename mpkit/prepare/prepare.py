@@ -37,6 +37,7 @@ from mpkit.prepare.arguments.arguments import (
     check_update,
 )
 from mpkit.prepare.arguments.batches import check_shares, check_split, of_every_size, take_batches
+from mpkit.prepare.arguments.embeddings import check_embeddings
 from mpkit.prepare.arguments.in_between import check_ema, check_on_step, take_evaluation
 from mpkit.prepare.arguments.train_options import TrainOptions
 from mpkit.prepare.dry_run.dry_run import quiet
@@ -140,6 +141,7 @@ def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOpt
     check_loss(options["loss"])
     check_update(options.get("max_grad_norm"), options.get("lr_schedule"), steps)
     check_no_global_hooks()
+    check_embeddings(model, shared=plan.dp * plan.cp * plan.tp > 1)
     check_repeatable(model, plan)
     check_compiled(model, plan)
     on_step, ema = check_on_step(options.get("on_step")), check_ema(options.get("ema"))

@@ -17,6 +17,7 @@ from torch import nn
 from mpkit.parallel.data_parallel.replicated import Replicated
 from mpkit.parallel.stage.stage import Stage
 from mpkit.plan.plan import Plan
+from mpkit.prepare.arguments.embeddings import check_embeddings
 from mpkit.trace import Kind
 from mpkit.wrap.averaged import Averaged
 from mpkit.wrap.backward import Backwards
@@ -80,6 +81,7 @@ class DataParallel(Wrapped):
     def __init__(self, module: nn.Module, bucket_mb: float, unused: bool, group: Group) -> None:
         context = context_for(module)
         replicas = replicas_of(context, group)
+        check_embeddings(module, shared=replicas.size > 1, local=True)
         super().__init__(module)
         plan = Plan(
             dp=replicas.size, batchnorm="local", bucket_mb=bucket_mb, unused="allow" if unused else "error"

@@ -28,6 +28,7 @@ from mpkit.parallel.stage.stage import Stage
 from mpkit.parallel.update.master_weights import Masters, narrow
 from mpkit.parallel.zero.stages import zero_sync
 from mpkit.plan.plan import Plan
+from mpkit.prepare.arguments.embeddings import check_embeddings
 from mpkit.trace import Kind
 from mpkit.wrap.backward import Backwards
 from mpkit.wrap.half import Half
@@ -65,6 +66,7 @@ class FullySharded(Wrapped):
     def __init__(self, module: nn.Module, plan: Plan, group: Group) -> None:
         context = context_for(module)
         replicas = replicas_of(context, group)
+        check_embeddings(module, shared=replicas.size > 1, local=True)
         super().__init__(module)
         self._replicas, self._record = replicas, context.record
         self._stage = plan.zero

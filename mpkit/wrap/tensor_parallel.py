@@ -23,6 +23,7 @@ from mpkit.parallel.tensor.finding import find_tensor_plan
 from mpkit.parallel.tensor.resolve import check
 from mpkit.parallel.tensor.shards import shards_of
 from mpkit.plan.tensor_plan import TensorPlan
+from mpkit.prepare.arguments.embeddings import check_embeddings
 from mpkit.wrap.divided_optimizer import divided
 from mpkit.wrap.gradient_part import marked_when_ready
 from mpkit.wrap.held import HeldParameters
@@ -201,6 +202,7 @@ def _wrapped(
     checked(module, "mk.tensor_parallel")
     context = context_for(module)
     comm = replicas_of(context, group)
+    check_embeddings(module, shared=comm.size > 1)
     broadcast_all(comm, module)
     shards: list[dict[str, Shard]] = [{}]
     if comm.size > 1:

@@ -187,7 +187,7 @@ class Gathering:
             yield
         finally:
             self._all = False
-            self._keep(())
+            self._whole.free_all_but(self._until_the_end, changed=True)
 
 
 def _in_backward() -> bool:

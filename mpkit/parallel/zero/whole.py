@@ -9,6 +9,7 @@ from torch import nn
 
 from mpkit.comm.communicator import Communicator
 from mpkit.comm.process_group import Pending
+from mpkit.errors import MpkitError
 from mpkit.parallel.zero.flat import Flat
 from mpkit.parallel.zero.sharded import on_demand, veil
 
@@ -28,6 +29,7 @@ class WholeParameters:
         self, replicas: Communicator, flats: list[Flat], demand: Callable[[nn.Parameter], bool]
     ) -> None:
         self._replicas = replicas
+        self._versions: dict[Flat, list[int]] = {}
         self._whole: dict[Flat, Pending | None] = {}  # whole (None), or with the pending all-gather
         for flat in flats:
             flat.free()
@@ -54,12 +56,28 @@ class WholeParameters:
         if work is not None:
             work.wait()
             self._whole[flat] = None
+            self._versions[flat] = [parameter._version for parameter in flat.layout.parameters]
             veil(flat.layout.parameters, sharded=False)
 
-    def free_all_but(self, kept: Collection[Flat]) -> None:
-        """Free all flat tensors but these."""
+    def free_all_but(self, kept: Collection[Flat], *, changed: bool = False) -> None:
+        """Free all flat tensors but these.
+
+        Args:
+            kept: those that stay whole.
+            changed: whether the others may have been written into, which is lost.
+
+        Raises:
+            MpkitError: one was written into.
+        """
         for flat in [flat for flat in self._whole if flat not in kept]:
             self._wait(flat)
+            for parameter, version in zip(flat.layout.parameters, self._versions.pop(flat), strict=True):
+                if parameter._version != version and not changed:
+                    raise MpkitError(
+                        f"The model's forward writes into a parameter, of shape {list(parameter.shape)}, and under "
+                        "zero=3 that is lost: it is whole only while its layer computes. Change parameters between "
+                        "steps, or take zero=2, which keeps them whole"
+                    )
             veil(flat.layout.parameters, sharded=True)
             flat.free()
             del self._whole[flat]

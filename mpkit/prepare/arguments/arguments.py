@@ -36,7 +36,7 @@ def check_model(model: Any) -> None:
     """Check that the model is an nn.Module whose parameters are initialized.
 
     Raises:
-        ValueError: the model is something else, or has sparse gradients.
+        ValueError: the model is something else, or has no numbers yet.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ValueError(
@@ -59,13 +59,6 @@ def check_model(model: Any) -> None:
             f"The model's {elsewhere[0]} is on the meta device and holds no numbers: "
             "build the model on the CPU, or fill it: model.to_empty(device='cpu'), then its initialization."
         )
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(
-                f"The model's {name or type(module).__name__} makes sparse gradients (sparse=True), and ranks keep, "
-                "sum and send dense ones. The same numbers without: "
-                f"model{'.get_submodule(' + repr(name) + ')' if name else ''}.sparse = False"
-            )
 
 
 def check_plan(plan: Any, ranks: int) -> None:
