@@ -32,6 +32,11 @@ class Averaged(DDP):
         super().__init__(held)
         self._filled: set[nn.Parameter] = set()  # had no gradient before this reduction
 
+    @property
+    def has_replicas(self) -> bool:
+        """Whether other ranks hold the module too."""
+        return self._replicas.size > 1
+
     def begin_backward(self) -> None:
         """Expect the gradients of one backward."""
         self._next = 0

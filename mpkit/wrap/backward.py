@@ -33,6 +33,7 @@ class Backwards:
         parameters: those whose gradients the backwards make.
         begin, end: called in each backward.
         second: whether second derivatives with respect to inputs are possible.
+        alone: called where torch.autograd.grad computes a parameter's gradient, which is no backward.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class Backwards:
         end: Callable[[], None],
         *,
         second: bool = True,
+        alone: Callable[[], None] = lambda: None,
     ) -> None:
+        self._alone = alone
         self._begin, self._end, self._second = begin, end, second
         self._nodes: list[Any] = []  # where autograd accumulates the gradients
         self._task = -1  # autograd's number of the backward that is running
@@ -77,8 +80,12 @@ class Backwards:
             self._start()
 
     def _gradient(self, _gradient: Tensor) -> None:
-        if self._task < 0 and any(map(_is_executed, self._nodes)):
+        if self._task >= 0:
+            return
+        if any(map(_is_executed, self._nodes)):
             self._start()
+        else:
+            self._alone()
 
     def _start(self) -> None:
         if torch.is_grad_enabled():

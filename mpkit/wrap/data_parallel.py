@@ -92,7 +92,7 @@ class DataParallel(Wrapped):
         self._backward: AbstractContextManager[Any] | None = None
         self._op = -1
         # Before the reducer's own hooks, which need a backward that has begun.
-        self._backwards = Backwards(module.parameters(), self._begin, self._end)
+        self._backwards = Backwards(module.parameters(), self._begin, self._end, alone=self._refuse_alone)
         self._sync = Averaged(
             Replicated(
                 context, plan, {0: stage}, replicas, allow_unused="find_unused_parameters=True in mk.ddp"
@@ -123,6 +123,14 @@ class DataParallel(Wrapped):
         if torch.is_grad_enabled():
             self._backwards.watch(output)
         return output
+
+    def _refuse_alone(self) -> None:
+        if self._synchronizes and self._sync.has_replicas:
+            raise ValueError(
+                "torch.autograd.grad with respect to parameters under mk.ddp: gradients are averaged where backward() "
+                "accumulates them, and these would be this rank's own. loss.backward() averages them; this rank's own "
+                "can be taken within model.no_sync()"
+            )
 
     def _begin(self) -> None:
         self._op = self._record.begin(Kind.BACKWARD, "backward")

@@ -15,10 +15,11 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mpkit.prepare.optimizer.made import ELEMENTWISE
 from mpkit.support.caught import one_line
+from mpkit.wrap.gradient_part import marked, unmarked
 
 __all__ = ["check_optimizers", "divided"]
 
@@ -38,15 +39,28 @@ def divided(parameter: nn.Parameter, by: Parts, wrapper: str) -> None:
 
 @cache
 def _watch_steps() -> None:
-    """Check each optimizer in this process before its first step."""
+    """Check each optimizer in this process before its first step, and let it see plain gradients in each."""
     seen: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    def parts(optimizer: torch.optim.Optimizer) -> list[Any]:
+        every = (p for group in optimizer.param_groups for p in group["params"])
+        return [
+            p for p in every if hasattr(p, "divided") and p.grad is not None and p.divided[0] == "elements"
+        ]
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer not in seen:
             seen.add(optimizer)
             check_optimizers(optimizer)
+        for parameter in parts(optimizer):
+            parameter.grad = unmarked(parameter.grad)
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in parts(optimizer):
+            parameter.grad = marked(parameter.grad)
 
     register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
 def check_optimizers(optimizer: torch.optim.Optimizer, by: Parts | None = None, wrapper: str = "") -> None:
@@ -64,10 +78,7 @@ def check_optimizers(optimizer: torch.optim.Optimizer, by: Parts | None = None, 
         return
     kind = type(optimizer).__name__
     instead = "torch.optim.AdamW(model.parameters(), lr=1e-3) works"
-    if by == "elements":
-        instead += f", and so does mk.zero_optimizer({kind}, ...) with mk.ddp, if each parameter is updated by itself"
-    else:
-        instead += f", and so does {kind} with mk.ddp"
+    instead += f", and so does {kind} with mk.ddp, where each rank updates all"
     try:
         off = _off_by(optimizer, by)
     except Exception as error:

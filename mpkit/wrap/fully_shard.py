@@ -48,7 +48,7 @@ def fully_shard(
     ...     return shares, tuple(model.state_dict()["weight"].shape)
     >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
     ...     cluster.run(train)[0]
-    ({'weight': (4,), 'bias': (2,)}, (2, 4))
+    ({'weight': (4, 1), 'bias': (2,)}, (2, 4))
 
     Args:
         module: on this rank's device; changed in place.

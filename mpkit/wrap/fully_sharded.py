@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.parallel.data_parallel.ddp import DDP, broadcast_all
+from mpkit.parallel.data_parallel.broadcast import broadcast_all
+from mpkit.parallel.data_parallel.ddp import DDP
 from mpkit.parallel.data_parallel.replicated import Replicated
 from mpkit.parallel.stage.stage import Stage
 from mpkit.parallel.update.master_weights import Masters, narrow

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.parallel.data_parallel.ddp import broadcast_all
+from mpkit.parallel.data_parallel.broadcast import broadcast_all
 from mpkit.plan.plan import Plan
 from mpkit.prepare.prepare import prepare
 from mpkit.schedule import Schedule

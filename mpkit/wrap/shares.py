@@ -14,6 +14,7 @@ its own parameters are in their places; at any other time the shares are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,15 @@ from mpkit.wrap.divided_optimizer import divided
 from mpkit.wrap.gradient_part import marked
 
 __all__ = ["Shares"]
+
+
+def _refuse_gradient(name: str, _gradient: Tensor) -> None:
+    """Refuse a gradient that autograd makes for a share itself, which the module's forward does not use."""
+    raise ValueError(
+        f"The loss depends on {name} outside of the wrapped module's forward, where it is this rank's share: the "
+        "gradient would be this rank's own. Let forward compute that too (a penalty on weights, a layer that is called "
+        "by itself); an optimizer's weight_decay is a penalty as well"
+    )
 
 
 class Place(NamedTuple):
@@ -68,8 +78,13 @@ class Shares:
         self.of = {piece: self._share(piece) for piece in pieces}
         for piece, share in self.of.items():
             share.is_share = True  # type: ignore[attr-defined]
+            for name, value in vars(piece.parameter).items():  # marks, by which groups are made
+                if name != "_gather":
+                    setattr(share, name, value)
             if piece in self._apart:
                 divided(share, "elements", "mk.fully_shard")
+            if share.requires_grad:
+                share.register_hook(partial(_refuse_gradient, piece.name))
         by_parameter = {piece.parameter: share for piece, share in self.of.items()}
         self._places = [
             Place(inner, key, parameter, by_parameter[parameter])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mpkit.comm.communicator import Communicator
 from mpkit.comm.process_group import FakeGroup, ProcessGroup
-from mpkit.parallel.data_parallel.ddp import broadcast_all
+from mpkit.parallel.data_parallel.broadcast import broadcast_all
 from mpkit.parallel.stage.shard import Shard, put_together
 from mpkit.parallel.tensor import by_hand
 from mpkit.parallel.tensor.finding import find_tensor_plan

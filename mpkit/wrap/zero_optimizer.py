@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.parallel.data_parallel.ddp import broadcast_tensors
+from mpkit.parallel.data_parallel.broadcast import broadcast_tensors
 from mpkit.record.hooks import watch_optimizer
 from mpkit.wrap.divided_optimizer import check_optimizers
 from mpkit.wrap.replicas import Group, context_on, replicas_of

@@ -366,7 +366,7 @@ def whole(ctx: Any, stage: int, precision: str) -> dict[str, bool]:
         model.load_state_dict({"fixed": state["fixed"]})
     shares = sum(parameter.numel() for parameter in model.parameters())
     found["shares"] = shares < 0.75 * sum(parameter.numel() for parameter in plain.parameters())
-    found["not whole now"] = model.last.weight.dim() == 1
+    found["not whole now"] = model.last.weight.shape[1:] == (1,)
     return found
 
 

@@ -22,24 +22,21 @@ sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from mpkit.comm.communicator import Communicator
+from mpkit.parallel.data_parallel.broadcast import broadcast_all
 from mpkit.parallel.data_parallel.bucket import Bucket, fill_buckets, zeros_for
 from mpkit.parallel.data_parallel.buffers import StatefulBuffers
 from mpkit.parallel.data_parallel.replicated import Replicated
 from mpkit.parallel.data_parallel.unused import unused_error
 from mpkit.parallel.stage.gradient_sync import GradientSync, Half
 
-__all__ = ["DDP", "broadcast_all", "broadcast_tensors"]
-
-AT_ONCE = 8 * 2**20
-"""Bytes per broadcast at the start: large enough to use the link well, and small beside a model."""
+__all__ = ["DDP"]
 
 
 class DDP(GradientSync):
@@ -231,26 +228,3 @@ class DDP(GradientSync):
         """Return the state on the first replica, and nothing on the others, which hold the same."""
         self._stateful.synchronize()
         return super().state_dict() if self._replicas.index == 0 else {}
-
-
-def broadcast_all(replicas: Communicator, module: nn.Module) -> None:
-    """Broadcast the first replica's parameters and buffers."""
-    broadcast_tensors(replicas, (*module.parameters(), *module.buffers()))
-
-
-@torch.no_grad()
-def broadcast_tensors(replicas: Communicator, tensors: Iterable[Tensor], source: int = 0) -> None:
-    """Broadcast one replica's tensors to the others, in few broadcasts, none of which needs much memory."""
-    groups: list[list[Tensor]] = []
-    open_groups: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        group = open_groups.get(tensor.dtype, [])
-        if not group or sum(t.nbytes for t in group) + tensor.nbytes > AT_ONCE:
-            group = open_groups[tensor.dtype] = []
-            groups.append(group)
-        group.append(tensor.detach())
-    for group in groups:
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        replicas.broadcast(flat, source)
-        for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
-            tensor.copy_(part.view_as(tensor))
