@@ -44,9 +44,7 @@ def _watch_steps() -> None:
 
     def parts(optimizer: torch.optim.Optimizer) -> list[Any]:
         every = (p for group in optimizer.param_groups for p in group["params"])
-        return [
-            p for p in every if hasattr(p, "divided") and p.grad is not None and p.divided[0] == "elements"
-        ]
+        return [p for p in every if hasattr(p, "divided") and p.grad is not None]
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer not in seen:

@@ -46,15 +46,16 @@ class HeldParameters:
                     f"the parameters that it had: change the module first, then model = {self._wrapper}(module)"
                 )
         trained = {name for name, parameter in named.items() if parameter.requires_grad}
+        unused = "find_unused_parameters=True"
         if late := sorted(trained - self._trained):
+            within = f", with {unused}," if self._wrapper in ("mk.ddp", "mk.fully_shard") else ""
             raise ValueError(
                 f"{late[0]} was frozen when {self._wrapper} wrapped the module, and trains now: its gradient would not "
-                "be synchronized. Wrap the module while it trains, with find_unused_parameters=True, and then freeze "
-                "it until it is to train"
+                f"be synchronized. Wrap the module while it trains{within} and then freeze it until it is to train"
             )
         frozen = sorted(self._trained - trained)
         if frozen and trained and not self._allows_unused:
             raise ValueError(
                 f"{frozen[0]} was frozen after {self._wrapper} had wrapped the module, and the ranks wait for its "
-                f"gradient: {self._wrapper}(module, find_unused_parameters=True) allows that, or freeze it first"
+                f"gradient: {self._wrapper}(module, {unused}) allows that, or freeze it first"
             )

@@ -307,7 +307,7 @@ def counts(ctx: Any) -> list[float]:
         name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None
     }
     return [
-        (parameter.grad - expected[name]).abs().max().item()
+        (parameter.grad - expected[name]).as_subclass(Tensor).abs().max().item()
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     ]

@@ -1,0 +1,275 @@
+"""Forwards that are done twice, by the kit's recomputation or torch's checkpoints: as serial training, or refused."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mpkit as mk
+from tests.serial import Train, check_equal
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+HOW: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd, "steps": 3}
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(8, 4).double(), torch.randn(8, 2).double())]
+
+
+class Model(nn.Module):
+    """An embedding, blocks in some order, a head."""
+
+    def __init__(self, block: type[nn.Module], order: tuple[int, ...] = (0, 1, 2)) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.e, self.h, self.order = nn.Linear(4, 4), nn.Linear(4, 2), order
+        self.b = nn.ModuleList(block() for _ in range(3))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.h(self.blocks(self.e(x)))
+        return y
+
+    def blocks(self, x: Tensor) -> Any:
+        for i in self.order:
+            x = x + self.b[i](x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.calls, self.log = nn.Linear(4, 4), 0, [0.0]
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.l(x))
+
+
+# ---------------------------------------------------------------- gradients that arrive several times in a backward
+
+
+class Checkpoints(Model):
+    reentrant = True
+
+    def blocks(self, x: Tensor) -> Tensor:
+        for i in self.order:
+            y: Tensor = checkpoint(self.b[i], x, use_reentrant=self.reentrant)
+            x = x + y
+        return x
+
+
+class WithoutReentry(Checkpoints):
+    reentrant = False
+
+
+SMALL = 1e-4
+REPLICATED = {
+    "ddp": mk.Plan.ddp(2, bucket_mb=SMALL),
+    "zero1": mk.Plan.zero(1, 2, bucket_mb=SMALL),
+    "zero2": mk.Plan.zero(2, 2, bucket_mb=SMALL),
+    "zero3": mk.Plan.zero(3, 2, microbatches=2),
+}
+
+
+@pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
+@pytest.mark.parametrize("plan", REPLICATED.values(), ids=REPLICATED)
+def test_gradients_of_blocks_used_several_times_add_up(train: Train, plan: mk.Plan) -> None:
+    check_equal(train, Checkpoints(Block, (0, 1, 0, 2, 2, 1)), data(), plan, **HOW)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        mk.Plan.ddp(2, bucket_mb=SMALL, recompute="full"),
+        mk.Plan.zero(3, 2, recompute="full"),
+        pytest.param(mk.Plan.zero(2, 2, bucket_mb=SMALL, recompute="full"), marks=pytest.mark.soak),
+        pytest.param(mk.Plan.pipeline("zb_h1", 2, 2, recompute="full"), marks=pytest.mark.soak),
+    ],
+    ids=lambda plan: plan.data_parallel if plan.pp == 1 else plan.schedule,
+)
+def test_so_do_those_of_blocks_that_the_kit_recomputes(train: Train, plan: mk.Plan) -> None:
+    order = (0, 1, 0, 2, 2, 1) if plan.pp == 1 else (0, 0, 1, 2, 2)
+    check_equal(train, Model(Block, order), data(), plan, **HOW)
+
+
+# ---------------------------------------------------------------- torch's checkpoints in a pipeline
+
+
+@pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
+@pytest.mark.parametrize("kind", [Checkpoints, WithoutReentry])
+@pytest.mark.parametrize(
+    "plan",
+    [mk.Plan.gpipe(2, 2), *(pytest.param(mk.Plan.pipeline(s, 2, 2), marks=pytest.mark.soak) for s in ("zb_h1", "zbv"))],
+    ids=lambda plan: plan.schedule,
+)  # fmt: skip
+def test_checkpoints_around_blocks_of_a_pipeline(
+    train: Train, kind: type[Checkpoints], plan: mk.Plan
+) -> None:
+    check_equal(train, kind(Block), data(), plan, **HOW)
+
+
+# ---------------------------------------------------------------- what a block changes besides its output
+
+
+class Counts(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.log.append(1.0)
+        return super().forward(x) * self.calls / len(self.log)
+
+
+class Writes(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean *= 0.9
+        self.mean = self.mean + 0.1
+        self.last = x.detach()
+        return super().forward(x) * self.mean
+
+
+class WritesLate(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 1:
+            self.mean *= 0.5
+        return super().forward(x) * self.mean
+
+
+FULL = mk.Plan.ddp(2, recompute="full")
+
+
+@pytest.mark.parametrize("block", [Counts, Writes])
+def test_a_second_forward_starts_where_the_first_did(train: Train, block: type[nn.Module]) -> None:
+    """A counter, a list that grows, a buffer that is written and replaced, a tensor that is looked at."""
+    check_equal(train, Model(block), data(), FULL, **HOW)
+
+
+def test_a_block_that_begins_to_write_later_stops(train: Train) -> None:
+    with pytest.raises(mk.RankFailed, match="wrote into a buffer into which it had not written before"):
+        train(Model(WritesLate), data(), FULL, **HOW)
+
+
+KEPT: list[Tensor] = []
+
+
+class KeepsAux(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = super().forward(x)
+        return self.aux * 2
+
+
+class KeepsInList(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        KEPT.append(y.mean())
+        return y
+
+
+class Yields(Block):
+    def forward(self, x: Tensor) -> Any:
+        return iter([super().forward(x)])
+
+
+class TakesYielded(Model):
+    def blocks(self, x: Tensor) -> Tensor:
+        for block in self.b:
+            x = next(block(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Model(KeepsAux), r"b.0 \(KeepsAux\) keeps a tensor of shape \[2, 4\] that it made, in b.0.aux"),
+        (Model(KeepsInList), "that it made, in a list, a closure or a hook outside of it"),
+        (TakesYielded(Yields), "takes or returns a list_iterator"),
+    ],
+    ids=["attribute", "list", "iterator"],
+)
+def test_what_a_recomputed_block_hands_on_besides_its_output_is_refused(
+    train: Train, model: nn.Module, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        train(model, data(), FULL, **HOW)
+    KEPT.clear()
+
+
+# ---------------------------------------------------------------- structures
+
+
+@dataclass
+class State:
+    h: Tensor
+    n: int = 0
+
+
+class OnState(Block):
+    def forward(self, state: Any) -> Any:
+        return State(state.h + super().forward(state.h), state.n + 1)
+
+
+class InState(Block):
+    """Changes what it was given, and returns it."""
+
+    def forward(self, state: Any) -> Any:
+        state.h = state.h + super().forward(state.h)
+        return state
+
+
+class Drops(InState):
+    """Changes what it was given, and returns something else."""
+
+    def forward(self, state: Any) -> Any:
+        return super().forward(state).h
+
+
+class Passes(Model):
+    """Hands a structure from block to block; takes what they return, or what became of it."""
+
+    def __init__(self, block: type[nn.Module], made: Any, takes: bool = True) -> None:
+        super().__init__(block)
+        self.made, self.takes = made, takes
+
+    def blocks(self, x: Tensor) -> Tensor:
+        state = self.made(h=x)
+        for block in self.b:
+            found = block(state)
+            state = found if self.takes else state
+        y: Tensor = state.h
+        return y
+
+
+@pytest.mark.parametrize("plan", [FULL, mk.Plan.gpipe(2, 2)], ids=["recomputed", "gpipe"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        Passes(OnState, State),
+        Passes(InState, SimpleNamespace, takes=False),
+        pytest.param(Passes(InState, State), marks=pytest.mark.soak),
+    ],
+    ids=["dataclass", "namespace, in place", "dataclass, in place"],
+)
+def test_structures_go_from_block_to_block(train: Train, model: nn.Module, plan: mk.Plan) -> None:
+    check_equal(train, model, data(), plan, **HOW)
+
+
+@pytest.mark.parametrize("plan", [FULL, mk.Plan.gpipe(2, 2)], ids=["recomputed", "gpipe"])
+def test_a_change_that_would_be_lost_is_refused(train: Train, plan: mk.Plan) -> None:
+    with pytest.raises(ValueError, match="changes a SimpleNamespace that it was given"):
+        train(Passes(Drops, SimpleNamespace, takes=False), data(), plan, **HOW)

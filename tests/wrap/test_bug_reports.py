@@ -1,0 +1,374 @@
+"""Programs after public bug reports of DDP, FSDP, DeepSpeed and Accelerate, each wrapped and in a plain loop.
+
+A program is a module and a step of its loop, which the plain loop takes on the whole batch. With a wrapper it ends with
+the same weights in float64, or it is refused on every rank with the words in the table. All programs of a wrapper run
+in one call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mpkit as mk
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+Step = Callable[[int, Any, torch.optim.Optimizer, Tensor, Tensor, bool], None]
+
+WRAPPERS: dict[str, Callable[..., Any]] = {
+    "ddp": lambda module, **how: mk.ddp(module, bucket_mb=1e-4, **how),
+    **{
+        f"stage{n}": lambda module, n=n, **how: mk.fully_shard(module, n, bucket_mb=1e-4, **how)
+        for n in (1, 2, 3)
+    },
+}
+SHARDED = ("stage1", "stage2", "stage3")
+UNUSED = {"find_unused_parameters": True}
+
+
+@dataclass
+class Program:
+    """A module and a loop; `refused` has the words by wrapper where it is not as the plain loop."""
+
+    module: Callable[[], nn.Module]
+    step: Step
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9)
+    how: dict[str, Any] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------- modules
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.h = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.norm, self.scale, self.aux = nn.LayerNorm(4), 1.0, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.a(x))
+        self.aux = self.b(x).square().mean()
+        out: Tensor = self.h(self.norm(torch.tanh(self.b(x)))) * self.scale
+        return out
+
+
+class Box(dict[str, Any]):
+    """What PyTorch's pytree takes for a leaf."""
+
+
+class Boxed(MLP):
+    def __init__(self, box: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.box = box
+
+    def forward(self, x: Tensor) -> Any:
+        return self.box(super().forward(x))
+
+
+class Again(nn.Module):
+    """Blocks that are used several times, under a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.h = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.b = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.e(x)
+        for i in (0, 1, 0, 2, 2, 1):
+            x = x + checkpoint(self.b[i], x, use_reentrant=True)
+        y: Tensor = self.h(x)
+        return y
+
+
+class Evaluating(nn.Module):
+    """A BatchNorm in eval mode within a module in train mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bn, self.h = nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.h(self.bn(self.a(x)))
+        return y
+
+
+class Odd(nn.Module):
+    """Parameters of no dimension, without elements, complex, and not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.gain, self.none = (
+            nn.Linear(4, 2),
+            nn.Parameter(torch.tensor(0.5)),
+            nn.Parameter(torch.zeros(0, 3)),
+        )
+        self.t = nn.Parameter(torch.randn(4, 4).t()[::2])
+        self.c = nn.Parameter(torch.randn(2, 2, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            self.l(x) * self.gain
+            + x @ self.t.t()
+            + (torch.fft.fft(self.l(x)) @ self.c).real
+            + self.none.sum()
+        )
+
+
+class Marked(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.weight.no_decay = self.h.bias.no_decay = True  # type: ignore[assignment]
+
+
+class Teacher(MLP):
+    """Holds a teacher, which its forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.t.weight.lerp_(self.a.weight, 0.1)
+        return super().forward(x) - self.t(x)[:, :2]
+
+
+class Looked(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.e, self.h = nn.Embedding(10, 4, **options), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.h(self.e((x.abs() * 3).long().clamp(max=9)).mean(1))
+        return y
+
+
+def frozen() -> nn.Module:
+    module = MLP()
+    module.a.requires_grad_(False)
+    return module
+
+
+# ---------------------------------------------------------------- steps
+
+
+def inner(model: Any, wrapped: bool) -> Any:
+    return model.module if wrapped else model
+
+
+def of(loss: Callable[[Any, Tensor, Any], Tensor]) -> Step:
+    """A step with a loss of the output, the targets and the user's module."""
+
+    def step(_: int, model: Any, optimizer: Any, x: Tensor, y: Tensor, wrapped: bool) -> None:
+        optimizer.zero_grad()
+        loss(model(x), y, inner(model, wrapped)).backward()
+        optimizer.step()
+
+    return step
+
+
+plain = of(lambda out, y, _: F.mse_loss(out, y))
+boxed = of(lambda out, y, _: F.mse_loss(out["out"] if isinstance(out, dict) else out.out, y))
+
+
+def before(change: Callable[[int, Any, bool], Any]) -> Step:
+    """A step before which something is done to the model."""
+
+    def step(i: int, model: Any, optimizer: Any, x: Tensor, y: Tensor, wrapped: bool) -> None:
+        change(i, model, wrapped)
+        plain(i, model, optimizer, x, y, wrapped)
+
+    return step
+
+
+def between(change: Callable[[Any, Tensor, Any], Any]) -> Step:
+    """A step with something between backward and update."""
+
+    def step(_: int, model: Any, optimizer: Any, x: Tensor, y: Tensor, wrapped: bool) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        change(model, x, optimizer)
+        optimizer.step()
+
+    return step
+
+
+def clip(model: Any, *_: Any) -> None:
+    own = getattr(model, "clip_grad_norm_", None)
+    _ = own(0.05) if own else nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def clip_by_hand(model: Any, *_: Any) -> None:
+    norm = sum(p.grad.data.pow(2).sum() for p in model.parameters()).sqrt()
+    for p in model.parameters():
+        p.grad.data.div_(norm)
+
+
+def freeze(i: int, model: Any, wrapped: bool) -> None:
+    inner(model, wrapped).b.requires_grad_(i != 1)
+
+
+def unfreeze(i: int, model: Any, wrapped: bool) -> None:
+    inner(model, wrapped).a.requires_grad_(i > 0)
+
+
+def exchange(i: int, model: Any, _: bool) -> None:
+    if i == 1:
+        model.h = nn.Linear(4, 2)
+
+
+def add(i: int, model: Any, wrapped: bool) -> None:
+    inner(model, wrapped).more = nn.Linear(2, 2)
+
+
+def alone(_: int, model: Any, optimizer: Any, x: Tensor, y: Tensor, wrapped: bool) -> None:
+    parameters = list(model.parameters())
+    for p, gradient in zip(parameters, torch.autograd.grad(F.mse_loss(model(x), y), parameters), strict=True):
+        p.grad = gradient
+    optimizer.step()
+
+
+def accumulate(_: int, model: Any, optimizer: Any, x: Tensor, y: Tensor, wrapped: bool) -> None:
+    optimizer.zero_grad()
+    for k, (some_x, some_y) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+        with model.no_sync() if wrapped and k == 0 else nullcontext():
+            (F.mse_loss(model(some_x), some_y) / 2).backward()
+    optimizer.step()
+
+
+def fail(_: int, model: Any, optimizer: Any, x: Tensor, y: Tensor, wrapped: bool) -> None:
+    def boom(_: Tensor) -> None:
+        raise RuntimeError("boom")
+
+    out = model(x)
+    out.register_hook(boom)
+    with pytest.raises(RuntimeError, match="boom"):
+        F.mse_loss(out, y).backward()
+    plain(_, model, optimizer, x, y, wrapped)
+
+
+def decay_by_dimensions(parameters: Any) -> torch.optim.Optimizer:
+    ps = list(parameters)
+    groups = [([p for p in ps if p.dim() > 1], 0.5), ([p for p in ps if p.dim() < 2], 0.0)]
+    return torch.optim.AdamW([{"params": some, "weight_decay": decay} for some, decay in groups], lr=0.01)
+
+
+def decay_by_mark(parameters: Any) -> torch.optim.Optimizer:
+    ps = list(parameters)
+    groups = [
+        ([p for p in ps if hasattr(p, "no_decay") == marked], 0.5 * (not marked)) for marked in (True, False)
+    ]
+    return torch.optim.SGD([{"params": some, "weight_decay": decay} for some, decay in groups], lr=0.1)
+
+
+class Lion(torch.optim.Optimizer):
+    """Elementwise, and not one of PyTorch's."""
+
+    def __init__(self, parameters: Any, rate: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": rate})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+def everywhere(words: str, wrappers: tuple[str, ...] = tuple(WRAPPERS)) -> dict[str, str]:
+    return dict.fromkeys(wrappers, words)
+
+
+ITERATOR, MATRICES = "returns list_iterator", "what Adafactor does with these"
+PROGRAMS = {
+    "output: a subclass of dict": Program(lambda: Boxed(lambda out: Box(out=out)), boxed),
+    "output: an object": Program(lambda: Boxed(lambda out: SimpleNamespace(out=out)), boxed),
+    "output: an iterator": Program(lambda: Boxed(lambda out: iter([out])), boxed, refused=everywhere(ITERATOR)),
+    "a term that a layer keeps": Program(MLP, of(lambda out, y, m: F.mse_loss(out, y) + m.aux)),
+    "blocks used several times, reentrant": Program(Again, plain),
+    "such blocks, gradients accumulated": Program(Again, accumulate),
+    "a layer in eval mode": Program(Evaluating, plain),
+    "an attribute set on the wrapper": Program(MLP, before(lambda i, model, _: setattr(model, "scale", 1.0 + i))),
+    "frozen while others train": Program(MLP, before(freeze), how=UNUSED),
+    "frozen, not allowed": Program(MLP, before(freeze), refused=everywhere("b.bias was frozen after")),
+    "unfrozen": Program(frozen, before(unfreeze), refused=everywhere("a.bias was frozen when")),
+    "a layer exchanged": Program(MLP, before(exchange), refused=everywhere("h.weight was exchanged")),
+    "a layer added": Program(MLP, before(add), refused=everywhere("more.weight was added")),
+    "odd parameters, clipped": Program(Odd, between(clip)),
+    "clipped by hand": Program(MLP, between(clip_by_hand), refused=everywhere("sum of this rank's part", SHARDED)),
+    "torch.autograd.grad": Program(
+        MLP, alone, refused={"ddp": "this rank's own", **everywhere("to not have been used in the graph", SHARDED)}
+    ),
+    "a layer called by itself": Program(
+        MLP,
+        of(lambda out, y, m: F.mse_loss(out, y) + m.norm(torch.cat([out, out], 1)).pow(3).mean()),
+        refused=everywhere("norm.weight outside of the wrapped module's forward", SHARDED),
+    ),
+    "decay by the number of dimensions": Program(MLP, plain, decay_by_dimensions),
+    "decay by a mark": Program(Marked, plain, decay_by_mark),
+    "an elementwise optimizer": Program(MLP, plain, Lion),
+    "an optimizer of matrices": Program(
+        MLP, plain, lambda ps: torch.optim.Adafactor(ps, lr=0.01), refused=everywhere(MATRICES, SHARDED)
+    ),
+    "a parameter written in the forward": Program(Teacher, plain, refused={"stage3": "writes into a parameter"}),
+    "an embedding with max_norm": Program(lambda: Looked(max_norm=1.0), plain, refused=everywhere("max_norm=1.0")),
+    "an embedding scaled by frequency": Program(
+        lambda: Looked(scale_grad_by_freq=True), plain, refused=everywhere("scale_grad_by_freq=True")
+    ),
+    "an embedding, sparse gradients": Program(lambda: Looked(sparse=True), plain, refused=everywhere("sparse=True")),
+    "a backward that failed": Program(MLP, fail),
+}  # fmt: skip
+
+
+def run(ctx: Any, wrapper: str, names: list[str]) -> dict[str, Any]:
+    """How far each program comes apart from the plain loop in three steps; or what it is refused with."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return {name: _apart(ctx, wrapper, PROGRAMS[name]) for name in names}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _apart(ctx: Any, wrapper: str, program: Program) -> Any:
+    torch.manual_seed(0)
+    module = program.module()
+    torch.manual_seed(0)
+    other = program.module()
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    mine = [part.chunk(ctx.world_size)[ctx.rank] for part in (x, y)]
+    theirs = program.optimizer(other.parameters())
+    try:
+        model = WRAPPERS[wrapper](module, **program.how)
+        optimizer = program.optimizer(model.parameters())
+        for i in range(3):
+            torch.manual_seed(i)
+            program.step(i, model, optimizer, *mine, True)
+            torch.manual_seed(i)
+            program.step(i, other, theirs, x, y, False)
+        one, two = model.state_dict(), other.state_dict()
+        return max((one[name] - two[name]).abs().max().item() for name in two if two[name].numel())
+    except (ValueError, RuntimeError, mk.MpkitError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_program_is_as_the_plain_loop_or_refused(
+    clusters: Callable[[int], mk.Cluster], wrapper: str
+) -> None:
+    for found in clusters(2).run(run, wrapper, list(PROGRAMS)):
+        for name, program in PROGRAMS.items():
+            words, what = program.refused.get(wrapper), found[name]
+            right = isinstance(what, float) and what < 1e-12 if words is None else words in str(what)
+            assert right, f"{name}: {what}"
