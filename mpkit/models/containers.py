@@ -6,10 +6,10 @@ lost        one that it changes and does not return, which is refused, since nob
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mpkit.models.nested import LEAF, flatten
+from mpkit.models.nested import LEAF, IsWhole, flatten
 
 __all__ = ["Containers", "bring_back"]
 
@@ -27,18 +27,22 @@ class Containers:
     [1]
     """
 
-    def __init__(self, value: Any, whole: Container[int] = ()) -> None:
-        self._whole = whole
-        self._parts = [(each, _identity(each)) for each in _containers(value, whole)]
+    def __init__(self, value: Any, is_whole: IsWhole = lambda _: False) -> None:
+        self._is_whole = is_whole
+        self._parts = [(each, self._identity(each)) for each in _containers(value, is_whole)]
+
+    def _identity(self, container: Any) -> Any:
+        leaves, shape = flatten(container, self._is_whole)
+        return [id(leaf) for leaf in leaves], shape
 
     def _changed(self) -> dict[int, Any]:
         """Return the containers whose parts are others than before, by number."""
-        return {i: each for i, (each, parts) in enumerate(self._parts) if _identity(each) != parts}
+        return {i: each for i, (each, parts) in enumerate(self._parts) if self._identity(each) != parts}
 
     def returned(self, result: Any) -> list[tuple[int, int]]:
         """Return which of the changed containers, by number, are which of those in a result."""
         changed = self._changed()
-        after = [id(each) for each in _containers(result, self._whole)] if changed else []
+        after = [id(each) for each in _containers(result, self._is_whole)] if changed else []
         return [(i, after.index(id(each))) for i, each in changed.items() if id(each) in after]
 
     def lost(self, result: Any) -> list[Any]:
@@ -48,12 +52,12 @@ class Containers:
 
 
 def bring_back(
-    value: Any, result: Any, returned: Sequence[tuple[int, int]], whole: Container[int] = ()
+    value: Any, result: Any, returned: Sequence[tuple[int, int]], is_whole: IsWhole = lambda _: False
 ) -> None:
     """Give containers in a value the parts that their copies have, which are in a result (`Containers.returned`)."""
     if not returned:
         return
-    before, after = list(_containers(value, whole)), list(_containers(result, whole))
+    before, after = list(_containers(value, is_whole)), list(_containers(result, is_whole))
     for i, j in returned:
         container, copied = before[i], after[j]
         if isinstance(container, (list, dict)):
@@ -71,14 +75,9 @@ def _is_settable(container: Any) -> bool:
     return isinstance(container, (list, dict)) or hasattr(container, "__dict__")
 
 
-def _identity(container: Any) -> Any:
-    leaves, shape = flatten(container)
-    return [id(leaf) for leaf in leaves], shape
-
-
-def _containers(value: Any, whole: Container[int], within: tuple[Any, ...] = ()) -> Iterator[Any]:
+def _containers(value: Any, is_whole: IsWhole, within: tuple[Any, ...] = ()) -> Iterator[Any]:
     """Yield what can be changed in a value, whatever is outermost first."""
-    if flatten(value, whole)[1] == LEAF or any(value is outer for outer in within):
+    if flatten(value, is_whole)[1] == LEAF or any(value is outer for outer in within):
         return
     if not isinstance(value, tuple):
         yield value
@@ -89,4 +88,4 @@ def _containers(value: Any, whole: Container[int], within: tuple[Any, ...] = ())
     else:
         parts = list(vars(value).values()) if hasattr(value, "__dict__") else []
     for part in parts:
-        yield from _containers(part, whole, (*within, value))
+        yield from _containers(part, is_whole, (*within, value))

@@ -8,12 +8,12 @@ number, a module, an object without tensors.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from itertools import takewhile
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES  # private: tests/partition/test_any_model.py guards it
 
-__all__ = ["ATOMS", "LEAF", "Shape", "flatten", "is_opaque", "rebuild"]
+__all__ = ["ATOMS", "LEAF", "IsWhole", "Shape", "flatten", "is_data", "is_opaque", "rebuild"]
 
 ATOMS = (
     bool, int, float, complex, str, bytes, range, slice, type, Enum, ModuleType, BuiltinFunctionType, nn.Module,
@@ -48,14 +48,15 @@ class Shape:
 
 
 LEAF = Shape("leaf")
+IsWhole = Callable[[Any], bool]
 
 
-def flatten(value: Any, whole: Container[int] = ()) -> tuple[list[Any], Shape]:
+def flatten(value: Any, is_whole: IsWhole = lambda _: False) -> tuple[list[Any], Shape]:
     """Return the leaves of a value, in order, and the structure that holds them.
 
     Args:
         value: anything.
-        whole: ids of objects that are leaves, whatever they hold.
+        is_whole: whether an object is a leaf, whatever it holds; tuples, lists and dicts never are.
 
     >>> leaves, shape = flatten(((1, None), {"a": [2]}))
     >>> leaves, rebuild(shape, [10, 20, 30])
@@ -66,11 +67,11 @@ def flatten(value: Any, whole: Container[int] = ()) -> tuple[list[Any], Shape]:
     {'y': tensor([1., 1.])}
     """
     leaves: list[Any] = []
-    return leaves, _take_apart(value, leaves.append, (), whole)
+    return leaves, _take_apart(value, leaves.append, (), is_whole)
 
 
 def _take_apart(
-    value: Any, visit: Callable[[Any], None], within: tuple[Any, ...], whole: Container[int]
+    value: Any, visit: Callable[[Any], None], within: tuple[Any, ...], is_whole: IsWhole
 ) -> Shape:
     """Visit the leaves of a value, which is inside of the structures `within`, and return its Shape."""
     kind = type(value)
@@ -78,26 +79,28 @@ def _take_apart(
         visit(value)
         return LEAF
     if kind is tuple or kind is list:
-        return Shape(kind, tuple([_take_apart(part, visit, within, whole) for part in value]))
+        return Shape(kind, tuple([_take_apart(part, visit, within, is_whole) for part in value]))
     if kind is dict or kind is OrderedDict:
         return Shape(
-            kind, tuple([_take_apart(part, visit, within, whole) for part in value.values()]), tuple(value)
+            kind, tuple([_take_apart(part, visit, within, is_whole) for part in value.values()]), tuple(value)
         )
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return Shape(kind, tuple([_take_apart(part, visit, within, whole) for part in value]), kind._fields)
+        return Shape(
+            kind, tuple([_take_apart(part, visit, within, is_whole) for part in value]), kind._fields
+        )
     if kind in SUPPORTED_NODES:
         inner, context = SUPPORTED_NODES[kind].flatten_fn(value)
         return Shape(
-            kind, tuple([_take_apart(part, visit, within, whole) for part in inner]), context=context
+            kind, tuple([_take_apart(part, visit, within, is_whole) for part in inner]), context=context
         )
     if any(value is outer for outer in within):
         raise _Cycle
-    reduced = None if id(value) in whole else _reduce(value)
+    reduced = None if is_whole(value) else _reduce(value)
     if reduced is not None:
         leaves: list[Any] = []
         make, parts = reduced
         try:
-            shapes = tuple([_take_apart(part, leaves.append, (*within, value), whole) for part in parts])
+            shapes = tuple([_take_apart(part, leaves.append, (*within, value), is_whole) for part in parts])
         except _Cycle:
             if within:
                 raise
@@ -179,6 +182,17 @@ def _make_again(
     return made
 
 
+def is_data(value: Any) -> bool:
+    """Return whether an object is there for what it holds, and not one that does something, such as a cache.
+
+    >>> is_data(SimpleNamespace(x=1)), is_data(nn.Identity())
+    (True, False)
+    """
+    if is_dataclass(value) or hasattr(type(value), "__attrs_attrs__"):
+        return True
+    return isinstance(value, (dict, list, tuple, set, frozenset, deque, SimpleNamespace))
+
+
 def is_opaque(leaf: Any) -> bool:
     """Return whether a leaf may hold tensors that `flatten` does not find, as an iterator or a closure does.
 
@@ -192,7 +206,7 @@ def is_opaque(leaf: Any) -> bool:
     if leaf is None or isinstance(leaf, (Tensor, *ATOMS)):
         return False
     try:
-        _take_apart(leaf, lambda _: None, (None,), ())
+        _take_apart(leaf, lambda _: None, (None,), lambda _: False)
     except _Cycle:
         return True
     return _reduce(leaf) is None

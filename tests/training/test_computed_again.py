@@ -273,3 +273,29 @@ def test_structures_go_from_block_to_block(train: Train, model: nn.Module, plan:
 def test_a_change_that_would_be_lost_is_refused(train: Train, plan: mk.Plan) -> None:
     with pytest.raises(ValueError, match="changes a SimpleNamespace that it was given"):
         train(Passes(Drops, SimpleNamespace, takes=False), data(), plan, **HOW)
+
+
+class Cache:
+    """What transformers hand from block to block; nobody reads it here."""
+
+    def __init__(self) -> None:
+        self.items: list[Tensor] = []
+
+
+class Fills(Block):
+    def forward(self, x: Tensor, cache: Cache) -> Any:
+        y = super().forward(x)
+        cache.items.append(y)
+        return y
+
+
+class Cached(Model):
+    def blocks(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        for block in self.b:
+            x = x + block(x, cache=cache)
+        return x
+
+
+def test_a_cache_that_blocks_fill_crosses_no_cut(train: Train) -> None:
+    check_equal(train, Cached(Fills), data(), mk.Plan.gpipe(2, 2, cut=["b.1"]), **HOW)

@@ -74,7 +74,7 @@ class Forward(Walk):
             self._draws.begin(f"{k} {name}")
         own = self._stage_of[k] == self._stage
         result = self._do(node, func, leaves, shape) if own else self._pass_over(node, leaves)
-        bring_back((args, kwargs), result, node.returned, self._whole)
+        bring_back((args, kwargs), result, node.returned, self.is_whole)
         if node.random:
             self._draws.begin(f"after {k}")
         return result
@@ -104,7 +104,7 @@ class Forward(Walk):
         args, kwargs = rebuild(shape, real)
         if self.checkpoints and node.block and torch.is_grad_enabled():
             func = partial(checkpoint, func, use_reentrant=False)
-        result, result_shape = flatten(func(*args, **kwargs), self._whole)
+        result, result_shape = flatten(func(*args, **kwargs), self.is_whole)
         for i, number in node.written:
             leaves[i].number, leaves[i].behind = number, real[i]
             self._keep(number, real[i])

@@ -24,7 +24,7 @@ from torch.overrides import (
     handle_torch_function,
 )
 
-from mpkit.models.nested import ATOMS, Shape, flatten
+from mpkit.models.nested import ATOMS, Shape, flatten, is_data
 from mpkit.parallel.partition.interception import intercept
 from mpkit.parallel.partition.value import Value
 
@@ -61,9 +61,7 @@ class Walk(TorchFunctionMode):
         intercept(current_walk)
         self.checkpoints = 0  # how many of torch's checkpoints are around what runs now
         self._parameters = parameters
-        self._whole: dict[
-            int, Any
-        ] = {}  # objects that held no tensor when a node was given them, and stay as they are
+        self._caches: dict[int, Any] = {}  # objects that held no tensor when a node was given them
         self.scopes = [""]  # the opened modules whose forward is running
 
     def __torch_function__(
@@ -95,11 +93,16 @@ class Walk(TorchFunctionMode):
     def flatten(self, arguments: Any) -> tuple[list[Any], Shape]:
         """Return the leaves of a node's arguments, and their Shape.
 
-        An object without tensors, such as a cache, is the same for all nodes, whatever they put into it.
+        An object that is more than data, or holds no tensors at first, is the same for all nodes, whatever they put
+        into it: a cache.
         """
-        leaves, shape = flatten(arguments, self._whole)
-        self._whole |= {id(leaf): leaf for leaf in leaves if not isinstance(leaf, (Tensor, *ATOMS))}
+        leaves, shape = flatten(arguments, self.is_whole)
+        self._caches |= {id(leaf): leaf for leaf in leaves if not isinstance(leaf, (Tensor, *ATOMS))}
         return leaves, shape
+
+    def is_whole(self, value: Any) -> bool:
+        """Return whether an object is passed on as it is."""
+        return id(value) in self._caches or not is_data(value)
 
     def node(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run or skip a block's call or an operation on values; the latter may be only a question about shapes."""

@@ -80,14 +80,14 @@ class Recording(Walk):
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in real]
         watch = Watch(self, len(graph.nodes), real, "" if isinstance(func, Call) else name)
         real_args, real_kwargs = rebuild(shape, real)
-        containers = Containers((real_args, real_kwargs), self._whole)
+        containers = Containers((real_args, real_kwargs), self.is_whole)
         with watch:
             result = func(*real_args, **real_kwargs)
         if lost := containers.lost(result):
             raise CannotCut(
                 scope, f"{name} changes a {type(lost[0]).__name__} that it was given, and does not return it"
             )
-        made, result_shape = flatten(result, self._whole)
+        made, result_shape = flatten(result, self.is_whole)
         written = [
             i for i, (leaf, version) in enumerate(zip(real, versions, strict=True))
             if isinstance(leaf, Tensor) and leaf._version != version
@@ -109,7 +109,7 @@ class Recording(Walk):
         node.returned = tuple(containers.returned(result))
         graph.nodes.append(node)
         back_result = rebuild(result_shape, back)
-        bring_back((args, kwargs), back_result, node.returned, self._whole)
+        bring_back((args, kwargs), back_result, node.returned, self.is_whole)
         return back_result
 
     def inputs_only(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ class Recording(Walk):
         """
         if self._made_in:
             self._check_handed_over(
-                getattr(func, "__name__", "an operation"), flatten((args, kwargs), self._whole)[0]
+                getattr(func, "__name__", "an operation"), flatten((args, kwargs), self.is_whole)[0]
             )
 
     def _check_handed_over(self, name: str, leaves: list[Any]) -> None:
