@@ -22,6 +22,7 @@ from mpkit.loss.whole_batch import WholeBatchLoss
 from mpkit.models.blocks import repeated_blocks
 from mpkit.models.chain import layers_of, prefix_of
 from mpkit.models.hooks import register
+from mpkit.models.spans import spans_at
 from mpkit.parallel.data_parallel.ddp import DDP
 from mpkit.parallel.data_parallel.replicated import Replicated
 from mpkit.parallel.data_parallel.sync_batchnorm import over_whole_batch
@@ -226,12 +227,14 @@ def place_stages(
     in_place = [
         any(numbers[i].in_place for numbers in job.where.numbers.values()) for i in range(len(layers))
     ]
+    spans = spans_at([(name, True) for name, _ in layers], sharded.draws.spans)
     stages = {}
     for number in numbers:
         held = job.where.stages[number]
         stages[number] = Stage(
             number, [layers[i] for i in held], context.device,
             in_place=any(in_place[i] for i in held), sharded=sharded, blocks=blocks,
+            spans=[spans[i] for i in held],
         )  # fmt: skip
     _drop_elsewhere([layer for _, layer in layers], stages)
     _hold(recomputed, stages)

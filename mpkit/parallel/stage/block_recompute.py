@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mpkit.errors import MpkitError
 from mpkit.models.blocks import repeated_blocks
+from mpkit.models.own_draws import OwnDraws
 from mpkit.parallel.partition.graph import PartitionedModel
 from mpkit.parallel.stage.recomputed_call import MADE, Around, Call, Given, Recomputed, Setting
 from mpkit.parallel.stage.spare_buffers import spare_buffers
@@ -72,9 +73,15 @@ class RecomputedBlock:
     def __init__(self, name: str, block: nn.Module) -> None:
         self.name, self.block = name, block
         self.around: Around | None = None
+        self._draws_others: bool | None = None  # random numbers that are not torch's; None: not known yet
         self._is_kept: bool | None = None  # because it writes into its inputs; None: not known yet
         self._checked: set[Any] = set()  # shapes for which the second forward was compared
         block.forward = self._wrap(block.forward)  # within its hooks, which run once
+
+    @property
+    def _draws(self) -> OwnDraws:
+        assert self.around is not None
+        return self.around.draws
 
     def _wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         names = list(inspect.signature(inner).parameters)
@@ -113,8 +120,11 @@ class RecomputedBlock:
             return inner(*args, **kwargs)
         # A tensor that requires a gradient, so that the block has a backward even if its inputs need none.
         anchor = torch.zeros((), requires_grad=not any(tensor.requires_grad for tensor in tensors))
-        call = Call(self, compute, Setting.now(tensors))
+        setting = Setting.now(tensors, self._draws, others=self._draws_others is not False)
+        call = Call(self, compute, setting)
         results = Recomputed.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
+        if self._draws_others is None and setting.others is not None:
+            self._draws_others = not setting.others.is_now()
         made = iter(results if isinstance(results, tuple) else (results,))
         outputs = [
             tensors[leaf.place] if isinstance(leaf, Given) else next(made) if leaf is MADE else leaf
@@ -128,7 +138,11 @@ class RecomputedBlock:
             return False
         copies = [tensor.detach().clone() for tensor in tensors]
         versions = [copy._version for copy in copies]
-        with torch.no_grad(), Setting.now(tensors).again(), spare_buffers(self.block):
+        with (
+            torch.no_grad(),
+            Setting.now(tensors, self._draws, others=True).again(),
+            spare_buffers(self.block),
+        ):
             compute(copies)
         return [copy._version for copy in copies] != versions
 
