@@ -30,7 +30,7 @@ from torch import nn
 
 from mpkit.models.own_draws import OwnDraws
 
-__all__ = ["Draws", "OtherState", "Randomness", "may_draw"]
+__all__ = ["Draws", "OtherState", "Randomness", "may_draw", "seed_all", "seed_of"]
 
 SILENT = ("linear", "conv", "normalization", "batchnorm", "sparse", "flatten", "container", "padding", "loss")
 """The modules of torch.nn whose layers draw no random numbers."""
@@ -122,6 +122,13 @@ def seed_of(seed: int, step: int, replica: int, microbatch: int, layer: str) -> 
     """
     place = pack("<QqqqL", seed % 2**64, step, replica, microbatch, crc32(layer.encode()))
     return int.from_bytes(blake2b(place, digest_size=8).digest(), "little") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed the random numbers of torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def may_draw(layer: nn.Module) -> bool:

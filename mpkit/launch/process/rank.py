@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -111,6 +112,7 @@ def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    np.random.seed()  # forked ranks begin with the same state; Python seeds its own random numbers anew
     sys.path[:] = settings.path
     sys.argv[:] = settings.argv
     os.chdir(settings.cwd)

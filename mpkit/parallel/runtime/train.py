@@ -22,6 +22,7 @@ from mpkit.loss.whole_batch import WholeBatchLoss
 from mpkit.models.blocks import repeated_blocks
 from mpkit.models.chain import layers_of, prefix_of
 from mpkit.models.hooks import register
+from mpkit.models.randomness import seed_all
 from mpkit.models.spans import spans_at
 from mpkit.parallel.data_parallel.ddp import DDP
 from mpkit.parallel.data_parallel.replicated import Replicated
@@ -98,7 +99,7 @@ class Training:
     """
 
     def __init__(self, context: Context, job: TrainJob) -> None:
-        torch.manual_seed(job.how.seed + context.rank)
+        seed_all(job.how.seed + context.rank)
         self._record, self._device = context.record, context.device
         # ---- place
         axes = self._axes = MeshAxes(context.comm, context.device, job.where.mesh)
