@@ -43,7 +43,7 @@ from mpkit.parallel.stage.partitioned import place_parts
 from mpkit.parallel.stage.shard import PartOfWhole
 from mpkit.parallel.stage.stage import PRECISIONS, Stage
 from mpkit.parallel.update.master_weights import narrow
-from mpkit.parallel.update.optimizer import trained_parameters
+from mpkit.parallel.update.optimizer import free, trained_parameters
 from mpkit.parallel.update.update import Update
 from mpkit.parallel.zero import zero_sync
 from mpkit.record.hooks import watch
@@ -104,12 +104,13 @@ class Training:
         # ---- place
         axes = self._axes = MeshAxes(context.comm, context.device, job.where.mesh)
         job = self._job = _as_seen_here(job, axes)
-        trained = trained_parameters(job.what.model)
+        trained = trained_parameters(job.what.model, here=True)
         self.first_names = trained[1]
         self.sync_cost: SyncCost | None = None
         if job.plan.dp > 1 and job.plan.batchnorm == "sync":
             self.sync_cost = SyncCost(context, axes.of("dp"), job.what.model)
         stages, self.rest = place_stages(context, job, axes, self.sync_cost)
+        free(trained[0], {p for _, p in named_parameters(stages).items()})
         # DP counts the whole batch on rank 0; otherwise each replica counts its share.
         self._counting = axes.of() if job.plan.data_parallel == "dp" else axes.of("dp", "cp")
         fp32_params = narrow(job.plan, nn.ModuleList(stage.layers for stage in stages.values()))

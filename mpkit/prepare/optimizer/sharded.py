@@ -45,6 +45,7 @@ def examine_optimizer(
     optimizer: Callable[[Any], Any],
     model: nn.Module,
     resolved: ResolvedPlan,
+    given: nn.Module | None = None,
     *,
     scheduled: bool = False,
 ) -> Examined:
@@ -54,6 +55,7 @@ def examine_optimizer(
         optimizer: as in `Cluster.train`.
         model: the whole model.
         resolved: the plan, and which rank updates which parameters.
+        given: the model as the user has it, if that is another.
         scheduled: whether there is an lr_schedule.
 
     Raises:
@@ -66,7 +68,11 @@ def examine_optimizer(
     ):  # numbers are needed here, even where a rank is simulated without them
         # ---- made
         made = check_optimizer(
-            optimizer, model, scheduled=scheduled, once=plan.ranks == 1 and plan.microbatches == 1
+            optimizer,
+            model,
+            given or model,
+            scheduled=scheduled,
+            once=plan.ranks == 1 and plan.microbatches == 1,
         )
         if made is None:
             return Examined()
