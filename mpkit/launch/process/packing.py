@@ -7,6 +7,8 @@
         are requested.
     models of transformers
         Constructing a model registers its class's recordable outputs in the package; a rank does not construct it.
+    functions that wrap a library's
+        They have its name (functools.wraps), and would be looked up by it on the rank.
     parameters of classes of their own
         torch pickles them as plain ones.
     parametrized modules
@@ -52,6 +54,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object; pickle calls this for every object that is not a plain value."""
+        if isinstance(obj, FunctionType) and _is_disguised(obj):
+            return self._dynamic_function_reduce(obj)
         if isinstance(obj, FunctionType) and _is_nested(obj):
             cells = [cell.cell_contents for cell in obj.__closure__ or ()]
             attributes = {name: getattr(obj, name) for name in ATTRIBUTES}
@@ -80,6 +84,11 @@ def _parameter(
     made: nn.Parameter = Tensor._make_subclass(kind, plain.data, plain.requires_grad)
     vars(made).update(vars(plain))
     return made
+
+
+def _is_disguised(function: FunctionType) -> bool:
+    """Return whether a notebook's function has a library's name (functools.wraps), by which it would be looked up."""
+    return function.__globals__.get("__name__") == "__main__" != function.__module__
 
 
 def _is_nested(function: FunctionType) -> bool:

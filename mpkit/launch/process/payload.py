@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import linecache
 import os
+import pickle
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import IO, Any
 
 from mpkit.launch.process.folder import Settings
 from mpkit.launch.process.packing import dumps
+from mpkit.launch.process.world import World, pack_world
 from mpkit.support.cores import cores
 
-__all__ = ["here", "pack"]
+__all__ = ["here", "pack", "unpack"]
 
 
-def pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+def pack(function: Callable[..., Any], args: Sequence[Any], modules: Sequence[str] = ()) -> bytes:
     """Pickle a function and its arguments; objects from a notebook, script or REPL are pickled by value.
+
+    What this process has changed for all of its code goes before them (`mpkit.launch.process.world`).
+
+    Args:
+        function, args: what ranks call.
+        modules: the installed modules that define the model's classes.
 
     Raises:
         ValueError: something in them cannot be sent to another process (a lock, an open file, a generator).
     """
     try:
-        return dumps((function, tuple(args)))
+        return pack_world(modules) + dumps((function, tuple(args)))
     except Exception as error:
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
@@ -31,6 +39,15 @@ def pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
             "Locks, open files, sockets, generators and widgets stay in the process that made them: create such "
             "things inside the function, or pass the plain data they hold."
         ) from None
+
+
+def unpack(file: IO[bytes], *, enter: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the function and its arguments; `enter`: after changing this process as the launching one was."""
+    world: World = pickle.load(file)
+    if enter:
+        world.enter()
+    function, args = pickle.load(file)
+    return function, args
 
 
 def here(

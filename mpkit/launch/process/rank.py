@@ -15,7 +15,6 @@ import importlib
 import json
 import linecache
 import os
-import pickle
 import signal
 import sys
 import time
@@ -168,8 +167,10 @@ def context_of(
 
 def work(context: Context, folder: Path) -> None:
     """Unpickle the function, call it, and write its result."""
+    from mpkit.launch.process.payload import unpack
+
     with (folder / "payload.pkl").open("rb") as file:
-        function, args = pickle.load(file)
+        function, args = unpack(file, enter=True)
     result = function(context, *args)
     sys.stdout.flush()
     sys.stderr.flush()
