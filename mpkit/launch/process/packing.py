@@ -26,7 +26,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import CellType, CodeType, FunctionType
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 from torch import Tensor, nn
@@ -50,10 +50,20 @@ def dumps(value: object) -> bytes:
 
 
 class Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles as cloudpickle does, but for some objects from libraries."""
+    """Pickles as cloudpickle does, but for some objects from libraries.
+
+    Attributes:
+        modules: names of the modules of all functions and classes that were pickled.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.modules: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object; pickle calls this for every object that is not a plain value."""
+        if isinstance(obj, (type, FunctionType)):
+            self.modules.add(obj.__module__)
         if isinstance(obj, FunctionType) and _is_disguised(obj):
             return self._dynamic_function_reduce(obj)
         if isinstance(obj, FunctionType) and _is_nested(obj):

@@ -9,20 +9,20 @@ So nothing has to be known of a library, and nothing is compared that was not su
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
-from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Patch", "find_patches"]
+__all__ = ["Patch", "find_patches", "is_installed"]
 
 TORCH = (
     "torch.nn",
@@ -145,17 +145,18 @@ def _is_users(module: str, value: Any) -> bool:
         return module != "__main__"
     if not home or home.partition(".")[0] in OTHERS:
         return False
-    return _is_installed(module) and not _is_installed(home)
+    return is_installed(module) and not is_installed(home)
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Return whether a module is Python's or an installed package's, and not the user's own."""
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and any(place in Path(file).parents for place in _installed())
+    return file is not None and file.startswith(_installed())
 
 
 @cache
-def _installed() -> tuple[Path, ...]:
-    return tuple({Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib")})
+def _installed() -> tuple[str, ...]:
+    return tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")})
 
 
 def _written(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import linecache
 import os
 import pickle
@@ -10,9 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
+from mpkit.launch.process.edited import edited_functions
 from mpkit.launch.process.folder import Settings
-from mpkit.launch.process.packing import dumps
+from mpkit.launch.process.packing import Packer
 from mpkit.launch.process.world import World, pack_world
+from mpkit.support.caught import report
 from mpkit.support.cores import cores
 
 __all__ = ["here", "pack", "unpack"]
@@ -31,7 +34,9 @@ def pack(function: Callable[..., Any], args: Sequence[Any], modules: Sequence[st
         ValueError: something in them cannot be sent to another process (a lock, an open file, a generator).
     """
     try:
-        return pack_world(modules) + dumps((function, tuple(args)))
+        file = io.BytesIO()
+        packer = Packer(file)
+        packer.dump((function, tuple(args)))
     except Exception as error:
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
@@ -39,6 +44,13 @@ def pack(function: Callable[..., Any], args: Sequence[Any], modules: Sequence[st
             "Locks, open files, sockets, generators and widgets stay in the process that made them: create such "
             "things inside the function, or pass the plain data they hold."
         ) from None
+    edited = edited_functions(packer.modules)
+    if edited:
+        report(
+            f"{', '.join(edited[:5])}: ranks run the file as it is now, and it was edited since this process imported "
+            f"it. Import it anew, importlib.reload({edited[0].partition('.')[0]}), and make the model again."
+        )
+    return pack_world(modules) + file.getvalue()
 
 
 def unpack(file: IO[bytes], *, enter: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
