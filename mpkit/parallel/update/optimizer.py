@@ -154,14 +154,16 @@ def trained_parameters(model: nn.Module, *, here: bool = False) -> tuple[list[Wh
     """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
-    whole = [
-        Whole(
-            n, tuple(p.shape), p.dtype, type(p), dict(vars(p)), p if here and type(p.data) is Tensor else None
-        )
-        for n, p in model.named_parameters()
-        if p.requires_grad
-    ]
+    whole = [_whole(n, p, here=here) for n, p in model.named_parameters() if p.requires_grad]
     return whole, {name: first[id(parameter)] for name, parameter in every}
+
+
+def _whole(name: str, parameter: nn.Parameter, *, here: bool) -> Whole:
+    whole = Whole(name, tuple(parameter.shape), parameter.dtype)
+    if not issubclass(type(parameter), nn.Parameter):  # a fake tensor, whose attributes are torch's
+        return whole
+    original = parameter if here and type(parameter.data) is Tensor else None
+    return whole._replace(kind=type(parameter), attributes=dict(vars(parameter)), original=original)
 
 
 def free(whole: Sequence[Whole], used: Collection[nn.Parameter]) -> None:
@@ -217,7 +219,8 @@ def stand_in(whole: Whole, device: torch.device | None = None) -> nn.Parameter:
 
 def like(whole: Whole, data: Tensor) -> nn.Parameter:
     """Return a parameter that looks as the model's does, but for its values."""
-    parameter: nn.Parameter = Tensor._make_subclass(whole.kind, data, True)
+    plain = nn.Parameter(data)
+    parameter = plain if whole.kind is nn.Parameter else Tensor._make_subclass(whole.kind, data, True)
     vars(parameter).update(whole.attributes)
     return parameter
 
