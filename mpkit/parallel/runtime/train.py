@@ -43,8 +43,8 @@ from mpkit.parallel.stage.partitioned import place_parts
 from mpkit.parallel.stage.shard import PartOfWhole
 from mpkit.parallel.stage.stage import PRECISIONS, Stage
 from mpkit.parallel.update.master_weights import narrow
-from mpkit.parallel.update.optimizer import free, trained_parameters
 from mpkit.parallel.update.update import Update
+from mpkit.parallel.update.whole import free, trained_parameters
 from mpkit.parallel.zero import zero_sync
 from mpkit.record.hooks import watch
 

@@ -10,8 +10,9 @@ from torch.optim import optimizer as torch_optimizers
 
 from mpkit.models.hooks import hook_name, hooks_on
 from mpkit.parallel.update.average import Average
-from mpkit.parallel.update.optimizer import described, stand_in, trained_parameters
+from mpkit.parallel.update.optimizer import described
 from mpkit.parallel.update.several import SeveralOptimizers, kind_of, parts_of
+from mpkit.parallel.update.whole import stand_in, trained_parameters
 from mpkit.prepare.arguments.arguments import ADAM, a_kind_of
 from mpkit.prepare.optimizer.grouped import as_sent, check_grouped
 from mpkit.support.caught import one_line

@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import _disable_current_modes  # private: test
 
 from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.parallel.stage.shard import Shard
-from mpkit.parallel.update.optimizer import OptimizerFunction, described, stand_in, trained_parameters
+from mpkit.parallel.update.optimizer import OptimizerFunction, described
 from mpkit.parallel.update.several import kind_of
+from mpkit.parallel.update.whole import stand_in, trained_parameters
 from mpkit.plan.plan import Plan
 from mpkit.prepare.arguments.arguments import ADAM
 from mpkit.prepare.dry_run.dry_run import quiet

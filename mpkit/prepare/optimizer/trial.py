@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.parallel.update.optimizer import Held, OptimizerFunction, Take, Whole, like, make_optimizer
+from mpkit.parallel.update.optimizer import Held, OptimizerFunction, Take, make_optimizer
 from mpkit.parallel.update.several import SeveralOptimizers, kind_of
+from mpkit.parallel.update.whole import Whole, like
 from mpkit.prepare.optimizer.plain import plain
 
 __all__ = ["SCALES", "Division", "Examined", "Trial"]
