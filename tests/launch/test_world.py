@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.launch.process.patches import find_patches
+from mpkit.launch.packing.patches import find_patches
 from tests.limits import PROGRAM
 
 Clusters = Callable[[int], mk.Cluster]

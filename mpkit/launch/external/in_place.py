@@ -26,9 +26,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from mpkit.comm.current import left
 from mpkit.comm.release import free_kept
 from mpkit.launch.external.environment import Place
+from mpkit.launch.packing.packing import dumps
 from mpkit.launch.process.folder import Settings, part
 from mpkit.launch.process.joined import join
-from mpkit.launch.process.packing import dumps
 from mpkit.launch.process.payload import unpack
 from mpkit.launch.process.rank import context_of, device_of, report
 from mpkit.record.recorder import Recorder

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-from mpkit.launch.process.edited import edited_functions
+from mpkit.launch.packing.edited import edited_functions
+from mpkit.launch.packing.packing import Packer
+from mpkit.launch.packing.world import World, pack_world
 from mpkit.launch.process.folder import Settings
-from mpkit.launch.process.packing import Packer
-from mpkit.launch.process.world import World, pack_world
 from mpkit.support.caught import report
 from mpkit.support.cores import cores
 
@@ -24,7 +24,7 @@ __all__ = ["here", "pack", "unpack"]
 def pack(function: Callable[..., Any], args: Sequence[Any], modules: Sequence[str] = ()) -> bytes:
     """Pickle a function and its arguments; objects from a notebook, script or REPL are pickled by value.
 
-    What this process has changed for all of its code goes before them (`mpkit.launch.process.world`).
+    What this process has changed for all of its code goes before them (`mpkit.launch.packing.world`).
 
     Args:
         function, args: what ranks call.

@@ -174,7 +174,7 @@ def work(context: Context, folder: Path) -> None:
     result = function(context, *args)
     sys.stdout.flush()
     sys.stderr.flush()
-    from mpkit.launch.process.packing import dumps
+    from mpkit.launch.packing.packing import dumps
 
     write_whole(part(folder, context.rank, "result"), dumps(result))
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor  # private; tests/test_trace_fake.py guards it
 
-from mpkit.launch.process.packing import Packer
+from mpkit.launch.packing.packing import Packer
 from mpkit.parallel.update.optimizer import described
 from mpkit.prepare.optimizer.plain import plain
 from mpkit.support.caught import one_line, report

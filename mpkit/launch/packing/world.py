@@ -4,7 +4,7 @@ Ranks are fresh processes, and code that is imported there is what its files say
 dtype, or put a method of its own into a class of a library, would train something else on ranks than in its own loop.
 
     settings    default dtype, precision of matrix products, deterministic algorithms, and so on: `SETTINGS`
-    patches     functions and classes that were put into libraries (`mpkit.launch.process.patches`)
+    patches     functions and classes that were put into libraries (`mpkit.launch.packing.patches`)
 
 What cannot be carried is reported by name.
 """
@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from mpkit.launch.process.packing import dumps
-from mpkit.launch.process.patches import Patch, find_patches
+from mpkit.launch.packing.packing import dumps
+from mpkit.launch.packing.patches import Patch, find_patches
 from mpkit.support.caught import one_line, report
 
 __all__ = ["World", "pack_world"]

@@ -12,7 +12,7 @@
     parameters of classes of their own
         torch pickles them as plain ones.
     parametrized modules
-        See `mpkit.launch.process.parametrized`.
+        See `mpkit.launch.packing.parametrized`.
 
 Classes and functions of notebooks and scripts are pickled by value, as cloudpickle always does.
 """
@@ -31,7 +31,7 @@ from typing import IO, Any
 import cloudpickle
 from torch import Tensor, nn
 
-from mpkit.launch.process.parametrized import taken_apart
+from mpkit.launch.packing.parametrized import taken_apart
 
 __all__ = ["Packer", "dumps"]
 

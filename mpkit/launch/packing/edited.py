@@ -8,7 +8,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
-from mpkit.launch.process.patches import is_installed
+from mpkit.launch.packing.patches import is_installed
 
 __all__ = ["edited_functions"]
 
