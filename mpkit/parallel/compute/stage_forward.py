@@ -85,15 +85,16 @@ class StageForward:
 
     # ---- layers -------------------------------------------------------------------------------------------
 
-    def draws(self, m: int) -> Draws:
-        """Return the random numbers of a micro-batch."""
-        shape = leaves(self._microbatches[m].inputs)[0].shape
-        self._own.tokens |= dict.fromkeys(self._own.around, tuple(shape[:2]))
+    def draws(self, m: int, inputs: Value) -> Draws:
+        """Return the random numbers of a micro-batch; `inputs` are the stage's."""
+        given = leaves(self._microbatches[m].inputs) or leaves(inputs)  # a stage in the middle has no data
+        if given:
+            self._own.tokens |= dict.fromkeys(self._own.around, tuple(given[0].shape[:2]))
         return self._randomness.draws(self._step, m)
 
     def __call__(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
         """Return the stage's outputs for its inputs; at the last stage, the micro-batch's share of the loss."""
-        draws = self.draws(m)
+        draws = self.draws(m, inputs)
         with draws.apart(), self.attention():
             output = self._stage(inputs, draws)
             if self._last:
