@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from mpkit.data.microbatch import Value, leaves, map_tensors, signature
+from mpkit.data.sample_draws import SampleDraws
 from mpkit.support.calls import answers
 from mpkit.support.tracebacks import public
 
@@ -47,8 +48,10 @@ class Batches:
 
     The order of an epoch is `torch.randperm` seeded with seed + epoch, as in DistributedSampler, and its samples go to
     the ranks in turn. Unlike DistributedSampler it pads nothing: `train` weights a batch correctly that does not divide
-    evenly among the ranks, or a smaller last batch, and no sample is lost or seen twice. In a pipeline the first and
-    the last rank each load a batch, so dataset[i] must return the same sample on both.
+    evenly among the ranks, or a smaller last batch, and no sample is lost or seen twice.
+
+    Before each sample of each step the generators of torch, NumPy and Python are seeded, and those that the dataset
+    keeps. So random augmentation gives every sample the same on any number of ranks and workers, and another each time.
 
     Args:
         dataset: has len(dataset) samples; dataset[i] returns (inputs, targets) of one sample, each a tensor, a number
@@ -56,7 +59,7 @@ class Batches:
             to the ranks.
         batch_size: samples per batch, over all ranks together.
         shuffle: shuffle anew in each epoch; otherwise keep the dataset's own order.
-        seed: the seed of the order; it does not affect the ranks' random state.
+        seed: the seed of the order, and of what samples draw; it does not affect the ranks' random state.
         drop_last: leave out an epoch's last batch if it is smaller than the others.
         num_workers: processes on each rank that load its samples ahead of time, as in DataLoader; 0: the rank loads
             them itself, step by step. The time that a rank waits for its samples has its own lane on the timeline.
@@ -147,7 +150,7 @@ class Batches:
 
     def part(self, step: int, which: slice) -> tuple[Value, Value]:
         """Load and return some samples of the batch of a step."""
-        return self._load(self.indices(step)[which])
+        return self._load(self.indices(step)[which], step)
 
     def key(self, step: int, which: slice) -> Hashable:
         """Return the `signature` of a part without loading it.
@@ -160,10 +163,18 @@ class Batches:
     @cached_property
     def _one(self) -> Any:
         """Return the signature of a batch of one sample."""
-        return signature(*self._load([0]))
+        return signature(*self._load([0], 0))
 
-    def _load(self, indices: list[int]) -> tuple[Value, Value]:
-        samples = [self.dataset[i] for i in indices]
+    @cached_property
+    def _draws(self) -> SampleDraws:
+        return SampleDraws(self.dataset, self.seed)
+
+    def _load(self, indices: list[int], step: int) -> tuple[Value, Value]:
+        samples = []
+        with self._draws.apart():
+            for i in indices:
+                self._draws.begin(step, i)
+                samples.append(self.dataset[i])
         first = samples[0]
         if not isinstance(first, (tuple, list)) or len(first) != 2:
             raise ValueError(

@@ -68,7 +68,7 @@ def run_on(
     for (name, module), split in zip(layers, splits, strict=True):
         _check_layer(name, module, split, [module for _, module in layers])
     # ---- optimizer
-    made = check_optimizer(optimizer, model, scheduled=False, once=False)
+    made = check_optimizer(optimizer, model, model, scheduled=False, once=False)
     if made is None:
         raise ValueError("no parameter of the model requires a gradient, so there is nothing to train")
     if any(split.parameter > 1 for split in splits) and not is_elementwise(made):

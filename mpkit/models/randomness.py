@@ -8,22 +8,29 @@ each layer draws from a seed of its own, which depends on
     layer         its name
 
 With the same micro-batches, every plan drops the same activations: the serial one, any schedule on any number of ranks,
-a recomputed forward, and a training that resumes from a checkpoint. Replicas draw differently from each other.
+a recomputed forward, and a training that resumes from a checkpoint. Replicas draw differently from each other, and so
+do ranks where they hold parts of the same activations (`mpkit.models.own_draws`). Python's and NumPy's random numbers
+are seeded with torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from struct import pack
+from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["Draws", "Randomness", "may_draw"]
+from mpkit.models.own_draws import OwnDraws
+
+__all__ = ["Draws", "OtherState", "Randomness", "may_draw", "seed_all", "seed_of"]
 
 SILENT = ("linear", "conv", "normalization", "batchnorm", "sparse", "flatten", "container", "padding", "loss")
 """The modules of torch.nn whose layers draw no random numbers."""
@@ -35,12 +42,17 @@ class Draws:
 
     generators: tuple[torch.Generator, ...]
     place: tuple[int, int, int, int]
+    device: torch.device
+    own: OwnDraws
 
-    def begin(self, layer: str) -> None:
-        """Seed the generators for a layer, whose random numbers are drawn from here on."""
+    def begin(self, layer: str, spans: Sequence[str] = ()) -> None:
+        """Seed the generators for a layer, whose random numbers are drawn from here on; it begins in these spans."""
         seed = seed_of(*self.place, layer=layer)
         for generator in self.generators:
             generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        self.own.enter(spans, self.device)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -49,6 +61,7 @@ class Draws:
         try:
             yield
         finally:
+            self.own.leave()
             for generator, state in zip(self.generators, states, strict=True):
                 generator.set_state(state)
 
@@ -59,20 +72,46 @@ class Randomness:
 
     Attributes:
         seed: the seed of the training.
-        replica: the replica that the rank belongs to.
+        replica: the replica that the rank belongs to, which has other samples than the others.
         device: the device of the rank.
+        own: where the rank draws other numbers than those with which it shares samples.
     """
 
     seed: int
     replica: int
     device: torch.device
+    own: OwnDraws = field(default_factory=OwnDraws)
 
     def draws(self, step: int, microbatch: int) -> Draws:
         """Return the random numbers for a micro-batch."""
         generators: tuple[torch.Generator, ...] = (torch.default_generator,)
         if self.device.type == "cuda":
             generators += (torch.cuda.default_generators[self.device.index or 0],)
-        return Draws(generators, (self.seed, step, self.replica, microbatch))
+        return Draws(generators, (self.seed, step, self.replica, microbatch), self.device, self.own)
+
+
+@dataclass(frozen=True)
+class OtherState:
+    """The states of Python's and NumPy's generators."""
+
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> OtherState:
+        """Return the current states."""
+        return cls(random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        """Continue from these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def is_now(self) -> bool:
+        """Return whether nothing has been drawn since."""
+        now = OtherState.now()
+        drawn = any(not np.array_equal(a, b) for a, b in zip(self.numpy, now.numpy, strict=True))
+        return self.python == now.python and not drawn
 
 
 def seed_of(seed: int, step: int, replica: int, microbatch: int, layer: str) -> int:
@@ -83,6 +122,13 @@ def seed_of(seed: int, step: int, replica: int, microbatch: int, layer: str) -> 
     """
     place = pack("<QqqqL", seed % 2**64, step, replica, microbatch, crc32(layer.encode()))
     return int.from_bytes(blake2b(place, digest_size=8).digest(), "little") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed the random numbers of torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def may_draw(layer: nn.Module) -> bool:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpkit.launch.packing.packing import dumps
 from mpkit.launch.process.folder import part
-from mpkit.launch.process.packing import dumps
 from mpkit.support.disk import write_whole
 
 __all__ = ["Answer", "Request", "Requests", "answer", "read_answer", "wake", "write_request"]

@@ -12,9 +12,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from mpkit.launch.packing.packing import dumps
 from mpkit.launch.process.context import Context
 from mpkit.launch.process.output import Labelled
-from mpkit.launch.process.packing import dumps
 from mpkit.notebook.cell import complete, run_cell
 from mpkit.notebook.exchange import Answer, Request, Requests, answer
 

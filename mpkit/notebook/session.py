@@ -153,7 +153,7 @@ class RankSession:
         """Give every rank a variable of this value."""
         if not name.isidentifier():
             raise ValueError(f"ranks[{name!r}] = ...: a variable has a name such as 'x'")
-        from mpkit.launch.process.packing import dumps
+        from mpkit.launch.packing.packing import dumps
 
         self._ask(Request("put", name, value=dumps(value)), list(range(self.ranks)))
 

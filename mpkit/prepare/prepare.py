@@ -102,7 +102,7 @@ def prepare(
         hooks = _check_fit(hooked, model, sizes[0], resolved, rehearsed)
         # ---- optimizer
         examined = examine_optimizer(
-            asked.optimizer, model, resolved, scheduled=options.get("lr_schedule") is not None
+            asked.optimizer, model, resolved, hooked, scheduled=options.get("lr_schedule") is not None
         )
         # ---- probe
         aim = objective(model, asked.loss, batches, sizes[0], resolved, pairs=rehearsed.count is not None)

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize
 
 import mpkit as mk
-from mpkit.launch.process.packing import dumps
+from mpkit.launch.packing.packing import dumps
 from mpkit.models import GPT, chain, next_token_loss
 from mpkit.models.chain import is_chain
 from mpkit.prepare.prepare import prepare

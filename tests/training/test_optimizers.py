@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import mpkit as mk
-from mpkit.parallel.update.optimizer import Held, Whole, make_optimizer
+from mpkit.parallel.update.optimizer import Held, make_optimizer
+from mpkit.parallel.update.whole import Whole
 from mpkit.prepare.prepare import prepare
 from tests.serial import Train, check_equal
 

@@ -8,8 +8,8 @@ leave     free the process group and whatever the rank changed in this process
 
 from __future__ import annotations
 
+import io
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -26,9 +26,10 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from mpkit.comm.current import left
 from mpkit.comm.release import free_kept
 from mpkit.launch.external.environment import Place
+from mpkit.launch.packing.packing import dumps
 from mpkit.launch.process.folder import Settings, part
 from mpkit.launch.process.joined import join
-from mpkit.launch.process.packing import dumps
+from mpkit.launch.process.payload import unpack
 from mpkit.launch.process.rank import context_of, device_of, report
 from mpkit.record.recorder import Recorder
 from mpkit.support.disk import write_whole
@@ -51,7 +52,7 @@ def run_rank(
             recorder = Recorder(folder, place.rank, device, layers=settings.layers)
             with _group(place, settings, store):
                 context = context_of(place.rank, settings, device, recorder, settings.compares)
-                function, args = pickle.loads(payload)
+                function, args = unpack(io.BytesIO(payload), enter=False)
                 result = dumps(function(context, *args))
                 recorder.close("finished")
                 _share(place, settings, results, store, result)

@@ -5,7 +5,7 @@ fork_server           the process that has imported torch and forks ranks
 fork_server_client    the parent's end of the fork server
 folder                the files of a launch, through which its processes communicate
 store                 where ranks find each other: a file that only they share
-payload, packing      the user's function and arguments, by value
+payload               the user's function and arguments, by value
 rank                  the rank's half of a launch
 context               the first argument of a function on a rank
 output                what a rank prints

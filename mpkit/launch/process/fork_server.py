@@ -245,7 +245,7 @@ def warm_up() -> None:
         "cloudpickle",
         "torch.distributed",
         "mpkit.launch.process.rank",
-        "mpkit.launch.process.packing",
+        "mpkit.launch.packing.packing",
         "mpkit.parallel.runtime.train",
     ):
         importlib.import_module(name)

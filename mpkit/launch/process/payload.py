@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import io
 import linecache
 import os
+import pickle
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import IO, Any
 
+from mpkit.launch.packing.edited import edited_functions
+from mpkit.launch.packing.packing import Packer
+from mpkit.launch.packing.world import World, pack_world
 from mpkit.launch.process.folder import Settings
-from mpkit.launch.process.packing import dumps
+from mpkit.support.caught import report
 from mpkit.support.cores import cores
 
-__all__ = ["here", "pack"]
+__all__ = ["here", "pack", "unpack"]
 
 
-def pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+def pack(function: Callable[..., Any], args: Sequence[Any], modules: Sequence[str] = ()) -> bytes:
     """Pickle a function and its arguments; objects from a notebook, script or REPL are pickled by value.
+
+    What this process has changed for all of its code goes before them (`mpkit.launch.packing.world`).
+
+    Args:
+        function, args: what ranks call.
+        modules: the installed modules that define the model's classes.
 
     Raises:
         ValueError: something in them cannot be sent to another process (a lock, an open file, a generator).
     """
     try:
-        return dumps((function, tuple(args)))
+        file = io.BytesIO()
+        packer = Packer(file)
+        packer.dump((function, tuple(args)))
     except Exception as error:
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
@@ -31,6 +44,22 @@ def pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
             "Locks, open files, sockets, generators and widgets stay in the process that made them: create such "
             "things inside the function, or pass the plain data they hold."
         ) from None
+    edited = edited_functions(packer.modules)
+    if edited:
+        report(
+            f"{', '.join(edited[:5])}: ranks run the file as it is now, and it was edited since this process imported "
+            f"it. Import it anew, importlib.reload({edited[0].partition('.')[0]}), and make the model again."
+        )
+    return pack_world(modules) + file.getvalue()
+
+
+def unpack(file: IO[bytes], *, enter: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the function and its arguments; `enter`: after changing this process as the launching one was."""
+    world: World = pickle.load(file)
+    if enter:
+        world.enter()
+    function, args = pickle.load(file)
+    return function, args
 
 
 def here(

@@ -15,7 +15,6 @@ import importlib
 import json
 import linecache
 import os
-import pickle
 import signal
 import sys
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -111,6 +111,7 @@ def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    np.random.seed()  # forked ranks begin with the same state; Python seeds its own random numbers anew
     sys.path[:] = settings.path
     sys.argv[:] = settings.argv
     os.chdir(settings.cwd)
@@ -166,12 +167,14 @@ def context_of(
 
 def work(context: Context, folder: Path) -> None:
     """Unpickle the function, call it, and write its result."""
+    from mpkit.launch.process.payload import unpack
+
     with (folder / "payload.pkl").open("rb") as file:
-        function, args = pickle.load(file)
+        function, args = unpack(file, enter=True)
     result = function(context, *args)
     sys.stdout.flush()
     sys.stderr.flush()
-    from mpkit.launch.process.packing import dumps
+    from mpkit.launch.packing.packing import dumps
 
     write_whole(part(folder, context.rank, "result"), dumps(result))
 

@@ -22,7 +22,7 @@ class PartForward(StageForward):
             and self._job.where.partition is not None
         )
         division = self._job.where.partition.divisions[self._microbatches[m].key]
-        draws = self._randomness.draws(self._step, m)
+        draws = self.draws(m, inputs)
         with draws.apart(), self.attention():
             outputs, made = self._stage.run(division, self.data(m), inputs, draws)
             return self.loss(m, outputs, draws) if self._last else made

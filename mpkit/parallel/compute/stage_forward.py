@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mpkit.data.microbatch import Value
+from mpkit.data.microbatch import Value, leaves
 from mpkit.models.randomness import Draws, Randomness
 from mpkit.parallel.compute.loss_share import loss_share
 from mpkit.parallel.job.feed import MicroBatch
@@ -54,7 +54,9 @@ class StageForward:
         self._job, self._stage, self._s = job, stage, stage.number
         self._last = stage.number == len(job.where.stages) - 1
         self._dtype = PRECISIONS.get(job.plan.precision)
-        self._randomness = Randomness(job.how.seed, job.plan.mesh.replica(context.rank), context.device)
+        self._own = stage.sharded.draws
+        replica = job.plan.mesh.place(context.rank).dp
+        self._randomness = Randomness(job.how.seed, replica, context.device, self._own)
         self.attention = attention
         self._step = -1
         self._microbatches: list[MicroBatch] = []
@@ -83,9 +85,16 @@ class StageForward:
 
     # ---- layers -------------------------------------------------------------------------------------------
 
+    def draws(self, m: int, inputs: Value) -> Draws:
+        """Return the random numbers of a micro-batch; `inputs` are the stage's."""
+        given = leaves(self._microbatches[m].inputs) or leaves(inputs)  # a stage in the middle has no data
+        if given:
+            self._own.tokens |= dict.fromkeys(self._own.around, tuple(given[0].shape[:2]))
+        return self._randomness.draws(self._step, m)
+
     def __call__(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
         """Return the stage's outputs for its inputs; at the last stage, the micro-batch's share of the loss."""
-        draws = self._randomness.draws(self._step, m)
+        draws = self.draws(m, inputs)
         with draws.apart(), self.attention():
             output = self._stage(inputs, draws)
             if self._last:

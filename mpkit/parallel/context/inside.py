@@ -21,6 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from mpkit.comm.process_group import ProcessGroup
+from mpkit.models.own_draws import OwnDraws
+from mpkit.models.token_draws import drawn_by
 from mpkit.parallel.context.ring import ring_attention
 
 __all__ = ["ContextParallel"]
@@ -57,6 +59,7 @@ class ContextParallel(TorchFunctionMode):
     Args:
         group: the ranks of the axis along which the sequence is divided.
         order: which part of it each rank has (`mpkit.parallel.context.sequence`).
+        draws: the rank's random numbers.
 
     Attributes:
         calls: number of attentions so far.
@@ -67,9 +70,10 @@ class ContextParallel(TorchFunctionMode):
             recomputes in the backward, where no mode is on.
     """
 
-    def __init__(self, group: ProcessGroup, order: str = "contiguous") -> None:
+    def __init__(self, group: ProcessGroup, order: str = "contiguous", draws: OwnDraws | None = None) -> None:
         super().__init__()
         self.group, self.order, self.calls = group, order, 0
+        self._draws = draws or OwnDraws()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -83,7 +87,7 @@ class ContextParallel(TorchFunctionMode):
             self.calls += 1
             return self._attend(*args, **kwargs)
         _refuse(getattr(func, "__name__", ""), args, kwargs)
-        return func(*args, **kwargs)
+        return drawn_by(self._draws, func, args, kwargs)
 
     def _attend(
         self,

@@ -22,7 +22,7 @@ class ShareForward(StageForward):
 
     def __call__(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
         """Return the model's outputs for this rank's share, which rank 0 gathers."""
-        draws = self._randomness.draws(self._step, m)
+        draws = self.draws(m, inputs)
         with draws.apart():
             output = self._stage(inputs, draws)
         return self.checked(m, output)

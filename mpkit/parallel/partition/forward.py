@@ -19,6 +19,7 @@ from mpkit.errors import MpkitError
 from mpkit.models.containers import bring_back
 from mpkit.models.nested import Shape, flatten, rebuild
 from mpkit.models.randomness import Draws
+from mpkit.models.spans import spans_at
 from mpkit.parallel.partition.boundary import Spec
 from mpkit.parallel.partition.graph import Constant, Division, Given, Leaf, Node
 from mpkit.parallel.partition.value import Looked, Value, spec_of
@@ -56,6 +57,8 @@ class Forward(Walk):
         self._stage, self._device = stage, device
         self._known, self._draws = known, draws
         self._needed = frozenset(division.outputs[stage])
+        calls = [(node.name, True) if node.block else (node.scope, False) for node in division.graph.nodes]
+        self._spans = [*spans_at(calls, draws.own.spans), ()]
         self._next = 0
         self.made: dict[int, Tensor] = {}
 
@@ -71,12 +74,16 @@ class Forward(Walk):
             raise _another_way(f"{name} was given the values {given}, and {node.arguments} in the dry run")
         self._next += 1
         if node.random:
-            self._draws.begin(f"{k} {name}")
+            self._draws.begin(f"{k} {name}", self._spans[k])
         own = self._stage_of[k] == self._stage
         result = self._do(node, func, leaves, shape) if own else self._pass_over(node, leaves)
         bring_back((args, kwargs), result, node.returned, self.is_whole)
         if node.random:
-            self._draws.begin(f"after {k}")
+            self._draws.begin(f"after {k}", self._spans[k + 1])
+        else:
+            self._draws.own.move(
+                self._spans[k + 1], self._device
+            )  # the module that does may be another rank's
         return result
 
     def check_end(self) -> None:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from mpkit.errors import MpkitError
+from mpkit.models.randomness import seed_all
 from mpkit.parallel.checkpoint.files import (
     Resume,
     Saving,
@@ -192,7 +193,7 @@ class Checkpoints:
         if same_ranks:
             set_random_states(state[f"random/{context.rank}"].held, context.device)
         else:
-            torch.manual_seed(self._job.how.seed + context.rank + OTHER_DRAWS * head.step)
+            seed_all(self._job.how.seed + context.rank + OTHER_DRAWS * head.step)
         self._record.end(op)
 
 

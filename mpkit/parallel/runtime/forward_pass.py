@@ -6,6 +6,7 @@ every input is there before it is needed. Nothing is kept for a backward.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,8 +73,10 @@ class ForwardPass(Pipeline):
         super().__init__(context, job, axes, sync)
         self._row = tuple(action for action in self._row if action.kind in ("F", "SEND_F", "RECV_F"))
         forward_of = ScoredForward if job.where.partition is None else ScoredPartForward
-        attention = attention_over(job.plan, axes.of("cp"))
-        self._forwards = {s: forward_of(context, job, stage, attention) for s, stage in sync.stages.items()}
+        over = partial(attention_over, job.plan, axes.of("cp"))
+        self._forwards = {
+            s: forward_of(context, job, stage, over(stage.sharded.draws)) for s, stage in sync.stages.items()
+        }
         self._only = {
             s: ForwardWork(context, job, stage, self._forwards[s]) for s, stage in sync.stages.items()
         }

@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 
 from mpkit.comm.process_group import ProcessGroup
+from mpkit.models.own_draws import OwnDraws
+from mpkit.models.token_draws import TokenDraws
 from mpkit.parallel.context.inside import ContextParallel
 from mpkit.parallel.context.positions import shift_positions
 from mpkit.parallel.tensor import Sharded, shard_model
@@ -42,12 +44,19 @@ def localize(model: nn.Module, plan: Plan, tp: ProcessGroup, cp: ProcessGroup) -
     # ---- positions
     if cp.size > 1:
         shift_positions(model, cp, plan.cp_order)
+        sharded.draws.around = (f"context on {cp.index}",)
     return sharded
 
 
-def attention_over(plan: Plan, cp: ProcessGroup) -> Callable[[], AbstractContextManager[Any]]:
-    """Return the context manager for forwards, within which attention is over whole sequences."""
-    return nullcontext if cp.size == 1 else partial(ContextParallel, cp, plan.cp_order)
+def attention_over(
+    plan: Plan, cp: ProcessGroup, draws: OwnDraws
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Return the context manager for forwards where tokens are divided: attention is over whole sequences, and random
+    numbers that are drawn for no token are the same on all ranks.
+    """
+    if cp.size > 1:
+        return partial(ContextParallel, cp, plan.cp_order, draws)
+    return partial(TokenDraws, draws) if plan.sequence_parallel and plan.tp > 1 else nullcontext
 
 
 def splits_backward(plan: Plan) -> bool:

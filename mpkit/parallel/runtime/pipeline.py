@@ -29,6 +29,7 @@ are added up as in `mpkit.loss.quotient`.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -85,8 +86,10 @@ class Pipeline:
         self._last_backwards = {a.stage: i for i, a in enumerate(self._row) if a.kind in LAST_HALF}
         split = {s: [a.microbatch for a in self._row if a.kind == "I" and a.stage == s] for s in sync.stages}
         forward_of = StageForward if job.where.partition is None else PartForward
-        attention = attention_over(job.plan, axes.of("cp"))
-        self._forwards = {s: forward_of(context, job, stage, attention) for s, stage in sync.stages.items()}
+        over = partial(attention_over, job.plan, axes.of("cp"))
+        self._forwards = {
+            s: forward_of(context, job, stage, over(stage.sharded.draws)) for s, stage in sync.stages.items()
+        }
         self._work = {
             s: StageWork(context, job, stage, self._forwards[s], sync, split[s])
             for s, stage in sync.stages.items()

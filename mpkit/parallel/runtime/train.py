@@ -22,6 +22,8 @@ from mpkit.loss.whole_batch import WholeBatchLoss
 from mpkit.models.blocks import repeated_blocks
 from mpkit.models.chain import layers_of, prefix_of
 from mpkit.models.hooks import register
+from mpkit.models.randomness import seed_all
+from mpkit.models.spans import spans_at
 from mpkit.parallel.data_parallel.ddp import DDP
 from mpkit.parallel.data_parallel.replicated import Replicated
 from mpkit.parallel.data_parallel.sync_batchnorm import over_whole_batch
@@ -41,8 +43,8 @@ from mpkit.parallel.stage.partitioned import place_parts
 from mpkit.parallel.stage.shard import PartOfWhole
 from mpkit.parallel.stage.stage import PRECISIONS, Stage
 from mpkit.parallel.update.master_weights import narrow
-from mpkit.parallel.update.optimizer import trained_parameters
 from mpkit.parallel.update.update import Update
+from mpkit.parallel.update.whole import free, trained_parameters
 from mpkit.parallel.zero import zero_sync
 from mpkit.record.hooks import watch
 
@@ -97,17 +99,18 @@ class Training:
     """
 
     def __init__(self, context: Context, job: TrainJob) -> None:
-        torch.manual_seed(job.how.seed + context.rank)
+        seed_all(job.how.seed + context.rank)
         self._record, self._device = context.record, context.device
         # ---- place
         axes = self._axes = MeshAxes(context.comm, context.device, job.where.mesh)
         job = self._job = _as_seen_here(job, axes)
-        trained = trained_parameters(job.what.model)
+        trained = trained_parameters(job.what.model, here=True)
         self.first_names = trained[1]
         self.sync_cost: SyncCost | None = None
         if job.plan.dp > 1 and job.plan.batchnorm == "sync":
             self.sync_cost = SyncCost(context, axes.of("dp"), job.what.model)
         stages, self.rest = place_stages(context, job, axes, self.sync_cost)
+        free(trained[0], {p for _, p in named_parameters(stages).items()})
         # DP counts the whole batch on rank 0; otherwise each replica counts its share.
         self._counting = axes.of() if job.plan.data_parallel == "dp" else axes.of("dp", "cp")
         fp32_params = narrow(job.plan, nn.ModuleList(stage.layers for stage in stages.values()))
@@ -226,12 +229,14 @@ def place_stages(
     in_place = [
         any(numbers[i].in_place for numbers in job.where.numbers.values()) for i in range(len(layers))
     ]
+    spans = spans_at([(name, True) for name, _ in layers], sharded.draws.spans)
     stages = {}
     for number in numbers:
         held = job.where.stages[number]
         stages[number] = Stage(
             number, [layers[i] for i in held], context.device,
             in_place=any(in_place[i] for i in held), sharded=sharded, blocks=blocks,
+            spans=[spans[i] for i in held],
         )  # fmt: skip
     _drop_elsewhere([layer for _, layer in layers], stages)
     _hold(recomputed, stages)

@@ -24,6 +24,7 @@ from mpkit.errors import MpkitError
 from mpkit.models.blocks import repeated_blocks
 from mpkit.models.containers import Containers, bring_back
 from mpkit.models.nested import flatten, rebuild
+from mpkit.models.own_draws import OwnDraws
 from mpkit.parallel.partition.graph import PartitionedModel
 from mpkit.parallel.stage.recomputed_call import MADE, Around, Call, Given, Recomputed, Setting
 from mpkit.parallel.stage.second_forward import SecondForward, StartingPoint
@@ -100,9 +101,15 @@ class RecomputedBlock:
         self.name, self.block = name, block
         self.around: Around | None = None
         self.twice = SecondForward(block)
+        self._draws_others: bool | None = None  # random numbers that are not torch's; None: not known yet
         self._is_kept: bool | None = None  # because it writes into its inputs; None: not known yet
         self._checked: set[Any] = set()  # shapes for which the second forward was compared
         block.forward = self._wrap(block.forward)  # within its hooks, which run once
+
+    @property
+    def _draws(self) -> OwnDraws:
+        assert self.around is not None
+        return self.around.draws
 
     def _wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -139,8 +146,11 @@ class RecomputedBlock:
             return inner(*args, **kwargs)
         # A tensor that requires a gradient, so that the block has a backward even if its inputs need none.
         anchor = torch.zeros((), requires_grad=not any(tensor.requires_grad for tensor in tensors))
-        call = Call(self, compute, Setting.now(tensors))
+        setting = Setting.now(tensors, self._draws, others=self._draws_others is not False)
+        call = Call(self, compute, setting)
         results = Recomputed.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
+        if self._draws_others is None and setting.others is not None:
+            self._draws_others = not setting.others.is_now()
         made = iter(results if isinstance(results, tuple) else (results,))
         outputs = [
             tensors[leaf.place] if isinstance(leaf, Given) else next(made) if leaf is MADE else leaf
@@ -156,7 +166,11 @@ class RecomputedBlock:
             return False
         copies = [tensor.detach().clone() for tensor in tensors]
         versions = [copy._version for copy in copies]
-        with torch.no_grad(), Setting.now(tensors).again(), StartingPoint(self.block, None).again():
+        with (
+            torch.no_grad(),
+            Setting.now(tensors, self._draws, others=True).again(),
+            StartingPoint(self.block, None).again(),
+        ):
             compute(copies)
         return [copy._version for copy in copies] != versions
 

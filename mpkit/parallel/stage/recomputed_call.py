@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpkit.errors import MpkitError
+from mpkit.models.own_draws import Kept, OwnDraws
+from mpkit.models.randomness import OtherState
 from mpkit.parallel.stage.second_forward import StartingPoint
 from mpkit.parallel.stage.split_backward import WeightGrads, input_grads
 from mpkit.record.recorder import Recorder
@@ -33,12 +35,14 @@ class Around:
         modes: context managers in which a forward runs.
         costs: FLOPs and bytes of a block's forward, by its name.
         weight_grads: where I leaves the work for W; None where a backward is not split.
+        draws: the rank's random numbers.
     """
 
     record: Recorder
     modes: Callable[[], AbstractContextManager[Any]] = nullcontext
     costs: Callable[[str], tuple[float, int]] = lambda _: (0.0, 0)
     weight_grads: list[WeightGrads] | None = None
+    draws: OwnDraws = field(default_factory=OwnDraws)
 
 
 @dataclass
@@ -49,29 +53,38 @@ class Setting:
     random_there: Tensor | None
     device: torch.device
     cast: tuple[bool, torch.dtype]
+    draws: OwnDraws
+    spans: Kept
+    others: OtherState | None
 
     @classmethod
-    def now(cls, tensors: list[Tensor]) -> Setting:
-        """Return the current setting."""
+    def now(cls, tensors: list[Tensor], draws: OwnDraws, *, others: bool) -> Setting:
+        """Return the current setting; `others`: with the states of generators that are not torch's."""
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         kind = device.type
         cast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        return cls(torch.get_rng_state(), there, device, cast)
+        other = OtherState.now() if others else None
+        return cls(torch.get_rng_state(), there, device, cast, draws, draws.keep(), other)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Restore the setting inside the block."""
         before, there = torch.get_rng_state(), self.random_there
         before_there = torch.cuda.get_rng_state(self.device) if there is not None else None
+        others = OtherState.now() if self.others is not None else None
+        if self.others is not None:
+            self.others.restore()
         torch.set_rng_state(self.random)
         if there is not None:
             torch.cuda.set_rng_state(there, self.device)
         try:
-            with torch.autocast(self.device.type, self.cast[1], self.cast[0]):
+            with torch.autocast(self.device.type, self.cast[1], self.cast[0]), self.draws.again(self.spans):
                 yield
         finally:
             torch.set_rng_state(before)
+            if others is not None:
+                others.restore()
             if before_there is not None:
                 torch.cuda.set_rng_state(before_there, self.device)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mpkit.models.own_draws import OwnDraws
 from mpkit.plan.tensor_plan import TensorPlan
 
 __all__ = ["PartOfWhole", "Shard", "Sharded", "evenly", "put_together", "put_together_by_name"]
@@ -85,11 +86,13 @@ class Sharded:
         shards: the parts of divided parameters, by every name that a parameter has; other parameters are absent.
         partial: names of whole parameters whose gradients are partial sums on each rank, to be summed over the group.
         plan: the plan that was applied, with the model's own names.
+        draws: where this rank draws random numbers of its own.
     """
 
     shards: dict[str, Shard] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     plan: TensorPlan = field(default_factory=lambda: TensorPlan(()))
+    draws: OwnDraws = field(default_factory=OwnDraws, compare=False)
 
 
 class PartOfWhole(NamedTuple):

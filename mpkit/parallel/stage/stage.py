@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,7 @@ class Stage:
         in_place: bool = False,
         sharded: Sharded | None = None,
         blocks: Collection[nn.Module] | None = None,
+        spans: Sequence[tuple[str, ...]] | None = None,
     ) -> None:
         self.number = number
         self.sharded = sharded or Sharded()
@@ -56,6 +57,7 @@ class Stage:
         self.recomputed: list[RecomputedBlock] = []
         self._in_place = in_place
         self._draws = [may_draw(layer) for layer in self.layers]
+        self._spans = [()] * len(layers) if spans is None else spans
 
     def __call__(self, inputs: Value, draws: Draws) -> Any:
         """Return the output for the stage's input: in stage 0 the model's arguments, else the previous output.
@@ -71,7 +73,7 @@ class Stage:
         value: Any = inputs
         for i, layer in enumerate(self.layers):
             if self._draws[i]:
-                draws.begin(self.names[i])
+                draws.begin(self.names[i], self._spans[i])
             value = call(layer, value, first=i == 0 and self.number == 0)
         return value
 

@@ -2,7 +2,6 @@
 
 operators     f, g and their sequence-parallel forms: what forward and backward communicate
 overlap       gradients of inputs are reduced while those of weights are computed
-draws         random numbers inside of a region
 region        a running region: column layers, what is between, row layer
 vocabulary    embedding and cross-entropy with a divided vocabulary
 logits        logits with a divided vocabulary, for any loss

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
 from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.comm.process_group import ProcessGroup
+from mpkit.models.own_draws import OwnDraws
+from mpkit.models.randomness import may_draw
+from mpkit.models.token_draws import TokenDraws
 from mpkit.parallel.tensor.sharding import shard_model
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.tensor_plan import TensorPlan
@@ -62,11 +66,22 @@ def tensor_parallel(
     if group is None:
         group = MeshAxes(ctx.comm, ctx.device, Mesh(tp=ctx.world_size)).of("tp")
     sharded = shard_model(model, group, plan, sequence=sequence, overlap=overlap)
+    if sequence and may_draw(model):
+        model.forward = _drawing(model.forward, sharded.draws)
     model.to(ctx.device)
     for name, parameter in model.named_parameters():
         if name in sharded.partial and parameter.requires_grad:
             parameter.register_hook(partial(_sum, group))
     return model
+
+
+def _drawing(inner: Callable[..., Any], draws: OwnDraws) -> Callable[..., Any]:
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with TokenDraws(draws):
+            return inner(*args, **kwargs)
+
+    return forward
 
 
 def _sum(group: ProcessGroup, gradient: Tensor) -> Tensor:

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from mpkit.comm.process_group import ProcessGroup
+from mpkit.models.own_draws import OwnDraws
+from mpkit.models.spans import Span
 from mpkit.parallel.partition.value import Value
 from mpkit.parallel.tensor import overlap as overlapped
-from mpkit.parallel.tensor.draws import OwnDraws
 from mpkit.parallel.tensor.operators import f, f_bar, g, g_bar
 from mpkit.parallel.tensor.overlap import Entered, Weights
 from mpkit.plan.tensor_plan import Region
@@ -76,6 +77,7 @@ class RegionAtWork:
         entry: the module before which f is applied.
         columns: the column layers, each with what is done with its output.
         row: the row layer, if there is one.
+        draws: this rank's random numbers.
         sequence: whether x is divided by sequence.
         overlap: whether the backward sums dx while it computes dW; otherwise layers are plain ones.
         region: the plan's region; None for the head.
@@ -88,6 +90,7 @@ class RegionAtWork:
         entry: nn.Module,
         columns: dict[nn.Module, Finish],
         row: nn.Module | None,
+        draws: OwnDraws,
         *,
         sequence: bool,
         overlap: bool,
@@ -98,8 +101,10 @@ class RegionAtWork:
         self._overlap = overlap and bool(columns) and all(map(is_linear, columns))
         if region is not None and region.inputs:
             self._overlap = False  # column layers have several inputs
-        self._draws = OwnDraws(name, group.index)
+        self._draws, self._name = draws, f"{name} on {group.index}"
         self._has_row = region is not None and region.row is not None
+        if region is not None and region.row is not None:
+            draws.spans.append(Span(self._name, name, name if row is None else region.row))
         self._entered: Entered | None = None
         entry.register_forward_pre_hook(self._enter, with_kwargs=True)
         for layer in columns:
@@ -148,13 +153,13 @@ class RegionAtWork:
     def _leave(self, entry: nn.Module, args: Any, y: Tensor) -> Tensor:
         """Sum the entry's output, which is a partial sum, over the ranks."""
         z = g_bar(self._group, y) if self._sequence else g(self._group, y)
-        self._draws.end()
+        self._draws.end(self._name)
         return z
 
     def _inside(self, entry: nn.Module, x: Tensor) -> Tensor:
         self._entered = None
         if entry.training and self._has_row:
-            self._draws.begin(x.device)
+            self._draws.begin(self._name, x.device)
         # An opened entry's column layers may be in another stage, which would then share their weights with this one.
         overlap = self._overlap and type(x) is not Value
         weights = [(layer, _weights(layer)) for layer in self._columns] if overlap else []
@@ -186,7 +191,7 @@ class RegionAtWork:
         """Apply the row layer: [..., this rank's inputs] -> [..., outputs]."""
         partial_sum = _product(layer, y, None)
         z = g_bar(self._group, partial_sum) if self._sequence else g(self._group, partial_sum)
-        self._draws.end()
+        self._draws.end(self._name)
         bias: Any = layer.bias
         return z if bias is None else z + bias
 

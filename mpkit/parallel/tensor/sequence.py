@@ -5,7 +5,7 @@ repeat the same work there. So
 
     first module    its input is scattered: each rank takes s/t tokens
     regions         f_bar gathers the sequence, g_bar scatters the sums
-    dropouts        draw differently on each rank, since the tokens differ
+    random numbers  are drawn by each rank for its own tokens, and by all alike for what all tokens share
     last module     its output is gathered
 
 The parameters there get gradients from a part of the tokens on each rank, which are summed over the ranks.
@@ -17,16 +17,20 @@ Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transfor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from mpkit.comm.process_group import ProcessGroup
+from mpkit.models.own_draws import OwnDraws
 from mpkit.models.randomness import may_draw
-from mpkit.parallel.tensor.draws import OwnDraws
+from mpkit.models.spans import Span
 from mpkit.parallel.tensor.operators import gather, scatter
 
 __all__ = ["divide_sequence", "modules_between"]
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def modules_between(model: nn.Module, first: str, last: str) -> set[str]:
@@ -45,40 +49,41 @@ def modules_between(model: nn.Module, first: str, last: str) -> set[str]:
     return set(names[names.index(first) : end + 1])
 
 
-def divide_sequence(model: nn.Module, group: ProcessGroup, first: str, last: str) -> None:
-    """Scatter before the first module, gather after the last, and let modules in between draw their own numbers."""
+def divide_sequence(model: nn.Module, group: ProcessGroup, draws: OwnDraws, first: str, last: str) -> None:
+    """Scatter before the first module, gather after the last, and draw for this rank's tokens in between."""
     modules = dict(model.named_modules())
+    name = f"sequence on {group.index}"
+    draws.spans.insert(0, Span(name, first, last))  # regions are inside
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (scatter(group, args[0]), *args[1:]), kwargs
-        name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-        return args, kwargs | {name: scatter(group, kwargs[name])}
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = "" if args else "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+        x = scatter(group, args[0] if args else kwargs[key])
+        if module.training:
+            draws.begin(name, x.device)
+        return ((x, *args[1:]), kwargs) if args else (args, kwargs | {key: x})
+
+    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+        if isinstance(x, Tensor) and x.dim() > 1:
+            draws.tokens[name] = tuple(x.shape[:2])
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
+        draws.end(name)
         if isinstance(output, Tensor):
             return gather(group, output)
         return (gather(group, output[0]), *output[1:])
 
+    for inner in _outermost(modules_between(model, first, last), modules):
+        modules[inner].register_forward_pre_hook(see, with_kwargs=True, prepend=True)
     modules[first].register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     modules[last].register_forward_hook(leave)
-    for name in modules_between(model, first, last):
-        module = modules[name]
-        if (
-            not list(module.children())
-            and type(module).__module__.startswith("torch.nn")
-            and may_draw(module)
-        ):
-            _draw_apart(module, OwnDraws(name, group.index))
 
 
-def _draw_apart(module: nn.Module, draws: OwnDraws) -> None:
-    def begin(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if module.training and inputs and isinstance(inputs[0], Tensor):
-            draws.begin(inputs[0].device)
-
-    def end(*_: Any) -> None:
-        draws.end()
-
-    module.register_forward_pre_hook(begin)
-    module.register_forward_hook(end)
+def _outermost(names: set[str], modules: dict[str, nn.Module]) -> Iterator[str]:
+    """Yield the modules that may draw and are in no other of these, but for chains, which are taken apart."""
+    for name in names:
+        parent = name.rpartition(".")[0]
+        while parent and (parent not in names or isinstance(modules[parent], CONTAINERS)):
+            parent = parent.rpartition(".")[0]
+        if not parent and may_draw(modules[name]) and not isinstance(modules[name], CONTAINERS):
+            yield name

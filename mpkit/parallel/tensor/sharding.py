@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpkit.comm.process_group import ProcessGroup
+from mpkit.models.own_draws import OwnDraws
 from mpkit.parallel.stage.shard import Sharded, evenly
 from mpkit.parallel.tensor.finding import find_tensor_plan
 from mpkit.parallel.tensor.logits import DividedLogits
@@ -71,19 +72,20 @@ def shard_model(
     finishes = [_finishes(region, group, shards) for region in plan.regions]
     shards.replace()
     # ---- work
+    draws = OwnDraws()
     on_parts = modules_between(model, *plan.sequence) if sequence and plan.sequence else set()
     for region, finish in zip(plan.regions, finishes, strict=True):
         localize(modules[region.entry], region, group)
         RegionAtWork(
             group, region.entry, modules[region.entry],
             {modules[name]: finish[name] for name in region.column if name in modules},
-            None if region.row is None else modules.get(region.row),
+            None if region.row is None else modules.get(region.row), draws,
             sequence=region.entry in on_parts, overlap=overlap, region=region,
         )  # fmt: skip
     _divide_vocabulary(modules, group, plan, shards, overlap=overlap)
     if sequence and plan.sequence is not None:
-        divide_sequence(model, group, *plan.sequence)
-    return Sharded(shards.found, sums, plan)
+        divide_sequence(model, group, draws, *plan.sequence)
+    return Sharded(shards.found, sums, plan, draws)
 
 
 def _finishes(region: Region, group: ProcessGroup, shards: Shards) -> dict[str, Finish]:
@@ -115,4 +117,4 @@ def _divide_vocabulary(
     shard = shards.of_weight(plan.head)
     vocabulary = tuple(evenly(shard.whole[shard.dim], group.size))
     logits = partial(DividedLogits.make, group, vocabulary)
-    RegionAtWork(group, plan.head, head, {head: logits}, None, sequence=False, overlap=overlap)
+    RegionAtWork(group, plan.head, head, {head: logits}, None, OwnDraws(), sequence=False, overlap=overlap)

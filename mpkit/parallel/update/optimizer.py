@@ -1,39 +1,32 @@
 """The optimizer for what one rank updates, with the parameter groups that the whole model's optimizer would have.
 
     whole     the user's function is called with every trained parameter of the model, in the model's order
-    held      a parameter that this rank updates whole is passed itself; one that it updates in part, or not at all, is
-              replaced by a stand-in of the whole shape that takes no memory
+    held      a parameter that this rank updates whole is passed itself; one that it updates in part, or not at all,
+              stands in for itself: the same object and attributes, in its whole shape, without memory
     divide    stand-ins leave the groups; a part replaces its stand-in, with its part of an initial state
 
-So groups by index, number, shape or name are the same as in serial training, whatever the plan gives this rank.
+So groups by index, number, shape, name, attribute or identity are the same as in serial training, whatever the plan
+gives this rank. A function that looks at values is rejected before (`mpkit.prepare.optimizer`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 
 from mpkit.parallel.update.several import SeveralOptimizers
+from mpkit.parallel.update.whole import Whole, nothing, stand_in
 
-__all__ = [
-    "Held", "OptimizerFunction", "Whole", "by_name", "described", "elementwise", "make_optimizer", "stand_in",
-    "trained_parameters",
-]  # fmt: skip
+__all__ = ["Held", "OptimizerFunction", "by_name", "described", "elementwise", "make_optimizer"]
 
 Take = Callable[[Tensor], Tensor]
-
-
-class Whole(NamedTuple):
-    """A trained parameter of the model, before it is divided among ranks."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Held(NamedTuple):
@@ -127,19 +120,6 @@ def elementwise(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFu
     return replace(described(function), elementwise=True)
 
 
-def trained_parameters(model: nn.Module) -> tuple[list[Whole], dict[str, str]]:
-    """Return a model's trained parameters in its order, and a parameter's first name for each of its names.
-
-    >>> layer = nn.Linear(3, 2, bias=False)
-    >>> trained_parameters(nn.Sequential(layer, layer))
-    ([Whole(name='0.weight', shape=(2, 3), dtype=torch.float32)], {'0.weight': '0.weight', '1.weight': '0.weight'})
-    """
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    whole = [Whole(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters() if p.requires_grad]
-    return whole, {name: first[id(parameter)] for name, parameter in every}
-
-
 def make_optimizer(
     function: Callable[[Any], Any], whole: Sequence[Whole], held: Mapping[str, Held]
 ) -> torch.optim.Optimizer | None:
@@ -157,15 +137,15 @@ def make_optimizer(
     if some is None:
         return None
     # ---- whole, held
-    given = {
-        each.name: held[each.name].parameter
-        if each.name in held and held[each.name].take is None
-        else stand_in(each, some.device)
-        for each in whole
-    }
-    optimizer: torch.optim.Optimizer = described(function).of(given)
+    given = {each.name: _given(each, held.get(each.name), some.device) for each in whole}
+    with _standing_in(whole, some.device):
+        optimizer: torch.optim.Optimizer = described(function).of(given)
     # ---- divide
-    parts = {id(p): held.get(name) for name, p in given.items() if name not in held or held[name].take}
+    parts = {
+        id(p): held.get(name)
+        for name, p in given.items()
+        if name not in held or p is not held[name].parameter
+    }
     for key, state in list(optimizer.state.items()):  # initial states, such as Adagrad's
         if id(key) in parts:
             del optimizer.state[key]
@@ -179,9 +159,29 @@ def make_optimizer(
     return optimizer if optimizer.param_groups else None
 
 
-def stand_in(whole: Whole, device: torch.device | None = None) -> nn.Parameter:
-    """Return a parameter of the whole shape that takes no memory: all its elements are the same zero."""
-    return nn.Parameter(torch.zeros((), dtype=whole.dtype, device=device).expand(whole.shape))
+def _given(whole: Whole, held: Held | None, device: torch.device) -> nn.Parameter:
+    """Return what the user's function is given for a parameter."""
+    if whole.original is not None:
+        return whole.original
+    return stand_in(whole, device) if held is None or held.take is not None else held.parameter
+
+
+@contextmanager
+def _standing_in(whole: Sequence[Whole], device: torch.device) -> Iterator[None]:
+    """Give originals their whole shape without memory, inside the block; after it they have what they had."""
+    originals = [(each.original, each) for each in whole if each.original is not None]
+    with DisableTorchFunctionSubclass():  # a sharded parameter refuses to be looked at
+        before = [(parameter, parameter.data) for parameter, _ in originals]
+        kinds = [type(parameter) for parameter, _ in originals]
+        for parameter, each in originals:
+            parameter.data = nothing(each, device)
+            parameter.__class__ = each.kind
+    try:
+        yield
+    finally:
+        with DisableTorchFunctionSubclass():
+            for (parameter, data), kind in zip(before, kinds, strict=True):
+                parameter.data, parameter.__class__ = data, kind
 
 
 def _divide(group: dict[str, Any], parts: Mapping[int, Held | None]) -> None:

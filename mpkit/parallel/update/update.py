@@ -27,7 +27,8 @@ from mpkit.parallel.stage.gradient_sync import GradientSync, Piece
 from mpkit.parallel.update.average import KEY
 from mpkit.parallel.update.loss_scaler import LossScaler
 from mpkit.parallel.update.master_weights import Masters
-from mpkit.parallel.update.optimizer import Held, Take, Whole, make_optimizer
+from mpkit.parallel.update.optimizer import Held, Take, make_optimizer
+from mpkit.parallel.update.whole import Whole
 from mpkit.record.hooks import watch_optimizer
 
 if TYPE_CHECKING:

@@ -56,6 +56,9 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
             "generators and the like belong to this process: make them when they are first used, on the rank, or leave "
             "them out (__getstate__)."
         ) from None
+    for before, after in zip(model.parameters(), made.parameters(), strict=True):
+        if issubclass(type(before), nn.Parameter):  # deepcopy leaves out what its author added to a parameter
+            vars(after).update(vars(before) | vars(after))
     for module in made.modules():
         _rebind(vars(module), [name for name in ("forward",) if name in vars(module)], memo)
         for name in HOOKS:

@@ -71,4 +71,4 @@ def local_copy(model: nn.Module, plan: Plan, batch: tuple[Value, Value], place: 
             ) from None
         sharded = localize(model, plan, tp, cp)
     cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
-    return Localized(model, sharded, cut, attention_over(plan, cp), tp)
+    return Localized(model, sharded, cut, attention_over(plan, cp, sharded.draws), tp)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import optimizer as torch_optimizers
 
 from mpkit.models.hooks import hook_name, hooks_on
 from mpkit.parallel.update.average import Average
-from mpkit.parallel.update.optimizer import described, stand_in, trained_parameters
+from mpkit.parallel.update.optimizer import described
 from mpkit.parallel.update.several import SeveralOptimizers, kind_of, parts_of
+from mpkit.parallel.update.whole import stand_in, trained_parameters
 from mpkit.prepare.arguments.arguments import ADAM, a_kind_of
-from mpkit.support.caught import one_line, report
+from mpkit.prepare.optimizer.grouped import as_sent, check_grouped
+from mpkit.support.caught import one_line
 
-__all__ = ["check_optimizer", "is_elementwise", "plain"]
+__all__ = ["check_optimizer", "is_elementwise"]
 
 ELEMENTWISE = tuple(
     getattr(torch.optim, name)
@@ -51,13 +53,14 @@ def is_elementwise(made: torch.optim.Optimizer) -> bool:
 
 
 def check_optimizer(
-    optimizer: Any, model: nn.Module, *, scheduled: bool, once: bool
+    optimizer: Any, model: nn.Module, given: nn.Module, *, scheduled: bool, once: bool
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer that a function creates for stand-ins of the parameters; None if none are trained.
 
     Args:
         optimizer: as in `Cluster.train`.
-        model: the whole model.
+        model: the whole model, as it is sent to the ranks.
+        given: the same, as the user has it.
         scheduled: whether there is an lr_schedule.
         once: whether a step is a single backward on one rank, so that a hook on a parameter sees its gradient.
 
@@ -78,9 +81,9 @@ def check_optimizer(
     if not whole:
         return None
     params = {each.name: stand_in(each) for each in whole}
-    made = _make(optimizer, params)
+    made = _make(as_sent(optimizer, model, params), params)
     _check_made(made, params, scheduled=scheduled, once=once)
-    _check_frozen(optimizer, model, made, params)
+    check_grouped(optimizer, given, made, params)
     return made
 
 
@@ -139,47 +142,6 @@ def _check_made(
         )
 
 
-def _check_frozen(
-    optimizer: Any, model: nn.Module, made: torch.optim.Optimizer, params: dict[str, nn.Parameter]
-) -> None:
-    """Check that frozen parameters do not affect the groups of the others; `params` are the trained ones."""
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    if not frozen:
-        return
-    every = {
-        name: nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), p.requires_grad)
-        for name, p in model.named_parameters()
-    }
-    try:
-        other = described(optimizer).of(every)
-    except Exception as error:
-        report(
-            f"optimizer: given the frozen {frozen[0]} too, as in model.parameters(), the function raises "
-            f"{one_line(error)}. The ranks give it the trained parameters only; whether its groups are those of a loop "
-            "that gives it all of them is not known."
-        )
-        return
-    ours, theirs = _options(made, params), _options(other, every)
-    differs = next((name for name in params if ours.get(name) != theirs.get(name)), None)
-    if differs is not None:
-        raise ValueError(
-            f"optimizer: {differs} has other options where the function is given the trained parameters only, as mpkit "
-            f"does, than where it is given model.parameters(), with the frozen {frozen[0]} among them. Group by name, "
-            "which is the same for both: optimizer=mk.optimizer.by_name(lambda named: ...)"
-        )
-
-
-def _options(made: torch.optim.Optimizer, params: dict[str, nn.Parameter]) -> dict[str, Any]:
-    """Return the options of each parameter's group, by the parameter's name."""
-    names = {id(p): name for name, p in params.items()}
-    return {
-        names[id(p)]: {k: plain(v) for k, v in group.items() if k not in ("params", "param_names")}
-        for group in made.param_groups
-        for p in group["params"]
-        if id(p) in names
-    }
-
-
 def _check_global_hooks() -> None:
     for hooks in (
         torch_optimizers._global_optimizer_pre_hooks,
@@ -194,18 +156,3 @@ def _check_global_hooks() -> None:
                 "within the optimizer function: made.register_step_pre_hook(hook); and take this one away: "
                 "handle.remove()."
             )
-
-
-def plain(value: Any) -> Any:
-    """Convert a value into comparable data: numbers, strings, and tensors as lists.
-
-    >>> plain({"lr": torch.tensor(0.5), "betas": (0.9, 0.99)})
-    {'lr': 0.5, 'betas': [0.9, 0.99]}
-    """
-    if isinstance(value, Tensor):
-        return value.tolist() if value.numel() <= 64 else (tuple(value.shape), float(value.double().sum()))
-    if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    if isinstance(value, dict):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__

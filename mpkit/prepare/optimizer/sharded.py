@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import _disable_current_modes  # private: test
 
 from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.parallel.stage.shard import Shard
-from mpkit.parallel.update.optimizer import OptimizerFunction, described, stand_in, trained_parameters
+from mpkit.parallel.update.optimizer import OptimizerFunction, described
 from mpkit.parallel.update.several import kind_of
+from mpkit.parallel.update.whole import stand_in, trained_parameters
 from mpkit.plan.plan import Plan
 from mpkit.prepare.arguments.arguments import ADAM
 from mpkit.prepare.dry_run.dry_run import quiet
@@ -45,6 +46,7 @@ def examine_optimizer(
     optimizer: Callable[[Any], Any],
     model: nn.Module,
     resolved: ResolvedPlan,
+    given: nn.Module | None = None,
     *,
     scheduled: bool = False,
 ) -> Examined:
@@ -54,6 +56,7 @@ def examine_optimizer(
         optimizer: as in `Cluster.train`.
         model: the whole model.
         resolved: the plan, and which rank updates which parameters.
+        given: the model as the user has it, if that is another.
         scheduled: whether there is an lr_schedule.
 
     Raises:
@@ -66,7 +69,11 @@ def examine_optimizer(
     ):  # numbers are needed here, even where a rank is simulated without them
         # ---- made
         made = check_optimizer(
-            optimizer, model, scheduled=scheduled, once=plan.ranks == 1 and plan.microbatches == 1
+            optimizer,
+            model,
+            given or model,
+            scheduled=scheduled,
+            once=plan.ranks == 1 and plan.microbatches == 1,
         )
         if made is None:
             return Examined()

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mpkit.parallel.update.optimizer import Held, OptimizerFunction, Take, Whole, make_optimizer
+from mpkit.parallel.update.optimizer import Held, OptimizerFunction, Take, make_optimizer
 from mpkit.parallel.update.several import SeveralOptimizers, kind_of
-from mpkit.prepare.optimizer.made import plain
+from mpkit.parallel.update.whole import Whole, like
+from mpkit.prepare.optimizer.plain import plain
 
 __all__ = ["SCALES", "Division", "Examined", "Trial"]
 
@@ -91,7 +92,7 @@ class Trial:
         torch.manual_seed(seed)
         takes: Division = {w.name: None for w in self.whole} if division is None else division
         held = {
-            w.name: Held(nn.Parameter(_taken(takes[w.name], _values(w, i)).clone()), takes[w.name])
+            w.name: Held(like(w, _taken(takes[w.name], _values(w, i)).clone()), takes[w.name])
             for i, w in enumerate(self.whole)
             if w.name in takes
         }

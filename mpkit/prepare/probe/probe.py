@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.data.microbatch import Value, batch_size, part
-from mpkit.launch.process.packing import dumps
+from mpkit.launch.packing.packing import dumps
 from mpkit.loss.mean import MeanLoss
 from mpkit.loss.quotient import nominal_count
 from mpkit.loss.whole_batch import WholeBatchLoss

@@ -86,6 +86,7 @@ class Trial:
         self.model = copied(model, memo)
         self.loss, self.data = loss, data
         self.still = False  # whether draws must be replaced by constants
+        self.seed = 0  # of Python's and NumPy's random numbers, for each part
 
     def wide(self) -> Trial:
         """Return this trial in float64."""
@@ -116,12 +117,9 @@ class Trial:
 
     def repeats(self, parts: Sequence[Samples]) -> bool:
         """Return whether the loss is the same for different seeds of Python's and NumPy's random numbers."""
-        losses = []
-        for seed in (0, 1):
-            random.seed(seed)
-            np.random.seed(seed)
-            losses.append(self.run(parts).loss)
-        return losses[0] == losses[1]
+        other = copy.copy(self)
+        other.seed = 1
+        return self.run(parts).loss == other.run(parts).loss
 
     def of(self, data: tuple[Value, Value]) -> Trial:
         """Return this trial with other data."""
@@ -180,6 +178,8 @@ class Trial:
             for i, part in enumerate(parts):
                 inputs, targets = (rows_of(value, part) for value in self.data)
                 model = self._copy()
+                random.seed(self.seed)
+                np.random.seed(self.seed)
                 layers = [
                     layer for _, layer in layers_of(model)
                 ]  # the first one takes the inputs, as on a rank

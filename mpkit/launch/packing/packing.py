@@ -7,8 +7,12 @@
         are requested.
     models of transformers
         Constructing a model registers its class's recordable outputs in the package; a rank does not construct it.
+    functions that wrap a library's
+        They have its name (functools.wraps), and would be looked up by it on the rank.
+    parameters of classes of their own
+        torch pickles them as plain ones.
     parametrized modules
-        See `mpkit.launch.process.parametrized`.
+        See `mpkit.launch.packing.parametrized`.
 
 Classes and functions of notebooks and scripts are pickled by value, as cloudpickle always does.
 """
@@ -18,16 +22,18 @@ from __future__ import annotations
 import io
 import sys
 import sysconfig
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import CellType, CodeType, FunctionType
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
+from torch import Tensor, nn
 
-from mpkit.launch.process.parametrized import taken_apart
+from mpkit.launch.packing.parametrized import taken_apart
 
-__all__ = ["dumps"]
+__all__ = ["Packer", "dumps"]
 
 ATTRIBUTES = (
     "__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__", "__annotations__",
@@ -39,18 +45,34 @@ RECORDS = "transformers.utils.output_capturing"
 def dumps(value: object) -> bytes:
     """Pickle a value as `cloudpickle.dumps` does; `pickle.loads` reads the result."""
     file = io.BytesIO()
-    _Packer(file).dump(value)
+    Packer(file).dump(value)
     return file.getvalue()
 
 
-class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
+class Packer(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles as cloudpickle does, but for some objects from libraries.
+
+    Attributes:
+        modules: names of the modules of all functions and classes that were pickled.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.modules: set[str] = set()
+
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object; pickle calls this for every object that is not a plain value."""
+        if isinstance(obj, (type, FunctionType)):
+            self.modules.add(obj.__module__)
+        if isinstance(obj, FunctionType) and _is_disguised(obj):
+            return self._dynamic_function_reduce(obj)
         if isinstance(obj, FunctionType) and _is_nested(obj):
             cells = [cell.cell_contents for cell in obj.__closure__ or ()]
             attributes = {name: getattr(obj, name) for name in ATTRIBUTES}
             state = (cells, attributes, obj.__dict__)
             return _function, (obj.__globals__["__name__"], obj.__code__), state, None, None, _complete
+        if isinstance(obj, nn.Parameter) and _loses_its_class(type(obj)):
+            return _parameter, (type(obj), *obj.__reduce_ex__(4)[:2])
         parts = taken_apart(obj)
         if parts is not None:
             return parts
@@ -58,6 +80,25 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             make, args, state, *_ = obj.__reduce_ex__(4)
             return make, args, state, None, None, _complete_model
         return super().reducer_override(obj)
+
+
+def _loses_its_class(kind: type[nn.Parameter]) -> bool:
+    """Return whether torch pickles parameters of this class as plain ones."""
+    return kind is not nn.Parameter and kind.__reduce_ex__ is nn.Parameter.__reduce_ex__
+
+
+def _parameter(
+    kind: type[nn.Parameter], make: Callable[..., nn.Parameter], args: tuple[Any, ...]
+) -> nn.Parameter:
+    plain = make(*args)
+    made: nn.Parameter = Tensor._make_subclass(kind, plain.data, plain.requires_grad)
+    vars(made).update(vars(plain))
+    return made
+
+
+def _is_disguised(function: FunctionType) -> bool:
+    """Return whether a notebook's function has a library's name (functools.wraps), by which it would be looked up."""
+    return function.__globals__.get("__name__") == "__main__" != function.__module__
 
 
 def _is_nested(function: FunctionType) -> bool:

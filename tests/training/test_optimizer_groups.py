@@ -1,0 +1,156 @@
+"""Parameter groups by anything that a function can look at: as in a plain loop, or rejected by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import mpkit as mk
+from mpkit.api.run import Run
+from mpkit.prepare.prepare import prepare
+
+WIDTH = 6
+
+
+class Gain(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = Gain(torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        Scale(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH),
+    )
+    model = nn.Sequential(*layers).double()
+    for module in model:
+        for parameter in module.parameters():
+            parameter.depth = 1 if module is model[0] else 2  # type: ignore[attr-defined]
+    model[3].weight.no_decay = True
+    return model
+
+
+def grouped(chosen: set[nn.Parameter]) -> Callable[[Any], Optimizer]:
+    """Group by marks, a class, the parameters themselves, and shape."""
+
+    def group(p: nn.Parameter) -> dict[str, float]:
+        return {
+            "lr": 0.1 * p.depth * (2 if p in chosen else 1) * (3 if isinstance(p, Gain) else 1),  # type: ignore[attr-defined]
+            "weight_decay": 0.0 if hasattr(p, "no_decay") else 0.3,
+            "momentum": 0.9 if p.ndim > 1 else 0.0,
+        }
+
+    return lambda parameters: SGD([{"params": [p], **group(p)} for p in parameters], lr=1.0)
+
+
+DATA = torch.randn(2, 8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Tensor]:
+    """The weights that a plain loop trains."""
+    model = net()
+    optimizer = grouped({model[5].weight, model[0].bias})(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(model(DATA[0]), DATA[1]).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        mk.Plan.zero(1, 2),
+        mk.Plan.zero(3, 2),
+        mk.Plan(tp=2, zero=1, dp=2),
+        mk.Plan.gpipe(2, 2),
+        *(
+            pytest.param(plan, marks=pytest.mark.soak)
+            for plan in (
+                mk.Plan.serial(),
+                mk.Plan.ddp(2),
+                mk.Plan.dp(2),
+                mk.Plan.tp(2),
+                mk.Plan.zero(2, 2),
+                mk.Plan.zero(3, 2, offload="optimizer"),
+                mk.Plan(pp=2, dp=2, zero=1, microbatches=2, schedule="1f1b"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_groups_are_those_of_a_plain_loop(
+    train: Callable[..., Run], plain: dict[str, Tensor], plan: mk.Plan
+) -> None:
+    model = net()
+    chosen = {model[5].weight, model[0].bias}
+    run = train(model, [tuple(DATA)], plan, loss=F.mse_loss, optimizer=grouped(chosen), steps=3)
+    torch.testing.assert_close(run.state_dict(), plain, rtol=0, atol=1e-10)
+
+
+def test_marks_survive_mixed_precision(train: Callable[..., Run]) -> None:
+    """Masters are other objects than the parameters."""
+    model = net().float()
+
+    def still(parameters: Any) -> Optimizer:
+        groups = [{"params": [p], "lr": 0.0 if p.depth == 1 else 0.1} for p in parameters]
+        return SGD(groups, lr=1.0)
+
+    data = tuple(DATA.float())
+    after = train(model, [data], mk.Plan.ddp(2, precision="bf16"), loss=F.mse_loss, optimizer=still, steps=2)
+    before = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    moved = {n: not torch.equal(value.bfloat16(), before[n]) for n, value in after.state_dict().items()}
+    assert moved == {name: not name.startswith("0.") for name in moved}
+
+
+def by_number(model: nn.Module) -> Callable[[Any], Optimizer]:
+    numbers = {id(p) for p in model[0].parameters()}  # type: ignore[index]
+    return lambda ps: SGD([{"params": [p], "lr": 0.0 if id(p) in numbers else 0.1} for p in ps], lr=1.0)
+
+
+def by_value(model: nn.Module) -> Callable[[Any], Optimizer]:
+    return lambda ps: SGD([{"params": [p], "lr": 0.1 * float(p.detach().norm())} for p in ps], lr=1.0)
+
+
+@pytest.mark.parametrize("function", [by_number, by_value])
+@pytest.mark.parametrize("plan", [mk.Plan.serial(), mk.Plan.zero(3, 2)], ids=str)
+def test_what_a_rank_cannot_see_is_refused(function: Any, plan: mk.Plan) -> None:
+    model = net()
+    with pytest.raises(ValueError, match=r"0\.weight has .* in a loop with .* on a rank.*by_name"):
+        prepare(
+            model, [tuple(DATA)], plan, ranks=plan.ranks, loss=F.mse_loss, optimizer=function(model), steps=1
+        )
+
+
+def test_trying_the_function_leaves_no_hooks_on_the_users_parameters() -> None:
+    model = net()
+
+    def hooked(parameters: Any) -> Optimizer:
+        for p in parameters:
+            p.register_hook(lambda grad: grad)
+            p.register_post_accumulate_grad_hook(lambda p: None)
+        return SGD(parameters, lr=0.1)
+
+    how: dict[str, Any] = {"ranks": 1, "loss": F.mse_loss, "optimizer": hooked, "steps": 1}
+    prepare(model, [tuple(DATA)], mk.Plan.serial(), **how)
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
