@@ -19,6 +19,7 @@ from mpkit.api.run_list import keep
 from mpkit.api.run_results import RunResults
 from mpkit.launch.external.external_launch import ExternalLaunch
 from mpkit.parallel.checkpoint.lock import FolderLock
+from mpkit.parallel.checkpoint.others import check_others
 from mpkit.support.display import draw, in_notebook
 from mpkit.support.tracebacks import public
 
@@ -100,10 +101,21 @@ class Run(RunResults):
         self._thread.start()
 
     def _lock(self) -> FolderLock | None:
-        """Lock the checkpoint folder against other trainings; called before any rank is started."""
-        if self._job.how.saving is None or not self._launch.leads:
+        """Lock the checkpoint folder against other trainings; called before any rank is started.
+
+        Raises:
+            ValueError: another training holds it, or checkpoints of another lie there.
+        """
+        how = self._job.how
+        if how.saving is None or not self._launch.leads:
             return None
-        return FolderLock(Path(self._job.how.saving.folder))
+        lock = FolderLock(Path(how.saving.folder))
+        try:
+            check_others(how.saving, how.resume.head.step if how.resume else 0, how.steps)
+        except BaseException:
+            lock.release()
+            raise
+        return lock
 
     # ---- while it runs ------------------------------------------------------------------------------------
 

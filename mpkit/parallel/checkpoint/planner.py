@@ -7,6 +7,7 @@ columns, and a rank's part by its boxes (`boxes`). Whatever pieces were written,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from mpkit.parallel.checkpoint.boxes import boxes_of, rows_and_columns
 from mpkit.parallel.checkpoint.index import read_index
@@ -102,7 +103,18 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer, with an index that names no path of this machine."""
+    """DCP's writer, into a folder that the coordinator makes anew, with an index that names no path of this machine."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Note who makes the folder."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._makes_folder = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the folder, before any rank learns what it is to write; it must not be there, not as a link either."""
+        if self._makes_folder:
+            os.mkdir(self.path)
+        return plan
 
     def storage_meta(self) -> None:
         """Return nothing, so that the index does not say where the files are."""

@@ -87,7 +87,7 @@ class Checkpoints:
                 self._lock = FolderLock(
                     Path(job.how.saving.folder), joins=True
                 )  # held until this process ends
-                clean(Path(job.how.saving.folder))
+                clean(Path(job.how.saving.folder), job.how.saving.training)
             context.comm.barrier()
 
     def after(self, step: int) -> None:
@@ -132,15 +132,15 @@ class Checkpoints:
         dist.gather_object((digests, layout), everybody if context.rank == 0 else None, group=self._group)
         # ---- publish
         if context.rank == 0:
-            head = self._head(next_number(partial.parent), step)
+            head = self._head(next_number(partial.parent), step, saving.training)
             for files, _ in everybody:
                 head.files |= files
             head.layout = list(dict.fromkeys(name for _, names in everybody for name in names))
             head.files[".metadata"] = digest(partial / ".metadata")
-            publish(partial, head, saving.keep)
+            publish(partial, head, saving)
         return sum(nbytes for nbytes, _ in digests.values())
 
-    def _head(self, number: int, step: int) -> Head:
+    def _head(self, number: int, step: int, training: str) -> Head:
         update = self._training.update
         return Head(
             step=step,
@@ -151,6 +151,7 @@ class Checkpoints:
             scaler={"scale": update.scaler.scale, "good": update.scaler.good},
             skipped=update.skipped,
             layout=[],
+            training=training,
         )
 
     # ---- resume ---------------------------------------------------------------------------------------------
