@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -20,6 +23,7 @@ from mpkit.parallel.checkpoint.lock import FolderLock
 from mpkit.prepare.resume import check_saving
 
 Clusters = Callable[[int], mk.Cluster]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def train(clusters: Clusters, folder: Path, *, width: int = 3, **how: Any) -> Any:
@@ -140,6 +144,17 @@ def test_cleaning_follows_no_link_that_takes_a_folders_place(tmp_path: Path) -> 
     (tmp_path / "saved" / "step-00000001.partial").symlink_to(tmp_path / "victim")
     clean(tmp_path / "saved", "mine")
     assert (tmp_path / "victim" / "__0_0.distcp").read_text() == "precious"
+
+
+def test_a_full_disk_is_named_and_what_was_written_of_the_checkpoint_is_gone(
+    clusters: Clusters, tmp_path: Path
+) -> None:
+    def limit(ctx: Any, step: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+    with pytest.raises(mk.RankFailed, match=r"no space left in .*step-00000001\.partial"):
+        train(clusters, tmp_path, width=9_999, on_step=limit)
+    assert contents(tmp_path) == {}
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,8 @@ class Checkpoints:
         try:
             save(state, storage_writer=Writer(partial), planner=SavePlanner(), process_group=self._group)
         except CheckpointException as error:
+            for path in partial.glob(f"__{context.rank}_*"):  # its space is wanted
+                path.unlink()
             raise _explain(
                 error, f"The checkpoint of step {step} could not be written to {partial}"
             ) from None
