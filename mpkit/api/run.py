@@ -10,7 +10,6 @@ import atexit
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpkit.api.launched_cluster import ProgressLine
@@ -19,7 +18,7 @@ from mpkit.api.run_list import keep
 from mpkit.api.run_results import RunResults
 from mpkit.launch.external.external_launch import ExternalLaunch
 from mpkit.parallel.checkpoint.lock import FolderLock
-from mpkit.parallel.checkpoint.others import check_others
+from mpkit.parallel.checkpoint.others import lock_folder
 from mpkit.support.display import draw, in_notebook
 from mpkit.support.tracebacks import public
 
@@ -101,21 +100,11 @@ class Run(RunResults):
         self._thread.start()
 
     def _lock(self) -> FolderLock | None:
-        """Lock the checkpoint folder against other trainings; called before any rank is started.
-
-        Raises:
-            ValueError: another training holds it, or checkpoints of another lie there.
-        """
+        """Lock the checkpoint folder against other trainings; called before any rank is started."""
         how = self._job.how
         if how.saving is None or not self._launch.leads:
             return None
-        lock = FolderLock(Path(how.saving.folder))
-        try:
-            check_others(how.saving, how.resume.head.step if how.resume else 0, how.steps)
-        except BaseException:
-            lock.release()
-            raise
-        return lock
+        return lock_folder(how.saving, how.resume, how.steps)
 
     # ---- while it runs ------------------------------------------------------------------------------------
 

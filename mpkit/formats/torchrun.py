@@ -39,10 +39,10 @@ def ranks_of(values: Values, notes: list[str]) -> int:
     Raises:
         ValueError: it is no number.
     """
-    nodes = str(values.get("--nnodes", "1"))
-    if ":" in nodes:
+    nodes = values.get("--nnodes", "1")
+    if ":" in str(nodes):
         notes.append(f"--nnodes={nodes} is a range: read as the most")
-        nodes = nodes.rpartition(":")[2]
+        nodes = str(nodes).rpartition(":")[2]
     each = values.get("--nproc-per-node", "1")
     if str(each) in ("auto", "gpu", "cpu", "xpu"):
         raise ValueError(
@@ -52,7 +52,7 @@ def ranks_of(values: Values, notes: list[str]) -> int:
     try:
         return number_of(nodes) * number_of(each)
     except ValueError as error:
-        raise ValueError(f"torchrun: --nnodes={nodes}, --nproc-per-node={each}: {error}") from None
+        raise ValueError(f"torchrun: --nnodes={nodes:.60}, --nproc-per-node={each:.60}: {error}") from None
 
 
 def _torchrun(page: Page) -> str:

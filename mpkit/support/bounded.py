@@ -8,11 +8,16 @@ from typing import Any
 __all__ = ["read_json"]
 
 
-def read_json(text: str, most: int = 1_000_000) -> Any:
+def read_json(text: str, most: int = 1_000_000, *, unique: bool = False) -> Any:
     """Return what a text of JSON says.
 
     An empty list takes 3 characters of text and 64 bytes of memory. So values are counted first, by commas and opening
     brackets; those within strings count too.
+
+    Args:
+        text: the text.
+        most: the most values that it may hold.
+        unique: whether a key that an object has twice is an error, too.
 
     Raises:
         ValueError: it is no JSON, is nested too deeply, or holds more than so many values.
@@ -31,6 +36,15 @@ def read_json(text: str, most: int = 1_000_000) -> Any:
     if text.count(",") + text.count("[") + text.count("{") > most:
         raise ValueError(f"it holds more than {most:,} values")
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object if unique else None)
     except RecursionError:
         raise ValueError("its brackets are nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in values if names.count(name) > 1)
+        raise ValueError(f"its key {twice[:60]!r} is there twice")
+    return values

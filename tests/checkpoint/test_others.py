@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.parallel.checkpoint.files import clean
 from mpkit.parallel.checkpoint.lock import FolderLock
+from mpkit.parallel.checkpoint.publish import clean
 from mpkit.prepare.resume import check_saving
 
 Clusters = Callable[[int], mk.Cluster]
@@ -105,7 +105,12 @@ def test_another_trainings_checkpoints_are_refused_unless_it_is_resumed(
     # ---- only its own count
     shutil.copytree(other / "step-00000002", folder / "step-00000002")
     train(
-        clusters, folder, steps=23, checkpoint_keep=1, resume_from=folder / "step-00000020", checkpoint_every=1
+        clusters,
+        folder,
+        steps=23,
+        checkpoint_keep=1,
+        resume_from=folder / "step-00000020",
+        checkpoint_every=1,
     )
     assert {path.name for path in folder.iterdir()} == {"step-00000002", "step-00000023"}
 

@@ -26,24 +26,25 @@ from pathlib import Path
 from mpkit.parallel.checkpoint.head import HEAD, Damaged, Head, open_plain, read_told
 
 __all__ = [
+    "PARTIAL",
+    "REPLACED",
+    "WRITTEN",
     "Resume",
     "Saving",
     "candidates",
-    "clean",
     "digest",
     "is_own",
     "is_unfinished",
-    "may_replace",
-    "next_number",
-    "partial_of",
-    "publish",
+    "number_of",
+    "opened",
     "read_head",
+    "regular_files",
     "step_of",
 ]
 
 PARTIAL, REPLACED = ".partial", ".replaced"
 _NAME = re.compile(rf"step-([0-9]{{8,}})({PARTIAL}|{REPLACED})?")
-_WRITTEN = re.compile(rf"__[0-9]+_[0-9]+\.distcp|\.metadata(\.tmp)?|{HEAD}")
+WRITTEN = re.compile(rf"__[0-9]+_[0-9]+\.distcp|\.metadata(\.tmp)?|{HEAD}")
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,15 @@ def candidates(folder: Path, *, doubtful_first: bool = False) -> list[Path]:
         if step is None or path.is_symlink() or not path.is_dir():
             continue
         if path.suffix != REPLACED or not path.with_suffix("").exists():
-            checkpoints.append((_number(path), step, path))
+            checkpoints.append((number_of(path), step, path))
     newest = sorted(checkpoints, reverse=True)
     if doubtful_first:
         newest.sort(key=lambda one: one[0] >= 0)
     return [path for *_, path in newest]
 
 
-def _number(path: Path) -> int:
+def number_of(path: Path) -> int:
+    """Return a checkpoint's number in its folder; -1 if its head cannot be read."""
     try:
         return read_told(path).number
     except Damaged:
@@ -139,92 +141,14 @@ def is_own(path: Path, training: str) -> bool:
 def is_unfinished(path: Path) -> bool:
     """Return whether a folder holds nothing but files that a save writes."""
     try:
-        with _opened(path) as handle:
-            return all(map(_WRITTEN.fullmatch, _regular_files(handle)))
+        with opened(path) as handle:
+            return all(map(WRITTEN.fullmatch, regular_files(handle)))
     except OSError:
         return False
 
 
-# ---- what the rank that saves does ---------------------------------------------------------------------------
-
-
-def clean(folder: Path, training: str) -> None:
-    """Delete what earlier runs left unfinished."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in list(folder.iterdir()):
-        if step_of(path, PARTIAL) is not None:
-            _delete(path)
-    for path in list(folder.iterdir()):
-        if step_of(path, REPLACED) is not None and is_own(path, training):
-            whole = path.with_suffix("")
-            if os.path.lexists(whole):
-                _discard(path)
-            else:
-                path.rename(whole)
-
-
-def partial_of(folder: Path, step: int) -> Path:
-    """Return the folder in which a step's checkpoint is written."""
-    return folder / f"step-{step:08d}{PARTIAL}"
-
-
-def next_number(folder: Path) -> int:
-    """Return the number of the next checkpoint."""
-    return 1 + max(map(_number, candidates(folder)), default=0)
-
-
-def publish(partial: Path, head: Head, saving: Saving) -> None:
-    """Give a completely written checkpoint its name, and keep only the newest ones of this training."""
-    # ---- all of it on the disk
-    head.write(partial)
-    sync(partial)
-    # ---- the name
-    whole = partial.with_suffix("")
-    replaced = whole.with_name(whole.name + REPLACED)
-    if os.path.lexists(whole):
-        if not may_replace(whole, saving):
-            raise FileExistsError(f"{whole.name} is there by now, and this training did not write it")
-        whole.rename(replaced)
-    partial.rename(whole)
-    sync(whole.parent)
-    if os.path.lexists(replaced):
-        _discard(replaced)
-    # ---- the older ones
-    own = [path for path in candidates(whole.parent) if is_own(path, saving.training)]
-    for old in own[saving.keep :]:
-        if is_unfinished(old):  # nobody has put anything into it
-            _discard(old)
-
-
-def may_replace(path: Path, saving: Saving) -> bool:
-    """Return whether a new checkpoint may take this one's place: it is this training's, or damaged where that goes on."""
-    if is_own(path, saving.training):
-        return True
-    if not saving.resumes or path.is_symlink() or not (path / HEAD).is_file():
-        return False
-    return _number(path) < 0 and is_unfinished(path)
-
-
-def _discard(path: Path) -> None:
-    """Delete a checkpoint; it loses its name first, so that half of one is never taken for a whole."""
-    gone = path.with_suffix(PARTIAL)
-    with contextlib.suppress(OSError):
-        path.rename(gone)
-        _delete(gone)
-
-
-def _delete(path: Path) -> None:
-    """Delete a folder of files that a save writes; one that holds anything else, or is none, stays as it is."""
-    with contextlib.suppress(OSError), _opened(path) as handle:
-        names = _regular_files(handle)
-        if all(map(_WRITTEN.fullmatch, names)):
-            for name in names:
-                os.unlink(name, dir_fd=handle)
-            path.rmdir()
-
-
 @contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
+def opened(folder: Path) -> Iterator[int]:
     """Open a folder that is no link."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -233,18 +157,8 @@ def _opened(folder: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _regular_files(handle: int) -> list[str]:
+def regular_files(handle: int) -> list[str]:
     """Return the names in a folder, each of something else than a file with a "/" at its end."""
     names = os.listdir(handle)
     modes = [os.stat(name, dir_fd=handle, follow_symlinks=False).st_mode for name in names]
     return [name if stat.S_ISREG(mode) else f"{name}/" for name, mode in zip(names, modes, strict=True)]
-
-
-def sync(folder: Path) -> None:
-    """Flush the folder's own entries to the disk, where the system can do that."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

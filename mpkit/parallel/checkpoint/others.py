@@ -7,28 +7,36 @@ from pathlib import Path
 from mpkit.parallel.checkpoint.files import (
     PARTIAL,
     REPLACED,
+    Resume,
     Saving,
     candidates,
     is_own,
     is_unfinished,
-    may_replace,
     step_of,
 )
 from mpkit.parallel.checkpoint.head import Damaged, read_told
+from mpkit.parallel.checkpoint.lock import FolderLock
+from mpkit.parallel.checkpoint.publish import may_replace
 
-__all__ = ["check_others"]
+__all__ = ["lock_folder"]
 
 
-def check_others(saving: Saving, first: int, last: int) -> None:
-    """Check that the folder has no other training's checkpoints, and nothing in the place of one that will be saved.
-
-    Args:
-        saving: where this training saves, and every how many steps.
-        first, last: the steps between which it trains.
+def lock_folder(saving: Saving, resume: Resume | None, steps: int) -> FolderLock:
+    """Lock the folder where a training saves.
 
     Raises:
-        ValueError: it has; the message names them, and a folder that would do.
+        ValueError: another training holds it or has checkpoints there, or something is in the place of one to come.
     """
+    lock = FolderLock(Path(saving.folder))
+    try:
+        _check_others(saving, resume.head.step if resume else 0, steps)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _check_others(saving: Saving, first: int, last: int) -> None:
     folder = Path(saving.folder)
     asked, elsewhere = f"checkpoint_dir={saving.folder!r}", f"checkpoint_dir={saving.folder + '-2'!r}"
     others = [] if saving.resumes else [path.name for path in candidates(folder) if _is_whole(path)]

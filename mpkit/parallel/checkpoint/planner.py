@@ -7,7 +7,6 @@ columns, and a rank's part by its boxes (`boxes`). Whatever pieces were written,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -106,17 +105,10 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer, into a folder that the coordinator makes anew, with an index that names no path of this machine."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Note who makes the folder."""
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        self._makes_folder = is_coordinator
+    """DCP's writer, into a folder that is there, with an index that names no path of this machine."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder, before any rank learns what it is to write; it must not be there, not as a link either."""
-        if self._makes_folder:
-            os.mkdir(self.path)
+        """Return the plan; DCP's own method would take any folder of that name, also a link."""
         return plan
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:

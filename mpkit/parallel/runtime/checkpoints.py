@@ -27,19 +27,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from mpkit.errors import MpkitError
-from mpkit.parallel.checkpoint.files import (
-    Resume,
-    Saving,
-    clean,
-    digest,
-    next_number,
-    partial_of,
-    publish,
-)
+from mpkit.parallel.checkpoint.files import Resume, Saving, digest
 from mpkit.parallel.checkpoint.head import Head
 from mpkit.parallel.checkpoint.index import read_index
 from mpkit.parallel.checkpoint.lock import FolderLock
 from mpkit.parallel.checkpoint.planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
+from mpkit.parallel.checkpoint.publish import clean, next_number, partial_of, publish
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.checkpoint_state import (
     held,
@@ -118,7 +111,13 @@ class Checkpoints:
             state[f"callback/{context.rank}"] = Slice(kept, kept.shape)
         # ---- write
         try:
+            if context.rank == 0:  # no rank writes before DCP has heard from this one
+                partial.mkdir()
             save(state, storage_writer=Writer(partial), planner=SavePlanner(), process_group=self._group)
+        except FileExistsError as error:
+            raise MpkitError(
+                f"The checkpoint of step {step} could not be written to {partial}: {error!r}"
+            ) from None
         except CheckpointException as error:
             for path in partial.glob(f"__{context.rank}_*"):  # its space is wanted
                 path.unlink()
