@@ -1,11 +1,31 @@
-"""JSON from strangers: how many values it holds is known before any of them is made."""
+"""Files from strangers: how long a text is, and how many values it holds, is known before any of them is made."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from pathlib import Path
 from typing import Any
 
-__all__ = ["read_json"]
+__all__ = ["read_json", "read_text"]
+
+
+def read_text(path: Path, most: int = 2**24) -> str:
+    """Return the text of a file in UTF-8, without a mark of the byte order.
+
+    Raises:
+        OSError: it is no file, or cannot be read.
+        ValueError: it is no text, or has more bytes than `most`.
+    """
+    if not path.is_file():  # a pipe would keep whoever opens it
+        number = errno.EINVAL if path.exists() else errno.ENOENT
+        raise OSError(number, "it is no file" if path.exists() else os.strerror(number), str(path))
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"{path} has more than {most:,} bytes")
+    return data.decode("utf-8-sig")
 
 
 def read_json(text: str, most: int = 1_000_000, *, unique: bool = False) -> Any:
