@@ -56,7 +56,8 @@ def damaged_text(data: bytes, draw: random.Random) -> bytes:
     if draw.random() < 0.2:
         return damaged_bytes(data, draw)
     words = re.split(r"(\W)", data.decode("utf-8", "replace"))
-    for _ in range(draw.choice((1, 1, 2, 4)) if words else 0):
+    for _ in range(draw.choice((1, 1, 2, 4))):
+        words = words or [""]
         at, other = draw.randrange(len(words)), draw.randrange(len(words))
         kind = draw.randrange(5)
         if kind == 0:
