@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -95,7 +96,7 @@ def _places(tree: Any) -> Any:
 
 
 def _replace(inside: Any, key: Any, draw: random.Random, places: Any) -> None:
-    inside[key] = draw.choice(VALUES)
+    inside[key] = copy.deepcopy(draw.choice(VALUES))
 
 
 def _remove(inside: Any, key: Any, draw: random.Random, places: Any) -> None:
@@ -104,9 +105,9 @@ def _remove(inside: Any, key: Any, draw: random.Random, places: Any) -> None:
 
 def _repeat(inside: Any, key: Any, draw: random.Random, places: Any) -> None:
     if isinstance(inside, list):
-        inside[key:key] = [inside[key]] * draw.choice((1, 50))
+        inside[key:key] = [copy.deepcopy(inside[key]) for _ in range(draw.choice((1, 50)))]
 
 
 def _move(inside: Any, key: Any, draw: random.Random, places: Any) -> None:
     other, its = draw.choice(places)
-    inside[key] = json.loads(json.dumps(other[its]))
+    inside[key] = copy.deepcopy(other[its])

@@ -5,6 +5,7 @@ python -m tests.fuzz.worker READER FIRST LAST SECONDS
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import random
 import resource
@@ -45,6 +46,7 @@ def main(name: str, first: int, last: int, seconds: float) -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, resource.RLIM_INFINITY))
     signal.signal(signal.SIGPROF, _too_long)
+    faulthandler.register(signal.SIGPROF, all_threads=False, chain=True)  # also where Python cannot interrupt
     counts: Counter[str] = Counter()
     faults: dict[str, str] = {}
     for case in range(first, last):
