@@ -125,7 +125,7 @@ def _of_config(config: Mapping[str, Any]) -> Architecture:
     heads = number("num_attention_heads", "n_head", "num_heads", "n_heads")
     if not (hidden and layers and heads):
         raise ValueError(
-            f"a config of model_type={kind!r} without "
+            f"a config of model_type={kind!r:.60} without "
             + ", ".join(
                 name
                 for name, value in (

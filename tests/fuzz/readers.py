@@ -259,7 +259,7 @@ def damaged_checkpoint(data: bytes, draw: random.Random) -> bytes:
         files = {name: archive.read(name) for name in archive.namelist()}
     name = draw.choice([HEAD, HEAD, *files])
     files[name] = (damaged_json if name == HEAD else damaged_bytes)(files[name], draw)
-    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):
         head = json.loads(files[HEAD])
         if draw.random() < 0.5 and isinstance(head.pop("sha256", None), str):
             for one in head["files"]:
