@@ -33,11 +33,4 @@ def test_ten_thousand_damaged_files(reader: str) -> None:
 
 
 def test_a_few_damaged_files() -> None:
-    for reader in (
-        "JSON of a plan",
-        "script of a plan",
-        "trace of a profiler",
-        "folder of a run",
-        "checkpoint",
-    ):
-        assert sum(fuzz(reader, FEW).values()) == FEW
+    assert sum(fuzz("trace of a profiler", FEW).values()) == FEW
