@@ -24,7 +24,7 @@ def fuzz(reader: str, cases: int) -> dict[str, int]:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(0)
+@pytest.mark.timeout(12 * PROGRAM)
 @pytest.mark.parametrize("reader", READERS)
 def test_ten_thousand_damaged_files(reader: str) -> None:
     came_of = fuzz(reader, CASES)
