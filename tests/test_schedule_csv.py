@@ -85,3 +85,9 @@ def test_lines_are_read_where_rows_are() -> None:
 def test_what_is_no_action_says_so(text: str) -> None:
     with pytest.raises(ValueError, match="is no action"):
         Schedule.from_csv(text)
+
+
+@pytest.mark.parametrize("text", ["0F0,99999999F0\n", "0F0,0F99999999\n", f"0F0,{'9' * 5000}F0\n"])
+def test_a_number_beyond_any_schedule(text: str) -> None:
+    with pytest.raises(ValueError, match="numbers below 100,000"):
+        Schedule.from_csv(text)

@@ -10,7 +10,6 @@ import atexit
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpkit.api.launched_cluster import ProgressLine
@@ -19,6 +18,7 @@ from mpkit.api.run_list import keep
 from mpkit.api.run_results import RunResults
 from mpkit.launch.external.external_launch import ExternalLaunch
 from mpkit.parallel.checkpoint.lock import FolderLock
+from mpkit.parallel.checkpoint.others import lock_folder
 from mpkit.support.display import draw, in_notebook
 from mpkit.support.tracebacks import public
 
@@ -101,9 +101,10 @@ class Run(RunResults):
 
     def _lock(self) -> FolderLock | None:
         """Lock the checkpoint folder against other trainings; called before any rank is started."""
-        if self._job.how.saving is None or not self._launch.leads:
+        how = self._job.how
+        if how.saving is None or not self._launch.leads:
             return None
-        return FolderLock(Path(self._job.how.saving.folder))
+        return lock_folder(how.saving, how.resume, how.steps)
 
     # ---- while it runs ------------------------------------------------------------------------------------
 

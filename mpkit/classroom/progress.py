@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mpkit.support.bounded import read_json, read_text
+
 __all__ = ["FILE", "Done", "Predicted", "Progress"]
 
 FILE = "mpkit-progress.json"
@@ -77,7 +79,7 @@ class Progress:
         """
         path = (folder if folder is not None else Path.cwd()) / FILE
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            told = read_json(read_text(path))
             if told["version"] != VERSION:
                 raise ValueError(f"version {told['version']}")
             predictions = {name: Predicted(**one) for name, one in told.get("predictions", {}).items()}

@@ -6,7 +6,6 @@ The sizes are those of the papers and of the published configs; `known_models.cs
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mpkit.cost_model.architecture import Architecture
+from mpkit.support.bounded import read_json, read_text
 
 __all__ = ["NoArchitecture", "architecture_of", "known_models"]
 
@@ -63,7 +63,10 @@ def architecture_of(model: object) -> Architecture:
         return _of_mapping(model)
     if isinstance(model, str | Path) and str(model).endswith(".json"):
         try:
-            return _of_mapping(json.loads(Path(model).read_text(encoding="utf-8")))
+            sizes = read_json(read_text(Path(model)))
+            if not isinstance(sizes, dict):
+                raise ValueError("names and values are wanted")
+            return _of_mapping(sizes)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{str(model)!r} cannot be read as the config.json of a model: {error}"
@@ -122,7 +125,7 @@ def _of_config(config: Mapping[str, Any]) -> Architecture:
     heads = number("num_attention_heads", "n_head", "num_heads", "n_heads")
     if not (hidden and layers and heads):
         raise ValueError(
-            f"a config of model_type={kind!r} without "
+            f"a config of model_type={kind!r:.60} without "
             + ", ".join(
                 name
                 for name, value in (

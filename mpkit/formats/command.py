@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpkit.formats.syntax import Page, Syntax
+from mpkit.formats.text.shell import Shell
+from mpkit.formats.text.word import Word, agree
 
 __all__ = ["command", "options"]
 
-_DIRECTIVE = re.compile(r"^#SBATCH\s+(--.*)$")
+_DIRECTIVE = re.compile(r"^[ \t]*#SBATCH[ \t]+(?=--)", re.MULTILINE)
+_STARTS = re.compile(r"(.*/)?(torchrun|deepspeed|accelerate|srun|mpirun|mpiexec|python[0-9.]*)")
 
 
 def command(template: Callable[[Page], str], flags: Sequence[str] = ()) -> Syntax:
@@ -27,12 +29,16 @@ def command(template: Callable[[Page], str], flags: Sequence[str] = ()) -> Synta
         return "\n".join([*head, template(page)]) + "\n"
 
     def load(text: str) -> dict[str, Any]:
-        found = dict(_options(_words(text), flags))
-        if not found:
+        found: dict[str, Any] = {}
+        for words, is_within in Shell().read(_DIRECTIVE.sub("", text)):
+            for name, value in _options(words, flags):
+                note = f"{name} is within an `if` or a loop: read as if it came to that" if is_within else ""
+                agree(found, name, Word(value, reason=value.reason, note=note))
+        if not any(name.startswith("--") for name in found):
             raise ValueError("there is no option that begins with --")
         return found
 
-    return Syntax(dump, load, dump)
+    return Syntax("a command line", dump, load, dump)
 
 
 def options(page: Page, array: str, names: Sequence[str]) -> str:
@@ -55,32 +61,17 @@ def options(page: Page, array: str, names: Sequence[str]) -> str:
     return "\n".join([f"{array}=(", *lines, ")"])
 
 
-def _words(text: str) -> list[str]:
-    """Return the words of a script without its comments; of a batch script those of its directives too."""
-    lines = []
-    for line in text.replace("\\\n", " ").splitlines():
-        directive = _DIRECTIVE.match(line.strip())
-        lines.append(directive[1] if directive else line)
-    try:
-        return shlex.split("\n".join(lines), comments=True)
-    except ValueError as error:  # an open quote
-        raise ValueError(f"this is no command line: {error}") from None
-
-
-def _options(words: list[str], flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the options: `--name=value`, `--name value`, `--flag`. Values that are variables are left out."""
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
-        if not re.match(r"--[a-zA-Z]", word):
+def _options(words: Sequence[Word], flags: Sequence[str]) -> Iterator[tuple[str, Word]]:
+    """Yield the options, `--name=value`, `--name value`, `--flag`, and variables that may hold more of them."""
+    starts, is_value = any(map(_STARTS.fullmatch, words)), False
+    for word, after in zip(words, [*words[1:], Word("--")], strict=True):
+        if is_value or not re.match(r"--[a-zA-Z]", word):
+            if word.reason and starts and not is_value and word not in ("$@", "$*"):
+                yield word, word
+            is_value = False
             continue
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
-        if name in flags:
-            yield name, value if equals else True
-            continue
-        if not equals:
-            value = after
-            if after.startswith(("--", "#")) or after in (")", "("):
-                yield name, True
-                continue
-        if not value.startswith("$"):
-            yield name, value
+        is_value = not equals and name not in flags and not after.startswith("--")
+        text = after if is_value else value if equals else "true"
+        yield name, Word(text, reason=after.reason if is_value else word.reason)

@@ -8,7 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 from mpkit.formats.asked import Asked
-from mpkit.formats.keys import Fields, Format, Key, Values, bool_of, choice, context, number, number_of
+from mpkit.formats.keys import (
+    LARGEST,
+    Fields,
+    Format,
+    Key,
+    Values,
+    bool_of,
+    choice,
+    context,
+    number,
+    number_of,
+)
 from mpkit.formats.syntax import JSON
 from mpkit.plan.checks import call_of
 
@@ -67,7 +78,7 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
             "the number of replicas is the quotient of train_batch_size and train_micro_batch_size_per_gpu, and one "
             "of them is left out: read as dp=1"
         )
-    if {"bf16.enabled", "fp16.enabled"} <= {name for name, value in values.items() if str(value) == "True"}:
+    if all(bool_of(values.get(f"{bits}.enabled", False)) for bits in ("bf16", "fp16")):
         raise ValueError("deepspeed: bf16 and fp16 are both enabled; DeepSpeed takes one of them")
     if str(values.get("zero_optimization.offload_optimizer.device")) == "nvme":
         notes.append("offload to nvme is read as offload to the host")
@@ -87,8 +98,8 @@ def _check(asked: Asked) -> None:
 
 
 def _elements(value: Any) -> dict[str, Any]:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError("a number of elements, above 0, such as 5e8")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
+        raise ValueError(f"a number of elements, above 0 and up to {LARGEST:,}, such as 5e8")
     return {}
 
 

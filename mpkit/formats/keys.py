@@ -8,9 +8,13 @@ from typing import Any
 
 from mpkit.formats.asked import Asked
 from mpkit.formats.syntax import Syntax
+from mpkit.formats.text.word import Word, shown
 from mpkit.plan.checks import whole
 
-__all__ = ["Format", "Key", "bool_of", "choice", "context", "flag", "number", "number_of"]
+__all__ = ["LARGEST", "Format", "Key", "bool_of", "choice", "context", "flag", "number", "number_of"]
+
+LARGEST = 2**40
+"""The largest number that is read: elements of a bucket, or tokens of a batch, are no more."""
 
 Values = dict[str, Any]
 Fields = dict[str, Any]
@@ -80,10 +84,13 @@ class Format:
                 notes.append(f"{name} is 'auto', which the framework fills in: not read")
                 continue
             kept[name] = value
+            reason = value.reason if isinstance(value, Word) else ""
             try:
                 fields |= known[name].read(value)
             except ValueError as error:
-                raise ValueError(f"{self.name}: {name} = {value!r}: {error}") from None
+                raise ValueError(f"{self.name}: {name} = {shown(value)}: {reason or error}") from None
+            if isinstance(value, Word) and value.note:
+                notes.append(value.note)
         return self.finish(kept, fields, notes)
 
     def why_not(self, field: str, value: Any) -> str:
@@ -106,9 +113,13 @@ def number_of(value: Any) -> int:
     Raises:
         ValueError: it is none.
     """
-    found = int(value) if isinstance(value, str) and value.isdecimal() else whole(value)
-    if found is None or found < 1:
-        raise ValueError("a whole number, 1 or more, such as 4")
+    if isinstance(value, Word) and value.reason:
+        raise ValueError(value.reason)
+    found = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else whole(value)
+    if found is None or not 1 <= found <= LARGEST:
+        raise ValueError(
+            "a whole number, 1 or more, such as 4" + " (up to 2**40)" * (found is not None and found > 1)
+        )
     return found
 
 

@@ -26,7 +26,7 @@ def _fsdp(asked: Asked) -> bool:
 
 def _sharding(value: Any) -> dict[str, Any]:
     stages = {"no_shard": 0, **{name: stage for stage, name in STRATEGIES.items()}}
-    if value not in stages:
+    if not isinstance(value, str) or value not in stages:
         raise ValueError(f"one of {', '.join(stages)}")
     return {"zero": stages[value]}
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpkit.formats.syntax import Page, Syntax
+from mpkit.formats.text.constants import constants
+from mpkit.formats.text.word import agree
 
 __all__ = ["assignments", "python_code"]
 
@@ -26,41 +28,18 @@ def python_code(body: Callable[[Page], str], sections: Mapping[str, str]) -> Syn
 
     def load(text: str) -> dict[str, Any]:
         try:
-            tree = ast.parse(text)
-        except SyntaxError as error:
-            raise ValueError(f"this is no Python: {error}") from None
-        found = dict(_values(tree, sections))
+            found: dict[str, Any] = {}
+            for name, value in constants(ast.parse(text), sections):
+                agree(found, name, value)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ValueError(
+                f"this is no Python that can be read: {str(error) or 'it is nested too deeply'}"
+            ) from None
         if not found:
             raise ValueError("there is no assignment of a constant or of a configuration")
         return found
 
-    return Syntax(dump, load, dump)
-
-
-def _values(tree: ast.Module, sections: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """Yield constants that are assigned in the module, and the constant arguments of configuration objects."""
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            found = _constant(statement.targets[0].id, statement.value)
-            yield from ((name, value) for name, value in found if not _is_section(value, sections))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
-            for keyword in node.keywords if name in sections else ():
-                if keyword.arg is not None:
-                    yield from _constant(f"{sections[name]}.{keyword.arg}", keyword.value)
-
-
-def _is_section(value: Any, sections: Mapping[str, str]) -> bool:
-    return isinstance(value, str) and value.rpartition(".")[2] in sections
-
-
-def _constant(name: str, value: ast.expr) -> Iterator[tuple[str, Any]]:
-    try:
-        yield name, ast.literal_eval(value)
-    except ValueError:  # an expression
-        if isinstance(value, ast.Call):
-            yield name, ast.unparse(value.func)
+    return Syntax("Python", dump, load, dump)
 
 
 def assignments(page: Page, classes: Mapping[str, str]) -> str:

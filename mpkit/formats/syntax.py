@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from mpkit.formats.asked import Asked
+from mpkit.support.bounded import read_json
 
-__all__ = ["JSON", "YAML", "Page", "Syntax", "flat", "nested"]
+__all__ = ["JSON", "YAML", "Page", "Syntax", "flat", "is_json", "nested"]
+
+MOST_KEYS, MOST_EVENTS, DEEPEST = 100_000, 20_000, 50
+"""Keys of a mapping, events of YAML (which PyYAML takes a second for), and levels of mappings."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,13 @@ class Syntax:
     """A way to write values.
 
     Attributes:
+        name: what it is called.
         dump: the text of a page.
         load: the values in a text, by key; ValueError if it is not written in this way.
         annotate: the text with comments, where the text itself has none.
     """
 
+    name: str
     dump: Callable[[Page], str]
     load: Callable[[str], dict[str, Any]]
     annotate: Callable[[Page], str]
@@ -54,30 +61,59 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a mapping of mappings as one mapping, its keys joined by dots.
 
     >>> flat({"a": 1, "b": {"c": 2, "d": {"e": 3}}})
     {'a': 1, 'b.c': 2, 'b.d.e': 3}
+
+    Raises:
+        ValueError: it has more keys than a configuration, or mappings are nested more deeply.
     """
     values: dict[str, Any] = {}
-    for name, value in tree.items():
-        inner = isinstance(value, Mapping) and value
-        values |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    for name, value in _leaves(tree, "", 0):
+        values[name] = value
+        if len(values) > MOST_KEYS:
+            raise ValueError(f"it has more than {MOST_KEYS:,} keys")
     return values
+
+
+def _leaves(tree: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if depth > DEEPEST:
+        raise ValueError(f"its mappings are nested more than {DEEPEST} deep")
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.", depth + 1)
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _mapping(tree: Any, what: str) -> dict[str, Any]:
     if not isinstance(tree, Mapping):
-        raise ValueError(f"a mapping of keys is expected, and the {what} is {str(tree)[:60]!r}")
+        raise ValueError(f"a mapping of keys is expected, and the {what} is of type {type(tree).__name__}")
     return flat(tree)
 
 
-# ---- JSON
+# ---- JSON, also with the comments and commas at the end of a list that DeepSpeed (Hjson) takes
+
+
+_COMMENT = re.compile(r'("(?:[^"\\]++|\\.)*+"?)|//[^\n]*|#[^\n]*|/\*(?:[^*]++|\*(?!/))*+(?:\*/)?', re.DOTALL)
+_LAST_COMMA = re.compile(r'("(?:[^"\\]++|\\.)*+"?)|,(?=\s*+[}\]])', re.DOTALL)
+
+
+def _plain_json(text: str) -> str:
+    """Return the text without its comments, each line at its place."""
+    return _COMMENT.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
+
+
+def is_json(text: str) -> bool:
+    """Return whether a text begins as an object of JSON does, perhaps after comments."""
+    return text.lstrip()[:1] in ("{", "/", "#") and _plain_json(text).lstrip()[:1] == "{"
 
 
 def _load_json(text: str) -> dict[str, Any]:
-    return _mapping(json.loads(text), "JSON")
+    plain = _LAST_COMMA.sub(lambda found: found[1] or "", _plain_json(text))
+    return _mapping(read_json(plain, MOST_KEYS, unique=True), "JSON")
 
 
 def _dump_json(page: Page) -> str:
@@ -113,9 +149,32 @@ def _load_yaml(text: str) -> dict[str, Any]:
     except ImportError as error:
         raise ImportError(f"YAML is read by PyYAML ({error}):\n    pip install pyyaml") from None
     try:
+        _check_yaml(yaml, text)
         return _mapping(yaml.safe_load(text), "YAML")
     except yaml.YAMLError as error:
         raise ValueError(f"this is no YAML: {error}") from None
+
+
+def _check_yaml(yaml: Any, text: str) -> None:
+    """Check what a text of YAML would become, event by event, before any of it does.
+
+    Raises:
+        ValueError: it has aliases, which can stand for more than any memory holds; or tags; or it is too long or deep.
+    """
+    depth = 0
+    for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+        where = f"line {event.start_mark.line + 1}"
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(
+                f"{where}: *{event.anchor} is an alias, which is not read: write out what it stands for"
+            )
+        if getattr(event, "tag", None):
+            raise ValueError(f"{where}: {event.tag} is a tag, which is not read: write the value alone")
+        if depth > DEEPEST or count > MOST_EVENTS:
+            raise ValueError(
+                f"{where}: a configuration has no more than {DEEPEST} levels and {MOST_EVENTS:,} values"
+            )
 
 
 def _dump_yaml(page: Page) -> str:
@@ -135,5 +194,5 @@ def _yaml_lines(tree: Mapping[str, Any], comments: Mapping[str, str], prefix: st
         yield f"{line:48} # {comment}" if comment else line
 
 
-JSON = Syntax(_dump_json, _load_json, _annotated_json)
-YAML = Syntax(_dump_yaml, _load_yaml, _dump_yaml)
+JSON = Syntax("JSON", _dump_json, _load_json, _annotated_json)
+YAML = Syntax("YAML", _dump_yaml, _load_yaml, _dump_yaml)

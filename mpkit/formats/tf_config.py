@@ -27,8 +27,8 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     chief: Any = values.get("cluster.chief", [])
     if not isinstance(workers, list) or not isinstance(chief, list) or len(chief) > 1:
         raise ValueError(
-            f"tf_config: worker is a list of addresses, and so is chief, of one at most: {workers!r}, {chief!r}. Such "
-            'as {"cluster": {"worker": ["node0:29500", "node1:29500"]}, "task": {"type": "worker", "index": 0}}'
+            f"tf_config: worker and chief are lists of addresses, chief one at most: {workers!r:.60}, {chief!r:.60}. "
+            'Such as {"cluster": {"worker": ["node0:29500", "node1:29500"]}, "task": {"type": "worker", "index": 0}}'
         )
     return fields | {"dp": max(1, len(workers) + len(chief))}
 

@@ -39,10 +39,10 @@ def ranks_of(values: Values, notes: list[str]) -> int:
     Raises:
         ValueError: it is no number.
     """
-    nodes = str(values.get("--nnodes", "1"))
-    if ":" in nodes:
+    nodes = values.get("--nnodes", "1")
+    if ":" in str(nodes):
         notes.append(f"--nnodes={nodes} is a range: read as the most")
-        nodes = nodes.rpartition(":")[2]
+        nodes = str(nodes).rpartition(":")[2]
     each = values.get("--nproc-per-node", "1")
     if str(each) in ("auto", "gpu", "cpu", "xpu"):
         raise ValueError(
@@ -52,7 +52,9 @@ def ranks_of(values: Values, notes: list[str]) -> int:
     try:
         return number_of(nodes) * number_of(each)
     except ValueError as error:
-        raise ValueError(f"torchrun: --nnodes={nodes}, --nproc-per-node={each}: {error}") from None
+        raise ValueError(
+            f"torchrun: --nnodes={nodes!s:.60}, --nproc-per-node={each!s:.60}: {error}"
+        ) from None
 
 
 def _torchrun(page: Page) -> str:
@@ -105,7 +107,7 @@ def _slurm_ranks(values: Values, fields: Fields, notes: list[str]) -> Fields:
     try:
         return fields | {"dp": number_of(str(nodes).rpartition("-")[2]) * number_of(count)}
     except ValueError as error:
-        raise ValueError(f"slurm: --nodes={nodes}, {each!r} GPUs per node: {error}") from None
+        raise ValueError(f"slurm: --nodes={nodes!s:.60}, {each!r:.60} GPUs per node: {error}") from None
 
 
 SLURM = Format(

@@ -8,6 +8,7 @@ from mpkit.formats.asked import Asked
 from mpkit.formats.keys import Fields, Format, Key, Values, bool_of, choice, context, number, number_of
 from mpkit.formats.python_code import assignments, python_code
 from mpkit.formats.syntax import Page
+from mpkit.formats.text.word import Word
 
 __all__ = ["TORCHTITAN"]
 
@@ -52,6 +53,8 @@ def _degree(value: Any) -> dict[str, Any]:
 
 
 def _recompute(value: Any) -> dict[str, Any]:
+    if isinstance(value, Word) and not value.startswith(("FullAC.", "SelectiveAC.")):
+        raise ValueError(value.reason)
     return {"recompute": "full"} if str(value).startswith("FullAC") else {}
 
 

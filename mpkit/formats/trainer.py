@@ -54,9 +54,9 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     if isinstance(values.get("fsdp"), str):
         legacy_fsdp(values["fsdp"], notes) if values["fsdp"].lower() not in ("true", "false", "") else None
     if fields.get("zero"):
-        if values.get("fsdp_config.reshard_after_forward") is False:
+        if not bool_of(values.get("fsdp_config.reshard_after_forward", True)):
             fields["zero"] = 2
-        fields |= {"offload": "params"} if values.get("fsdp_config.cpu_offload") else {}
+        fields |= {"offload": "params"} if bool_of(values.get("fsdp_config.cpu_offload", False)) else {}
     if fields.get("offload") == "params":
         fields["zero"] = 3
     return fields

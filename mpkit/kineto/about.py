@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpkit.support.bounded import read_json
 from mpkit.trace.sound import MOST_RANKS
 
 __all__ = ["About", "about"]
+
+LONGEST = 1_000_000
+"""The most characters of a mapping that is written as a text."""
 
 _IN_NAME = re.compile(r"rank[-_]?(\d{1,5})", re.IGNORECASE)
 
@@ -73,7 +76,7 @@ def about(header: Mapping[str, Any], path: Path, device: int = 0) -> About:
         size = _number(group.get("pg_size"))
         if (
             isinstance(ranks, list)
-            and all(isinstance(each, int) for each in ranks)
+            and all(type(each) is int and 0 <= each <= MOST_RANKS for each in ranks)
             and size in (None, len(ranks))
         ):
             groups[name] = tuple(sorted(ranks))
@@ -83,8 +86,11 @@ def about(header: Mapping[str, Any], path: Path, device: int = 0) -> About:
     devices = header.get("deviceProperties")
     if isinstance(devices, str):
         devices = _parsed(devices)
-    names = {each.get("id"): str(each.get("name", "")) for each in devices or () if isinstance(each, Mapping)}
-    return About(rank, world, str(said.get("backend", "")), groups, axes, names.get(device, ""), path.name)
+    listed = devices if isinstance(devices, list) else ()
+    names = {str(each.get("id")): str(each.get("name", "")) for each in listed if isinstance(each, Mapping)}
+    return About(
+        rank, world, str(said.get("backend", "")), groups, axes, names.get(str(device), ""), path.name
+    )
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -95,19 +101,21 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 def _parsed(text: str) -> Any:
     """Return what a text says as JSON or as Python writes it; None if it was cut short."""
+    if len(text) > LONGEST:
+        return None
     try:
-        return json.loads(text)
+        return read_json(text)
     except ValueError:
         pass
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
 
 
 def _number(value: Any) -> int | None:
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if 0 <= number <= MOST_RANKS else None

@@ -121,7 +121,7 @@ def members_of(args: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -
     listed = args.get("Process Group Ranks", "")
     text = listed if isinstance(listed, str) else json.dumps(listed)
     size = int(args.get("Group size", 0) or 0)
-    ranks = tuple(sorted(int(number) for number in re.findall(r"\d+", text)))
+    ranks = tuple(sorted(int(number) for number in re.findall(r"(?<!\d)[0-9]{1,6}(?!\d)", text)))
     if ranks and "..." not in text and len(ranks) >= size:
         return ranks
     known = groups.get(str(args.get("Process Group Name", "")), ())

@@ -18,7 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpkit.errors import TraceError
 from mpkit.kineto.read import EventStream
+from mpkit.kineto.sound_event import count_of, time_of
+from mpkit.kineto.table import Table
 
 __all__ = ["DEVICE", "Events", "Table", "read_events"]
 
@@ -33,64 +36,14 @@ CATEGORIES = {
 """What each of Kineto's categories is, in lower case: today's, and those of torch 1.8."""
 
 DEVICE = ("kernel", "copy", "set")
-COLUMNS = ("name", "thread", "correlation", "external", "nbytes", "records")
+MOST_OPEN = 100_000
+"""The most spans that have begun and not ended."""
+LONGEST = 1e15
+"""The longest time from a file's first event to its last, in us: 31 years."""
 _COMMUNICATES = ("Collective name", "Process Group Name", "In msg nelems")
 _CALLS = re.compile(
     r"torch::autograd::AccumulateGrad|c10d::|record_param_comms|gloo:|nccl:|rccl:|ucc:|xccl:|mpi:"
 )
-
-
-class Table:
-    """Events of one kind as columns.
-
-    Attributes:
-        name: (n,) numbers of `Events.names`.
-        start, end: (n,) ns.
-        thread: (n,) numbers of threads, or of streams for what runs on a device.
-        correlation, external: (n,) the ids that join events; -1: none.
-        nbytes: (n,) what a copy moves.
-        records: (n,) 1 for an operator that autograd records, so it is of a forward.
-        args: what communicates has all its arguments here, by row.
-    """
-
-    def __init__(self) -> None:
-        self._columns = {name: array("q") for name in COLUMNS}
-        self._times = array("d"), array("d")
-        self.args: dict[int, dict[str, Any]] = {}
-
-    def __len__(self) -> int:
-        return len(self._times[0])
-
-    def add(
-        self, name: int, ts: float, took: float, thread: int, args: dict[str, Any], *, whole: bool
-    ) -> None:
-        """Add an event; `ts` and `took` in us, `whole`: keep its arguments."""
-        if whole:
-            self.args[len(self)] = args
-        columns = self._columns
-        columns["name"].append(name)
-        columns["thread"].append(thread)
-        columns["correlation"].append(int(args.get("correlation", -1)))
-        columns["external"].append(int(args.get("External id", args.get("external id", -1))))
-        columns["nbytes"].append(int(args.get("bytes", args.get("Bytes", 0)) or 0))
-        columns["records"].append("Sequence number" in args and not args.get("Fwd thread id"))
-        self._times[0].append(ts)
-        self._times[1].append(took)
-
-    def close(self, origin: float) -> None:
-        """Turn the columns into arrays, with ns since `origin` (us)."""
-        ts, took = (np.frombuffer(each) if len(each) else np.zeros(0) for each in self._times)
-        self.start: Array = np.rint((ts - origin) * 1e3).astype(np.int64)
-        self.end: Array = self.start + np.rint(took * 1e3).astype(np.int64)
-        for name, column in self._columns.items():
-            setattr(self, name, np.array(column, np.int64))
-
-    name: Array
-    thread: Array
-    correlation: Array
-    external: Array
-    nbytes: Array
-    records: Array
 
 
 class Events:
@@ -156,77 +109,118 @@ def read_events(path: Path, progress: Callable[[int], None] = lambda done: None)
     """Read a file of torch.profiler's, or any other in Chrome's format.
 
     Raises:
-        TraceError: the file is no JSON.
+        TraceError: the file is no JSON, or an event has something that no tool writes.
     """
     events, stream = Events(), EventStream(path, progress)
-    names: dict[str, int] = {}
-    threads: dict[tuple[Any, Any], int] = {}
-    kinds: dict[Any, str] = {}
-    memory = array("q")
-    opened: dict[tuple[Any, Any], list[dict[str, Any]]] = {}  # of B, until its E
-    for event in stream:
-        phase = event.get("ph")
-        if phase == "X":
-            category = event.get("cat")
-            word = kinds.get(category) or kinds.setdefault(
-                category, CATEGORIES.get(str(category).lower(), "other")
-            )
-            name = event.get("name", "")
-            if (word == "other" and category == "Trace") or (
-                word == "module" and not name.startswith("nn.Module")
-            ):
-                continue
-            if category == "gpu_user_annotation":
-                continue
-            _add(events, names, threads, word, event)
-        elif phase == "i" and event.get("name") == "[memory]":
-            args = event["args"]
-            memory.extend((
-                _ns(event["ts"]), int(args["Bytes"]), int(args.get("Device Type", 0)),
-                int(args.get("Total Allocated", -1)), int(args.get("Total Reserved", -1)),
-            ))  # fmt: skip
-        elif phase == "B":
-            opened.setdefault((event.get("pid"), event.get("tid")), []).append(event)
-        elif phase == "E" and (begun := opened.get((event.get("pid"), event.get("tid")))):
-            began = begun.pop()
-            _add(events, names, threads, "other", {**began, "dur": event["ts"] - began["ts"]})
-    events.names, events.header = list(names), stream.header
-    events.threads = [(str(process), str(thread)) for process, thread in threads]
+    reader = _Reader(events)
+    for number, event in enumerate(stream):
+        try:
+            reader.take(event)
+        except (ValueError, TypeError) as error:
+            raise TraceError(
+                f"{path}: event {number:,} cannot be read: {error}. It is {event!r:.200}"
+            ) from None
+    events.header = stream.header
     events.repairs = {what: count for what, count in stream.repairs.items() if count}
-    _close(events, np.array(memory, np.int64).reshape(-1, 5))
+    try:
+        reader.close()
+    except (ValueError, TypeError) as error:
+        raise TraceError(f"{path}: {error}") from None
     return events
 
 
-def _add(
-    events: Events, names: dict[str, int], threads: dict[tuple[Any, Any], int], word: str, event: dict[str, Any]
-) -> None:  # fmt: skip
+class _Reader:
+    """Takes one event after the other.
+
+    Args:
+        events: what they are added to.
+    """
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._names: dict[str, int] = {}
+        self._threads: dict[tuple[str, str], int] = {}
+        self._kinds: dict[str, str] = {}
+        self._memory = array("q")
+        self._opened: dict[tuple[str, str], list[dict[str, Any]]] = {}  # of B, until its E
+        self._depth = 0
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Add an event, if it is of a kind that is drawn.
+
+        Raises:
+            ValueError, TypeError: it has something that no tool writes.
+        """
+        phase = event.get("ph")
+        if phase == "X":
+            category, name = str(event.get("cat")), str(event.get("name", ""))
+            word = self._kinds.get(category)
+            if word is None:
+                word = self._kinds[category] = CATEGORIES.get(category.lower(), "other")
+            is_frame = word == "module" and not name.startswith("nn.Module")
+            if not (
+                is_frame or (word == "other" and category == "Trace") or category == "gpu_user_annotation"
+            ):
+                self._add(word, event)
+        elif phase == "i" and event.get("name") == "[memory]":
+            args = _args_of(event)
+            self._memory.extend((
+                _ns(time_of(event, "ts")), count_of(args, "Bytes", 0), count_of(args, "Device Type", 0),
+                count_of(args, "Total Allocated", -1), count_of(args, "Total Reserved", -1),
+            ))  # fmt: skip
+        elif phase == "B":
+            self._depth += 1
+            if self._depth > MOST_OPEN:
+                raise ValueError(f"more than {MOST_OPEN:,} spans are open")
+            self._opened.setdefault((str(event.get("pid")), str(event.get("tid"))), []).append(event)
+        elif phase == "E" and (begun := self._opened.get((str(event.get("pid")), str(event.get("tid"))))):
+            self._depth -= 1
+            began = begun.pop()
+            took = time_of(event, "ts") - time_of(began, "ts")
+            self._add("other", {**began, "dur": took})
+
+    def _add(self, word: str, event: dict[str, Any]) -> None:
+        args, name = _args_of(event), str(event.get("name", ""))
+        place = event.get("pid"), event.get("tid")
+        if word in DEVICE:
+            place = args.get("device", place[0]), args.get("stream", place[1])
+        number = self._names.setdefault(name, len(self._names))
+        thread = self._threads.setdefault((str(place[0]), str(place[1])), len(self._threads))
+        whole = (
+            _CALLS.match(name) is not None
+            if word in ("op", "annotation")
+            else word == "kernel" and _COMMUNICATES[0] in args
+        )
+        ts, took = time_of(event, "ts"), time_of(event, "dur", least=0.0)
+        self._events.tables[word].add(number, ts, took, thread, args, whole=whole)
+
+    def close(self) -> None:
+        """Put all times on ns since the first event.
+
+        Raises:
+            ValueError: they are further apart than any run is long.
+        """
+        events = self._events
+        events.names, events.threads = list(self._names), list(self._threads)
+        tables = events.tables.values()
+        first = min((min(table._times[0]) for table in tables if len(table)), default=0.0)
+        last = max((max(table._times[0]) for table in tables if len(table)), default=0.0)
+        if last - first > LONGEST:
+            raise ValueError(f"its events are from {first:,} to {last:,} us, which no run takes")
+        for table in tables:
+            table.close(first)
+        events.memory = np.array(self._memory, np.int64).reshape(-1, 5)
+        events.memory[:, 0] -= _ns(first)
+        events.origin = _ns(first) + count_of(events.header, "baseTimeNanoseconds", 0, 2**62)
+
+
+def _args_of(event: dict[str, Any]) -> dict[str, Any]:
     args = event.get("args") or {}
-    name = str(event.get("name", ""))
-    place = event.get("pid"), event.get("tid")
-    if word in DEVICE:
-        place = args.get("device", place[0]), args.get("stream", place[1])
-    number, thread = names.setdefault(name, len(names)), threads.setdefault(place, len(threads))
-    whole = (
-        _CALLS.match(name) is not None
-        if word in ("op", "annotation")
-        else word == "kernel" and _COMMUNICATES[0] in args
-    )
-    ts, took = float(event.get("ts", 0)), float(event.get("dur", 0) or 0)
-    events.tables[word].add(number, ts, took, thread, args, whole=whole)
+    if not isinstance(args, dict):
+        raise TypeError(f"args={args!r:.60} are no names and values")
+    return args
 
 
 def _ns(us: float) -> int:
     """Return ns, without rounding the many digits that us since 1970 have."""
     return int(us) * 1000 + round(us % 1 * 1e3)
-
-
-def _close(events: Events, memory: Array) -> None:
-    """Put all times on ns since the first event."""
-    tables = events.tables.values()
-    first = min((min(table._times[0]) for table in tables if len(table)), default=0.0)
-    for table in tables:
-        table.close(first)
-    if len(memory):
-        memory[:, 0] -= _ns(first)
-    events.memory = memory
-    events.origin = _ns(first) + int(events.header.get("baseTimeNanoseconds", 0) or 0)

@@ -27,15 +27,15 @@ Array = npt.NDArray[Any]
 PLACE = np.dtype([("step", "<i8"), ("kind", "u1"), ("stage", "<i4"), ("microbatch", "<i4"), ("name", "<i8")])
 """Where a program was. `name` is a number of `Events.names`, -1: none."""
 
-_PIPELINE = re.compile(r"PP:(\d+)(F|B|I|W|BACKWARD_INPUT|BACKWARD_WEIGHT)(\d+)$")
-_CHUNK = re.compile(r"(Forward|Backward) (\d+)$")
+_PIPELINE = re.compile(r"PP:([0-9]{1,4})(F|B|I|W|BACKWARD_INPUT|BACKWARD_WEIGHT)([0-9]{1,9})$")
+_CHUNK = re.compile(r"(Forward|Backward) ([0-9]{1,9})$")
 _ACTIONS = {
     "F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRAD, "W": Kind.WEIGHT_GRAD,
     "BACKWARD_INPUT": Kind.INPUT_GRAD, "BACKWARD_WEIGHT": Kind.WEIGHT_GRAD,
     "Forward": Kind.FORWARD, "Backward": Kind.BACKWARD,
 }  # fmt: skip
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.RECOMPUTE)
-_STEP = re.compile(r"ProfilerStep#(\d+)$")
+_STEP = re.compile(r"ProfilerStep#([0-9]{1,9})$")
 
 
 def place_of(events: Events, asked: Array) -> Array:

@@ -10,6 +10,7 @@ import numpy as np
 from mpkit.errors import TraceError
 from mpkit.kineto.events import Events
 from mpkit.trace import MEMORY, OP, Kind, Lane, RankTrace, Trace
+from mpkit.trace.sound import MOST_RANKS
 
 __all__ = ["plain_trace"]
 
@@ -32,13 +33,19 @@ def plain_trace(files: Sequence[tuple[str, Events]]) -> Trace:
         processes: dict[str, list[int]] = {}
         for number, (process, _) in enumerate(events.threads):
             processes.setdefault(process, []).append(number)
+        if len(processes) > MOST_RANKS:
+            raise TraceError(
+                f"{source}: it has events of {len(processes):,} processes, and {MOST_RANKS:,} are the most"
+            )
+        took = np.zeros(len(events.threads), np.int64)
+        np.add.at(took, table.thread, table.end - table.start)
+        by_thread = np.argsort(table.thread, kind="stable")
+        bounds = np.searchsorted(table.thread[by_thread], np.arange(len(events.threads) + 1))
         for process, threads in processes.items():
-            took = {
-                thread: int((table.end - table.start)[table.thread == thread].sum()) for thread in threads
-            }
-            busiest = max(took, key=lambda thread: took[thread])
-            left_out += int(np.isin(table.thread, threads).sum() - (table.thread == busiest).sum())
-            ranks.append(_rank(events, np.flatnonzero(table.thread == busiest), events.origin - origin + 1))
+            busiest = max(threads, key=lambda thread: took[thread])
+            rows = by_thread[bounds[busiest] : bounds[busiest + 1]]
+            left_out += sum(int(bounds[thread + 1] - bounds[thread]) for thread in threads) - len(rows)
+            ranks.append(_rank(events, rows, events.origin - origin + 1))
             labels.append(f"{source}: process {process}")
     if not ranks:
         names = ", ".join(source for source, _ in files)

@@ -21,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from mpkit.errors import TraceError
+from mpkit.support.unzip import Unzip
 
 __all__ = ["EventStream", "looks_like_json"]
 
 PIECE = 4 << 20
 """Characters that are read at a time."""
 
-_GZIP = 31  # zlib: the format of gzip, with the largest window
-_LONGEST = 64 << 20  # characters of one value
+_LONGEST = 8 << 20  # characters of one value
+_HEADER = 32 << 20  # characters of all values beside the events
+_UNREADABLE = 20  # values that are left out; each takes a search through what is longer than any value
 _BETWEEN = re.compile(r"[\s,]*").match
 _EMPTY = re.compile(r'(?<!\\)("\s*:)\s*(?=[,}\]])')
 _BACKSLASH = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
@@ -66,6 +68,7 @@ class EventStream:
         self._progress = progress
         self._scan: Any = json.JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
         self._text, self._at, self._ended = "", 0, False
+        self._before, self._kept = 0, 0  # characters before the text at hand, and those of the header
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the events, in the order of the file.
@@ -77,7 +80,7 @@ class EventStream:
             self._raw = raw
             zipped = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
-            self._unzip = zlib.decompressobj(_GZIP) if zipped else None
+            self._unzip = Unzip(raw) if zipped else None
             self._decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
             first = self._next()
             if first == "[":
@@ -108,7 +111,13 @@ class EventStream:
             elif self._text[self._at : self._at + 1] in (",", "}"):
                 self.repairs["empty value"] += 1
             else:
+                before = self._before + self._at
                 self.header[key] = self._value()
+                self._kept += self._before + self._at - before
+                if self._kept > _HEADER:
+                    raise TraceError(
+                        f"{self.path}: it says more than {_HEADER:,} characters beside its events"
+                    )
         if self._ended and self._next() == "":
             self._cut()
 
@@ -117,7 +126,7 @@ class EventStream:
         while True:
             self._at = _BETWEEN(self._text, self._at).end()  # type: ignore[union-attr]
             try:
-                event, self._at = self._scan(self._text, self._at)
+                event, self._at = self._scanned()
             except (StopIteration, ValueError):
                 if (following := self._next()) == "]":
                     self._at += 1
@@ -133,7 +142,7 @@ class EventStream:
         """Return the next value, after reading on and mending as far as that takes."""
         while True:
             try:
-                value, end = self._scan(self._text, self._at)
+                value, end = self._scanned()
             except (StopIteration, ValueError):
                 if len(self._text) - self._at < PIECE and self._more():
                     continue
@@ -146,13 +155,24 @@ class EventStream:
                     self._at = len(self._text)
                     self._ended = True
                     return None
-                self.repairs["event that cannot be read, left out"] += 1
+                self._leave_out()
                 self._at = following.end()
                 continue
             if end == len(self._text) and not isinstance(value, dict | list | str) and self._more():
                 continue  # a number may go on
             self._at = end
             return value
+
+    def _scanned(self) -> tuple[Any, int]:
+        """Return the value at hand and where it ends."""
+        try:
+            value: tuple[Any, int] = self._scan(self._text, self._at)
+            return value
+        except RecursionError:
+            raise TraceError(f"{self.path}: brackets are nested too deeply: {self._here()}") from None
+
+    def _here(self) -> str:
+        return f"{self._text[self._at : self._at + 60]!r} at character {self._before + self._at:,}"
 
     def _next(self) -> str:
         """Return the next character that is no space and no comma; "" at the end."""
@@ -181,8 +201,14 @@ class EventStream:
         rest = _BACKSLASH.sub(escaped, rest)
         self.repairs["empty value"] += empty
         self.repairs["backslash that escapes nothing"] += lone
+        self._before += self._at
         self._text, self._at = rest, 0
         return bool(empty + lone)
+
+    def _leave_out(self) -> None:
+        self.repairs["event that cannot be read, left out"] += 1
+        if self.repairs["event that cannot be read, left out"] > _UNREADABLE:
+            raise TraceError(f"{self.path}: more than {_UNREADABLE} events are no JSON, as {self._here()}")
 
     def _cut(self) -> None:
         self._ended, self._at = True, len(self._text)
@@ -195,24 +221,20 @@ class EventStream:
         if self._ended:
             return False
         piece = ""
-        while not piece and (raw := self._raw.read(PIECE)):
-            piece = self._decoder.decode(self._unzipped(raw))
+        while not piece and (raw := self._bytes()):
+            piece = self._decoder.decode(raw)
         self._ended = not piece
+        self._before += self._at
         self._text, self._at = self._text[self._at :] + piece, 0
         self._progress(self._raw.tell())
         return bool(piece)
 
-    def _unzipped(self, raw: bytes) -> bytes:
-        """Return what these bytes of the file hold; a zipped file may have several members."""
-        text = b""
+    def _bytes(self) -> bytes:
         try:
-            while self._unzip is not None and raw:
-                text += self._unzip.decompress(raw)
-                raw = self._unzip.unused_data
-                if self._unzip.eof:
-                    self._unzip = zlib.decompressobj(_GZIP)
-            return text + raw
+            return self._unzip.read(PIECE) if self._unzip else self._raw.read(PIECE)
         except zlib.error:
             self.repairs["zipped data that is damaged"] += 1
             self._raw.seek(0, io.SEEK_END)
-            return text
+            return b""
+        except ValueError as error:
+            raise TraceError(f"{self.path}: {error}") from None

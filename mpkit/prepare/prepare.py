@@ -52,7 +52,14 @@ from mpkit.prepare.optimizer.sharded import examine_optimizer
 from mpkit.prepare.optimizer.trial import Examined
 from mpkit.prepare.probe import objective
 from mpkit.prepare.recompute import check_recompute, recomputes_nothing
-from mpkit.prepare.resume import check_saved, check_saving, facts_of, find_checkpoint, take_up
+from mpkit.prepare.resume import (
+    check_saved,
+    check_saving,
+    facts_of,
+    find_checkpoint,
+    name_training,
+    take_up,
+)
 from mpkit.prepare.travel import check_compiled, check_repeatable, ready_to_travel
 from mpkit.prepare.unused import check_unused
 from mpkit.support.caught import report
@@ -177,7 +184,8 @@ def _check_checkpoints(
     )
     if saving is not None or resume_from is not None:
         check_saved(examined)
-    return saving, None if resume_from is None else take_up(find_checkpoint(resume_from), facts, steps)
+    resume = None if resume_from is None else take_up(find_checkpoint(resume_from), facts, steps)
+    return saving and name_training(saving, resume), resume
 
 
 def _facts_of_run(batches: Any, how: Procedure, blocks: tuple[int, int]) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import operator
+import os
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -16,7 +19,7 @@ from mpkit.parallel.checkpoint.head import HEAD, Damaged, Head
 from mpkit.parallel.checkpoint.index import check_told, read_index
 from mpkit.prepare.optimizer.trial import Examined
 
-__all__ = ["check_saved", "check_saving", "facts_of", "find_checkpoint", "take_up"]
+__all__ = ["check_saved", "check_saving", "facts_of", "find_checkpoint", "name_training", "take_up"]
 
 EXAMPLE = 'checkpoint_every=100, checkpoint_dir="checkpoints"'
 
@@ -44,6 +47,7 @@ def check_saving(every: Any, folder: Any, keep: Any) -> Saving | None:
     path = _path("checkpoint_dir", folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        os.listdir(path)
         tempfile.TemporaryDirectory(
             prefix="probe-", suffix=PARTIAL, dir=path, ignore_cleanup_errors=True
         ).cleanup()
@@ -53,6 +57,13 @@ def check_saving(every: Any, folder: Any, keep: Any) -> Saving | None:
             f"rank can write to is wanted, such as {EXAMPLE}"
         ) from None
     return Saving(numbers[0], str(path), numbers[1])
+
+
+def name_training(saving: Saving, resume: Resume | None) -> Saving:
+    """Return where to save, and by what name: that of the training that is resumed, if it goes on in its own folder."""
+    if resume is None or not os.path.samefile(Path(resume.path).parent, saving.folder):
+        return replace(saving, training=uuid4().hex)
+    return replace(saving, training=resume.head.training or uuid4().hex, resumes=True)
 
 
 def _path(name: str, value: Any) -> Path:

@@ -15,6 +15,7 @@ import os
 import struct
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from mpkit.trace import HEADER, MAGIC
 __all__ = ["NameFile", "RecordFile", "claim", "warn_of_end"]
 
 _WORD = struct.Struct("<Q")
-_AT_COUNT, _AT_STATE = 8, 16  # offsets of `count` and `state` in HEADER
+_CHECKS = struct.Struct("<QQ")
+_AT_COUNT, _AT_STATE, _AT_CHECK = 8, 16, 24  # offsets of `count`, `state`, and `check` and `names`, in HEADER
 
 
 class RecordFile:
@@ -77,12 +79,27 @@ class RecordFile:
         self.map, self.capacity = grown, capacity
         return True
 
-    def close(self, state: int) -> None:
-        """Write `state` and accept no more records."""
+    def close(self, state: int, names: int = 0) -> None:
+        """Write `state` and what the records are checked by, and accept no more.
+
+        Args:
+            state: how the rank ended.
+            names: the check of the names, for the file that refers to them.
+        """
         if not self._closed:
             _WORD.pack_into(self.map, _AT_STATE, state)
+            if self._fd >= 0:
+                self._seal(names)
         self._closed = True
         self.stop()
+
+    def _seal(self, names: int) -> None:
+        """Write the CRC-32s; what is written into the map from here on stays out of the file."""
+        length = HEADER.itemsize + self.size * self.count
+        with memoryview(self.map) as view, view[HEADER.itemsize : length] as records:
+            check = zlib.crc32(records)
+        _CHECKS.pack_into(self.map, _AT_CHECK, 2**32 + check, names)
+        self.map = mmap.mmap(self._fd, len(self.map), access=mmap.ACCESS_COPY)
 
     def stop(self) -> None:
         """Accept no more records, and release unused space."""
@@ -133,6 +150,7 @@ class NameFile(dict[str, int]):
     def __init__(self, path: Path, on_full: Callable[[OSError], None]) -> None:
         super().__init__()
         self._on_full = on_full
+        self._length = self._crc = 0  # of what is written
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         self[""]
         os.register_at_fork(after_in_child=_Forget(self))
@@ -142,12 +160,18 @@ class NameFile(dict[str, int]):
         self[name] = line
         data = json.dumps(name).encode() + b"\n" if self._fd >= 0 else b""
         try:
+            self._length, self._crc = self._length + len(data), zlib.crc32(data, self._crc)
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:  # an incomplete line is not read
             self.close()
             self._on_full(error)
         return line
+
+    @property
+    def check(self) -> int:
+        """Length and CRC-32 of what is written, for the header of the records."""
+        return self._length % 2**32 << 32 | self._crc
 
     def close(self) -> None:
         """Stop writing: later names are numbered but not written."""

@@ -274,9 +274,10 @@ class Recorder:
         """Write how the rank ended; nothing is recorded afterwards."""
         with suppress(RuntimeError) if state == "failed" else nullcontext():  # a failed GPU has no times
             self._resolve()
-        for file in (self._file, self._memory, self.values):
-            file.close(_STATES[state])
         self._names.close()
+        self._file.close(_STATES[state], self._names.check)
+        for file in (self._memory, self.values):
+            file.close(_STATES[state])
 
     def _stop(self, error: OSError) -> None:
         """Stop recording, since the disk had no room for a name: without names, records mean nothing."""

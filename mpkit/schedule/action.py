@@ -15,6 +15,9 @@ COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 """What `lower` adds. `SEND_F` sends a stage's output, `RECV_F` receives the stage's input; `SEND_B` sends
 the gradient of the stage's input back, `RECV_B` receives the gradient of its output."""
 
+DIGITS = 5
+"""Digits of a number: a schedule has an action for each, in a drawing of as many columns."""
+
 _SPELLING = re.compile(rf"(\d*)({'|'.join((*COMMUNICATION, *COMPUTE))})(\d+)")
 
 
@@ -51,10 +54,12 @@ class Action(NamedTuple):
         match = _SPELLING.fullmatch(text.strip())
         if match is None or (stage is None and not match[1]):
             raise ValueError(
-                f"{text!r} is no action. An action is spelled stage, kind, micro-batch, such as 2F0 for stage 2's "
+                f"{text!r:.80} is no action. An action is spelled stage, kind, micro-batch, such as 2F0 for stage 2's "
                 f"forward of micro-batch 0; the kinds are {', '.join(COMPUTE)} (and {', '.join(COMMUNICATION)}, "
                 "which mpkit adds by itself). The stage may be left out where a rank holds one stage only: F0."
             )
+        if max(len(match[1]), len(match[3])) > DIGITS:
+            raise ValueError(f"{text!r:.80}: stages and micro-batches have numbers below {10**DIGITS:,}")
         named = int(match[1]) if match[1] else stage
         assert named is not None
         return cls(match[2], named, int(match[3]))

@@ -132,7 +132,7 @@ def _spelled(row: str, rank: int, stage_to_rank: tuple[int, ...], together: set[
     if "," in row:
         row = " ".join(fields_of(row))
     stages = {stage for stage, holder in enumerate(stage_to_rank) if holder == rank}
-    stages = stages or {int(stage) for stage in _STAGE.findall(row)}
+    stages = stages or {int(stage[:9]) for stage in _STAGE.findall(row)}
     only = None if len(stages) > 1 else min(stages) if stage_to_rank and stages else rank
     for word in row.split():
         if _IDLE.fullmatch(word):

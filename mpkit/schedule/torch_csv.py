@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from mpkit.schedule.action import COMMUNICATION, Action
+from mpkit.support.bounded import read_text
 
 __all__ = ["fields_of", "lines_of", "text_of"]
 
@@ -32,7 +33,10 @@ def fields_of(line: str) -> list[str]:
     >>> fields_of("0UNSHARD,0F0,,(0F7;7B3)OVERLAP_F_B,0SEND_F1")
     ['0F0', '0F7&7B3']
     """
-    (row,) = list(csv.reader([line], skipinitialspace=True)) or [[]]
+    try:
+        (row,) = list(csv.reader([line], skipinitialspace=True)) or [[]]
+    except csv.Error as error:
+        raise ValueError(f"{line[:60]!r} is no line of a CSV: {error}") from None
     words = [_TOGETHER.sub(r"\1&\2", field.strip()) for field in row]
     return [word for word in words if word and not _SHARDS.fullmatch(word) and not _SENT.fullmatch(word)]
 
@@ -44,13 +48,14 @@ def lines_of(source: str | Path) -> tuple[list[str], str]:
         source: the path of a file, or several lines of text.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        OSError: there is no such file, or it cannot be read.
+        ValueError: it is no text, or longer than any schedule.
 
     >>> lines_of("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     (['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1'], 'own')
     """
     is_text = isinstance(source, str) and "\n" in source
-    text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
+    text = str(source) if is_text else read_text(Path(source))
     lines = text.splitlines()
     while lines and not lines[-1].strip():
         lines.pop()

@@ -11,6 +11,8 @@ memory-mapped, so a rank that is killed by SIGKILL loses nothing that it recorde
     rank3.gpu     a HEADER, then one SAMPLE record per sample of its GPU; written by the process that watches the run
     meta.json     about the run: world size, device, plan, ...
 
+When a rank ends, the headers get a check of the records and names (CRC-32), so that later damage shows.
+
 An op that has begun and not ended has `end == 0`, which shows where a hang or a crash happened.
 
 Both the ranks that record and the views that draw import this package, so it imports nothing from mpkit but its

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,14 +46,16 @@ class RankTrace:
 
 
 def read_rank(folder: Path, number: int) -> RankTrace:
-    """Read what rank `number` has recorded so far, as copies, so that the files may be deleted."""
-    ops, state = _read_records(folder / f"rank{number}.ops", "ops", OP)
-    while len(ops) and not ops[-1]["kind"]:  # counted, but not yet visible from the other core
-        ops = ops[:-1]
-    memory, _ = _read_records(folder / f"rank{number}.mem", "mem", MEMORY)
-    values, _ = _read_records(folder / f"rank{number}.log", "log", VALUE)
-    samples, _ = _read_records(folder / f"rank{number}.gpu", "gpu", SAMPLE)
-    names = _read_names(folder / f"rank{number}.names")
+    """Read what rank `number` has recorded so far, as copies, so that the files may be deleted.
+
+    Raises:
+        TraceError: a file is of another version, or is not what a rank wrote.
+    """
+    ops, state, check = _read_records(folder / f"rank{number}.ops", "ops", OP)
+    memory, *_ = _read_records(folder / f"rank{number}.mem", "mem", MEMORY)
+    values, *_ = _read_records(folder / f"rank{number}.log", "log", VALUE)
+    samples, *_ = _read_records(folder / f"rank{number}.gpu", "gpu", SAMPLE)
+    names = _read_names(folder / f"rank{number}.names", check)
     return RankTrace(ops, memory, names, ("running", "finished", "failed")[min(state, 2)], values, samples)
 
 
@@ -69,30 +72,61 @@ def mapped(path: Path) -> npt.NDArray[np.uint8]:
     return np.empty(0, np.uint8)
 
 
-def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], int]:
-    """Read the complete records of one file, and its state."""
+def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], int, int]:
+    """Read the complete records of one file, its state, and the check of the names."""
+    nothing = np.empty(0, dtype), 0, 0
     if not path.is_file():  # not there yet, or something that would block a reader
-        return np.empty(0, dtype), 0
+        return nothing
     data = mapped(path)
     if len(data) < HEADER.itemsize:
-        return np.empty(0, dtype), 0
+        return nothing
     head = data[: HEADER.itemsize].view(HEADER)[0]
     if not head["magic"]:  # just created
-        return np.empty(0, dtype), 0
+        return nothing
     if bytes(head["magic"]) != MAGIC[part]:
         raise TraceError(
             f"{path} is not a file of this version of mpkit: it begins with {bytes(head['magic'])!r}"
         )
     there = (len(data) - HEADER.itemsize) // dtype.itemsize
     count = min(int(head["count"]), there)
-    body = data[HEADER.itemsize : HEADER.itemsize + count * dtype.itemsize]
-    return np.array(body).view(dtype), int(head["state"])
+    body = np.array(data[HEADER.itemsize : HEADER.itemsize + count * dtype.itemsize])
+    if count == head["count"]:  # of a file that was cut short, the whole records are read
+        _check(path, body.data, int(head["check"]))
+    return _written(path, body.view(dtype)), int(head["state"]), int(head["names"])
 
 
-def _read_names(path: Path) -> list[str]:
+def _check(path: Path, data: bytes | memoryview, check: int) -> None:
+    if check and check % 2**32 != zlib.crc32(data):
+        raise TraceError(f"{path} is damaged: its CRC-32 is not that of what the rank wrote")
+
+
+def _written(path: Path, records: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the records up to one that is empty: it is counted, but cannot be seen from this core or disk yet.
+
+    Raises:
+        TraceError: later ones are not empty, as after a page was lost.
+    """
+    if not len(records):
+        return records
+    if "kind" in (names := records.dtype.names or ()) and "lane" in names:
+        empty = records["kind"] == 0
+    else:
+        empty = ~records.view(np.uint8).reshape(len(records), -1).any(axis=1)
+    if not empty.any():
+        return records
+    first = int(empty.argmax())
+    if not empty[first:].all():
+        raise TraceError(f"{path} is damaged: record number {first:,} is empty, and later ones are not")
+    return records[: max(first - 1, 0)]  # of the one before, a part may be missing
+
+
+def _read_names(path: Path, check: int) -> list[str]:
     names = []
     if path.is_file():
-        for line in path.read_bytes().split(b"\n")[:-1]:  # a line without its newline is incomplete
+        data = path.read_bytes()
+        if len(data) >= check >> 32:
+            _check(path, data, check)
+        for line in data.split(b"\n")[:-1]:  # a line without its newline is incomplete
             try:
                 names.append(str(json.loads(line)))
             except (ValueError, RecursionError):

@@ -78,8 +78,14 @@ def lane_of(kind: int) -> Lane:
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
 """What memory holds. A MEMORY record's `category` is an index into these."""
 
-HEADER = np.dtype([("magic", "S8"), ("count", "<u8"), ("state", "<u8"), ("pad", "V40")])
-"""64 bytes. `count`: the number of complete records. `state`: 0 running, 1 finished, 2 failed."""
+HEADER = np.dtype(
+    [("magic", "S8"), ("count", "<u8"), ("state", "<u8"), ("check", "<u8"), ("names", "<u8"), ("pad", "V24")]
+)
+"""64 bytes. `count`: the number of complete records. `state`: 0 running, 1 finished, 2 failed.
+
+`check` and `names` are written when the rank ends; 0 before: 2^32 plus the CRC-32 of the records, and 2^32 times the
+length of the names plus theirs.
+"""
 
 OP = np.dtype(
     [

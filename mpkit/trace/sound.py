@@ -28,6 +28,12 @@ Array = npt.NDArray[Any]
 _KINDS = np.zeros(256, bool)
 _KINDS[[int(kind) for kind in Kind]] = True
 _LANES = np.array([lane_of(kind) for kind in range(256)], np.uint8)
+_META: dict[str, type] = {
+    "device": str, "hardware": str, "dtype": str, "plan": str, "axes": dict, "imported": dict, "mesh": dict,
+    "fake": dict, "waiting": list, "stages": list, "clocks": list, "gpus_not_sampled": str, "batch_size": int,
+}  # fmt: skip
+"""What is read of a run, with its type in JSON."""
+
 _LARGEST = 2**60  # 36 years in ns, a million TB in bytes: larger numbers overflow when they are added up
 
 
@@ -48,6 +54,11 @@ def check_meta(meta: Any, ranks: int | None = None) -> dict[str, Any]:
         value = meta.get(name, 0)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
             raise TraceError(f"it says {name}={value!r:.60}: a whole number from 0 to {most:,} is wanted")
+    for name, kind in _META.items():
+        if not isinstance(meta.get(name, kind()), kind):
+            raise TraceError(f"it says {name}={meta[name]!r:.60}: a {kind.__name__} is wanted")
+    if not all(isinstance(word, str) for word in meta.get("axes", {}).values()):
+        raise TraceError(f"it says axes={meta['axes']!r:.60}: a name for each group is wanted")
     if ranks is not None and "replicas" in meta:
         try:
             right = sorted(rank for replica in meta["replicas"] for rank in replica) == list(range(ranks))

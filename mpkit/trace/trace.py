@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpkit.errors import TraceError
+from mpkit.support.bounded import read_json
 from mpkit.support.disk import write_whole
 from mpkit.trace.files import RankTrace, read_rank
 from mpkit.trace.metrics import Metrics, Stop, metrics_of, stop_of
@@ -142,11 +143,15 @@ class Trace:
         try:
             with zipfile.ZipFile(path) as archive:
                 check_unpacked(archive, path.stat().st_size)
-                head = json.loads(archive.read("mpkit.json"))
+                head = read_json(archive.read("mpkit.json").decode())
                 if head["version"] > VERSION:
                     raise TraceError(
                         f"{path} was written by a later mpkit (format {head['version']}, this one reads up "
                         f"to {VERSION}): pip install --upgrade mpkit"
+                    )
+                if not isinstance(head["ranks"], int) or not 0 <= head["ranks"] <= MOST_RANKS:
+                    raise TraceError(
+                        f"{path} says ranks={head['ranks']!r:.60}: a number up to {MOST_RANKS:,} is wanted"
                     )
                 ranks = [_rank_of(archive, number) for number in range(head["ranks"])]
                 return cls(ranks, check_meta(head["meta"], len(ranks)))
@@ -187,13 +192,13 @@ class Trace:
 def _read_json(path: Path) -> Any:
     """Read a JSON file; return {} if it does not exist or is truncated."""
     try:
-        return json.loads(path.read_text()) if path.is_file() else {}
-    except (FileNotFoundError, ValueError, RecursionError):
+        return read_json(path.read_text()) if path.is_file() else {}
+    except (FileNotFoundError, ValueError):
         return {}
 
 
 def _rank_of(archive: zipfile.ZipFile, number: int) -> RankTrace:
-    head = json.loads(archive.read(f"rank{number}.json"))
+    head = read_json(archive.read(f"rank{number}.json").decode())
     arrays = []
     for part, dtype in (("ops", OP), ("mem", MEMORY), ("log", VALUE), ("gpu", SAMPLE)):
         if part in ("log", "gpu") and f"rank{number}.{part}.npy" not in archive.NameToInfo:

@@ -15,7 +15,7 @@ import torch
 import mpkit as mk
 from mpkit.checkup.probes.measure import measure
 from mpkit.support.ask import ask, read
-from tests.limits import PROGRAM
+from tests.limits import PROGRAM, wait_until_gone
 
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.soak)])
@@ -113,4 +113,9 @@ def test_commands_are_asked_with_a_limit(tmp_path: Path) -> None:
     assert "did not answer within 0.2 s" in ask(["sleep", "5"], limit=0.2).missing
     assert "failed: cat: /nowhere" in ask(["cat", "/nowhere"]).missing
     assert ask(["echo", "hello"]).text == "hello\n"
+    assert ask(["yes"]).missing == "`yes` printed more than 1,000,000 bytes"
+    assert "printed more than" in ask(["sh", "-c", "yes >&2"]).missing
+    stays = f"trap '' TERM; sleep {PROGRAM} & echo $!"  # a child that holds the pipe ends with the command
+    wait_until_gone([int(ask(["sh", "-c", stays], limit=PROGRAM).text)])
+    assert len(read("/dev/zero").text) == 1_000_000
     assert "cannot be read: No such file" in read(str(tmp_path / "nothing")).missing

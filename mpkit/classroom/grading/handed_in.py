@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -35,6 +34,7 @@ from mpkit.classroom.grading.shown import (
 )
 from mpkit.classroom.missing import MISSING
 from mpkit.classroom.progress import FILE
+from mpkit.support.bounded import read_json
 from mpkit.support.visible import visible
 
 __all__ = ["HandedIn", "handed_in"]
@@ -208,8 +208,8 @@ def _time(path: Path) -> datetime | None:
 
 def _progress(path: Path) -> Any:
     """Return the student's file of progress beside a notebook; None if there is none that can be read."""
-    with suppress(NoNotebook, ValueError, RecursionError):
-        return json.loads(read_file(path.with_name(FILE)))
+    with suppress(NoNotebook, ValueError):
+        return read_json(read_file(path.with_name(FILE)).decode())
     return None
 
 

@@ -7,12 +7,13 @@ cannot be parsed. Whatever it is, it affects its own grade only.
 from __future__ import annotations
 
 import ast
-import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from mpkit.support.bounded import read_json
 
 __all__ = [
     "LARGEST", "NoNotebook", "all_cells", "calls_in", "checks_in", "code_cells", "dicts", "read_file", "text_of",
@@ -76,8 +77,8 @@ def all_cells(data: bytes) -> list[dict[str, Any]]:
         NoNotebook: The data are not a notebook.
     """
     try:
-        book = json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError, MemoryError) as error:
+        book = read_json(data.decode("utf-8-sig"))
+    except ValueError as error:
         raise NoNotebook(f"{type(error).__name__}: {str(error)[:150]}") from None
     cells = _cells(book)
     if cells is None:

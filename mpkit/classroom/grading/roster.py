@@ -18,6 +18,7 @@ from datetime import datetime, time, timedelta
 from pathlib import Path
 
 from mpkit.classroom.framework.variants import plainly
+from mpkit.support.bounded import read_text
 
 __all__ = ["Roster", "due_date", "late_text", "moment", "read_roster"]
 
@@ -59,7 +60,7 @@ def read_roster(path: Path) -> Roster:
         ValueError: The file cannot be read, has no name in it, or a time that cannot be read.
     """
     try:
-        rows = [row for row in csv.reader(io.StringIO(path.read_text(encoding="utf-8-sig"))) if any(row)]
+        rows = [row for row in csv.reader(io.StringIO(read_text(path))) if any(row)]
     except (OSError, ValueError, csv.Error) as error:
         raise ValueError(f"--roster {path} cannot be read: {error}") from None
     heads = [cell.strip().lower().replace(" ", "_") for cell in rows[0]] if rows else []
@@ -99,11 +100,11 @@ def moment(text: str, where: str) -> datetime:
     """
     try:
         found = datetime.fromisoformat(text.strip())
-    except ValueError:
+        return found if found.tzinfo is not None else found.astimezone()
+    except (ValueError, OverflowError):  # of the year 1, for example
         raise ValueError(
-            f"{where}: {text!r} is no time; such as 2026-11-20, '2026-11-20 23:59' or 2026-11-20T23:59+01:00"
+            f"{where}: {text!r:.60} is no time; such as 2026-11-20, '2026-11-20 23:59' or 2026-11-20T23:59+01:00"
         ) from None
-    return found if found.tzinfo is not None else found.astimezone()
 
 
 def due_date(text: str, where: str = "--due") -> datetime:

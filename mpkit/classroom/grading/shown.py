@@ -5,7 +5,6 @@ student wrote. None of it gives points for an exercise.
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeGuard
@@ -16,6 +15,7 @@ from mpkit.classroom.judge import CHECKED
 from mpkit.classroom.notebooks import ASKED, JUSTIFICATION, METADATA
 from mpkit.classroom.predictions.predict import PREDICTED
 from mpkit.classroom.predictions.questions import QUESTIONS
+from mpkit.support.bounded import read_json
 
 __all__ = ["predictions_kept", "predictions_shown", "questions_in", "tries_shown", "variant_of", "written"]
 
@@ -34,8 +34,8 @@ def tries_shown(data: bytes) -> dict[str, int]:
 
 def variant_of(data: bytes) -> str:
     """Return whose numbers a notebook has, as its metadata says; "" if they say nothing that was handed out."""
-    with suppress(ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        said = json.loads(data.decode("utf-8-sig"))["metadata"][METADATA]["variant"]
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        said = read_json(data.decode("utf-8-sig"))["metadata"][METADATA]["variant"]
         return str(Variant.read(said))
     return ""
 

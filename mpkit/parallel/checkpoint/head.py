@@ -7,26 +7,30 @@ field must be something that a training could have written.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from mpkit.plan.plan import Plan
+from mpkit.support.bounded import read_json
 
-__all__ = ["FORMAT", "HEAD", "Damaged", "Head", "read_told"]
+__all__ = ["FORMAT", "HEAD", "Damaged", "Head", "open_plain", "read_told"]
 
-FORMAT = (
-    3  # 1: each parameter flattened, before tensor parallelism; 2: mpkit.json without a digest of its own
-)
+FORMAT = 4
+"""1: each parameter flattened, before tensor parallelism; 2: without a digest of its own; 3: without its training."""
+OLDEST = 3  # that is read
 HEAD = "mpkit.json"
-LARGEST = 256 * 2**20
-"""Largest mpkit.json in bytes: a name and a shape take about a hundred, enough for two million parameters."""
+LARGEST, MOST_VALUES = 256 * 2**20, 10_000_000
+"""Largest mpkit.json, in bytes and in values of JSON: a parameter takes about a hundred and three."""
 
 
 class Damaged(Exception):
@@ -47,6 +51,7 @@ class Head:
         skipped: number of steps that all ranks skipped because of an overflow.
         layout: names of the parameters in the order in which their gradients were sent, stage after stage.
         files: size in bytes and SHA-256 of each file, by name.
+        training: the training that wrote it, by a name drawn at random; "" before format 4.
         format: version of this format.
     """
 
@@ -59,11 +64,12 @@ class Head:
     skipped: int
     layout: list[str]
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
+    training: str = ""
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
         """Write the head into a checkpoint's folder, and flush it to the disk."""
-        with (folder / HEAD).open("w") as file:
+        with (folder / HEAD).open("x") as file:
             file.write(seal(asdict(self)))
             file.flush()
             os.fsync(file.fileno())
@@ -78,21 +84,36 @@ def seal(values: Mapping[str, Any]) -> str:
     return json.dumps({**values, "sha256": hashlib.sha256(json.dumps(values).encode()).hexdigest()})
 
 
+def open_plain(path: Path) -> BufferedReader:
+    """Open a file to be read, if it is one: no link is followed, and no pipe waited for.
+
+    Raises:
+        OSError: it is not there, or something else than a file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return os.fdopen(handle, "rb")
+
+
 def read_told(folder: Path) -> Head:
     """Return a checkpoint's head without reading any other file.
 
     Raises:
         Damaged: there is no head, it was changed since it was written, or no training could have written it.
     """
-    path = folder / HEAD
-    if not path.is_file():
-        raise Damaged(f"it has no {HEAD}")
-    if path.stat().st_size > LARGEST:
-        raise Damaged(f"its {HEAD} has {path.stat().st_size:,} bytes, which no training writes")
     try:
-        text = path.read_text()
-        values = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+        with open_plain(folder / HEAD) as file:
+            if (size := os.fstat(file.fileno()).st_size) > LARGEST:
+                raise Damaged(f"its {HEAD} has {size:,} bytes, which no training writes")
+            data = file.read(LARGEST)
+    except OSError as error:
+        raise Damaged(f"it has no {HEAD} ({error.strerror})") from None
+    try:
+        text = data.decode()
+        values = read_json(text, MOST_VALUES)
+    except ValueError as error:
         raise Damaged(f"its {HEAD} cannot be read ({type(error).__name__}: {str(error)[:100]})") from None
     if not isinstance(values, dict) or not _is_count(values.get("format")):
         raise Damaged(f"its {HEAD} is not one that mpkit wrote")
@@ -100,6 +121,7 @@ def read_told(folder: Path) -> Head:
     values.pop("sha256", None)
     if seal(values) != text:
         raise Damaged(f"its {HEAD} was changed or damaged after it was written: its SHA-256 differs")
+    values.setdefault("training", "")
     _check_fields(values)
     return Head(**values)
 
@@ -107,10 +129,10 @@ def read_told(folder: Path) -> Head:
 def _check_format(number: int) -> None:
     if number > FORMAT:
         raise Damaged(f"a later mpkit wrote it (format {number}; this one reads format {FORMAT})")
-    if number < FORMAT:
+    if number < OLDEST:
         before = "before tensor parallelism" if number < 2 else f"before {HEAD} had a digest of its own"
         raise Damaged(
-            f"an mpkit from {before} wrote it (format {number}; this one reads format {FORMAT}). That one can go on "
+            f"an mpkit from {before} wrote it (format {number}; this one reads format {OLDEST} on). That one can go on "
             "from it, and its run.state_dict() takes the weights here"
         )
 
@@ -186,5 +208,6 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "scaler": (_is_scaler, "a scale above 0 and a number of steps"),
     "skipped": (_is_count, "a whole number, 0 or more,"),
     "layout": (_are_names, "a list of names"),
+    "training": (lambda value: isinstance(value, str) and len(value) <= 64, "a name"),
     "files": (_are_files, "a size and a SHA-256 for each file beside it, .metadata among them,"),
 }

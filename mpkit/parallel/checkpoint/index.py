@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mpkit.parallel.checkpoint.boxes import Box, tile
-from mpkit.parallel.checkpoint.head import HEAD, Damaged, Head
+from mpkit.parallel.checkpoint.head import HEAD, Damaged, Head, open_plain
 
 __all__ = ["check_told", "read_index"]
 
@@ -29,9 +29,10 @@ def read_index(folder: Path) -> dcp.Metadata:
     Raises:
         Damaged: it is not an index, or not a complete one.
     """
-    data = (folder / ".metadata").read_bytes()
     index: Any
     try:
+        with open_plain(folder / ".metadata") as file:
+            data = file.read()
         index = _Unpickler(io.BytesIO(data)).load()
     except Damaged:
         raise

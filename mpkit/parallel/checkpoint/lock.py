@@ -12,10 +12,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import socket
 import time
 import warnings
 from pathlib import Path
+
+from mpkit.parallel.checkpoint.head import open_plain
 
 __all__ = ["FolderLock"]
 
@@ -62,9 +65,13 @@ class FolderLock:
                     "use.)"
                 )
             time.sleep(0.05)  # the other training is over, and its ranks are ending
+        self._holder = f"process {os.getpid()} on {socket.gethostname()}"
         if not joins:
             with contextlib.suppress(OSError):  # the file only informs whoever comes second
-                (folder / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+                if _holder(folder):  # of one that was killed
+                    (folder / HOLDER).unlink()
+                with (folder / HOLDER).open("x") as file:
+                    file.write(self._holder)
 
     def _take(self) -> bool:
         """Return whether the lock could be taken: alone for a moment, then shared with our own rank 0."""
@@ -93,7 +100,8 @@ class FolderLock:
         if self._handle < 0:
             return
         with contextlib.suppress(OSError):
-            (self._folder / HOLDER).unlink()
+            if _holder(self._folder) == self._holder:
+                (self._folder / HOLDER).unlink()
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
@@ -103,19 +111,22 @@ class FolderLock:
 
 
 def _holder(folder: Path) -> str:
+    """Return what the file says of the holder; "" if there is none, or none that a training wrote."""
     try:
-        return (folder / HOLDER).read_text()[:200]
+        with open_plain(folder / HOLDER) as file:
+            words = file.read(300).decode()
     except (OSError, ValueError):
         return ""
+    return words if re.fullmatch(r"process [0-9]+ on \S+", words) else ""
 
 
 def _lives(holder: str) -> bool:
     """Return whether the holder may still run; one on another machine always may."""
-    words = holder.split(" ")
-    if len(words) != 4 or not words[1].isdigit() or words[3] != socket.gethostname():
+    _, process, _, machine = holder.split(" ")
+    if machine != socket.gethostname():
         return True
     try:
-        os.kill(int(words[1]), 0)
+        os.kill(int(process), 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:

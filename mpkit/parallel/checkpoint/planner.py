@@ -16,11 +16,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from mpkit.parallel.checkpoint.boxes import boxes_of, rows_and_columns
 from mpkit.parallel.checkpoint.index import read_index
 from mpkit.parallel.stage.shard import Shard
+from mpkit.support.disk import name_full_disk
 
 __all__ = ["LoadPlanner", "Reader", "SavePlanner", "Slice", "Writer"]
 
@@ -102,7 +105,23 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer, with an index that names no path of this machine."""
+    """DCP's writer, into a folder that is there, with an index that names no path of this machine."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan; DCP's own method would take any folder of that name, also a link."""
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        """Write this rank's file.
+
+        Raises:
+            OSError: it cannot be written; torch.save says something else then (its file's position is unexpected).
+        """
+        with name_full_disk(self.path):
+            try:
+                return super().write_data(plan, planner)
+            except RuntimeError as error:
+                raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
     def storage_meta(self) -> None:
         """Return nothing, so that the index does not say where the files are."""

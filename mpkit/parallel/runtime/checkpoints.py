@@ -28,19 +28,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from mpkit.errors import MpkitError
 from mpkit.models.randomness import seed_all
-from mpkit.parallel.checkpoint.files import (
-    Resume,
-    Saving,
-    clean,
-    digest,
-    next_number,
-    partial_of,
-    publish,
-)
+from mpkit.parallel.checkpoint.files import Resume, Saving, digest
 from mpkit.parallel.checkpoint.head import Head
 from mpkit.parallel.checkpoint.index import read_index
 from mpkit.parallel.checkpoint.lock import FolderLock
 from mpkit.parallel.checkpoint.planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
+from mpkit.parallel.checkpoint.publish import clean, next_number, partial_of, publish
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.checkpoint_state import (
     held,
@@ -88,7 +81,7 @@ class Checkpoints:
                 self._lock = FolderLock(
                     Path(job.how.saving.folder), joins=True
                 )  # held until this process ends
-                clean(Path(job.how.saving.folder))
+                clean(Path(job.how.saving.folder), job.how.saving.training)
             context.comm.barrier()
 
     def after(self, step: int) -> None:
@@ -119,8 +112,16 @@ class Checkpoints:
             state[f"callback/{context.rank}"] = Slice(kept, kept.shape)
         # ---- write
         try:
+            if context.rank == 0:  # no rank writes before DCP has heard from this one
+                partial.mkdir()
             save(state, storage_writer=Writer(partial), planner=SavePlanner(), process_group=self._group)
+        except FileExistsError as error:
+            raise MpkitError(
+                f"The checkpoint of step {step} could not be written to {partial}: {error!r}"
+            ) from None
         except CheckpointException as error:
+            for path in partial.glob(f"__{context.rank}_*"):  # its space is wanted
+                path.unlink()
             raise _explain(
                 error, f"The checkpoint of step {step} could not be written to {partial}"
             ) from None
@@ -133,15 +134,15 @@ class Checkpoints:
         dist.gather_object((digests, layout), everybody if context.rank == 0 else None, group=self._group)
         # ---- publish
         if context.rank == 0:
-            head = self._head(next_number(partial.parent), step)
+            head = self._head(next_number(partial.parent), step, saving.training)
             for files, _ in everybody:
                 head.files |= files
             head.layout = list(dict.fromkeys(name for _, names in everybody for name in names))
             head.files[".metadata"] = digest(partial / ".metadata")
-            publish(partial, head, saving.keep)
+            publish(partial, head, saving)
         return sum(nbytes for nbytes, _ in digests.values())
 
-    def _head(self, number: int, step: int) -> Head:
+    def _head(self, number: int, step: int, training: str) -> Head:
         update = self._training.update
         return Head(
             step=step,
@@ -152,6 +153,7 @@ class Checkpoints:
             scaler={"scale": update.scaler.scale, "good": update.scaler.good},
             skipped=update.skipped,
             layout=[],
+            training=training,
         )
 
     # ---- resume ---------------------------------------------------------------------------------------------

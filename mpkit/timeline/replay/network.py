@@ -120,7 +120,7 @@ class Network:
         ]
         request.start, request.end = start, arrived
         if len(settled) == 2:
-            del self._open[request.key]
+            self._open.pop(request.key, None)  # of a damaged trace, which has the message twice
         return settled
 
     def _collective(self, request: _Request, ready: float) -> list[Settled]:

@@ -131,11 +131,16 @@ def widest_label(timelines: Iterable[Timeline]) -> str:
     return max((rank_label(each, rank) for each in timelines for rank in range(each.world_size)), key=len)
 
 
+LONGEST = 60
+"""Characters of a process's name that are shown."""
+
+
 def _imported_label(imported: Mapping[str, Any], rank: int) -> str:
     """Name a rank of an imported trace, of which some ranks may be absent or without a number."""
     processes, ranks = imported.get("processes", []), imported.get("ranks", [])
     if rank < len(processes):
-        return str(processes[rank])
+        label = str(processes[rank])
+        return label if len(label) <= LONGEST else f"{label[: LONGEST - 3]}..."
     known = ranks[rank] if rank < len(ranks) else rank
     return "rank ?" if known is None else f"rank {known}"
 

@@ -113,7 +113,10 @@ def cells(pic: Picture, width: int, *, comm: bool = False) -> list[Cells]:
         parts |= {"data"}
     shown = [(number, row) for number, row in enumerate(pic.rows) if row.part in {*parts, "group"}]
     labels = [
-        row.label if row.part in ("compute", "group") else f"{row.label} {row.rank}" for _, row in shown
+        row.label
+        if row.part == "group"
+        else _cut(row.label if row.part == "compute" else f"{row.label} {row.rank}", width // 2)
+        for _, row in shown
     ]
     gutter = max(
         (len(label) for label, (_, row) in zip(labels, shown, strict=True) if row.part != "group"), default=0
@@ -126,6 +129,10 @@ def cells(pic: Picture, width: int, *, comm: bool = False) -> list[Cells]:
         else _row(pic, number, label, columns, row.part == "compute")
         for (number, row), label in zip(shown, labels, strict=True)
     ]
+
+
+def _cut(label: str, most: int) -> str:
+    return label if len(label) <= most else f"{label[: most - 3]}..."
 
 
 def columns_of(pic: Picture, room: int) -> int:

@@ -1,0 +1,131 @@
+"""The text of a shell script in commands and words, as bash divides it: quotes, comments, arrays, here-documents."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+__all__ = ["ASSIGNS", "Command", "Part", "commands"]
+
+ASSIGNS = re.compile(r"([A-Za-z_]\w*)(\+?=)")
+
+_VARIABLE = r"\$(?:\(\(|[({A-Za-z_0-9@*#?!$-])|`"
+_TOKEN = re.compile(
+    rf"""(?P<space>(?:[ \t\r]|\\\n)+|(?:(?<=[\s;&|()])|\A)\#[^\n]*)
+    |(?P<here><<-?[ \t]*['"]?(?P<end>\w+)['"]?)
+    |(?P<stop>\|\||&&|[\n;&|<>()])
+    |'(?P<single>[^']*)'|(?P<double>")|(?P<variable>{_VARIABLE})
+    |(?P<plain>\\.|[^\s;&|<>()\\'"$`]+|.)""",
+    re.VERBOSE | re.DOTALL,
+)
+_IN_QUOTES = re.compile(rf'(?P<variable>{_VARIABLE})|(?P<plain>\\.|[^"\\$`]+|[^"])', re.DOTALL)
+_BRACKET, _WORD = re.compile(r"[(){}]"), re.compile(r"\w*")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a word: as it stands, or a variable, without its "$"."""
+
+    text: str
+    is_variable: bool = False
+    is_quoted: bool = False
+
+
+@dataclass
+class Command:
+    """A command.
+
+    Attributes:
+        words: its words, each of parts; those of the array, if it assigns one.
+        array: the array's name and its sign, such as "ARGS+=".
+        joint: what follows it, such as ";" or "&&".
+    """
+
+    words: list[list[Part]] = field(default_factory=list)
+    array: str = ""
+    joint: str = ""
+
+
+def commands(text: str) -> Iterator[Command]:
+    """Yield the commands of a script.
+
+    >>> [(each.array, len(each.words), each.joint) for each in commands("e 'f g' && A=(b c)  # d")]
+    [('', 2, '&&'), ('', 0, '('), ('A=', 2, ')'), ('', 0, '')]
+
+    Raises:
+        ValueError: a quote or a bracket is open at the end.
+    """
+    at, command, ends = 0, Command(), list[str]()
+    word: list[Part] | None = None
+    while at < len(text):
+        token = _TOKEN.match(text, at)
+        assert token is not None
+        at, stop = token.end(), token["stop"]
+        if token["space"] or token["here"] or stop:
+            opens = (
+                stop == "(" and word is not None and not word[0].is_quoted and ASSIGNS.fullmatch(word[0].text)
+            )
+            if opens:
+                command.joint = "("
+                yield command
+                command = Command(array=opens[0])
+            elif word is not None:
+                command.words.append(word)
+            word = None
+            if stop and not opens and not (command.array and stop == "\n"):
+                command.joint = stop
+                yield command
+                command = Command()
+            ends += [token["end"]] if token["here"] else []
+            while stop == "\n" and ends:  # the text of here-documents
+                found = re.compile(rf"^[ \t]*{re.escape(ends.pop(0))}[ \t]*$", re.MULTILINE).search(text, at)
+                at = found.end() if found else len(text)
+            continue
+        word = [] if word is None else word
+        if token["double"]:
+            at = _quoted(text, at, word)
+        elif token["variable"]:
+            at = _variable(text, token.start(), token["variable"], word, is_quoted=False)
+        elif token["single"] is not None:
+            word.append(Part(token["single"], is_quoted=True))
+        else:
+            is_escaped = token["plain"].startswith("\\")
+            word.append(Part(token["plain"][is_escaped:], is_quoted=is_escaped))
+    if command.array:
+        raise ValueError(f"this is no command line: the bracket of {command.array}( is not closed")
+    yield Command([*command.words, *([] if word is None else [word])])
+
+
+def _quoted(text: str, at: int, word: list[Part]) -> int:
+    """Add the parts up to the closing quote, and return the place after it."""
+    word.append(Part("", is_quoted=True))
+    while token := _IN_QUOTES.match(text, at):
+        at = token.end()
+        if token["variable"]:
+            at = _variable(text, token.start(), token["variable"], word, is_quoted=True)
+        else:
+            word.append(Part(token["plain"].removeprefix("\\").removeprefix("\n"), is_quoted=True))
+    if at == len(text):
+        raise ValueError("this is no command line: a quote is not closed")
+    return at + 1
+
+
+def _variable(text: str, start: int, begin: str, word: list[Part], *, is_quoted: bool) -> int:
+    """Add a variable, and return the place after it."""
+    at = start + len(begin)
+    if begin == "`":
+        at = text.find("`", at) + 1
+    elif begin[1] in "({":
+        depth = len(begin) - 1
+        while depth and (bracket := _BRACKET.search(text, at)):
+            depth += 1 if bracket[0] in "({" else -1
+            at = bracket.end()
+        at = 0 if depth else at
+    elif begin[1].isalpha() or begin[1] == "_":
+        name = _WORD.match(text, at)
+        at = name.end() if name else at
+    if not at:
+        raise ValueError(f"this is no command line: {text[start : start + 20]!r} is not closed")
+    word.append(Part(text[start + (begin != "`") : at], is_variable=True, is_quoted=is_quoted))
+    return at

@@ -1,0 +1,70 @@
+"""Files from strangers: how long a text is, and how many values it holds, is known before any of them is made."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+__all__ = ["read_json", "read_text"]
+
+
+def read_text(path: Path, most: int = 2**24) -> str:
+    """Return the text of a file in UTF-8, without a mark of the byte order.
+
+    Raises:
+        OSError: it is no file, or cannot be read.
+        ValueError: it is no text, or has more bytes than `most`.
+    """
+    if not path.is_file():  # a pipe would keep whoever opens it
+        number = errno.EINVAL if path.exists() else errno.ENOENT
+        raise OSError(number, "it is no file" if path.exists() else os.strerror(number), str(path))
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"{path} has more than {most:,} bytes")
+    return data.decode("utf-8-sig")
+
+
+def read_json(text: str, most: int = 1_000_000, *, unique: bool = False) -> Any:
+    """Return what a text of JSON says.
+
+    An empty list takes 3 characters of text and 64 bytes of memory. So values are counted first, by commas and opening
+    brackets; those within strings count too.
+
+    Args:
+        text: the text.
+        most: the most values that it may hold.
+        unique: whether a key that an object has twice is an error, too.
+
+    Raises:
+        ValueError: it is no JSON, is nested too deeply, or holds more than so many values.
+
+    >>> read_json('{"a": [1, 2]}')
+    {'a': [1, 2]}
+    >>> read_json("[" * 100_000)
+    Traceback (most recent call last):
+        ...
+    ValueError: its brackets are nested too deeply
+    >>> read_json("[0, 0, 0]", most=2)
+    Traceback (most recent call last):
+        ...
+    ValueError: it holds more than 2 values
+    """
+    if text.count(",") + text.count("[") + text.count("{") > most:
+        raise ValueError(f"it holds more than {most:,} values")
+    try:
+        return json.loads(text, object_pairs_hook=_object if unique else None)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in values if names.count(name) > 1)
+        raise ValueError(f"its key {twice[:60]!r} is there twice")
+    return values

@@ -1,0 +1,174 @@
+"""A training renames and deletes only what it wrote itself, whatever else lies in its checkpoint_dir."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.parallel.checkpoint.lock import FolderLock
+from mpkit.parallel.checkpoint.publish import clean
+from mpkit.prepare.resume import check_saving
+
+Clusters = Callable[[int], mk.Cluster]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def train(clusters: Clusters, folder: Path, *, width: int = 3, **how: Any) -> Any:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "loss": F.mse_loss,
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "steps": 3,
+        "checkpoint_every": 1,
+        "checkpoint_dir": folder,
+        **how,
+    }
+    model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2))
+    data = [(torch.randn(4, 3), torch.randn(4, 2))]
+    return clusters(1).train(model, data, mk.Plan.serial(), **options).wait()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What lies in a folder, by path."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_what_others_put_there_stays(clusters: Clusters, tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "saved", tmp_path / "elsewhere"
+    for name in (
+        "dataset.partial/precious", "old.replaced/mine", "step-00000009/mine", "step-00000008.partial/notes",
+        "step-00000007.replaced/mine", "step-00000006.partial/__0_0.distcp/deep", "step-1.partial/__0_0.distcp",
+    ):  # fmt: skip
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(name)
+    (folder / "notes.partial").write_text("a file")
+    elsewhere.mkdir()
+    (elsewhere / "__0_0.distcp").write_text("precious")
+    (folder / "step-00000005.partial").symlink_to(elsewhere)
+    (folder / "in-use.partial").symlink_to(elsewhere / "__0_0.distcp")
+    (folder / "step-00000004.partial").mkdir()  # what a save that was cut short leaves
+    (folder / "step-00000004.partial" / ".metadata.tmp").write_text("half")
+    before = contents(folder)
+    train(clusters, folder, checkpoint_keep=1)
+    after = contents(folder)
+    del before["step-00000004.partial/.metadata.tmp"]
+    assert {name: after.get(name) for name in before} == before
+    assert not {name for name in after if "0003" not in name} - set(before)
+    assert (elsewhere / "__0_0.distcp").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "name", ["step-00000002/mine", "step-00000002/.metadata", "step-00000002.partial/mine", "step-00000002"]
+)
+def test_what_is_in_the_place_of_a_checkpoint_is_refused_beforehand(
+    clusters: Clusters, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(ValueError, match=rf"holds {name.split('/')[0]}, which this training did not write"):
+        train(clusters, tmp_path)
+    assert contents(tmp_path) == {name: b"precious"}
+    train(clusters, tmp_path, steps=1)  # which comes to no step 2
+    assert (tmp_path / name).read_text() == "precious"
+    FolderLock(tmp_path).release()  # a refusal has freed the folder
+
+
+def test_another_trainings_checkpoints_are_refused_unless_it_is_resumed(
+    clusters: Clusters, tmp_path: Path
+) -> None:
+    folder, other = tmp_path / "saved", tmp_path / "other"
+    train(clusters, folder, steps=20, checkpoint_every=10)
+    before = contents(folder)
+    assert {Path(name).parent.name for name in before} == {"step-00000010", "step-00000020"}
+    for width in (3, 9):  # the same model from its beginning is another training, too
+        with pytest.raises(ValueError, match=r"holds checkpoints of another training: .*resume_from="):
+            train(clusters, folder, width=width)
+    # ---- one that goes on from a third training's checkpoint is none of this folder's
+    train(clusters, other, steps=2)
+    with pytest.raises(ValueError, match="holds checkpoints of another training"):
+        train(clusters, folder, resume_from=other)
+    assert contents(folder) == before
+    # ---- only its own count
+    shutil.copytree(other / "step-00000002", folder / "step-00000002")
+    train(
+        clusters,
+        folder,
+        steps=23,
+        checkpoint_keep=1,
+        resume_from=folder / "step-00000020",
+        checkpoint_every=1,
+    )
+    assert {path.name for path in folder.iterdir()} == {"step-00000002", "step-00000023"}
+
+
+def test_a_checkpoint_with_something_of_the_users_in_it_is_kept(clusters: Clusters, tmp_path: Path) -> None:
+    train(clusters, tmp_path, steps=1)
+    (tmp_path / "step-00000001" / "notes").write_text("the best one")
+    train(clusters, tmp_path, steps=4, resume_from=tmp_path, checkpoint_keep=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000004"}
+    assert (tmp_path / "step-00000001" / "notes").read_text() == "the best one"
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_same_step(clusters: Clusters, tmp_path: Path) -> None:
+    train(clusters, tmp_path)
+    head = tmp_path / "step-00000003" / "mpkit.json"
+    head.write_bytes(bytes(100))  # the power went
+    train(clusters, tmp_path, steps=4, resume_from=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000003", "step-00000004"}
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "saved"
+    folder.mkdir()
+    for make in (lambda path: path.symlink_to(victim), lambda path: path.hardlink_to(victim)):
+        victim.write_text("precious")
+        make(folder / "in-use.partial")
+        FolderLock(folder).release()
+        assert victim.read_text() == "precious"
+        (folder / "in-use.partial").unlink()
+
+
+def test_cleaning_follows_no_link_that_takes_a_folders_place(tmp_path: Path) -> None:
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "__0_0.distcp").write_text("precious")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "step-00000001.partial").symlink_to(tmp_path / "victim")
+    clean(tmp_path / "saved", "mine")
+    assert (tmp_path / "victim" / "__0_0.distcp").read_text() == "precious"
+
+
+def test_a_full_disk_is_named_and_what_was_written_of_the_checkpoint_is_gone(
+    clusters: Clusters, tmp_path: Path
+) -> None:
+    def limit(ctx: Any, step: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+    with pytest.raises(mk.RankFailed, match=r"no space left in .*step-00000001\.partial"):
+        train(clusters, tmp_path, width=9_999, on_step=limit)
+    assert contents(tmp_path) == {}
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for function, number in (("listdir", errno.EACCES), ("mkdir", errno.EROFS), ("mkdir", errno.ENOSPC)):
+        with monkeypatch.context() as patch:
+
+            def fails(*_: Any, number: int = number, **__: Any) -> Any:
+                raise OSError(number, os.strerror(number))
+
+            patch.setattr(os, function, fails)
+            with pytest.raises(ValueError, match=rf"cannot be (written to|used) \({os.strerror(number)}"):
+                check_saving(1, tmp_path, 1)

@@ -1,0 +1,73 @@
+"""The folder of a run on a disk that failed: what a finished rank wrote is checked, and a lost page is noticed."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mpkit.errors import TraceError
+from mpkit.record.recorder import Recorder
+from mpkit.trace import HEADER, OP, Kind, Trace
+
+STEPS = 100
+
+
+def record(folder: Path, *, finish: bool) -> list[float]:
+    recorder = Recorder(folder, 0)
+    losses = [1.0 / (1 + step) for step in range(STEPS)]
+    for step, loss in enumerate(losses):
+        with recorder.step(step):
+            recorder.ledger.change(("params", 100))
+            recorder.end(recorder.begin(Kind.FORWARD, f"layer {step}", microbatch=0))
+            recorder.loss(loss)
+    if finish:
+        recorder.close("finished")
+    return losses
+
+
+def test_whatever_byte_of_a_finished_run_flips(tmp_path: Path) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "damaged"
+    whole.mkdir()
+    losses = record(whole, finish=True)
+    assert Trace.load(whole).losses == losses
+    draw = random.Random(0)
+    for _ in range(300):
+        shutil.copytree(whole, folder, dirs_exist_ok=True)
+        path = folder / f"rank0.{draw.choice(('ops', 'ops', 'mem', 'names'))}"
+        data = bytearray(path.read_bytes())
+        first = 0 if path.suffix == ".names" else HEADER.itemsize
+        data[draw.randrange(first, len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        with pytest.raises(TraceError, match=rf"{path.name} is damaged: its CRC-32"):
+            Trace.load(folder)
+
+
+@pytest.mark.parametrize("page", range(1, 5))
+def test_a_page_that_a_killed_run_lost(tmp_path: Path, page: int) -> None:
+    losses = record(tmp_path, finish=False)
+    path = tmp_path / "rank0.ops"
+    data = bytearray(path.read_bytes())
+    end = HEADER.itemsize + 2 * STEPS * OP.itemsize
+    data[4096 * page : 4096 * (page + 1)] = bytes(4096)
+    path.write_bytes(data)
+    if 4096 * (page + 1) < end:
+        with pytest.raises(TraceError, match=r"rank0\.ops is damaged: record number \d+ is empty"):
+            Trace.load(tmp_path)
+        return
+    read = Trace.load(tmp_path)  # the last page never came to the disk: the run as it was before
+    assert 0 < len(read.losses) < STEPS
+    assert read.losses == losses[: len(read.losses)]
+
+
+def test_a_trace_of_no_such_number_of_ranks(tmp_path: Path) -> None:
+    import json
+    import zipfile
+
+    for ranks in (-1, 10**9, "2", None, True):
+        with zipfile.ZipFile(tmp_path / "x.trace", "w") as archive:
+            archive.writestr("mpkit.json", json.dumps({"version": 2, "ranks": ranks, "meta": {}}))
+        with pytest.raises(TraceError, match=r"x\.trace"):
+            Trace.load(tmp_path / "x.trace")
