@@ -43,6 +43,7 @@ from mpkit.launch.process.store import store_of
 from mpkit.record.recorder import Recorder
 from mpkit.support.caught import one_line
 from mpkit.support.disk import FULL, full_disk, write_whole
+from mpkit.support.private import NO_LINK, create
 from mpkit.support.tracebacks import fold_chain
 
 __all__ = ["context_of", "device_of", "main", "report", "spawned"]
@@ -93,10 +94,10 @@ def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
 
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    std = os.open(part(folder, rank, "std"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    std = create(part(folder, rank, "std"), os.O_WRONLY | os.O_APPEND)
     os.dup2(std, 1)
     os.dup2(std, 2)
-    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o600)
 
     def say_where_output_ends(error: OSError) -> None:
         reason = full_disk(error, folder) if error.errno in FULL else error
