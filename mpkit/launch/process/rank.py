@@ -56,8 +56,10 @@ def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -
     try:
         settings = detach(rank, group, place, parent)
         device = device_of(rank, settings)
-        recorder = Recorder(place, rank, device, layers=settings.layers)
         store = meet(rank, settings, place)
+        recorder = Recorder(
+            place, rank, device, layers=settings.layers
+        )  # whose files say that it has started
         context = context_of(rank, settings, device, recorder, settings.compares)
         work(context, place)
         recorder.close("finished")
