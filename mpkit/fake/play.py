@@ -39,6 +39,7 @@ from mpkit.parallel.runtime.train import train
 from mpkit.plan.plan import Plan
 from mpkit.prepare.prepare import TrainJob, prepare
 from mpkit.record.counted import CountedRecorder, Counting
+from mpkit.support.process_wide import LOCK
 from mpkit.support.replaced import Replaced
 from mpkit.trace import RankTrace
 from mpkit.trace.files import read_rank
@@ -177,12 +178,13 @@ def _taken_for_real() -> Iterator[None]:
     training makes none if no token is padding, and then another kernel computes attention.
     """
     replaced, module = Replaced(), sys.modules.get("transformers.utils.import_utils")
-    if hasattr(module, "is_fake_tensor"):
-        replaced.put(module, "is_fake_tensor", lambda _: False)
-    try:
-        yield
-    finally:
-        replaced.restore()
+    with LOCK:
+        if hasattr(module, "is_fake_tensor"):
+            replaced.put(module, "is_fake_tensor", lambda _: False)
+        try:
+            yield
+        finally:
+            replaced.restore()
 
 
 class Unread(TorchDispatchMode):
