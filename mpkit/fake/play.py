@@ -164,7 +164,7 @@ def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeTensorMode, sa
             job = job.with_model(_made(script.model_fn))
             comm = FakeCommunicator(Wire(rank, plan.ranks, recorder, device, "fake"), counting, said)
             # ---- count, train
-            with counting, _taken_for_real():
+            with counting, LOCK, _taken_for_real():
                 train(Context(rank, plan.ranks, device, comm, recorder), job)
         recorder.close("finished")
         return read_rank(Path(folder), rank)
@@ -178,13 +178,12 @@ def _taken_for_real() -> Iterator[None]:
     training makes none if no token is padding, and then another kernel computes attention.
     """
     replaced, module = Replaced(), sys.modules.get("transformers.utils.import_utils")
-    with LOCK:
-        if hasattr(module, "is_fake_tensor"):
-            replaced.put(module, "is_fake_tensor", lambda _: False)
-        try:
-            yield
-        finally:
-            replaced.restore()
+    if hasattr(module, "is_fake_tensor"):
+        replaced.put(module, "is_fake_tensor", lambda _: False)
+    try:
+        yield
+    finally:
+        replaced.restore()
 
 
 class Unread(TorchDispatchMode):

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from mpkit.launch.process.context import Context
+from mpkit.launch.process.leaving import own_process
 from mpkit.launch.process.output import Labelled
 from mpkit.launch.process.packing import dumps
 from mpkit.notebook.cell import complete, run_cell
@@ -77,7 +78,8 @@ def _cell(context: Context, request: Request, namespace: dict[str, Any]) -> Answ
     context.record.idle(False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return run_cell(request.text, request.name, namespace)
+        with own_process():
+            return run_cell(request.text, request.name, namespace)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         context.record.idle(True)

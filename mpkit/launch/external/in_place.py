@@ -31,6 +31,7 @@ from mpkit.launch.external.seal import sign_objects
 from mpkit.launch.external.signed_store import SignedStore
 from mpkit.launch.process.folder import Settings
 from mpkit.launch.process.joined import join
+from mpkit.launch.process.leaving import own_process, refuse_exec
 from mpkit.launch.process.packing import dumps
 from mpkit.launch.process.rank import context_of, device_of, report
 from mpkit.record.recorder import Recorder
@@ -48,19 +49,24 @@ def run_rank(
     """
     recorder: Recorder | None = None
     with _unchanged_process():
+        no_exec = refuse_exec()
         try:
             device = device_of(place.local_rank, settings)
             recorder = Recorder(folder, place.rank, device, layers=settings.layers)
             with _group(place, settings, store):
                 context = context_of(place.rank, settings, device, recorder, settings.compares)
                 function, args = pickle.loads(payload)
-                result = store.seal.dumps(function(context, *args), dumps)
+                with own_process():
+                    returned = function(context, *args)
+                result = store.seal.dumps(returned, dumps)
                 recorder.close("finished")
                 _share(place, settings, results, store, result)
         except BaseException as error:
             with suppress(OSError):  # the disk may be full; the error goes on here anyway
                 report(error, place.rank, folder, recorder)
             raise
+        finally:
+            no_exec.restore()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ leave      wait until all ranks have finished, so that no peer sees its connecti
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -36,6 +37,7 @@ from mpkit.errors import CommMismatch
 from mpkit.launch.process.context import Context
 from mpkit.launch.process.folder import UNREPORTED, Settings, part, write_error, write_note
 from mpkit.launch.process.joined import as_torchrun, join
+from mpkit.launch.process.leaving import own_process, refuse_exec
 from mpkit.launch.process.memory_picture import is_out_of_memory, picture_of
 from mpkit.launch.process.output import Labelled
 from mpkit.launch.process.stacks import answer_requests
@@ -109,6 +111,8 @@ def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
     stack = answer_requests(folder, rank)
     faulthandler.enable(file=stack)  # shows where Python was when C++ code aborted, in any thread
 
+    refuse_exec()
+    atexit._clear()  # the fork server's; a program's own are called at its end (`leaving`)
     for name, value in settings.environment.items():
         if value is None:
             os.environ.pop(name, None)
@@ -171,7 +175,8 @@ def work(context: Context, folder: Path) -> None:
     """Unpickle the function, call it, and write its result."""
     with (folder / "payload.pkl").open("rb") as file:
         function, args = pickle.load(file)
-    result = function(context, *args)
+    with own_process():
+        result = function(context, *args)
     sys.stdout.flush()
     sys.stderr.flush()
     from mpkit.launch.process.packing import dumps
