@@ -10,6 +10,7 @@ greeting        what each process tells the others of itself, and whether all ha
 node_devices    which device each of them is on
 session         all processes as one cluster, and what they must have in common
 run_folders     where the ranks of each node write, and the clocks of the nodes
+sweeper         removes a folder whose process was killed
 clock_offset    how far a node's clock is from rank 0's, measured over the store
 packets         what a rank has recorded since the last packet
 mirror          a copy of it on rank 0

@@ -54,11 +54,18 @@ def greet(
         if each.startswith(SIGNED) != bool(seal):
             raise ValueError(_some(rank, here, secret))
         try:
-            told.append(json.loads(seal.check(f"hello{rank}", each[len(SIGNED) :])))
+            greeting = seal.check(f"hello{rank}", each[len(SIGNED) :])
         except MpkitError:
             raise ValueError(
                 f"rank {rank} has another secret than {here}, whose secret is from {secret.source}: nodes whose homes "
                 f"differ take it from the environment, the same on each of them: {EXPORT}"
+            ) from None
+        try:
+            told.append(dict(json.loads(greeting)))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise MpkitError(
+                f"the greeting of rank {rank} cannot be read ({type(error).__name__}): a stranger reaches the store "
+                "(docs/security.md), or that process has another version of mpkit"
             ) from None
     if not seal and place.rank == 0:
         report(

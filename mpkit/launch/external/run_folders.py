@@ -8,9 +8,11 @@ user, and otherwise (in a container of its own, or where the launch has no secre
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,9 @@ from mpkit.launch.external.clock_offset import Offset, answer_pings, measure_off
 from mpkit.launch.external.rendezvous import wait_for
 from mpkit.launch.external.session import Session
 from mpkit.launch.external.signed_store import SignedStore
+from mpkit.launch.external.sweeper import KEPT, Sweeper, hold
 from mpkit.launch.process.folder import reserve
-from mpkit.support.private import is_private, make_private
+from mpkit.support.private import create, is_private, make_private
 
 __all__ = ["Folders", "open_folders"]
 
@@ -41,6 +44,8 @@ class Folders:
         leaders: the first rank of each node but rank 0's.
         offsets: on rank 0, what to add to the times of remote ranks.
         first: rank 0's folder in words, in which all traces come together, on rank 0's node.
+        held: a descriptor of the folder, which keeps it from being swept.
+        sweeper: removes the folder if this process is killed; None if others do not sweep it, or are to read it.
         kept: set once the folder is to outlive the launch, because rank 0 can no longer be asked for the trace.
     """
 
@@ -51,16 +56,23 @@ class Folders:
     leaders: tuple[int, ...]
     offsets: dict[int, Offset]
     first: str
+    held: int
+    sweeper: Sweeper | None
     kept: threading.Event = field(default_factory=threading.Event)
 
     def keep(self) -> None:
         """Let the folder outlive the launch."""
         self.kept.set()
+        with suppress(OSError):  # another rank of the node was first, or the disk is full
+            os.close(create(self.folder / KEPT))
 
     def remove(self) -> None:
         """Remove the folder, if this process made it and nobody wants it kept."""
         if self.made and not self.kept.is_set():
             shutil.rmtree(self.folder, ignore_errors=True)  # which follows no links
+        if self.sweeper is not None:
+            self.sweeper.dismiss()
+        os.close(self.held)
 
 
 def open_folders(session: Session, store: SignedStore) -> Folders:
@@ -77,7 +89,11 @@ def open_folders(session: Session, store: SignedStore) -> Folders:
     by_rank = {r: offsets.get(session.nodes.index(session.nodes[r]), Offset()) for r in sorted(remote)}
     local = tuple(r for r in range(ranks) if places[r] == places[rank]) if made else ()
     first = str(told[0][2]) if store.seal else f"{PREFIX}... in the temporary folder"
-    return Folders(folder, made, local, remote, leaders, by_rank if rank == 0 else {}, first)
+    # What came together on rank 0 is to be read from other nodes, should rank 0 be killed.
+    sweeper = Sweeper(str(folder)) if made and not (rank == 0 and leaders) else None
+    return Folders(
+        folder, made, local, remote, leaders, by_rank if rank == 0 else {}, first, hold(str(folder)), sweeper
+    )
 
 
 def _folder_of_node(session: Session, store: SignedStore) -> tuple[Path, bool]:
