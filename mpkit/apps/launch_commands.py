@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpkit.apps.watch import Program
-from mpkit.launch.external.secret import EXPORT
+from mpkit.launch.process.seal import EXPORT
 
 __all__ = ["LaunchPlan", "commands"]
 

@@ -28,11 +28,11 @@ from mpkit.errors import MpkitError
 from mpkit.launch.external.greeting import greet
 from mpkit.launch.external.mirror import MOST_PACKET, Mirror
 from mpkit.launch.external.results import Results
-from mpkit.launch.external.seal import Seal, sign_objects
 from mpkit.launch.external.secret import Secret, find_secret
 from mpkit.launch.external.signed_store import SignedStore
 from mpkit.launch.external.sweeper import KEPT, Sweeper, hold
 from mpkit.launch.process.folder import reserve
+from mpkit.launch.process.seal import Seal, sign_objects
 from mpkit.record.recorder import Recorder
 from mpkit.support.disk import write_whole
 from mpkit.trace import OP

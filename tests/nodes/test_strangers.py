@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,7 @@ def test_nothing_is_left_behind_when_ranks_are_killed(killed: list[int], tmp_pat
     job.wait_for_files(pids)
     assert list(tmp_path.glob("mpkit-run-*")) and not list(tmp_path.glob("mpkit-results-*"))
     for rank in killed:
-        job.started[rank].kill()
+        os.kill(int(pids[rank].read_text()), signal.SIGKILL)
     job.wait()
+    print(*job.outputs)
     wait_for(lambda: not list(tmp_path.glob("mpkit-*")))

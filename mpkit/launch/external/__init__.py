@@ -4,7 +4,6 @@ environment     which rank this process is, from the launcher's variables
 launched        refuses to start further ranks where a launcher has started them
 rendezvous      the store through which the processes find each other, and the interface they use
 secret          what tells these processes from strangers who reach the store
-seal            signatures made with it
 signed_store    a store in which every value is signed
 greeting        what each process tells the others of itself, and whether all have the same secret
 node_devices    which device each of them is on

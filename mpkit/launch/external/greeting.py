@@ -13,9 +13,9 @@ from typing import Any
 
 from mpkit.errors import MpkitError
 from mpkit.launch.external.environment import Place
-from mpkit.launch.external.seal import Seal
-from mpkit.launch.external.secret import EXPORT, Secret
+from mpkit.launch.external.secret import Secret
 from mpkit.launch.external.signed_store import SignedStore
+from mpkit.launch.process.seal import EXPORT, Seal
 from mpkit.support.caught import report
 
 __all__ = ["greet"]

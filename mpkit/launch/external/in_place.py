@@ -27,13 +27,13 @@ from mpkit.comm.current import left
 from mpkit.comm.release import free_kept
 from mpkit.launch.external.environment import Place
 from mpkit.launch.external.results import Results
-from mpkit.launch.external.seal import sign_objects
 from mpkit.launch.external.signed_store import SignedStore
 from mpkit.launch.process.folder import Settings
 from mpkit.launch.process.joined import join
 from mpkit.launch.process.leaving import own_process, refuse_exec
 from mpkit.launch.process.packing import dumps
 from mpkit.launch.process.rank import context_of, device_of, report
+from mpkit.launch.process.seal import sign_objects
 from mpkit.record.recorder import Recorder
 
 __all__ = ["note_termination", "run_rank"]

@@ -20,8 +20,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from mpkit.errors import MpkitError
 from mpkit.launch.external.environment import Place
-from mpkit.launch.external.seal import Seal
 from mpkit.launch.external.signed_store import SignedStore
+from mpkit.launch.process.seal import Seal
 
 __all__ = ["clone", "interface_to", "rendezvous", "use_interface_to", "wait_for"]
 

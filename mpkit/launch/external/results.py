@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from typing import IO, Any
 
-from mpkit.launch.external.seal import Seal
+from mpkit.launch.process.seal import Seal
 
 __all__ = ["Results"]
 

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpkit.launch.process.seal import EXPORT
 from mpkit.support.private import NO_LINK, create
 
-__all__ = ["EXPORT", "Secret", "find_secret"]
+__all__ = ["Secret", "find_secret"]
 
 FILE = "~/.config/mpkit/secret"
 SHORTEST = 16
-EXPORT = "export MPKIT_SECRET=$(python -c 'import secrets; print(secrets.token_hex())')"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from mpkit.launch.external.seal import Seal
+from mpkit.launch.process.seal import Seal
 
 __all__ = ["SignedStore"]
 

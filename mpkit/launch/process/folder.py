@@ -58,6 +58,7 @@ class Settings:
         environment: variables that have changed since the fork server was started; None for those that were removed.
         compares: compare each communication with its peers' calls.
         numbers: the devices' numbers, as torch counts: rank r is on numbers[r % len(numbers)]; [] is 0, 1, 2 and so on.
+        secret: what signs the objects that ranks send each other; under a launcher the session's does.
         port: a free port on the loopback interface, for a program that opens a store of its own.
     """
 
@@ -75,6 +76,7 @@ class Settings:
     compares: bool = True
     numbers: list[int] = field(default_factory=list)
     port: int = 0
+    secret: str = ""
 
     def dumps(self) -> bytes:
         """Return the bytes of settings.json."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -68,6 +69,7 @@ def here(
         compares=compares,
         numbers=list(numbers),
         port=_free_port(),
+        secret=secrets.token_hex(),
     )
 
 

@@ -40,6 +40,7 @@ from mpkit.launch.process.joined import as_torchrun, join
 from mpkit.launch.process.leaving import own_process, refuse_exec
 from mpkit.launch.process.memory_picture import is_out_of_memory, picture_of
 from mpkit.launch.process.output import Labelled
+from mpkit.launch.process.seal import Seal, sign_objects
 from mpkit.launch.process.stacks import answer_requests
 from mpkit.launch.process.store import store_of
 from mpkit.record.recorder import Recorder
@@ -157,6 +158,7 @@ def meet(rank: int, settings: Settings, folder: Path) -> Any:
         settings.backend, store=store, rank=rank, world_size=settings.ranks, timeout=timedelta(days=1)
     )
     join(rank, settings.ranks, settings.backend, store)
+    sign_objects(Seal(settings.secret.encode()))  # every user of the machine can connect to gloo's ports
     return store
 
 

@@ -20,10 +20,12 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from mpkit.errors import MpkitError
-from mpkit.launch.external.secret import EXPORT
 from mpkit.support.replaced import Replaced
 
-__all__ = ["Seal", "sign_objects"]
+__all__ = ["EXPORT", "Seal", "sign_objects"]
+
+EXPORT = "export MPKIT_SECRET=$(python -c 'import secrets; print(secrets.token_hex())')"
+"""A command that gives a launcher's processes a secret."""
 
 SIZE = hashlib.sha256().digest_size
 OBJECT = "an object of torch.distributed"
