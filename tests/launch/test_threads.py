@@ -17,6 +17,8 @@ from torch import nn
 
 import mpkit as mk
 from mpkit.prepare.dry_run.quiet import quiet
+from mpkit.prepare.model_hooks import check_no_global_hooks
+from mpkit.record.flops import count
 from tests.limits import EVENT
 
 
@@ -56,6 +58,24 @@ def test_the_second_thread_waits_and_what_others_print_is_shown(monkeypatch: pyt
     assert order == ["a", "b"] and shared() == before and sys.stdout is out
     print("shown too", file=stream)  # somebody has kept it
     assert out.getvalue() == "shown\nshown too\n"
+
+
+def test_hooks_of_another_threads_dry_run_reject_nothing() -> None:
+    """While FLOPs are counted, torch's tracker has hooks on all modules of the process."""
+    counting, asked = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            counting.set()
+            assert asked.wait(EVENT)
+            return 2 * x
+
+    thread = threading.Thread(target=count, args=(Waits(), torch.ones(1)))
+    thread.start()
+    assert counting.wait(EVENT)
+    asked.set()
+    check_no_global_hooks()
+    thread.join()
 
 
 @pytest.mark.soak
