@@ -1,5 +1,6 @@
 """What every test shares."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,8 @@ from torch import nn
 
 import mpkit as mk
 from mpkit.api.run import Run
+
+os.environ.setdefault("MPKIT_SECRET", "launches of tests write no secret into this home")
 
 # The same examples every time: what fails here fails there. No deadline: on two busy cores an example's time says
 # nothing. No shrinking: by launches it takes longer than a test may, and then the example is never shown.

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import mpkit as mk
 from mpkit.plan.plan import Plan
@@ -94,6 +95,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 2, "cut": [1.5]}, "by number from 1"),
     ({"pp": 2, "cut": {1}}, "cut is a list"),
     ({"pp": 2, "schedule": []}, "the schedule is empty"),
+    (
+        {"pp": 2, "schedule": lambda: []},
+        "no function of .p, m. that makes one .too many positional arguments",
+    ),
+    ({"pp": 2, "schedule": int}, "no function of .p, m. that makes one"),
+    ({"dp": 2**63}, r"dp=9223372036854775808\): that is more than any machine has.*at most 1,000,000"),
+    ({"microbatches": 10**30}, "microbatches is at most 1,000,000"),
+    ({"dp": 10**4, "tp": 10**3}, r"has 10,000,000 ranks.*at most 1,000,000"),
+    ({"dp": 2, "zero": torch.tensor([1, 2])}, "zero=1"),
     ({"pp": 4, "schedule": OWN}, r"2 rows and 2 micro-batches. Write Plan.from_schedule"),
 ]
 
@@ -135,6 +145,9 @@ def test_every_named_schedule_makes_a_plan() -> None:
         (lambda: mk.Plan.dp(4, dp=3), "no such option here"),
         (lambda: mk.Plan.zero(3), r"among how many ranks.*Plan.zero\(3, 4\)"),
         (lambda: mk.Plan.ddp(0), r"Plan.ddp\(replicas=4\)"),
+        (lambda: mk.Plan.zero(torch.tensor([1, 2])), r"among how many ranks.*Plan.zero\(3, 4\)"),
+        (lambda: mk.Plan(schedule=torch.tensor([1, 2])), r"Rank 0's row is tensor\(1\); it is text"),
+        (lambda: mk.Plan.from_schedule(torch.tensor(2.0)), "is no schedule. Give its rows"),
     ],
 )
 def test_named_constructors_say_what_is_wrong(make, says: str) -> None:

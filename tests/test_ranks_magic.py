@@ -101,6 +101,24 @@ def test_errors_say_where_in_the_cell_and_variables_stay(run: Run, shell: Intera
     )
 
 
+def test_all_that_a_cell_prints_is_shown_with_it(run: Run) -> None:
+    shown = run("%%ranks\nfor _ in range(300):\n    print('y' * 100_000)")
+    lines = shown.stdout.splitlines()
+    assert (
+        sum(line.endswith("(more than 10,000,000 bytes printed: the rest is left out)") for line in lines)
+        == 3
+    )
+    assert len(shown.stdout) > 3 * 10_000_000
+    assert run("%%ranks\npass").stdout == ""
+
+
+def test_a_forked_child_ends_with_the_cell(run: Run) -> None:
+    shown = run("%%ranks\nimport os\npid, child = os.getpid(), os.fork()\nos.getpid() == pid")
+    assert texts(shown) == ["[ranks 0-2] True"]
+    waited = run("%%ranks\nos.waitpid(child, 0)[1]")
+    assert texts(waited) == ["[ranks 0-2] 0"]
+
+
 def test_calls_that_will_not_match_are_told_of(run: Run, shell: InteractiveShell) -> None:
     before = run("%%ranks\nwork = comm.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None")
     assert "rank 0 has made" in before.stdout and "the next one will not match" in before.stdout

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpkit.apps.watch import Program
+from mpkit.launch.process.seal import EXPORT
 
 __all__ = ["LaunchPlan", "commands"]
 
@@ -108,6 +109,11 @@ def commands(plan: LaunchPlan) -> str:
     if plan.nodes > 1 and plan.address == ADDRESS:
         head += (
             f"\n# {ADDRESS} stands for the first node: put in its name, or mpkit launch --address node01 ..."
+        )
+    if plan.nodes > 1:
+        head += (
+            f"\n# If the nodes have homes of their own, the same secret on each: {EXPORT}\n"
+            "# (docs/many-machines.md says who else can reach a launch)"
         )
     return "\n\n".join([head, *parts])
 

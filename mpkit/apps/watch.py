@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mpkit.api.cluster import Cluster
-from mpkit.launch.external.environment import is_launched
+from mpkit.launch.external.environment import is_launched, within_cluster
+from mpkit.launch.process.leaving import finish
+from mpkit.support.replaced import Replaced
 
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
@@ -52,14 +55,38 @@ class Program:
         """
         sys.argv[:] = [self.name, *self.arguments]
         sys.path.insert(0, os.getcwd() if self.is_module else str(Path(self.name).resolve().parent))
+        replaced = _exit_by_exception()
         try:
             if self.is_module:
                 runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(self.name, run_name="__main__")
+        except _Ended:
+            return
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
+        finally:
+            replaced.restore()
+        if within_cluster():  # elsewhere the interpreter does it
+            finish()
+
+
+class _Ended(BaseException):
+    """The program has called os._exit(0)."""
+
+
+def _exit_by_exception() -> Replaced:
+    """Let os._exit(0) end the program in the main thread, as a success, and not the rank, for which its peers wait."""
+    replaced, real, own = Replaced(), os._exit, os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        if status or os.getpid() != own or threading.current_thread() is not threading.main_thread():
+            real(status)
+        raise _Ended
+
+    replaced.put(os, "_exit", leave)
+    return replaced
 
 
 def watch(

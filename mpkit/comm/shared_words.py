@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from mpkit.record.files import claim
+from mpkit.support.private import NO_LINK
 
 __all__ = ["SharedWords"]
 
@@ -42,7 +43,7 @@ class SharedWords:
             self._map(max(count, 2 * len(self.words)))
 
     def _map(self, count: int) -> None:
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             size = os.fstat(file).st_size

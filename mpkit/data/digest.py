@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mpkit.data.microbatch import Value, leaves
 from mpkit.support.disk import FULL, full_disk
+from mpkit.support.private import create
 
 __all__ = ["Taken", "data_digest", "read_taken", "sample_digests"]
 
@@ -113,7 +114,7 @@ class Taken:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
-        self._fd = os.open(_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._fd = create(_path(folder, rank), os.O_WRONLY | os.O_APPEND)
 
     def write(self, step: int, parts: list[tuple[Value, Value]]) -> None:
         """Record that step number `step` took these parts of its batch."""

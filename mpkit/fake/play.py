@@ -39,6 +39,7 @@ from mpkit.parallel.runtime.train import train
 from mpkit.plan.plan import Plan
 from mpkit.prepare.prepare import TrainJob, prepare
 from mpkit.record.counted import CountedRecorder, Counting
+from mpkit.support.process_wide import LOCK
 from mpkit.support.replaced import Replaced
 from mpkit.trace import RankTrace
 from mpkit.trace.files import read_rank
@@ -163,7 +164,7 @@ def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeTensorMode, sa
             job = job.with_model(_made(script.model_fn))
             comm = FakeCommunicator(Wire(rank, plan.ranks, recorder, device, "fake"), counting, said)
             # ---- count, train
-            with counting, _taken_for_real():
+            with counting, LOCK, _taken_for_real():
                 train(Context(rank, plan.ranks, device, comm, recorder), job)
         recorder.close("finished")
         return read_rank(Path(folder), rank)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from mpkit.errors import CommMismatch, RankFailed
+from mpkit.launch.hang.cells import in_cells
 from mpkit.launch.hang.unmatched import first_mismatch
 from mpkit.launch.out_of_memory import out_of_memory_text
-from mpkit.launch.process.cells import in_cells
 from mpkit.launch.process.folder import UNREPORTED, part, read_error
 from mpkit.support.disk import full_disk
 from mpkit.support.tracebacks import fold_stack, internals_shown
@@ -146,7 +146,7 @@ def _left(rank: int, status: int, trace: Trace) -> RankFailed:
     place, last = last_seen(trace.ranks[rank])
     return RankFailed(
         f"rank {rank} of {trace.world_size} left with exit code {status} before it had finished{_place(place)}. "
-        f"{last}. Something called os._exit; a function on a rank ends by returning.",
+        f"{last}. Something called os._exit (or exec, in C code); a function on a rank ends by returning.",
         rank=rank,
         **place,
     )

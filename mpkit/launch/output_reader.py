@@ -47,11 +47,10 @@ class OutputReader:
     def _printed(self, last: bool) -> Iterator[str]:
         """Yield what was printed through Python, joining pieces of a line printed since the last read."""
         unfinished: dict[tuple[int, int], list[str]] = {}
-        while new := self._log.read():
+        until = self._log.size  # of what is there by now, all is shown; more may be written all the time
+        while (last or self._log.place < until) and (new := self._log.read()):
             records, self._torn = _records(self._torn + new, whole=False)
             yield from _joined(records, unfinished)
-            if not last:
-                break
         if last:
             yield from _joined(_records(self._torn, whole=True)[0], unfinished)
         for (rank, _), pieces in unfinished.items():
@@ -63,15 +62,14 @@ class OutputReader:
         if file.place >= OUTPUT_LIMIT:
             file.empty()  # they may write forever, and must not fill the disk
             return
-        while new := file.read(OUTPUT_LIMIT - file.place):
+        until = file.size
+        while (last or file.place < until) and (new := file.read(OUTPUT_LIMIT - file.place)):
             whole, end, rest = new.rpartition(b"\n")
             if end:
                 text, self._lines[rank] = self._lines[rank] + whole, rest
                 yield from _labelled(rank, text.decode("utf-8", "replace"))
             else:
                 self._lines[rank] += rest
-            if not last:
-                break
         if last or file.place >= OUTPUT_LIMIT:
             text, self._lines[rank] = self._lines[rank], b""
             yield from _labelled(rank, text.decode("utf-8", "replace"))
@@ -84,6 +82,11 @@ class _Growing:
 
     def __init__(self, path: Path) -> None:
         self.path, self.place = path, 0
+
+    @property
+    def size(self) -> int:
+        """The number of bytes that are there."""
+        return self.path.stat().st_size if self.path.exists() else 0
 
     def read(self, most: int = CHUNK) -> bytes:
         """Return up to `most` bytes of what was appended since the last read."""

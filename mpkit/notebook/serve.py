@@ -14,6 +14,7 @@ from typing import Any
 
 from mpkit.launch.packing.packing import dumps
 from mpkit.launch.process.context import Context
+from mpkit.launch.process.leaving import own_process
 from mpkit.launch.process.output import Labelled
 from mpkit.notebook.cell import complete, run_cell
 from mpkit.notebook.exchange import Answer, Request, Requests, answer
@@ -77,7 +78,8 @@ def _cell(context: Context, request: Request, namespace: dict[str, Any]) -> Answ
     context.record.idle(False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return run_cell(request.text, request.name, namespace)
+        with own_process():
+            return run_cell(request.text, request.name, namespace)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         context.record.idle(True)

@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
 
-__all__ = ["call_of", "checked_cut", "checked_degree", "checked_recompute", "every", "real", "whole"]
+__all__ = [
+    "call_of",
+    "check_ranks",
+    "checked_cut",
+    "checked_degree",
+    "checked_recompute",
+    "every",
+    "real",
+    "whole",
+]
+
+MOST = 1_000_000
+"""Ranks, and also stages per rank and micro-batches."""
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -31,7 +43,25 @@ def checked_degree(plan: Plan, name: str) -> int:
         raise ValueError(
             f"Plan({name}={value!r}): {name} is a whole number, 1 or more, such as in {call_of(plan, good, bare=True)}"
         )
+    if number > MOST:
+        raise ValueError(
+            f"Plan({name}={value!r}): that is more than any machine has. {name} is at most {MOST:,}, such as in "
+            f"{call_of(plan, {name: 4}, bare=True)}"
+        )
     return number
+
+
+def check_ranks(plan: Plan) -> None:
+    """Check that the degrees make no more ranks than can be.
+
+    Raises:
+        ValueError: they make more than `MOST`.
+    """
+    if plan.ranks > MOST:
+        raise ValueError(
+            f"Plan(pp={plan.pp}, dp={plan.dp}, tp={plan.tp}, cp={plan.cp}) has {plan.ranks:,} ranks, more than any "
+            f"machine: at most {MOST:,}. Such as Plan(dp={min(plan.dp, 8)}, tp={min(plan.tp, 8)})"
+        )
 
 
 def checked_recompute(plan: Plan) -> str:

@@ -48,7 +48,7 @@ def zero(cls: type[Plan], stage: int, replicas: int | None = None, **options: An
     if replicas is None:
         raise ValueError(
             f"Plan.zero({stage}): among how many ranks? The stage comes first, then the number of replicas: "
-            f"Plan.zero({stage if stage in (1, 2, 3) else 3}, 4)"
+            f"Plan.zero({whole(stage) if whole(stage) in (1, 2, 3) else 3}, 4)"
         )
     asked("Plan.zero(stage=3, replicas=4)", replicas=replicas)
     if whole(stage) not in (1, 2, 3):

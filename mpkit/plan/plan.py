@@ -11,7 +11,7 @@ from fractions import Fraction
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mpkit.plan.checks import call_of, checked_cut, checked_degree, checked_recompute
+from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree, checked_recompute
 from mpkit.plan.constructors import NAMED_AS_FIELDS
 from mpkit.plan.data_checks import check_data_parallel, with_options
 from mpkit.plan.mesh import Mesh
@@ -99,6 +99,7 @@ class Plan:
         # Each check relies on those before it.
         for name in ("pp", "dp", "tp", "cp", "microbatches", "virtual_stages"):
             object.__setattr__(self, name, checked_degree(self, name))
+        check_ranks(self)
         object.__setattr__(self, "schedule", checked_schedule(self))
         object.__setattr__(self, "virtual_stages", checked_virtual_stages(self))
         object.__setattr__(self, "recompute", checked_recompute(self))

@@ -27,6 +27,7 @@ from mpkit.parallel.stage.stage import call
 from mpkit.plan.plan import Plan
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.prepare.dry_run.copying import copied
+from mpkit.support.process_wide import LOCK
 
 __all__ = ["check_hooks", "check_no_global_hooks", "check_state_hooks", "check_whole"]
 
@@ -48,14 +49,15 @@ def check_no_global_hooks() -> None:
         "register_module_full_backward_pre_hook": torch_modules._global_backward_pre_hooks,
         "register_module_full_backward_hook": torch_modules._global_backward_hooks,
     }
-    for kind, hooks in kinds.items():
-        for hook in hooks.values():
-            raise ValueError(
-                f"A hook on all modules ({hook_name(hook)}, by torch.nn.modules.module.{kind}) is set in this process, "
-                "and ranks are processes of their own, without it. What works: register it on the model's modules, "
-                f"for layer in model.modules(): layer.{kind.replace('_module_', '_')}(hook), and take this one away: "
-                "handle.remove()"
-            )
+    with LOCK:  # another thread that counts FLOPs has such hooks for a moment
+        found = [(kind, hook) for kind, hooks in kinds.items() for hook in hooks.values()]
+    for kind, hook in found:
+        raise ValueError(
+            f"A hook on all modules ({hook_name(hook)}, by torch.nn.modules.module.{kind}) is set in this process, "
+            "and ranks are processes of their own, without it. What works: register it on the model's modules, "
+            f"for layer in model.modules(): layer.{kind.replace('_module_', '_')}(hook), and take this one away: "
+            "handle.remove()"
+        )
 
 
 def check_hooks(model: nn.Module, inputs: Value, resolved: ResolvedPlan) -> list[Hook]:

@@ -11,6 +11,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from mpkit.models.nested import flatten
 from mpkit.plan.plan import Plan
 from mpkit.prepare.dry_run.copying import copied
+from mpkit.support.process_wide import LOCK
 
 __all__ = ["check_compiled", "check_repeatable", "ready_to_travel"]
 
@@ -78,7 +79,7 @@ def _weight_changes(module: nn.Module) -> bool:
         return True
     if not nn.utils.parametrize.is_parametrized(module):
         return False
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with LOCK, torch.random.fork_rng(devices=[]), torch.no_grad():
         module = copied(module)
         assert isinstance(module.parametrizations, nn.ModuleDict)
         before = [buffer.clone() for buffer in module.parametrizations.buffers()]

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mpkit.support.disk import name_full_disk
+from mpkit.support.private import create
 from mpkit.trace import HEADER, MAGIC
 
 __all__ = ["NameFile", "RecordFile", "claim", "warn_of_end"]
@@ -41,7 +42,7 @@ class RecordFile:
     def __init__(self, path: Path, part: str, size: int, capacity: int = 4096) -> None:
         self.path, self.size, self.capacity, self.count = path, size, capacity, 0
         self._closed = False
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._fd = create(path)
         bytes_ = HEADER.itemsize + size * capacity
         with name_full_disk(path.parent, bytes_):
             claim(self._fd, bytes_)
@@ -151,7 +152,7 @@ class NameFile(dict[str, int]):
         super().__init__()
         self._on_full = on_full
         self._length = self._crc = 0  # of what is written
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        self._fd = create(path, os.O_WRONLY | os.O_APPEND)
         self[""]
         os.register_at_fork(after_in_child=_Forget(self))
 

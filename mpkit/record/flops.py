@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.module_tracker import ModuleTracker
 
 from mpkit.record.operators import flops_of, moved_by, tensors_in
+from mpkit.support.process_wide import LOCK
 from mpkit.trace import Kind
 
 __all__ = ["Flops", "count"]
@@ -90,7 +91,7 @@ def count(target: Callable[..., Any], *inputs: Any) -> Flops:
     (60.0, 120.0)
     """
     try:
-        with _unseen(), warnings.catch_warnings():
+        with LOCK, _unseen(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself will show them
             return _count(target, inputs)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -52,6 +53,13 @@ def called(source: Any, p: int | None, m: int | None) -> tuple[Any, str]:
             f"The schedule {name} is a function, of p ranks and m micro-batches. How many are there? "
             f"Schedule({name}, p=4, m=8), or Plan(pp=4, microbatches=8, schedule={name})"
         )
+    try:
+        inspect.signature(source).bind(p, m)
+    except (TypeError, ValueError) as error:  # ValueError: a type of Python's own has no signature
+        raise ValueError(
+            f"schedule={source!r} is no schedule, and no function of (p, m) that makes one ({error}). A function takes "
+            "the number of ranks and of micro-batches; or name one: Plan(pp=4, microbatches=8, schedule='gpipe')"
+        ) from None
     return source(p, m), name
 
 
@@ -105,7 +113,7 @@ def _checked(stage_to_rank: tuple[int, ...], rows: tuple[tuple[Action, ...], ...
 def _lines(source: Any) -> list[Any]:
     if isinstance(source, str):
         return [line for line in source.splitlines() if line.strip()]
-    if isinstance(source, Iterable):
+    if _iterates(source):
         return list(source)
     raise ValueError(
         f"{source!r} is no schedule. Give its rows, one per rank, such as ['F0 F1 B0 B1', 'F0 B0 F1 B1'], a list of "
@@ -157,9 +165,18 @@ def _parsed(word: str, rank: int, only: int | None, stages: set[int]) -> Action:
     return Action.parse(word, only)
 
 
+def _iterates(row: Any) -> bool:
+    """Return whether it can be iterated over: a tensor without dimensions has `__iter__` too."""
+    try:
+        iter(row)
+    except TypeError:
+        return False
+    return True
+
+
 def _listed(row: Any, rank: int) -> Iterable[Action]:
     """Read a row that is a list: of Actions, of their spellings, or of (kind, stage, micro-batch)."""
-    if not isinstance(row, Iterable):
+    if not isinstance(row, list | tuple) and not _iterates(row):
         raise ValueError(
             f"Rank {rank}'s row is {row!r}; it is text, such as 'F0 B0', or a list of Actions, such as "
             f"[Action('F', {rank}, 0), Action('B', {rank}, 0)]"

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mpkit.support.private import create
+
 __all__ = ["FULL", "full_disk", "name_full_disk", "write_whole"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -65,7 +67,9 @@ def write_whole(path: Path, data: bytes) -> None:
     partial = path.with_name(path.name + ".partial")
     try:
         with name_full_disk(path.parent, len(data)):
-            partial.write_bytes(data)
+            partial.unlink(missing_ok=True)  # of a process that was killed, or a link
+            with os.fdopen(create(partial, os.O_WRONLY, 0o666), "wb") as file:
+                file.write(data)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

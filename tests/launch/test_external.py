@@ -21,7 +21,8 @@ from mpkit.errors import CommMismatch, Deadlock, MpkitError, RankFailed
 from mpkit.launch.external.clock_offset import answer_pings, measure_offset
 from mpkit.launch.external.collector import RemoteProcesses
 from mpkit.launch.external.environment import place_here
-from mpkit.launch.external.packets import WINDOW, Mirror, Sender
+from mpkit.launch.external.mirror import Mirror
+from mpkit.launch.external.packets import WINDOW, Sender
 from mpkit.launch.external.rendezvous import clone, interface_to, wait_for
 from mpkit.launch.external.verdict import Verdict
 from mpkit.launch.process.folder import read_error, reserve, write_error

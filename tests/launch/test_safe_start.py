@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import stat
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import mpkit as mk
 from mpkit.launch.process.store import store_of
@@ -58,6 +60,28 @@ def test_ranks_meet_in_a_private_folder_and_listen_on_loopback_only(cluster: mk.
     assert all(len(one) == 1 for one in listens), "gloo's own, and no store's"
     assert {address for one in listens for address in one} <= {"0100007F", "0000000000000000FFFF00000100007F"}
     assert stat.S_IMODE(os.stat(folders[0]).st_mode) == 0o700
+
+
+def test_an_object_that_no_rank_has_signed_is_not_unpickled(cluster: mk.Cluster, tmp_path: Path) -> None:
+    """Anybody on the machine can connect to gloo's ports; here rank 0 sends what such a stranger would."""
+
+    class Runs:
+        def __reduce__(self):  # type: ignore[no-untyped-def]
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    def work(ctx):  # type: ignore[no-untyped-def]
+        objects: list[object] = [None] * 4
+        dist.all_gather_object(objects, {"rank": ctx.rank, "function": work.__name__})
+        assert objects[3] == {"rank": 3, "function": "work"}
+        if ctx.rank == 0:
+            dist.distributed_c10d._pickler = pickle.Pickler
+        dist.broadcast_object_list([Runs()])
+
+    with pytest.raises(
+        mk.RankFailed, match=r"an object of torch.distributed: no process of this launch wrote this"
+    ):
+        cluster.run(work)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_key_is_waited_for(tmp_path: Path) -> None:

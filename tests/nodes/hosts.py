@@ -125,12 +125,17 @@ def torchrun(ranks: int, *command: str | Path) -> Job:
 
 def forked(ranks: int, script: Path, *args: str) -> Job:
     """Start ranks on this machine as torchrun would, by forks."""
+    return launched(ranks, script, {}, *args)[0]
+
+
+def launched(ranks: int, script: Path, environment: dict[str, object], *args: str) -> tuple[Job, int]:
+    """Do the same with further variables, and return the port of the store too."""
     port, store = _store("127.0.0.1", "")
     started = []
     for rank in range(ranks):
-        variables = _as_torchrun(rank, ranks, rank, ranks, 0, "127.0.0.1", port)
+        variables = _as_torchrun(rank, ranks, rank, ranks, 0, "127.0.0.1", port) | environment
         started.append(_fork(0, "", "", 0.0, variables, script, args))
-    return Job(started, store)
+    return Job(started, store), port
 
 
 def _as_torchrun(
@@ -183,6 +188,7 @@ def _rank(
     sys.stdout, sys.stderr = (os.fdopen(standard, "w", buffering=1, closefd=False) for standard in (1, 2))
     _enter(*where)
     os.environ.update({name: str(value) for name, value in variables.items()})
+    tempfile.tempdir = None  # asks TMPDIR anew
     torch.set_num_threads(1)
     sys.argv = [script, *args]
     try:

@@ -17,7 +17,7 @@ import numpy as np
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from mpkit.errors import RankFailed
-from mpkit.launch.external.packets import Mirror
+from mpkit.launch.external.mirror import Mirror
 from mpkit.launch.external.verdict import Verdict
 from mpkit.launch.failure import failure, lost
 from mpkit.launch.hang.hang import Patience
@@ -129,13 +129,14 @@ class Collector:
         beats = self._store.multi_get([f"beat{rank}" for rank in range(self._ranks)])
         for rank, text in enumerate(beats):
             beat = json.loads(text)
-            moved = beat["n"] != self._beats[rank]["n"]
+            moved = beat["n"] > self._beats[rank]["n"]
             self._heard[rank] = now if moved else self._heard[rank] + asleep
+            if not moved:
+                continue
             if rank in self._mirrors:
                 self._take(rank, beat["packets"])
-            if moved:
-                self._fresh.add(rank)
-                self._processes.cpu[rank] = tuple(beat["cpu"])
+            self._fresh.add(rank)
+            self._processes.cpu[rank] = tuple(beat["cpu"])
             self._beats[rank] = beat
 
     def _take(self, rank: int, until: int) -> None:

@@ -10,15 +10,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pickle
-import shutil
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, Any
 
 import torch.distributed as dist
@@ -28,12 +24,14 @@ from mpkit.errors import MpkitError
 from mpkit.launch.external.collector import LOST_SOON, Collector
 from mpkit.launch.external.in_place import ended_by_launcher, note_termination, run_rank
 from mpkit.launch.external.monitor import Monitor
-from mpkit.launch.external.rendezvous import clone
+from mpkit.launch.external.results import Results
 from mpkit.launch.external.run_folders import Folders, clocks_in_words, measure, open_folders
 from mpkit.launch.external.session import Session
 from mpkit.launch.external.verdict import Verdict
 from mpkit.launch.hang.hang import GRACE
-from mpkit.launch.process.folder import Settings, part, write_error
+from mpkit.launch.process.folder import Settings, read_error, write_error
+from mpkit.launch.process.rank import report
+from mpkit.support.disk import write_whole
 from mpkit.trace import Trace
 
 __all__ = ["ExternalLaunch"]
@@ -76,8 +74,8 @@ class ExternalLaunch:
         self._store = session.part("launch")
         self._folders = open_folders(session, self._store)
         self.folder, self.feeds = self._folders.folder, len(self._folders.local)
-        self._results = Path(tempfile.mkdtemp(prefix="mpkit-results-"))
-        self._remove = weakref.finalize(self, _remove, self._folders, self._results)
+        self._results = Results(session.seal)
+        self._remove = weakref.finalize(self, _free, self._folders, self._results)
         self._settings = dataclasses.replace(
             settings, ranks=session.ranks, backend=session.backend,
             compares=settings.compares and not self._folders.remote,  # through memory, which one machine has
@@ -96,11 +94,11 @@ class ExternalLaunch:
         if self.leads:
             offsets = {rank: offset.ns for rank, offset in self._folders.offsets.items()}
             collector = Collector(
-                clone(self._store), self.folder, session.names, offsets, timeout, grace, sink
+                self._store.clone(), self.folder, session.names, offsets, timeout, grace, sink
             )
         self._collector = collector
         self._monitor = Monitor(
-            clone(self._store), session.rank, session.names, self._folders, collector, timeout, self._remove
+            self._store.clone(), session.rank, session.names, self._folders, collector, timeout, self._remove
         )  # fmt: skip
         self._monitor.announce()
 
@@ -124,7 +122,9 @@ class ExternalLaunch:
                 self._interrupted()
                 raise
             except (Exception, SystemExit) as error:
-                raised = error  # it has been reported, and comes back with the verdict
+                raised = error  # comes back with the verdict
+                if read_error(self.folder, session.rank) is None:  # not raised by the rank's own code
+                    report(error, session.rank, self.folder, None)
             verdict = self._monitor.come_out(state)
             self.error = verdict.error
             if raised is not None and self.error is None:
@@ -152,7 +152,7 @@ class ExternalLaunch:
             return
         now, drifts = time.monotonic_ns(), {}
         for rank, offset in self._folders.offsets.items():
-            again = later[self._session.nodes.index(self._session.nodes[rank])]
+            again = later.get(self._session.nodes.index(self._session.nodes[rank]), offset)
             if abs(again.ns - offset.ns) > again.residual + offset.residual:
                 drifts[rank] = again.ns - offset.ns
         self._collector.drifts = {rank: (drift, self._clocked, now) for rank, drift in drifts.items()}
@@ -162,7 +162,7 @@ class ExternalLaunch:
         if self._folders.offsets:
             self.meta["clocks"] = clocks_in_words(self._session, self._folders.offsets, drifts)
         if self._folders.made:
-            (self.folder / "meta.json").write_text(json.dumps(self.meta))
+            write_whole(self.folder / "meta.json", json.dumps(self.meta).encode())
 
     def _finish(self) -> None:
         """End the launch in this process, once the others know the verdict too."""
@@ -253,17 +253,16 @@ class ExternalLaunch:
         if self.error is not None:
             raise self.error.with_traceback(None)
 
-    def results(self, load: Callable[[IO[bytes]], Any] = pickle.load) -> list[Any]:
+    def results(self, load: Callable[[IO[bytes]], Any] | None = None) -> list[Any]:
         """Return what the function returned, by rank, or raise the error of the launch."""
         self.raise_error()
         return [self.result(rank, load) for rank in range(self.ranks)]
 
-    def result(self, rank: int, load: Callable[[IO[bytes]], Any] = pickle.load) -> Any:
+    def result(self, rank: int, load: Callable[[IO[bytes]], Any] | None = None) -> Any:
         """Return what the function returned on one rank."""
-        with part(self._results, rank, "result").open("rb") as file:
-            return load(file)
+        return self._results.read(rank, load)
 
 
-def _remove(folders: Folders, results: Path) -> None:
+def _free(folders: Folders, results: Results) -> None:
     folders.remove()
-    shutil.rmtree(results, ignore_errors=True)
+    results.close()

@@ -21,58 +21,69 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from mpkit.comm.current import left
 from mpkit.comm.release import free_kept
 from mpkit.launch.external.environment import Place
+from mpkit.launch.external.results import Results
+from mpkit.launch.external.signed_store import SignedStore
 from mpkit.launch.packing.packing import dumps
-from mpkit.launch.process.folder import Settings, part
+from mpkit.launch.process.folder import Settings
 from mpkit.launch.process.joined import join
+from mpkit.launch.process.leaving import own_process, refuse_exec
 from mpkit.launch.process.payload import unpack
 from mpkit.launch.process.rank import context_of, device_of, report
+from mpkit.launch.process.seal import sign_objects
 from mpkit.record.recorder import Recorder
-from mpkit.support.disk import write_whole
 
 __all__ = ["note_termination", "run_rank"]
 
 
 def run_rank(
-    place: Place, settings: Settings, folder: Path, store: Store, payload: bytes, results: Path
+    place: Place, settings: Settings, folder: Path, store: SignedStore, payload: bytes, results: Results
 ) -> None:
-    """Run this process's rank, and write what every rank returned into this process's folder `results`.
+    """Run this process's rank, and write what every rank returned into `results`.
 
     Raises:
         BaseException: whatever the function raised; it has been reported into the folder.
     """
     recorder: Recorder | None = None
     with _unchanged_process():
+        no_exec = refuse_exec()
         try:
             device = device_of(place.local_rank, settings)
             recorder = Recorder(folder, place.rank, device, layers=settings.layers)
             with _group(place, settings, store):
                 context = context_of(place.rank, settings, device, recorder, settings.compares)
                 function, args = unpack(io.BytesIO(payload), enter=False)
-                result = dumps(function(context, *args))
+                with own_process():
+                    returned = function(context, *args)
+                result = store.seal.dumps(returned, dumps)
                 recorder.close("finished")
                 _share(place, settings, results, store, result)
         except BaseException as error:
             with suppress(OSError):  # the disk may be full; the error goes on here anyway
                 report(error, place.rank, folder, recorder)
             raise
+        finally:
+            no_exec.restore()
 
 
 @contextmanager
-def _group(place: Place, settings: Settings, store: Store) -> Iterator[None]:
+def _group(place: Place, settings: Settings, store: SignedStore) -> Iterator[None]:
     """Form the process group; afterwards free it and the groups of the mesh. After an error, everything stays."""
     own, hook = not dist.is_initialized(), sys.excepthook  # each init_process_group wraps the hook once more
     if own:
-        _form(place, settings, PrefixStore("group", store))
+        _form(place, settings, store.for_group("group", settings.backend))
     before = set(dist.distributed_c10d._world.pg_map)
-    joined = join(place.rank, place.world_size, settings.backend, PrefixStore("program", store))
+    again = store.for_group("program", settings.backend)
+    joined = join(place.rank, place.world_size, settings.backend, again)
+    signed = sign_objects(store.seal)
     try:
         yield
     finally:
+        signed.restore()
         joined.restore()
         if dist.is_initialized():
             left()
@@ -95,14 +106,14 @@ def _form(place: Place, settings: Settings, store: Store) -> None:
     )
 
 
-def _share(place: Place, settings: Settings, results: Path, store: Store, result: bytes) -> None:
+def _share(place: Place, settings: Settings, results: Results, store: SignedStore, result: bytes) -> None:
     """Write every rank's result."""
     if not dist.is_initialized():  # a program frees its groups at its end
-        _form(place, settings, PrefixStore("share", store))
+        _form(place, settings, store.for_group("share", settings.backend))
     everyone: list[Any] = [None] * place.world_size
     dist.all_gather_object(everyone, result)
-    for rank, each in enumerate(everyone):
-        write_whole(part(results, rank, "result"), each)
+    for each in everyone:
+        results.append(each)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from mpkit.errors import RankFailed
+from mpkit.errors import MpkitError, RankFailed
 from mpkit.launch.external.collector import BEAT, LOST_AFTER, LOST_SOON, Collector
 from mpkit.launch.external.packets import Sender
 from mpkit.launch.external.run_folders import Folders
@@ -137,6 +137,8 @@ class Monitor:
                     self._conclude(verdict)
                 else:
                     self._pause()
+        except MpkitError as error:  # something was not signed by this launch
+            self._conclude(Verdict(error))
         except Exception as error:  # whatever it is, the other ranks must not wait for this one forever
             silent = time.monotonic() - self._heard
             first = self._collector is None and silent > LOST_SOON / 2  # rank 0 was gone before the store was
@@ -170,9 +172,10 @@ class Monitor:
             return verdict
         control = json.loads(self._store.get("control"))
         now = time.monotonic()
-        if control["n"] != self._control["n"]:
-            self._heard = now
-        self._control = control
+        if control["n"] <= self._control["n"]:
+            control = self._control  # an older one is no sign of life
+        else:
+            self._heard, self._control = now, control
         self._answer(control["ask"])
         if control["verdict"] is not None:
             parts = [bytes(self._store.get(f"losses{i}")) for i in range(control["losses"])]
@@ -235,7 +238,9 @@ class Monitor:
     def _kept(self) -> str:
         """Keep this node's folder, and say how its trace and rank 0's can be read."""
         self._folders.keep()
-        gathered = f"What came together of all ranks is on rank 0's host: mk.Trace.load({str(self._folders.first)!r})"
+        gathered = (
+            f"What came together of all ranks is on rank 0's host: mk.Trace.load({self._folders.first!r})"
+        )
         if self._sender is None:  # rank 0 and this rank write into the same folder
             return f"{gathered}."
         own = f"mk.Trace.load({str(self._folders.folder)!r})"

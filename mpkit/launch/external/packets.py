@@ -1,7 +1,4 @@
-"""Packets: what a rank has recorded since its last packet, and the copy of its files that rank 0 makes from them.
-
-The copy has the same names and layout as the rank's own files, with times on rank 0's clock. So whatever reads the
-folder of a run (traces, the live view, the search for hangs) needs to know nothing of other machines.
+"""Packets: what a rank has recorded since its last packet. `mirror` makes a copy of the rank's files from them.
 
 A record may change after it was written: an op gets its end later. `Sender` compares the newest `WINDOW` records, and
 those older ones that were open, with what it has sent.
@@ -10,7 +7,6 @@ those older ones that were open, with what it has sent.
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from pathlib import Path
@@ -19,13 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.launch.process.folder import part, read_error, write_error
-from mpkit.support.disk import write_whole
+from mpkit.launch.process.folder import part, read_error
 from mpkit.trace import HEADER, MEMORY, OP
 from mpkit.trace.files import mapped
-from mpkit.trace.records import MAGIC, VALUE
+from mpkit.trace.records import VALUE
 
-__all__ = ["Mirror", "Sender"]
+__all__ = ["GROWING", "MOST_OPS", "WINDOW", "Sender", "records"]
 
 WINDOW = 20_000
 """The newest ops whose changes are sent."""
@@ -65,7 +60,7 @@ class Sender:
         The first rank of a node removes its folder when it has heard the verdict, which another may still wait for.
         """
         # The order matters: ops are read first, so that the names they refer to are there.
-        rows, head = _records(part(self._folder, self._rank, "ops"), OP.itemsize)
+        rows, head = records(part(self._folder, self._rank, "ops"), OP.itemsize)
         if len(rows) < self._count:
             return None
         grown = {name: self._grown(name) for name in GROWING}
@@ -105,7 +100,7 @@ class Sender:
 
     def _grown(self, name: str) -> Array:
         """Return the records that were added to a file whose records never change."""
-        rows, _ = _records(part(self._folder, self._rank, name), GROWING[name].itemsize)
+        rows, _ = records(part(self._folder, self._rank, name), GROWING[name].itemsize)
         first = self._sent_of[name]
         new = np.array(rows[first : first + MOST_OPS])
         self._sent_of[name] += len(new)
@@ -133,94 +128,7 @@ class Sender:
         return text
 
 
-class Mirror:
-    """Writes a copy of another rank's files, packet by packet.
-
-    Args:
-        folder: the folder of the copy.
-        rank: the rank.
-        offset: ns to add to the rank's times.
-    """
-
-    def __init__(self, folder: Path, rank: int, offset: int) -> None:
-        self._folder, self._rank, self._offset = folder, rank, offset
-        flags = os.O_RDWR | os.O_CREAT
-        self._files = {
-            name: os.open(part(folder, rank, name), flags, 0o600) for name in ("ops", "mem", "names", "taken")
-        }
-        self._ends = {"names": 0, "taken": 0}
-        self._written_of = dict.fromkeys(GROWING, 0)
-
-    def take(self, packet: bytes) -> None:
-        """Write what a packet says."""
-        body, parts, place = zlib.decompress(packet), [], 0
-        while place < len(body):
-            (size,) = struct.unpack_from("<q", body, place)
-            parts.append(body[place + 8 : place + 8 + size])
-            place += 8 + size
-        fields, which, rows, *news = parts
-        texts = news[len(GROWING) :]
-        told = json.loads(fields)
-        for name, text in zip(self._ends, texts, strict=True):
-            os.pwrite(self._files[name], text, self._ends[name])
-            self._ends[name] += len(text)
-        if told["axes"]:
-            write_whole(part(self._folder, self._rank, "axes"), told["axes"].encode())
-        for name, new in zip(GROWING, news, strict=False):
-            self._write_grown(name, new, told)
-        self._write_ops(np.frombuffer(which, np.int64), np.frombuffer(rows, OP).copy(), told)
-        if told["error"] is not None:
-            told["error"]["time"] += self._offset
-            write_error(self._folder, self._rank, told["error"])
-
-    def _write_grown(self, name: str, new: bytes, told: dict[str, Any]) -> None:
-        rows = np.frombuffer(new, GROWING[name]).copy()
-        if name not in self._files:
-            if not len(rows):
-                return  # a rank that logs nothing has no such file
-            path = part(self._folder, self._rank, name)
-            self._files[name] = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        rows["time"] += self._offset
-        place = HEADER.itemsize + self._written_of[name] * rows.itemsize
-        os.pwrite(self._files[name], rows.tobytes(), place)
-        self._written_of[name] = told[name]
-        _head(self._files[name], name, told[name], told["state"])
-
-    def _write_ops(self, which: Array, rows: Array, told: dict[str, Any]) -> None:
-        rows["start"] += self._offset
-        rows["end"][rows["end"] > 0] += self._offset
-        breaks = np.flatnonzero(np.diff(which) != 1) + 1
-        for numbers, ops in zip(np.split(which, breaks), np.split(rows, breaks), strict=True):
-            if len(numbers):
-                place = HEADER.itemsize + int(numbers[0]) * OP.itemsize
-                os.pwrite(self._files["ops"], ops.tobytes(), place)
-        _head(self._files["ops"], "ops", told["ops"], told["state"])  # last: it counts complete records
-
-    def correct(self, drift: int, since: int, until: int) -> None:
-        """Spread `drift` ns evenly over the times from `since` to `until`: clocks of two nodes differ in speed."""
-        for name, dtype, columns in (
-            ("ops", OP, ("start", "end")),
-            ("mem", MEMORY, ("time",)),
-            ("log", VALUE, ("time",)),
-        ):
-            if name not in self._files:
-                continue
-            raw, _ = _records(part(self._folder, self._rank, name), dtype.itemsize)
-            rows = np.ascontiguousarray(raw).view(dtype).reshape(-1).copy()
-            for column in columns:
-                there = rows[column] > 0
-                elapsed = rows[column][there] - since
-                rows[column][there] += (drift * (elapsed / max(1, until - since))).astype(np.int64)
-            os.pwrite(self._files[name], rows.tobytes(), HEADER.itemsize)
-
-    def close(self) -> None:
-        """Close the files of the copy."""
-        for file in self._files.values():
-            os.close(file)
-        self._files = {}
-
-
-def _records(path: Path, size: int) -> tuple[Array, int]:
+def records(path: Path, size: int) -> tuple[Array, int]:
     """Return the complete records of a file as rows of bytes, and its state."""
     data = mapped(path)
     if len(data) < HEADER.itemsize:
@@ -234,9 +142,3 @@ def _records(path: Path, size: int) -> tuple[Array, int]:
 def _ends(rows: Array) -> Array:
     ends: Array = np.ascontiguousarray(rows).view(OP)["end"].reshape(-1)
     return ends
-
-
-def _head(file: int, what: str, count: int, state: int) -> None:
-    head = np.zeros(1, HEADER)
-    head["magic"], head["count"], head["state"] = MAGIC[what], count, state
-    os.pwrite(file, head.tobytes(), 0)

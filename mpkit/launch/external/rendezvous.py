@@ -20,6 +20,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from mpkit.errors import MpkitError
 from mpkit.launch.external.environment import Place
+from mpkit.launch.external.signed_store import SignedStore
+from mpkit.launch.process.seal import Seal
 
 __all__ = ["clone", "interface_to", "rendezvous", "use_interface_to", "wait_for"]
 
@@ -30,8 +32,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
 """Seconds between two looks for somebody's key."""
 
 
-def rendezvous(place: Place) -> Store:
-    """Return a store that all processes of the launcher share, with a connection of its own.
+def rendezvous(place: Place) -> SignedStore:
+    """Return a store that all processes of the launcher share, with a connection of its own, unsigned as yet.
 
     Each call returns a new part of the store, the same on all processes for their first call, second call, and so on.
 
@@ -44,7 +46,7 @@ def rendezvous(place: Place) -> Store:
         store = _connect(place)
     ours = PrefixStore(f"mpkit/{place.attempt}", store)
     number = ours.add(f"clusters{place.rank}", 1)
-    return PrefixStore(f"mpkit/{place.attempt}/{number}", store)
+    return SignedStore(store, Seal(None), f"mpkit/{place.attempt}/{number}")
 
 
 def clone(store: Store) -> Store:

@@ -12,13 +12,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from mpkit.devices.local.choose import Chosen
 from mpkit.errors import MpkitError
 from mpkit.launch.external.environment import Place, place_here
+from mpkit.launch.external.greeting import greet
 from mpkit.launch.external.node_devices import all_alone, check_named, tell
-from mpkit.launch.external.rendezvous import clone, rendezvous, use_interface_to, wait_for
+from mpkit.launch.external.rendezvous import rendezvous, use_interface_to, wait_for
+from mpkit.launch.external.secret import find_secret
+from mpkit.launch.external.signed_store import SignedStore
 
 __all__ = ["Session"]
 
@@ -37,6 +40,8 @@ class Session:
         names: the ranks in words, for messages.
         devices: by rank, its device in words (`mpkit.devices.local.table.Row`); [] on CPUs.
         backend: the backend that suits all processes; that of the process group if there is one already.
+        store: the store; values that no process of this launch has signed are not believed.
+        seal: signs them.
         broken: whether a launch has failed: its ranks may wait in its collectives still.
 
     Raises:
@@ -48,10 +53,10 @@ class Session:
     def __init__(self, chosen: Chosen) -> None:
         self.place: Place = place_here()
         use_interface_to(self.place.address)
-        self.store: Store = rendezvous(self.place)
+        self.store = rendezvous(self.place)
         self.broken = False
         self._counts: Counter[str] = Counter()
-        rank, ranks = self.place.rank, self.place.world_size
+        ranks = self.place.world_size
         self.names = [f"rank {each}" for each in range(ranks)]
         atexit.register(self._leave)
         hello = {
@@ -60,8 +65,10 @@ class Session:
             **tell(chosen, self.place.local_rank),
             "versions": [platform.python_version(), torch.__version__],
         }
-        self.store.set(f"hello{rank}", json.dumps(hello))
-        told = [json.loads(text) for text in self.wait(self.store, "hello")]
+        told, self.seal = greet(
+            self.store, self.place, find_secret(), hello, lambda: self.wait(self.store, "hello")
+        )
+        self.store = self.store.signed_by(self.seal)
         self.hosts: list[str] = [each["host"] for each in told]
         self.nodes: list[str] = [each["node"] for each in told]
         many = len(set(self.nodes)) > 1
@@ -92,10 +99,10 @@ class Session:
         """Whether this is the first rank of its node."""
         return self.nodes.index(self.place.node) == self.rank
 
-    def part(self, what: str) -> Store:
+    def part(self, what: str) -> SignedStore:
         """Return a new part of the store, with a connection of its own: the same on all processes at the n-th call."""
         self._counts[what] += 1
-        return PrefixStore(f"{what}{self._counts[what]}", clone(self.store))
+        return self.store.clone().part(f"{what}{self._counts[what]}")
 
     def wait(self, store: Store, name: str) -> list[bytes]:
         """Wait until every process has written its key, such as "ready3", and return what they wrote, by rank.

@@ -39,7 +39,8 @@ def ask_stacks(
     for by_signal in (False, True):
         missing = [rank for rank in ranks if not stacks[rank] and rank not in stopped]
         for rank in missing:
-            if by_signal and processes.runs(rank):
+            # Without the pipe a rank has no handler yet, and the signal would end it.
+            if by_signal and processes.runs(rank) and part(folder, rank, "ask").exists():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(processes.pids[rank], signal.SIGUSR1)
             else:

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from mpkit.launch.hang.cells import in_cells
 from mpkit.launch.hang.progress import FINISHED, Sight
 from mpkit.launch.hang.unmatched import missing, never, waited_for
 from mpkit.launch.hang.waiting import stopped_words
 from mpkit.launch.hang.why import reasons
-from mpkit.launch.process.cells import in_cells
 from mpkit.support.tracebacks import fold_stack
 from mpkit.trace import Kind, RankTrace, Trace
 
@@ -43,7 +43,7 @@ class Patience:
     """Decides when to give up.
 
     Args:
-        timeout: seconds without progress of any rank, whatever the ranks do; None: seconds in which no rank runs
+        timeout: seconds without progress of any rank once all have started, whatever they do; None: in which none runs
             either: `grace` beyond the slowest op if all wait or are stopped, else `LIMIT`.
         grace: seconds; halved if a rank has not reached the call that another one waits for, and replaced by
             `CERTAIN` if it can never reach it.
@@ -88,9 +88,12 @@ class Patience:
         self._idle += 0.0 if running else since_last
         if trace is not None:
             self._needed = self._seconds(trace)
-        if self.timeout is not None and self.still > self.timeout:
+        limit = (
+            self.timeout if all(sight.started for sight in sights) else None
+        )  # not for how long ranks start
+        if limit is not None and self.still > limit:
             return True
-        limit = LIMIT if self.timeout is None else self.timeout
+        limit = LIMIT if limit is None else limit
         return self._idle > (limit if self._needed is None else self._needed)
 
     def has_seen(self, sights: tuple[Sight, ...]) -> bool:

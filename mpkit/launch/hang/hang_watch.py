@@ -16,7 +16,7 @@ from typing import Protocol
 from mpkit.errors import CommMismatch, Deadlock
 from mpkit.launch.hang.ask_stacks import ask_stacks
 from mpkit.launch.hang.hang import LIMIT, Patience, explain
-from mpkit.launch.hang.progress import FINISHED, Watch
+from mpkit.launch.hang.progress import FINISHED, Sight, Watch
 from mpkit.launch.hang.unmatched import first_mismatch
 from mpkit.launch.hang.waiting import IDLE, NOTICE_AFTER, Waiting, ranks_spelt, stopped_words
 from mpkit.launch.process.rank_processes import RankProcesses
@@ -85,10 +85,12 @@ class HangWatch:
         if not others:
             self.waiting_for = None
         elif self.waiting_for is None:
-            self._notice(launch, waiting, others)
+            self._notice(launch, waiting, others, sights)
         return False
 
-    def _notice(self, launch: Watched, waiting: list[int], others: list[int]) -> None:
+    def _notice(
+        self, launch: Watched, waiting: list[int], others: list[int], sights: Sequence[Sight]
+    ) -> None:
         stacks = self._ask(others, launch.goes_on)
         if stacks is None:
             return
@@ -98,10 +100,9 @@ class HangWatch:
             share = self._waiting.cpu_share(rank, self._processes.pids)
             busy = "" if share is None else ", using CPU time" if share >= IDLE else ", using no CPU time"
             place = place_of(stacks[rank])
+            where = f"at {place}" if place else "in C code" if sights[rank].started else "starting"
             places.append(
-                stopped_words(rank, stopped[rank])
-                if rank in stopped
-                else f"rank {rank} {f'is at {place}' if place else 'is in C code'}{busy}"
+                stopped_words(rank, stopped[rank]) if rank in stopped else f"rank {rank} is {where}{busy}"
             )
         more = [f"{len(others) - SAID_RANKS} more"] * (len(others) > SAID_RANKS)
         for_whom = f"for {ranks_spelt(others)}" if waiting != others else "and none uses CPU time"

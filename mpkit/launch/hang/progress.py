@@ -27,12 +27,14 @@ class Sight:
         state: 0 running, 1 finished, 2 failed.
         waiting: the newest op is a WAIT that has not ended.
         end: the end of the newest op; `count` or `end` changes whenever the rank makes progress.
+        started: the rank has met the others and records; before, it is starting, however long that takes.
     """
 
     count: int = 0
     state: int = 0
     waiting: bool = False
     end: int = 0
+    started: bool = True
 
 
 class Watch:
@@ -55,7 +57,7 @@ class Watch:
         """Return the present state of one rank."""
         data = self._map(rank)
         if data is None or len(data) < HEADER.itemsize:
-            return Sight()
+            return Sight(started=False)
         head = np.frombuffer(data, HEADER, 1)[0]
         count = int(head["count"])
         if count == 0:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mpkit.errors import CommMismatch
-from mpkit.launch.process.cells import in_cells
+from mpkit.launch.hang.cells import in_cells
 from mpkit.trace import Kind, RankTrace, Trace
 from mpkit.trace.mismatch import Issued, find_issued, fits, why_not
 

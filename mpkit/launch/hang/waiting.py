@@ -56,6 +56,9 @@ class Waiting:
         if not pids or any(now - self._since[rank][1] <= self.after for rank in going):
             return [], []
         idle = [rank for rank in going if (self.cpu_share(rank, pids) or 0.0) < IDLE]
+        starting = [rank for rank in going if not sights[rank].started]
+        if starting and idle:
+            return ([rank for rank in idle if sights[rank].started] or starting, starting)
         return (idle, [r for r in going if r not in idle] or idle) if idle else ([], [])
 
     def cpu_share(self, rank: int, pids: Sequence[int]) -> float | None:

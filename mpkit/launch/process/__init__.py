@@ -8,6 +8,8 @@ store                 where ranks find each other: a file that only they share
 payload               the user's function and arguments, by value
 rank                  the rank's half of a launch
 context               the first argument of a function on a rank
+seal                  signatures on what ranks tell each other over sockets
+leaving               how a program ends on a rank
 output                what a rank prints
 stacks, vitals        where a rank is, and what the system reports about its process
 """

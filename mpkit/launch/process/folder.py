@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpkit.support.private import NO_LINK, create
+
 MAGIC = b"\xff\xfe\xff\xfd"
 """The bytes at the beginning of an output record. No UTF-8 text contains them, so torn records can be found."""
 
@@ -56,6 +58,7 @@ class Settings:
         environment: variables that have changed since the fork server was started; None for those that were removed.
         compares: compare each communication with its peers' calls.
         numbers: the devices' numbers, as torch counts: rank r is on numbers[r % len(numbers)]; [] is 0, 1, 2 and so on.
+        secret: what signs the objects that ranks send each other; under a launcher the session's does.
         port: a free port on the loopback interface, for a program that opens a store of its own.
     """
 
@@ -73,6 +76,7 @@ class Settings:
     compares: bool = True
     numbers: list[int] = field(default_factory=list)
     port: int = 0
+    secret: str = ""
 
     def dumps(self) -> bytes:
         """Return the bytes of settings.json."""
@@ -93,7 +97,7 @@ def reserve(folder: Path, ranks: int) -> None:
     """Reserve the disk space of `RESERVED`. The launching process calls this before it starts ranks."""
     for rank in range(ranks):
         for what, size in RESERVED.items():
-            with part(folder, rank, what).open("wb") as file:
+            with os.fdopen(create(part(folder, rank, what)), "wb") as file:
                 try:
                     os.posix_fallocate(file.fileno(), 0, size)
                 except AttributeError:  # macOS does not have this call
@@ -140,7 +144,7 @@ def read_note(folder: Path, rank: int) -> str:
 
 def _overwrite(path: Path, text: str) -> None:
     """Overwrite a file, which takes no new disk space as long as the text fits."""
-    file = os.open(path, os.O_WRONLY)
+    file = os.open(path, os.O_WRONLY | NO_LINK)
     try:
         data, place = text.encode("utf-8", "replace"), 0
         while place < len(data):

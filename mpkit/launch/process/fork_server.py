@@ -280,6 +280,9 @@ def main(*options: str) -> None:
     """
     fork = "--spawn" not in options
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(
+        signal.SIGUSR1, signal.SIG_IGN
+    )  # in ranks too, until they have a handler: mpkit.launch.process.stacks
     # Events are written to a private copy of standard output, so that nothing printed by an import mixes with them.
     out = os.dup(1)
     os.dup2(2, 1)

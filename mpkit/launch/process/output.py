@@ -7,10 +7,12 @@ processes) goes to one file per rank, since it carries no label. `mpkit.launch.o
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from mpkit.launch.process.folder import MAGIC, OUTPUT, OUTPUT_LIMIT
 
@@ -23,6 +25,35 @@ UNFINISHED_LIMIT = 1_000_000
 def cut_note() -> str:
     """Return the text that replaces output beyond the limit."""
     return f"(more than {OUTPUT_LIMIT:,} bytes printed: the rest is left out)"
+
+
+class _Bytes(io.BufferedIOBase):
+    """A rank's sys.stdout.buffer: bytes are shown as the UTF-8 text that they are, or nearly are."""
+
+    def __init__(self, text: Labelled) -> None:
+        self._text = text
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def writable(self) -> bool:
+        """Return True: bytes can be written."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the text's descriptor."""
+        return self._text.fileno()
+
+    def write(self, data: Any) -> int:
+        """Write what is a complete character by now."""
+        self._text.write(self._decoder.decode(memoryview(data)))
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Send all text."""
+        self._text.flush()
+
+    def close(self) -> None:
+        """Send all text, and stay open: a TextIOWrapper that is dropped closes what it wraps."""
+        self.flush()
 
 
 class Labelled(io.TextIOBase):
@@ -46,6 +77,20 @@ class Labelled(io.TextIOBase):
         self._size = 0
         self._written = 0
         self._unfinished = False  # the text sent last had no line end
+        self._bytes = _Bytes(self)
+
+    @property
+    def buffer(self) -> _Bytes:
+        """The same output for bytes."""
+        return self._bytes
+
+    def fileno(self) -> int:
+        """Return the descriptor that child processes and C++ code write to, which goes to a file of its own."""
+        return self._stream
+
+    def reconfigure(self, **settings: object) -> None:
+        """Send what there is; a program's settings of lines and encodings change nothing."""
+        self.flush()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

@@ -6,6 +6,7 @@ import io
 import linecache
 import os
 import pickle
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -97,6 +98,7 @@ def here(
         compares=compares,
         numbers=list(numbers),
         port=_free_port(),
+        secret=secrets.token_hex(),
     )
 
 

@@ -8,6 +8,7 @@ leave      wait until all ranks have finished, so that no peer sees its connecti
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -36,13 +37,16 @@ from mpkit.errors import CommMismatch
 from mpkit.launch.process.context import Context
 from mpkit.launch.process.folder import UNREPORTED, Settings, part, write_error, write_note
 from mpkit.launch.process.joined import as_torchrun, join
+from mpkit.launch.process.leaving import own_process, refuse_exec
 from mpkit.launch.process.memory_picture import is_out_of_memory, picture_of
 from mpkit.launch.process.output import Labelled
+from mpkit.launch.process.seal import Seal, sign_objects
 from mpkit.launch.process.stacks import answer_requests
 from mpkit.launch.process.store import store_of
 from mpkit.record.recorder import Recorder
 from mpkit.support.caught import one_line
 from mpkit.support.disk import FULL, full_disk, write_whole
+from mpkit.support.private import NO_LINK, create
 from mpkit.support.tracebacks import fold_chain
 
 __all__ = ["context_of", "device_of", "main", "report", "spawned"]
@@ -55,8 +59,10 @@ def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -
     try:
         settings = detach(rank, group, place, parent)
         device = device_of(rank, settings)
-        recorder = Recorder(place, rank, device, layers=settings.layers)
         store = meet(rank, settings, place)
+        recorder = Recorder(
+            place, rank, device, layers=settings.layers
+        )  # whose files say that it has started
         context = context_of(rank, settings, device, recorder, settings.compares)
         work(context, place)
         recorder.close("finished")
@@ -93,10 +99,10 @@ def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
 
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    std = os.open(part(folder, rank, "std"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    std = create(part(folder, rank, "std"), os.O_WRONLY | os.O_APPEND)
     os.dup2(std, 1)
     os.dup2(std, 2)
-    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o600)
 
     def say_where_output_ends(error: OSError) -> None:
         reason = full_disk(error, folder) if error.errno in FULL else error
@@ -106,6 +112,8 @@ def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
     stack = answer_requests(folder, rank)
     faulthandler.enable(file=stack)  # shows where Python was when C++ code aborted, in any thread
 
+    refuse_exec()
+    atexit._clear()  # the fork server's; a program's own are called at its end (`leaving`)
     for name, value in settings.environment.items():
         if value is None:
             os.environ.pop(name, None)
@@ -151,6 +159,7 @@ def meet(rank: int, settings: Settings, folder: Path) -> Any:
         settings.backend, store=store, rank=rank, world_size=settings.ranks, timeout=timedelta(days=1)
     )
     join(rank, settings.ranks, settings.backend, store)
+    sign_objects(Seal(settings.secret.encode()))  # every user of the machine can connect to gloo's ports
     return store
 
 
@@ -171,7 +180,8 @@ def work(context: Context, folder: Path) -> None:
 
     with (folder / "payload.pkl").open("rb") as file:
         function, args = unpack(file, enter=True)
-    result = function(context, *args)
+    with own_process():
+        result = function(context, *args)
     sys.stdout.flush()
     sys.stderr.flush()
     from mpkit.launch.packing.packing import dumps

@@ -18,6 +18,7 @@ import threading
 from pathlib import Path
 
 from mpkit.launch.process.folder import part
+from mpkit.support.private import create
 from mpkit.support.tracebacks import fold_stack
 
 __all__ = ["answer_requests", "place_of", "read_stack", "request_stack", "stack_of"]
@@ -31,11 +32,11 @@ def answer_requests(folder: Path, rank: int) -> int:
 
     The main thread calls this before any other thread is started.
     """
-    stack = os.open(part(folder, rank, "stack"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.mkfifo(part(folder, rank, "ask"), 0o600)
-    asked = os.open(part(folder, rank, "ask"), os.O_RDWR)  # both ways, so that it never ends
+    stack = create(part(folder, rank, "stack"), os.O_WRONLY | os.O_APPEND)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    os.mkfifo(part(folder, rank, "ask"), 0o600)  # says that the handler is there
+    asked = os.open(part(folder, rank, "ask"), os.O_RDWR)  # both ways, so that it never ends
     args = asked, stack, threading.get_ident()
     threading.Thread(target=_answer, args=args, name="mpkit-stacks", daemon=True).start()
     return stack

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import random
 import warnings
@@ -14,6 +13,7 @@ import torch
 
 from mpkit.errors import UnwisePlan
 from mpkit.support.caught import report
+from mpkit.support.process_wide import LOCK, silent
 
 __all__ = ["quiet"]
 
@@ -22,23 +22,24 @@ __all__ = ["quiet"]
 def quiet() -> Iterator[None]:
     """Suppress printing, logging and warnings inside the context, and restore all random states afterwards.
 
+    One thread at a time: others that train wait, and what they print meanwhile is shown.
+
     What mpkit itself reports there (`UnwisePlan`) is shown afterwards, unless the context ends with an exception.
     """
-    states = random.getstate(), np.random.get_state()
-    logged = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # fake tensors log every refusal, with a traceback from inside torch
-    with (
-        torch.random.fork_rng(devices=[]),
-        warnings.catch_warnings(record=True) as caught,
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", UnwisePlan)
-        try:
-            yield
-        finally:
-            logging.disable(logged)
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+    with LOCK:
+        states = random.getstate(), np.random.get_state()
+        logged = logging.root.manager.disable
+        logging.disable(
+            logging.CRITICAL
+        )  # fake tensors log every refusal, with a traceback from inside torch
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(record=True) as caught, silent():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", UnwisePlan)
+            try:
+                yield
+            finally:
+                logging.disable(logged)
+                random.setstate(states[0])
+                np.random.set_state(states[1])
     for message in dict.fromkeys(str(each.message) for each in caught if each.category is UnwisePlan):
         report(message)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
+from mpkit.support.process_wide import LOCK
+
 __all__ = ["on_threads"]
 
 
@@ -23,13 +25,14 @@ def on_threads(number: int) -> Iterator[None]:
     ...     torch.get_num_threads()
     1
     """
-    before = torch.get_num_threads()
-    number = max(1, min(number, before))
-    if number == before:
-        yield
-        return
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    with LOCK:
+        before = torch.get_num_threads()
+        number = max(1, min(number, before))
+        if number == before:
+            yield
+            return
+        torch.set_num_threads(number)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

@@ -1,0 +1,55 @@
+"""What the whole process shares and mpkit changes for a moment: one thread at a time, and output of one thread only.
+
+Random states, warnings' filters, torch's threads and sys.stdout belong to the process. Two threads that each change and
+restore them would restore what the other has changed, for good. So whoever does that holds `LOCK`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["LOCK", "silent"]
+
+LOCK = threading.RLock()
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Drop what this thread, and threads that it starts, print inside the context; others print as before."""
+    before = sys.stdout
+    filtered = sys.stdout = _Filtered(before)
+    try:
+        yield
+    finally:
+        filtered.end()
+        if sys.stdout is filtered:
+            sys.stdout = before
+
+
+class _Filtered:
+    """A stream as it was for the threads that ran when this was made, but for the one that made it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._loud: set[int | None] | None = {each.ident for each in threading.enumerate()}
+        self._loud.discard(threading.get_ident())
+
+    def end(self) -> None:
+        """Let everything through: somebody may have kept this stream."""
+        self._loud = None
+
+    def write(self, text: str) -> int:
+        if self._loud is None or threading.get_ident() in self._loud:
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

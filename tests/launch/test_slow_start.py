@@ -1,0 +1,85 @@
+"""Ranks that take long to start, on a busy machine or since each imports torch: they are starting, and not hung."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpkit as mk
+from mpkit.launch.hang import ask_stacks, hang_watch, waiting
+from mpkit.launch.hang.hang import LIMIT, Patience
+from mpkit.launch.hang.progress import Sight
+from tests.limits import EVENT
+
+
+def test_a_rank_without_a_handler_gets_no_signal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a machine so busy that ranks use no CPU time for ten seconds, and answer no request."""
+    monkeypatch.setattr(hang_watch, "NOTICE_AFTER", 0.2)
+    monkeypatch.setattr(ask_stacks, "STACKS_TAKE", 1)
+    monkeypatch.setattr(waiting, "IDLE", 1e9)
+    with mk.Cluster(2, device="cpu", start="spawn") as cluster:
+        assert cluster.run(lambda ctx: ctx.rank) == [0, 1]
+    assert (
+        "ranks 0 and 1 have waited for 0.2 s and none uses CPU time: rank 0 is starting"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_the_signal_is_ignored_until_there_is_a_handler(start: str) -> None:
+    def signals(ctx: mk.Context) -> tuple[bool, bool]:
+        with open(f"/proc/{os.getppid()}/status") as server, open("/proc/self/status") as own:
+            ignored, caught = (
+                int(next(line for line in file if line.startswith(field)).split()[1], 16)
+                for file, field in ((server, "SigIgn"), (own, "SigCgt"))
+            )
+        bit = 1 << (signal.SIGUSR1 - 1)
+        return bool(ignored & bit), bool(caught & bit)
+
+    with mk.Cluster(1, device="cpu", start=start) as cluster:
+        assert cluster.run(signals) == [(True, True)]
+
+
+def test_a_timeout_counts_from_when_all_have_started() -> None:
+    clock = [0.0]
+    for started, ends in ((True, 2.0), (False, LIMIT)):
+        patience = Patience(timeout=2.0, look_every=1.0, now=lambda: clock[0])
+        sights = (Sight(), Sight(started=started))
+        begun = clock[0]
+        while not patience.is_over(sights):
+            clock[0] += 1.0
+        assert clock[0] - begun == ends + 1
+
+
+@contextmanager
+def busy(loops: int) -> Iterator[None]:
+    programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+@pytest.mark.alone
+@pytest.mark.soak
+def test_32_ranks_start_train_and_end_on_a_busy_machine() -> None:
+    torch.manual_seed(0)
+    model, data = nn.Linear(4, 2), [(torch.randn(64, 4), torch.randn(64, 2))]
+    how: dict[str, Any] = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD, "steps": 2}
+    with busy(4), mk.Cluster(32, device="cpu") as cluster:
+        for _ in range(4):
+            run = cluster.train(model, data, mk.Plan.ddp(32), **how, timeout=5 * EVENT).wait()
+            assert len(run.losses) == 2

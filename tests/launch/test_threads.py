@@ -1,0 +1,109 @@
+"""Trainings from two threads: what the whole process shares is afterwards as it was."""
+
+from __future__ import annotations
+
+import io
+import logging
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mpkit as mk
+from mpkit.prepare.dry_run.quiet import quiet
+from mpkit.prepare.model_hooks import check_no_global_hooks
+from mpkit.record.flops import count
+from tests.limits import EVENT
+
+
+def shared() -> list[object]:
+    """Return what belongs to the process."""
+    drawn = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+    return [sys.stdout, list(warnings.filters), warnings.showwarning, logging.root.manager.disable, drawn]
+
+
+def test_the_second_thread_waits_and_what_others_print_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thread a enters first and would leave last: each would restore what the other changed."""
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    inside, end, order = threading.Event(), threading.Event(), []
+
+    def a() -> None:
+        with quiet():
+            print("not shown")
+            torch.rand(3)
+            inside.set()
+            assert end.wait(EVENT)
+            order.append("a")
+
+    def b() -> None:
+        with quiet():
+            order.append("b")
+
+    before = shared()
+    first, second = threading.Thread(target=a), threading.Thread(target=b)
+    first.start()
+    assert inside.wait(EVENT)
+    stream = sys.stdout
+    print("shown")
+    second.start()
+    end.set()
+    first.join(), second.join()
+    assert order == ["a", "b"] and shared() == before and sys.stdout is out
+    print("shown too", file=stream)  # somebody has kept it
+    assert out.getvalue() == "shown\nshown too\n"
+
+
+def test_hooks_of_another_threads_dry_run_reject_nothing() -> None:
+    """While FLOPs are counted, torch's tracker has hooks on all modules of the process."""
+    counting, asked = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            counting.set()
+            assert asked.wait(EVENT)
+            return 2 * x
+
+    thread = threading.Thread(target=count, args=(Waits(), torch.ones(1)))
+    thread.start()
+    assert counting.wait(EVENT)
+    asked.set()
+    check_no_global_hooks()
+    thread.join()
+
+
+@pytest.mark.soak
+def test_two_clusters_train_from_two_threads(clusters: Callable[[int], mk.Cluster]) -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    data = [(torch.randn(6, 8), torch.randn(6, 8))]
+    losses: dict[int, list[list[float]]] = {2: [], 3: []}
+
+    def train(ranks: int) -> None:
+        for _ in range(8):
+            run = clusters(ranks).train(
+                model,
+                data,
+                mk.Plan.ddp(ranks),
+                steps=2,
+                loss=nn.functional.mse_loss,
+                optimizer=torch.optim.AdamW,
+            )
+            losses[ranks].append(list(run.wait().losses))
+
+    for ranks in losses:  # imports add to the filters of warnings
+        train(ranks)
+    before = shared()
+    threads = [threading.Thread(target=train, args=(ranks,)) for ranks in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert shared() == before
+    assert [len(each) for each in losses.values()] == [16, 16]
+    assert all(each == losses[2][0] for each in losses[2])
