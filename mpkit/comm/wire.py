@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Numbered", "Wire"]
 
+_UNSEEN: Any = torch._C._ExcludeDispatchKeyGuard
+_WATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+"""Where `mpkit.watch` sees calls of torch.distributed; it need not see those that are recorded here already."""
+
 
 class Numbered(NamedTuple):
     """A communication as its ranks identify it: the group or the channel, and the number in it.
@@ -120,10 +124,13 @@ class Wire:
             call.publish()
         # ---- start
         if not waits:
-            return Work(record, op, start(), result, where, -1, call)
+            with _UNSEEN(_WATCHED):
+                handle = start()
+            return Work(record, op, handle, result, where, -1, call)
         waiting = record.begin(Kind.WAIT, ref=op, where=where)
         try:
-            handle = start()
+            with _UNSEEN(_WATCHED):
+                handle = start()
         except BaseException:
             record.end(waiting)
             raise
@@ -133,7 +140,9 @@ class Wire:
 
     def outgoing(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in a form that the backend can send: contiguous, detached, in host memory if staged."""
-        tensor = tensor.detach()
+        tensor = (
+            tensor.detach().resolve_conj().resolve_neg()
+        )  # backends send the memory, not what a view shows
         if self.staged:
             op = self.record.begin(Kind.COPY_TO_HOST, nbytes=tensor.nbytes)
             tensor = tensor.cpu()
