@@ -68,8 +68,8 @@ def reducible(tensor: Tensor, op: str) -> None:
     """
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(
-            f'all_reduce(op="mean") of {tensor.dtype}: the mean is written into the tensor itself, which holds integers '
-            'only. Give tensor.float(), or op="sum" and divide: ctx.comm.all_reduce(tensor) // ctx.world_size'
+            f'all_reduce(op="mean") of {tensor.dtype}: the mean is written into the tensor itself, which holds '
+            'integers only. Give tensor.float(), or op="sum" and divide: ctx.comm.all_reduce(tensor) // ctx.world_size'
         )
 
 

@@ -38,6 +38,7 @@ from mpkit.prepare.arguments.arguments import (
 )
 from mpkit.prepare.arguments.batches import check_shares, check_split, of_every_size, take_batches
 from mpkit.prepare.arguments.in_between import check_ema, check_on_step, take_evaluation
+from mpkit.prepare.arguments.surroundings import check_surroundings
 from mpkit.prepare.arguments.train_options import TrainOptions
 from mpkit.prepare.dry_run.dry_run import quiet
 from mpkit.prepare.dry_run.threads import on_threads
@@ -79,6 +80,7 @@ def prepare(
         ValueError: the arguments cannot work; the message gives the reason and what would work.
     """
     # ---- arguments
+    check_surroundings()
     asked = _check_arguments(model, Plan.serial() if plan is None else plan, ranks, options)
     plan, steps, hooked, model = asked.plan, asked.steps, model, ready_to_travel(model)
     # A stream is read with the caller's own random state, not a copy of it, since reading continues there later.
