@@ -80,7 +80,6 @@ def prepare(
         ValueError: the arguments cannot work; the message gives the reason and what would work.
     """
     # ---- arguments
-    check_surroundings()
     asked = _check_arguments(model, Plan.serial() if plan is None else plan, ranks, options)
     plan, steps, hooked, model = asked.plan, asked.steps, model, ready_to_travel(model)
     # A stream is read with the caller's own random state, not a copy of it, since reading continues there later.
@@ -135,6 +134,7 @@ class Asked(NamedTuple):
 
 
 def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOptions) -> Asked:
+    check_surroundings()
     check_model(model)
     check_plan(plan, ranks)
     steps, seed = check_integers(options["steps"], options.get("seed", 0))

@@ -102,7 +102,6 @@ def grade(
         )
     report.add(*known.values())
     adopt_orphans()
-    make_undumpable()
     say(ENCLOSED[way_to_enclose()])
     for number, result in enumerate(_grades(new, guard, jobs), 1):
         kept.add(keys[result.handed_in.name], result)
@@ -132,6 +131,7 @@ def _in_a_line(result: Grade) -> str:
 
 def _grades(submissions: Sequence[HandedIn], guard: Guard, jobs: int) -> Iterator[Grade]:
     """Yield the grades as they are finished; one at a time keeps the order."""
+    make_undumpable()
     if jobs > 1 and len(submissions) > 1:
         yield from in_parallel(submissions, guard, jobs)
     elif submissions:
