@@ -235,3 +235,48 @@ def test_raise_from_and_handling_go_on_as_ever() -> None:
         except KeyError:
             mk.Plan(pp=0)
     assert isinstance(again.value.__context__, KeyError) and not again.value.__suppress_context__
+
+
+# ---------------------------------------------------------------- where training cannot be as in plain PyTorch
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [
+        (torch.inference_mode, r"inside torch\.inference_mode\(\): gradients are off"),
+        (torch.no_grad, r"inside torch\.no_grad\(\): gradients are off"),
+        (lambda: torch.autocast("cpu", torch.bfloat16), r'model\.forward = torch\.autocast\("cpu", torch\.bfloat16\)'),
+    ],
+)  # fmt: skip
+def test_a_mode_around_a_training_that_no_rank_would_see_is_rejected(
+    mode: Callable[[], Any], says: str, clusters: Callable[[int], mk.Cluster]
+) -> None:
+    cluster = clusters(1)
+    with mode(), pytest.raises(ValueError, match=says):
+        cluster.train(layers(), [(X, Y)], **HOW)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ({"a": {"b": X}}, r"nested: \['a'\] is itself a dict.*\"a_b\": batch\['a'\]\['b'\]"),
+        ((X, (X, X)), r"nested: \[1\] is itself a tuple.*\(\*batch\[0\], \*batch\[1\]\)"),
+        ({"a": 3}, r"torch\.as_tensor"),
+    ],
+)
+def test_inputs_of_inputs_are_to_be_given_flat(
+    inputs: Any, says: str, clusters: Callable[[int], mk.Cluster]
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        clusters(1).train(layers(), [(inputs, Y)], **HOW)
+
+
+def test_a_view_is_reduced_as_it_reads_and_a_mean_of_integers_rejected(
+    clusters: Callable[[int], mk.Cluster],
+) -> None:
+    def conjugate(ctx: mk.Context) -> list[complex]:
+        return list(ctx.comm.all_reduce(torch.full((2,), 1 + 2j * (1 + ctx.rank)).conj()).tolist())
+
+    assert clusters(2).run(conjugate) == [[2 - 6j, 2 - 6j]] * 2
+    with pytest.raises(mk.RankFailed, match=r'op="mean"\) of torch\.int64.*integers only.*tensor\.float\(\)'):
+        clusters(2).run(lambda ctx: ctx.comm.all_reduce(torch.arange(2), op="mean"))

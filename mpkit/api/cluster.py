@@ -109,7 +109,7 @@ class Cluster:
         self._fork = start == "fork" if start else sys.platform == "linux"
         self._shared = _Shared()
         if self._session is None:
-            self._shared.fork_server = ForkServerClient(self._fork)
+            self._shared.fork_server = self._new_fork_server()
         else:
             self.ranks, self.backend = self._session.ranks, self._session.backend
         self._imports = import_ahead()
@@ -136,6 +136,9 @@ class Cluster:
     def rank(self) -> int:
         """This process's rank under a launcher; 0 where this process starts the ranks itself."""
         return 0 if self._session is None else self._session.rank
+
+    def _new_fork_server(self) -> ForkServerClient:
+        return ForkServerClient(self._fork)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.backend
@@ -231,7 +234,9 @@ class Cluster:
             from mpkit.api.watched_run import run_watched
 
             return run_watched(self.launch, fn, args, watch, timeout)
-        launch = self.launch(fn, args, timeout=timeout, sink=print)
+        from mpkit.watch.compared import Compared
+
+        launch = self.launch(Compared(fn), args, timeout=timeout, sink=print)
         launch.work()
         return launch.results()
 
@@ -389,7 +394,7 @@ class Cluster:
             if fork_server is None or not fork_server.alive:
                 if fork_server is not None:
                     fork_server.close()
-                self._shared.fork_server = fork_server = ForkServerClient(self._fork)
+                self._shared.fork_server = fork_server = self._new_fork_server()
             self._turns.latest = Launch(
                 fork_server,
                 replace(settings, environment=fork_server.environment_since()),

@@ -16,16 +16,17 @@ from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import getsource
+from pathlib import Path
 from types import ModuleType
 
-from mpkit.classroom.framework.exercise import Exercise
+from mpkit.classroom.framework.exercise import HOMES, Exercise
 from mpkit.classroom.framework.source import Source, given_in
 from mpkit.classroom.framework.variants import Variant, varied, varies
 
-SOLUTIONS = "mpkit_solutions"
-"""The package of the distribution mpkit-solutions."""
+__all__ = ["Entry", "families", "find", "of_family", "solution_folders"]
 
-__all__ = ["Entry", "families", "find", "of_family"]
+OF_A_CHECKOUT = (".git", "build", "notebooks", "tests")
+"""The folders of mpkit's repository that hold solutions as well."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,18 @@ def find(name: str, variant: str = "") -> Entry:
     raise ValueError(f"there is no exercise {name!r}{meant} mk.progress() lists them all")
 
 
+def solution_folders() -> list[Path]:
+    """Return the folders in which solutions can be read: the exercises', and some of a checkout of mpkit."""
+    specs = [find_spec(home) for home in HOMES]
+    found = [Path(path) for spec in specs if spec for path in spec.submodule_search_locations or ()]
+    checkout = Path(__file__).parents[2]
+    beside = OF_A_CHECKOUT if (checkout / ".git").exists() else ()
+    return [path for path in (*found, *(checkout / name for name in beside)) if path.is_dir()]
+
+
 def _home() -> ModuleType:
     """Return the package of the exercises."""
-    return import_module(SOLUTIONS if find_spec(SOLUTIONS) is not None else "mpkit.classroom.exercises")
+    return import_module(next(home for home in HOMES if find_spec(home) is not None))
 
 
 def _entries() -> list[Entry]:

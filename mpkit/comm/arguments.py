@@ -2,6 +2,7 @@
 
 member       only members of a group call its collectives
 root, peer   a rank that exists, numbered as in the communicator that is called
+reducible    a tensor that can be reduced in that way
 part_shape   a tensor that is cut into equal parts
 out          a tensor that the backend can fill
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mpkit.comm.communicator import Communicator
 
-__all__ = ["filled", "member", "part_shape", "peer", "root"]
+__all__ = ["filled", "member", "part_shape", "peer", "reducible", "root"]
 
 
 def member(group: Communicator, what: str) -> Communicator:
@@ -57,6 +58,19 @@ def peer(comm: Communicator, number: int, what: str) -> int:
         why = "that is this rank itself" if number == comm.index else others
         raise ValueError(f"rank {comm.index}: {what} with rank {number}: {why}")
     return comm.ranks[number]
+
+
+def reducible(tensor: Tensor, op: str) -> None:
+    """Check that a tensor can hold the result of a reduction.
+
+    Raises:
+        ValueError: it is a mean of integers, which has no room for fractions.
+    """
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(
+            f'all_reduce(op="mean") of {tensor.dtype}: the mean is written into the tensor itself, which holds '
+            'integers only. Give tensor.float(), or op="sum" and divide: ctx.comm.all_reduce(tensor) // ctx.world_size'
+        )
 
 
 def part_shape(group: Communicator, tensor: Tensor, what: str) -> tuple[int, ...]:

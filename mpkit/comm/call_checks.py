@@ -152,12 +152,13 @@ class CallChecks:
         self._log: Log | None = None
 
     def collective(
-        self, ranks: tuple[int, ...], number: int, kind: int, tensor: Tensor, root: int, reduction: str
-    ) -> Call:
-        """Return the check of collective number `number` of these ranks."""
+        self, ranks: tuple[int, ...], number: int, kind: int, tensor: Tensor, root: int, reduction: str,
+        group: str = "",
+    ) -> Call:  # fmt: skip
+        """Return the check of collective number `number` of these ranks; `group` tells several groups of them apart."""
         return Collective(
             self, self._table(ranks), number,
-            self._fingerprints.of(kind, tensor.dtype, tensor.shape, root, reduction),
+            self._fingerprints.of(kind, tensor.dtype, tensor.shape, root, reduction, group),
         )  # fmt: skip
 
     def group(self, world: tuple[int, ...], number: int, ranks: tuple[int, ...]) -> Call:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.comm.arguments import filled, member, part_shape
+from mpkit.comm.arguments import filled, member, part_shape, reducible
 from mpkit.comm.direct import start_all_gather, start_reduce_scatter
 from mpkit.comm.work import Work
 from mpkit.trace import Kind
@@ -68,6 +68,7 @@ def all_reduce(
     group, wire = member(group or self, "all_reduce"), self.wire
     if op not in REDUCTIONS:
         raise ValueError(f"all_reduce(op={op!r}): there are 'sum', 'mean', 'max' and 'min'")
+    reducible(tensor, op)
     # ---- outgoing
     sent = wire.outgoing(tensor)
     # ---- record, publish, start

@@ -2,6 +2,7 @@
 
     all_reduce               kind, dtype, shape, reduction
     broadcast, reduce, ...   kind, dtype, shape, root
+    of plain torch           the group too, as there may be several of the same ranks
     a message                dtype, shape
 
 The word is a 64-bit hash without a zero byte, so that words not yet written can be recognized within a row. Two
@@ -28,7 +29,8 @@ class Fingerprint(NamedTuple):
 
     Attributes:
         word: equal on two ranks if and only if their calls match.
-        text: dtype, shape and reduction, such as 'float32[2, 3], op="sum"'; the trace keeps it as the op's name.
+        text: dtype, shape, reduction, and the group's name where there may be several of the same ranks, such as
+            'float32[2, 3], op="sum"'; the trace keeps it as the op's name.
     """
 
     word: int
@@ -46,18 +48,20 @@ class Fingerprints:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, torch.dtype, torch.Size, int, str], Fingerprint] = {}
+        self._known: dict[tuple[int, torch.dtype, torch.Size, int, str, str], Fingerprint] = {}
 
     def of(
-        self, kind: int, dtype: torch.dtype, shape: torch.Size, root: int = -1, reduction: str = ""
-    ) -> Fingerprint:
+        self, kind: int, dtype: torch.dtype, shape: torch.Size, root: int = -1, reduction: str = "", group: str = ""
+    ) -> Fingerprint:  # fmt: skip
         """Return the fingerprint of a call; for both ends of a message, `kind` is `Kind.SEND`."""
-        key = kind, dtype, shape, root, reduction
+        key = kind, dtype, shape, root, reduction, group
         found = self._known.get(key)
         if found is None:
             text = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
             if reduction:
                 text += f', op="{reduction}"'
+            if group:
+                text += f', group="{group}"'
             found = self._known[key] = named(kind, text, root)
         return found
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
     from mpkit.comm.communicator import Communicator
 
 __all__ = ["Numbered", "Wire"]
+
+_EXCLUDE: Any = torch._C._ExcludeDispatchKeyGuard
+_WATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+"""Where `mpkit.watch` listens to calls of torch.distributed."""
+
+_ALLOCATE_NOTHING = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.BROADCAST, Kind.SEND, Kind.RECV)
+"""The kinds whose start makes no tensors in gloo: what makes tensors passes through the same key."""
 
 
 class Numbered(NamedTuple):
@@ -120,20 +128,30 @@ class Wire:
             call.publish()
         # ---- start
         if not waits:
-            return Work(record, op, start(), result, where, -1, call)
+            with self._unseen(kind):
+                handle = start()
+            return Work(record, op, handle, result, where, -1, call)
         waiting = record.begin(Kind.WAIT, ref=op, where=where)
         try:
-            handle = start()
+            with self._unseen(kind):
+                handle = start()
         except BaseException:
             record.end(waiting)
             raise
         return Work(record, op, handle, result, where, waiting, call)
 
+    def _unseen(self, kind: Kind) -> AbstractContextManager[Any]:
+        """Keep `mpkit.watch` from listening to a call that is recorded here: passing through it takes time."""
+        unseen = self.gloo and kind in _ALLOCATE_NOTHING
+        return _EXCLUDE(_WATCHED) if unseen else nullcontext()
+
     # ---- tensors as the backend takes them ----------------------------------------------------------------
 
     def outgoing(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in a form that the backend can send: contiguous, detached, in host memory if staged."""
-        tensor = tensor.detach()
+        tensor = (
+            tensor.detach().resolve_conj().resolve_neg()
+        )  # backends send the memory, not what a view shows
         if self.staged:
             op = self.record.begin(Kind.COPY_TO_HOST, nbytes=tensor.nbytes)
             tensor = tensor.cpu()

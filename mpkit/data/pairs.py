@@ -53,6 +53,8 @@ def _value(value: Any, what: str) -> Value:
     inner = (
         [value] if isinstance(value, Tensor) else list(value.values()) if isinstance(value, dict) else value
     )
+    if isinstance(value, (dict, tuple)):
+        _refuse_nested(value, what)
     if not isinstance(inner, (list, tuple)) or not inner or not all(isinstance(t, Tensor) for t in inner):
         raise ValueError(
             f"{what} are {type(value).__name__}: a tensor, a tuple of tensors or a dict of tensors is wanted. "
@@ -65,6 +67,24 @@ def _value(value: Any, what: str) -> Value:
                 f"{what}: a tensor without dimensions has no batch; the first dimension is the batch"
             )
     return map_tensors(lambda tensor: tensor.detach().cpu(), value)
+
+
+def _refuse_nested(value: dict[Any, Any] | tuple[Any, ...], what: str) -> None:
+    """Raise the error of inputs or targets that have structures in their structure, if they have."""
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(each, (Mapping, list, tuple)) and each:
+            inside = next(iter(each)) if isinstance(each, Mapping) else 0
+            flat = f"{key}_{inside}"
+            example = (
+                f'{{"{flat}": batch[{key!r}][{inside!r}], ...}}'
+                if isinstance(value, dict)
+                else "(*batch[0], *batch[1])"
+            )
+            raise ValueError(
+                f"{what} are nested: [{key!r}] is itself a {type(each).__name__}, and micro-batches are taken from one "
+                f"tensor, or from one tuple or dict of tensors. Give them flat, such as {example}, and let the model's "
+                "forward (or the loss) put together what it needs"
+            )
 
 
 def _shapes(value: Value) -> str:

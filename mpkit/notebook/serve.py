@@ -18,6 +18,7 @@ from mpkit.launch.process.leaving import own_process
 from mpkit.launch.process.output import Labelled
 from mpkit.notebook.cell import complete, run_cell
 from mpkit.notebook.exchange import Answer, Request, Requests, answer
+from mpkit.watch.compared import compared
 
 __all__ = ["serve"]
 
@@ -29,6 +30,12 @@ def serve(context: Context) -> None:
     requests = Requests(folder, rank)
     context.record.idle(True)
     answer(folder, rank, 0, Answer())
+    with compared(context.comm):
+        _answer_all(context, requests, namespace)
+
+
+def _answer_all(context: Context, requests: Requests, namespace: dict[str, Any]) -> None:
+    folder, rank = context.record.folder, context.rank
     while True:
         number, request = requests.next()
         ops = context.record.count

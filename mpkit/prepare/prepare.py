@@ -39,6 +39,7 @@ from mpkit.prepare.arguments.arguments import (
 from mpkit.prepare.arguments.batches import check_shares, check_split, of_every_size, take_batches
 from mpkit.prepare.arguments.embeddings import check_embeddings
 from mpkit.prepare.arguments.in_between import check_ema, check_on_step, take_evaluation
+from mpkit.prepare.arguments.surroundings import check_surroundings
 from mpkit.prepare.arguments.train_options import TrainOptions
 from mpkit.prepare.dry_run.dry_run import quiet
 from mpkit.prepare.dry_run.threads import on_threads
@@ -142,6 +143,7 @@ class Asked(NamedTuple):
 
 
 def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOptions) -> Asked:
+    check_surroundings()
     check_model(model)
     check_plan(plan, ranks)
     steps, seed = check_integers(options["steps"], options.get("seed", 0))

@@ -171,6 +171,11 @@ def _collective_advice(a: Issued, b: Issued) -> str:
         return "All ranks call it with tensors of one size."
     if mine.dtype != theirs.dtype:
         return f"All ranks give one dtype: tensor.to(torch.{theirs.dtype}) on rank {a.rank}, for one."
+    if mine.group != theirs.group and (mine.shape, mine.reduction) == (theirs.shape, theirs.reduction):
+        return (
+            "They are of two groups of the same ranks: all ranks use groups that share ranks in the same order, as "
+            "NCCL demands. One group of these ranks is enough."
+        )
     if mine.reduction != theirs.reduction:
         return f'All ranks name the same reduction, such as op="{theirs.reduction}".'
     if a.kind in (Kind.BROADCAST, Kind.SCATTER):
@@ -191,14 +196,16 @@ class _Tensor:
     dtype: str
     shape: tuple[int, ...]
     reduction: str
+    group: str
 
     @classmethod
     def of(cls, text: str) -> _Tensor | None:
-        match = re.fullmatch(r'(\w+)\[([\d, ]*)\](?:, op="(\w+)")?', text)
+        match = re.fullmatch(r'(\w+)\[([\d, ]*)\](?:, op="(\w+)")?(?:, group="(\w*)")?', text)
         if match is None:
             return None
-        dtype, sizes, reduction = match.groups()
-        return cls(dtype, tuple(int(size) for size in sizes.split(",") if size.strip()), reduction or "")
+        dtype, sizes, reduction, group = match.groups()
+        shape = tuple(int(size) for size in sizes.split(",") if size.strip())
+        return cls(dtype, shape, reduction or "", group or "")
 
     @property
     def numel(self) -> int:

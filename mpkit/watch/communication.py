@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpkit.comm.call_checks import Call
+from mpkit.comm.call_checks import Call, CallChecks
 from mpkit.comm.communicator import Communicator
 from mpkit.comm.tags import LIMIT
 from mpkit.record.recorder import Recorder
@@ -31,7 +31,7 @@ from mpkit.watch.completion import Completion
 from mpkit.watch.lines import Lines
 from mpkit.watch.operators import OPERATORS, Operator, payload
 
-__all__ = ["Communication"]
+__all__ = ["Communication", "warn_of_unknown"]
 
 _COMPARED = {*Kind} - {Kind.ALL_TO_ALL}  # whose parts may differ from rank to rank
 _NOTHING = torch.empty(0)
@@ -47,11 +47,14 @@ class Communication:
         completion: writes the ends.
         lines: the program's lines.
         annotations: what the program says it is doing.
+        checks: compares calls with the peers'; None: what compares those of `comm`.
     """
 
     def __init__(
-        self, comm: Communicator, completion: Completion, lines: Lines, annotations: Annotations
-    ) -> None:
+        self, comm: Communicator, completion: Completion, lines: Lines, annotations: Annotations,
+        checks: CallChecks | None = None,
+    ) -> None:  # fmt: skip
+        self._checks = checks or comm.wire.checks
         self._comm, self._completion, self._lines, self._annotations = comm, completion, lines, annotations
         self._record: Recorder = comm.wire.record
         self._groups: dict[int, tuple[Any, Communicator]] = {}
@@ -66,9 +69,9 @@ class Communication:
         c10d = torch.library.Library("c10d", "IMPL")
         functional = torch.library.Library("_c10d_functional", "IMPL")
         self._libraries = [c10d, functional]
-        for name in _names():
-            if name in OPERATORS:
-                c10d.impl(name, self._kernel(name, OPERATORS[name]), "BackendSelect", with_keyset=True)
+        for name, operator in OPERATORS.items():
+            if hasattr(torch.ops.c10d, name):
+                c10d.impl(name, self._kernel(name, operator), "BackendSelect", with_keyset=True)
         functional.impl("wait_tensor", self._wait_tensor(), "BackendSelect", with_keyset=True)
 
     def uninstall(self) -> None:
@@ -131,7 +134,7 @@ class Communication:
             name, number = group.name, group.issued
             group.issued = number + 1
         text, said = self._text(tensors) if tensors else "", self._annotations.innermost
-        call, checks = None, self._comm.wire.checks
+        call, checks = None, self._checks
         if checks is not None and self._lines.is_direct and kind in _COMPARED and group.size > 1:
             tensor = tensors[0] if tensors else _NOTHING
             if operator.tag < 0:
@@ -140,8 +143,9 @@ class Communication:
                     reduction == "sum" and kind != Kind.ALL_REDUCE
                 ):  # `ctx.comm` names only that of an all_reduce
                     reduction = ""
-                call = checks.collective(group.ranks, number, kind, tensor, peer, reduction)
-                text += f', op="{reduction}"' if reduction else ""
+                name_of_group = self._own_name(boxed)
+                call = checks.collective(group.ranks, number, kind, tensor, peer, reduction, name_of_group)
+                text = call.text.replace(self._text([tensor]), text)
             elif peer >= 0 and tag < LIMIT:
                 call = checks.message(kind, name, number, peer, tag, tensor)
         elif said:
@@ -174,6 +178,11 @@ class Communication:
                 )
         return known[1]
 
+    def _own_name(self, boxed: Any) -> str:
+        """Return the name that torch gave to a group, the same on all of its ranks; "" for that of all ranks."""
+        handle = dist.ProcessGroup.unbox(boxed)
+        return "" if handle == dist.group.WORLD else str(handle.group_name)
+
     def _text(self, tensors: list[torch.Tensor]) -> str:
         """Describe the tensors of a call: "float32[4]", with how many more there are."""
         key = tensors[0].dtype, tensors[0].shape
@@ -183,15 +192,14 @@ class Communication:
         return text if len(tensors) == 1 else f"{text} and {len(tensors) - 1} more"
 
 
-def _names() -> list[str]:
-    """Return the names of c10d's operators; warn of those that communicate in a way unknown here."""
+def warn_of_unknown() -> None:
+    """Warn of operators of c10d that communicate in a way unknown here."""
     names = [name[6:] for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
     unknown = [name for name in names if name not in OPERATORS and _place_of_group(name) >= 0]
     if unknown:
         warnings.warn(
             f"this torch has operators that mpkit does not record: {', '.join(unknown)}", stacklevel=2
         )
-    return names
 
 
 def _place_of_group(name: str) -> int:

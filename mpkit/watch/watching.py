@@ -24,7 +24,7 @@ from mpkit.comm.communicator import Communicator
 from mpkit.trace import Kind
 from mpkit.watch.actions import Actions
 from mpkit.watch.annotations import Annotations
-from mpkit.watch.communication import Communication
+from mpkit.watch.communication import Communication, warn_of_unknown
 from mpkit.watch.completion import Completion
 from mpkit.watch.costs import Costs
 from mpkit.watch.engine import Backwards
@@ -65,6 +65,7 @@ class Watching:
         self._backward_ops: list[int] = []
 
     def __enter__(self) -> Self:
+        warn_of_unknown()
         for part in self._parts():
             part.install()
         self._token = WATCHED.set(self.actions)

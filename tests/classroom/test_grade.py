@@ -297,11 +297,16 @@ def a_class(home: Path) -> dict[str, tuple[list[str] | str, tuple[int, ...]]]:
         for name, (code, points) in HOSTILE.items()
     }
     checks = [each for each in cells() if "mk.check" in each]
+    readable = ALL if way_to_enclose() == "none" else NOTHING  # elsewhere a notebook sees no solutions
     found["asks-for-the-solution"] = (
         [IMPORTS, cleandoc(OF_THE_KIT["asks-for-the-solution"]), *checks],
-        ALL,
+        readable,
     )
-    found["writes-answers-itself"] = ([IMPORTS, cleandoc(OF_THE_KIT["writes-answers-itself"])], ALL)
+    found["writes-answers-itself"] = ([IMPORTS, cleandoc(OF_THE_KIT["writes-answers-itself"])], readable)
+    copies = "import json\nfrom pathlib import Path\n"
+    copies += "book = json.loads(Path(HOME, 'class', 'good', 'homework.ipynb').read_text())\n"
+    copies += "for cell in book['cells']:\n    get_ipython().run_cell(cell['source'])"
+    found["copies-a-notebook"] = ([IMPORTS, own(home, copies), *checks], readable)
     if way_to_enclose() != "namespaces":  # elsewhere it is not promised that this has no effect
         del found["hostile-kills-its-parents"]
     found |= {
@@ -387,7 +392,7 @@ def graded(
 
 
 def test_a_class_of_6(tmp_path: Path) -> None:
-    six = ("good", "wrong-0", "hangs", "hostile-leaves", "syntax", "empty")
+    six = ("good", "wrong-0", "copies-a-notebook", "hostile-leaves", "syntax", "empty")
     students = {name: one for name, one in a_class(tmp_path).items() if name in six}
     rows, said = graded(tmp_path, students, 0, [])
     assert set(rows) == set(six)
@@ -432,7 +437,8 @@ def test_a_class_of_60(tmp_path: Path) -> None:
 
 def pages_are_right(home: Path, rows: dict[str, dict[str, str]], said: str) -> None:
     """The students' pages, and that of the class."""
-    for name in ("good", "copied", "writes-answers-itself", "asks-for-the-solution"):
+    of_the_kit = tuple(OF_THE_KIT) if way_to_enclose() == "none" else ()
+    for name in ("good", "copied", *of_the_kit):
         why = "calls for the kit's own solution" if "-" in name else SOLUTION
         assert f"pass-the-token: {why}" in rows[name]["notes"]
         assert why.replace("'", "&#x27;") in (home / "grades" / f"{name}.html").read_text()

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import mpkit as mk
 from tests.limits import EVENT
@@ -44,6 +48,17 @@ def messages(ctx: Any) -> None:
         dist.send(torch.ones(2, dtype=torch.int64), 1)
 
 
+def groups(ctx: Any) -> None:
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(4), group=second if ctx.rank else first)
+
+
+def functional(ctx: Any) -> None:
+    all_reduce = torch.distributed._functional_collectives.all_reduce
+    all_reduce(torch.ones(4 + ctx.rank), "sum", dist.group.WORLD)
+
+
+@pytest.mark.parametrize("watch", [False, True])
 @pytest.mark.parametrize(
     ("program", "said"),
     {
@@ -53,19 +68,22 @@ def messages(ctx: Any) -> None:
         roots: r"All ranks name the same root",
         reductions: r'op="(max|sum)".*op="(max|sum)"',
         messages: r"rank 1 receives float32\[4\] at .* what rank 0 sent as int64\[2\]",
+        groups: r'group="\d+".*group="\d+".*two groups of the same ranks',
+        functional: r"float32\[(4|5)\].*float32\[(4|5)\]",
     }.items(),
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_both_ranks_and_lines_are_named(
-    program: Callable[[Any], None], said: str, clusters: Callable[[int], mk.Cluster]
+    program: Callable[[Any], None], said: str, watch: bool, clusters: Callable[[int], mk.Cluster]
 ) -> None:
     with pytest.raises(mk.CommMismatch, match=rf"(?s){said}") as error:
-        clusters(2).run(program, watch=True, timeout=EVENT)
+        clusters(2).run(program, watch=watch, timeout=EVENT)
     assert str(error.value).count("test_mismatched.py:") >= 2
 
 
-def test_what_fits_goes_on(clusters: Callable[[int], mk.Cluster]) -> None:
-    """Objects, uneven all-to-alls, tags of any size, and calls of ctx.comm in between."""
+@pytest.mark.parametrize("watch", [False, True])
+def test_what_fits_goes_on(watch: bool, clusters: Callable[[int], mk.Cluster]) -> None:
+    """Objects, uneven all-to-alls, tags of any size, calls of ctx.comm in between, and one call from several lines."""
 
     def fits(ctx: Any) -> float:
         objects: list[Any] = [None, None]
@@ -78,7 +96,61 @@ def test_what_fits_goes_on(clusters: Callable[[int], mk.Cluster]) -> None:
         handle = dist.isend(sent[:1], 1 - ctx.rank, tag=5_000_000)
         dist.recv(received[:1], 1 - ctx.rank, tag=5_000_000)
         handle.wait()
-        dist.all_reduce(total := torch.ones(1))
+        total = torch.ones(1)
+        if ctx.rank:
+            dist.all_reduce(total)
+        else:
+            dist.all_reduce(total)
+        pair = dist.new_group([0, 1])
+        dist.barrier(pair)
         return float(total) + len(objects[1])
 
-    assert clusters(2).run(fits, watch=True) == [103.0, 103.0]
+    assert clusters(2).run(fits, watch=watch) == [103.0, 103.0]
+
+
+def test_torchs_own_wrappers_are_left_alone(clusters: Callable[[int], mk.Cluster]) -> None:
+    """DDP and FSDP on ranks that call them from different lines, with the gradients of one process."""
+
+    def gradients(ctx: Any) -> list[float]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        found = []
+        for wrap in (DistributedDataParallel, lambda model: fully_shard(model, mesh=mesh)):
+            torch.manual_seed(0)
+            model = wrap(torch.nn.Linear(4, 2))
+            inputs = torch.full((3, 4), 1.0 + ctx.rank)
+            if ctx.rank:
+                model(inputs).sum().backward()
+            else:
+                model(inputs).sum().backward()
+            grad = next(iter(model.parameters())).grad
+            grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            found.append(float(grad.sum()))
+        return found
+
+    assert clusters(2).run(gradients) == [[36.0, 36.0]] * 2  # the mean of 8 * 3 * 1 and 8 * 3 * 2
+
+
+def test_on_step_is_compared(clusters: Callable[[int], mk.Cluster]) -> None:
+    def plain(ctx: Any, step: int) -> None:
+        if step == 1:
+            dist.all_reduce(torch.ones(3 + ctx.rank))
+
+    def own(ctx: Any, step: int) -> None:
+        ctx.comm.all_reduce(torch.ones(3 + ctx.rank))
+
+    def fits(ctx: Any, step: int) -> None:
+        dist.all_reduce(torch.ones(3))
+        ctx.comm.all_reduce(torch.ones(3))
+
+    def train(on_step: Any) -> mk.Run:
+        x = torch.ones(4, 3)
+        return clusters(2).train(
+            torch.nn.Linear(3, 1), [(x, x[:, :1])], mk.Plan.ddp(2), loss=torch.nn.functional.mse_loss, steps=3,
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1), on_step=on_step, timeout=EVENT,
+        ).wait()  # fmt: skip
+
+    for function in (plain, own):
+        with pytest.raises(mk.CommMismatch, match=r"(?s)float32\[(3|4)\].*float32\[(3|4)\]") as error:
+            train(function)
+        assert str(error.value).count("test_mismatched.py:") >= 2
+    assert len(train(fits).losses) == 3

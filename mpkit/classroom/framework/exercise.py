@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from mpkit.classroom.framework.room import Answer, Room
     from mpkit.classroom.framework.seen import Seen
 
-__all__ = ["UNFORESEEN", "Budget", "Case", "Exercise", "Mistake", "Row"]
+__all__ = ["HOMES", "SOLUTIONS", "UNFORESEEN", "Budget", "Case", "Exercise", "Mistake", "Row"]
+
+SOLUTIONS = "mpkit_solutions"
+"""The package of the distribution mpkit-solutions."""
+
+HOMES = (SOLUTIONS, "mpkit.classroom.exercises")
+"""The packages in which exercises are, with their solutions."""
 
 UNFORESEEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What looking at results raises where they have another form than the exercise asks for, such as None or a tensor of

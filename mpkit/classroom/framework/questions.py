@@ -35,8 +35,9 @@ class Questions(Exercise):
 
     def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
         """Check the values question by question, all of them."""
+        given = self._given(answer, room)  # before anything that it could look for is on this machine
         truth = self.truth(room)
-        seen = replace(self._given(answer, room), expected=[dict(truth)])
+        seen = replace(given, expected=[dict(truth)])
         values = seen.got[0] if seen.got is not None else None
         if not isinstance(values, dict):
             got = seen.error or seen.hang or spell(values)

@@ -16,25 +16,23 @@ from __future__ import annotations
 import functools
 import pickle
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from mpkit.api.cluster import Cluster
-from mpkit.classroom.framework.exercise import Case
+from mpkit.classroom.framework.exercise import HOMES, Case
+from mpkit.classroom.framework.fair_clock import FairClock
 from mpkit.classroom.framework.fingerprint import fingerprint
 from mpkit.classroom.framework.sealed import sealed, unsealed
 from mpkit.classroom.framework.seen import Seen
 from mpkit.errors import CommMismatch, Deadlock, RankFailed
 from mpkit.launch.launch import Launch
-from mpkit.watch.annotations import Annotations
-from mpkit.watch.communication import Communication
-from mpkit.watch.completion import Completion
-from mpkit.watch.lines import Lines
+from mpkit.watch.compared import compared
 
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
@@ -81,7 +79,8 @@ class Limits:
     """Limits on one case.
 
     Attributes:
-        seconds: wall time after which the ranks have to stop and report where they are.
+        seconds: time after which the ranks have to stop and report where they are; what they queue for a core does
+            not count (`FairClock`).
         memory: bytes that a rank may allocate in addition to what it has at the start.
         grace: seconds after which it counts as a hang that all ranks wait and none makes progress.
         delay: the longest delay before a communication, in seconds.
@@ -132,15 +131,16 @@ class Room:
             case: the case, which has the number of ranks.
         """
         printed: list[str] = []
+        _send_exercises_by_value()
         launch = self.cluster(case.ranks).launch(
             on_rank, (play, answer.packed, case, self.limits), sink=printed.append, grace=self.limits.grace
         )
         assert isinstance(launch, Launch)  # exercises start their own ranks
         launch.poll(0.0)  # starts the ranks, once torch is imported
-        deadline = time.monotonic() + self.limits.seconds
+        clock = FairClock()
         try:
             while not launch.poll(0.1):
-                if time.monotonic() > deadline and launch.error is None:
+                if clock.look(launch.pids) > self.limits.seconds and launch.error is None:
                     launch.give_up()
         except BaseException:
             launch.kill()
@@ -159,6 +159,13 @@ class Room:
             return Seen(error=f"its result cannot be read: {type(error).__name__}: {error}", **evidence)
 
 
+def _send_exercises_by_value() -> None:
+    """Send an exercise's functions to ranks with what they use, and not their module, which has the solution."""
+    for home in HOMES:
+        if home in sys.modules:
+            cloudpickle.register_pickle_by_value(sys.modules[home])
+
+
 def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:
     """Run the answer on this rank, under the limits."""
     # ---- limit
@@ -167,23 +174,9 @@ def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits)
     if limits.delay:
         ctx.comm.delays(_delays(case, ctx.rank, limits.delay))
     # ---- watch
-    with watched(ctx):
+    with compared(ctx.comm):
         # ---- play
         return sealed(play(ctx, pickle.loads(packed), case))
-
-
-@contextmanager
-def watched(ctx: Context) -> Iterator[None]:
-    """Record the communication of plain torch.distributed, which budgets count like that of `ctx.comm`."""
-    completion, annotations = Completion(ctx.record), Annotations()
-    parts = completion, annotations, Communication(ctx.comm, completion, Lines(), annotations)
-    for part in parts:
-        part.install()
-    try:
-        yield
-    finally:
-        for part in reversed(parts):
-            part.uninstall()
 
 
 def limit_memory(more: int) -> None:

@@ -8,8 +8,10 @@ report     write each row as soon as it is known
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -21,13 +23,16 @@ from mpkit.classroom.grading.kept import Grade, Kept, key_of
 from mpkit.classroom.grading.report import Report
 from mpkit.classroom.grading.roster import Roster
 from mpkit.classroom.grading.workers import in_parallel
+from mpkit.support.undumpable import make_undumpable
 from mpkit.support.visible import visible
 
 __all__ = ["Grade", "Graded", "grade"]
 
 ENCLOSED = {
-    "namespaces": "each notebook sees its own processes only, and writes to a folder of its own only",
-    "landlock": "each notebook writes to a folder of its own only",
+    "namespaces": "each notebook and each answer sees its own processes only, writes to a folder of its own only, and "
+    "reads neither solutions nor other notebooks",
+    "landlock": "each notebook and each answer writes to a folder of its own only, and reads neither solutions nor "
+    "other notebooks",
     "none": "this system encloses no processes: a notebook could do to your files what you can. Strangers' notebooks "
     "are better graded in a container",
 }
@@ -84,7 +89,7 @@ def grade(
     if jobs < 1:
         raise ValueError(f"--jobs {jobs}: at least one notebook is graded at a time; --jobs 2 grades two")
     submissions = handed_in(folder, exercises, course)
-    guard = guard if guard is not None else Guard()
+    guard = replace(guard or Guard(), hidden=tuple(_hideable(folder, pages)))
     report = Report(submissions, output, pages, roster, due)
     keys = {each.name: key_of(each, guard) for each in submissions}
     kept = Kept(output.with_suffix(".graded.jsonl") if output is not None else None, anew=again)
@@ -108,6 +113,16 @@ def grade(
     return Graded(tuple(grades), report.of_class())
 
 
+def _hideable(*folders: Path | None) -> Iterator[str]:
+    """Yield the class's folders, so that no notebook reads another one; not one that has Python or mpkit in it."""
+    needed = [os.path.realpath(path) for path in (*sys.path, sys.prefix, sys.base_prefix) if path]
+    for folder in folders:
+        if folder is not None:
+            path = os.path.realpath(folder)
+            if not any(f"{each}/".startswith(f"{path}/") for each in needed):
+                yield path
+
+
 def _in_a_line(result: Grade) -> str:
     notes = result.all_notes
     noted = f" ({visible(notes[0])})" if notes else ""
@@ -116,6 +131,7 @@ def _in_a_line(result: Grade) -> str:
 
 def _grades(submissions: Sequence[HandedIn], guard: Guard, jobs: int) -> Iterator[Grade]:
     """Yield the grades as they are finished; one at a time keeps the order."""
+    make_undumpable()
     if jobs > 1 and len(submissions) > 1:
         yield from in_parallel(submissions, guard, jobs)
     elif submissions:

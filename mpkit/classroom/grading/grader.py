@@ -15,13 +15,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from mpkit.classroom.catalogue import solution_folders
 from mpkit.classroom.grading.collect import ENDED, STARTED
-from mpkit.classroom.grading.guard import Guard, sweep
+from mpkit.classroom.grading.guard import Guard, answers_are_apart, sweep
 from mpkit.classroom.grading.handed_in import HandedIn
 from mpkit.classroom.grading.judging import Judges
 from mpkit.classroom.grading.kept import Grade
@@ -32,6 +33,8 @@ from mpkit.classroom.judge import Checked
 from mpkit.classroom.progress import FILE
 
 __all__ = ["Grader"]
+
+NOT_APART = "this system keeps no answer from the process that judges it: look at the answers yourself"
 
 
 @dataclass
@@ -51,15 +54,16 @@ class Grader:
 
     Args:
         guard: the limits on running a notebook.
-        jobs: how many such graders share this machine: cases on ranks may take that many times as long.
     """
 
-    def __init__(self, guard: Guard, jobs: int = 1) -> None:
-        self._guard = guard
+    def __init__(self, guard: Guard) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="mpkit-grade-", ignore_cleanup_errors=True)
-        place = Path(self._folder.name)
-        limits = Guard(memory=guard.memory + 8 * 2**30, processes=guard.processes + 60)
-        self._judges = Judges(place, _environment(place), limits, jobs)
+        self._base = Path(self._folder.name)
+        place = self._base / "judge"
+        place.mkdir()
+        self._guard = replace(guard, hidden=(*guard.hidden, *map(str, solution_folders()), str(self._base)))
+        limits = replace(guard, memory=guard.memory + 8 * 2**30, processes=guard.processes + 60)
+        self._judges = Judges(place, _environment(place), limits)
 
     def __enter__(self) -> Self:
         return self
@@ -73,17 +77,20 @@ class Grader:
 
     def grade(self, each: HandedIn) -> Grade:
         """Return the grade of one notebook."""
-        return _judge(each, _collect(each, self._guard, self._judges), self._judges)
+        return _judge(each, self._collect(each), self._judges)
+
+    def _collect(self, each: HandedIn) -> _Collected:
+        return _collect(each, self._guard, self._judges, self._base)
 
     def all(self, submissions: Sequence[HandedIn]) -> Iterator[Grade]:
         """Yield the grades in order; while one notebook is judged, the next one runs."""
         with ThreadPoolExecutor(1) as ahead:
-            coming = [ahead.submit(_collect, each, self._guard, self._judges) for each in submissions[:1]]
+            coming = [ahead.submit(self._collect, each) for each in submissions[:1]]
             try:
                 for number, each in enumerate(submissions):
                     collected = coming.pop().result()
                     for following in submissions[number + 1 : number + 2]:
-                        coming.append(ahead.submit(_collect, following, self._guard, self._judges))
+                        coming.append(ahead.submit(self._collect, following))
                     yield _judge(each, collected, self._judges)
             finally:
                 for left in coming:
@@ -98,11 +105,11 @@ def _environment(place: Path) -> dict[str, str]:
     }
 
 
-def _collect(each: HandedIn, guard: Guard, judges: Judges) -> _Collected:
+def _collect(each: HandedIn, guard: Guard, judges: Judges, base: Path) -> _Collected:
     """Run a notebook, and collect its answers."""
     if each.broken:
         return _Collected(notes=[each.broken, *each.odd])
-    with tempfile.TemporaryDirectory(prefix="mpkit-grade-", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(dir=base, ignore_cleanup_errors=True) as name:
         place = Path(name)
         out, work, cells = place / "answers", place / "work", place / "cells.json"
         out.mkdir()
@@ -112,12 +119,13 @@ def _collect(each: HandedIn, guard: Guard, judges: Judges) -> _Collected:
         command = [
             *(sys.executable, "-m", "mpkit.classroom.grading.collect"),
             *(str(cells), str(out), str(guard.memory)),
-            *(entry.name for entry in each.exercises),
+            *(f"{entry.name}={entry.exercise.name_of_answer}" for entry in each.exercises),
         ]
         why = guard.run(command, place, work, _environment(place), judges.pids, out / STARTED)
         if not why and not (out / ENDED).exists():
             why = "it left before its last cell"
         collected = _Collected(notes=[f"the notebook did not run to its end: {why}"] if why else [])
+        collected.notes += [] if answers_are_apart() else [NOT_APART]
         collected.notes += each.odd
         collected.notes += _errors(_left(out / "cells.jsonl"))
         collected.predictions = _predicted(_left(work / FILE))

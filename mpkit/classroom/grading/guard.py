@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -23,15 +24,16 @@ from pathlib import Path
 
 import psutil
 
+from mpkit.classroom.framework.fair_clock import FairClock
 from mpkit.classroom.grading import enclose
 
-__all__ = ["Guard", "adopt_orphans", "enclosed", "sweep", "way_to_enclose"]
+__all__ = ["Guard", "adopt_orphans", "answers_are_apart", "below", "enclosed", "sweep", "way_to_enclose"]
 
 Keep = Callable[[], set[int]]
 
 LOOK_EVERY = 0.1
 IMPORTS_TAKE = 120.0
-"""Seconds that a process may take to import torch on a busy machine; they do not count as the notebook's time."""
+"""Seconds that a process may take to import torch; they do not count as the notebook's time."""
 
 STOPPED_FOR = 10
 """Consecutive checks for which a process may be stopped (SIGSTOP); after that it would never continue."""
@@ -42,14 +44,17 @@ class Guard:
     """Limits on a command.
 
     Attributes:
-        seconds: the wall time, from the moment when the command reports that it has started.
+        seconds: the time from the moment when the command reports that it has started; what its processes queue for a
+            core of a busy machine does not count (`FairClock`).
         memory: the most bytes that all its processes hold together, and the most that it writes to files.
         processes: the most processes at one time.
+        hidden: the folders that it cannot read, where the system can hide them.
     """
 
     seconds: float = 120.0
     memory: int = 4 * 2**30
     processes: int = 40
+    hidden: tuple[str, ...] = ()
 
     def run(
         self, command: Sequence[str], place: Path, folder: Path, environment: dict[str, str], keep: Keep,
@@ -69,20 +74,20 @@ class Guard:
             The reason why it did not end well; "" if it did.
         """
         process = subprocess.Popen(
-            enclosed(command, place), cwd=folder, env=environment, start_new_session=True,
+            enclosed(command, place, self.hidden), cwd=folder, env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        deadline, has_started, stopped = time.monotonic() + IMPORTS_TAKE, False, 0
+        clock, most, has_started, stopped = FairClock(), IMPORTS_TAKE, False, 0
         why = ""
         while not why:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LOOK_EVERY)
                 break
             if not has_started and started.exists():
-                deadline, has_started = time.monotonic() + self.seconds, True
+                clock, most, has_started = FairClock(), self.seconds, True
             running = others(keep)
             stopped = stopped + 1 if any(map(_is_stopped, running)) else 0
-            if time.monotonic() > deadline:
+            if clock.look(process.pid for process in running) > most:
                 why = f"it took more than {self.seconds:g} s"
                 if not has_started:
                     why = (
@@ -113,23 +118,66 @@ class Guard:
         return ""
 
 
-def enclosed(command: Sequence[str], place: Path) -> list[str]:
-    """Return a command that runs the given one so that it writes to that folder only, as far as the system can."""
-    return [sys.executable, "-P", enclose.__file__, way_to_enclose(), str(place), *command]
+def enclosed(
+    command: Sequence[str], place: Path, hidden: Sequence[str] = (), way: str | None = None
+) -> list[str]:
+    """Return a command that runs the given one enclosed, as far as the system can.
+
+    Args:
+        command: the command.
+        place: the only folder that it writes to.
+        hidden: the folders that it cannot read.
+        way: one of `enclose.WAYS`; None: the first that works here.
+    """
+    begin = [sys.executable, "-P", enclose.__file__, way or way_to_enclose()]
+    paths = {os.path.realpath(path) for path in hidden if os.path.isdir(path)}
+    outermost = [path for path in sorted(paths) if not paths.intersection(map(str, Path(path).parents))]
+    return [*begin, os.path.realpath(place), json.dumps(outermost), *command]
+
+
+JUDGE = """
+import os, subprocess, sys
+from mpkit.support.undumpable import make_undumpable
+make_undumpable()
+assert os.readlink("/proc/self") == str(os.getpid())
+pipe = os.pipe()
+sys.exit(subprocess.run([*sys.argv[1:], os.readlink(f"/proc/self/fd/{pipe[1]}")]).returncode)
+"""
+"""A judge, as far as it matters here: it has a pipe, and runs a command that is enclosed once more."""
+
+RANK = """
+import glob, os, sys
+for end in glob.glob("/proc/[0-9]*/fd/*"):
+    try:
+        assert os.readlink(end) != sys.argv[2], "the judge's pipe is in reach"
+    except OSError:
+        pass
+open(sys.argv[1], "w").close()
+"""
+"""A rank that looks for the judge's pipe in all processes that it sees, and writes to its folder."""
 
 
 @functools.cache
 def way_to_enclose() -> str:
-    """Return the first of `enclose.WAYS` that works here; each is tried with a command that does nothing."""
+    """Return the first of `enclose.WAYS` that works here; each is tried with a rank that tries to reach its judge."""
     if sys.platform != "linux":
         return "none"
-    for way in enclose.WAYS[:-1]:
-        with tempfile.TemporaryDirectory(prefix="mpkit-grade-") as place:
-            command = [sys.executable, "-P", enclose.__file__, way, place]
-            command += [sys.executable, "-c", "import psutil; open('x', 'w')"]
-            if not subprocess.run(command, cwd=place, capture_output=True, timeout=60).returncode:
-                return way
-    return "none"
+    return next((way for way in enclose.WAYS[:-1] if _works(way)), "none")
+
+
+@functools.cache
+def answers_are_apart() -> bool:
+    """Return whether an answer on its ranks cannot reach the process that judges it."""
+    return way_to_enclose() != "none" or (sys.platform == "linux" and _works("none"))
+
+
+def _works(way: str) -> bool:
+    with tempfile.TemporaryDirectory(prefix="mpkit-grade-") as name:
+        place, ranks = Path(name), Path(name, "ranks")
+        ranks.mkdir()
+        rank = enclosed([sys.executable, "-c", RANK, str(ranks / "x")], ranks, [], way)
+        judge = enclosed([sys.executable, "-c", JUDGE, *rank], place, [], way)
+        return not subprocess.run(judge, cwd=place, capture_output=True, timeout=60).returncode
 
 
 def sweep(keep: Keep) -> None:

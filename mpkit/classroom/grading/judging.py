@@ -1,23 +1,28 @@
 """Judging answers in a process of its own, because answers run on its ranks and could end it.
 
-    python -m mpkit.classroom.grading.judging SHARED_BY
+    python -m mpkit.classroom.grading.judging FOLDER WAY
 
     in    one JSON line per answer: the exercise, whose numbers it has, the file with the packed answer, a token
     out   one JSON line per verdict, with the token; an empty line each second shows that the process is alive
 
 `Judges` is the other end: it starts the process, and restarts it if an answer has ended it. A verdict is plain data;
 nothing else is accepted from a process that a student's code may have tampered with.
+
+The token is a secret of these two. The process closes its memory and pipes to others, its ranks are enclosed within its
+own enclosure (`ranks_apart`), and it writes a verdict when everything that the answer has started is ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import linecache
 import os
 import secrets
 import selectors
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -25,11 +30,14 @@ from typing import Any
 
 import psutil
 
-from mpkit.classroom.catalogue import Entry, find
+from mpkit.classroom.catalogue import Entry, find, solution_folders
+from mpkit.classroom.framework.fair_clock import FairClock
 from mpkit.classroom.framework.room import Answer, Limits, Room
-from mpkit.classroom.grading.guard import Guard, adopt_orphans, below, enclosed, sweep
+from mpkit.classroom.grading.guard import Guard, adopt_orphans, below, enclosed, sweep, way_to_enclose
+from mpkit.classroom.grading.ranks_apart import RanksApart
 from mpkit.classroom.judge import Checked, judge
 from mpkit.classroom.told import checked_of, told
+from mpkit.support.undumpable import make_undumpable
 
 __all__ = ["Judges"]
 
@@ -37,7 +45,10 @@ FAILURES = 1
 """The number of failures that reports assume: they give the second hint, as the student has tried already."""
 
 SILENT = 20.0
-"""Seconds without a sign of life after which the process counts as stopped."""
+"""Seconds without a sign of life after which the process counts as stopped (`FairClock`)."""
+
+LONGEST_TIME = 900.0
+"""Seconds after which an answer is given up: no exercise's cases take as long (`FairClock`)."""
 
 LONGEST = 32 * 2**20
 """The most bytes of a verdict."""
@@ -47,14 +58,18 @@ class Judges:
     """One judging process at a time.
 
     Args:
-        place: the only folder that the process may write to.
+        place: the only folder that the process may write to; its ranks write to a folder in it.
         environment: the environment variables of the process.
         limits: the limits on all of its processes together.
-        shared_by: how many judging processes share this machine: cases may take that many times as long.
+        way: how it and its ranks are enclosed, one of `enclose.WAYS`; None: the first that works here.
     """
 
-    def __init__(self, place: Path, environment: dict[str, str], limits: Guard, shared_by: int = 1) -> None:
-        self._command = [sys.executable, "-P", "-m", "mpkit.classroom.grading.judging", str(shared_by)]
+    def __init__(
+        self, place: Path, environment: dict[str, str], limits: Guard, way: str | None = None
+    ) -> None:
+        ranks, self._way = place / "ranks", way or way_to_enclose()
+        ranks.mkdir()
+        self._command = [sys.executable, "-P", "-m", "mpkit.classroom.grading.judging", str(ranks), self._way]
         self._place, self._environment, self._limits = place, environment, limits
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # held while one is started
@@ -69,7 +84,7 @@ class Judges:
         process = self._started()
         assert process.stdin is not None
         token = secrets.token_hex()
-        file = self._place / token
+        file = self._place / "answer"
         file.write_bytes(packed)  # not into the pipe, which would block if nobody reads it any more
         request = {"token": token, "exercise": entry.name, "variant": entry.variant, "packed": str(file)}
         try:
@@ -107,7 +122,7 @@ class Judges:
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:
-            command = enclosed(self._command, self._place)
+            command = enclosed(self._command, self._place, self._limits.hidden, self._way)
             with self._lock:
                 self._process = subprocess.Popen(
                     command, cwd=self._place, env=self._environment, start_new_session=True,
@@ -117,7 +132,7 @@ class Judges:
 
     def _verdict(self, process: subprocess.Popen[bytes], token: str) -> tuple[dict[str, Any] | None, str]:
         assert process.stdout is not None
-        heard, pending = time.monotonic(), b""
+        silence, all_of_it, pending = FairClock(), FairClock(), b""
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             while True:
@@ -125,14 +140,18 @@ class Judges:
                     chunk = os.read(process.stdout.fileno(), 2**20)
                     if not chunk:
                         return None, "it ended the process that judged it"
-                    heard = time.monotonic()
+                    silence = FairClock()
                     *lines, pending = (pending + chunk).split(b"\n")
                     for line in lines:
                         if line and (said := _said(line, token)):
                             return said, ""
-                if why := self._limits.exceeded(below(process.pid)):
+                running = below(process.pid)
+                if why := self._limits.exceeded(running):
                     return None, why
-                if time.monotonic() - heard > SILENT or len(pending) > LONGEST:
+                pids = [each.pid for each in running]
+                if all_of_it.look(pids) > LONGEST_TIME:
+                    return None, f"it kept the process that judged it for more than {LONGEST_TIME:g} s"
+                if silence.look(pids) > SILENT or len(pending) > LONGEST:
                     return None, "it stopped the process that judged it"
 
 
@@ -145,8 +164,11 @@ def _said(line: bytes, token: str) -> dict[str, Any] | None:
         return None
 
 
-def main(shared_by: str = "1") -> None:
-    """Judge the answers that arrive on stdin, until it ends."""
+def main(folder: str, way: str) -> None:
+    """Judge the answers that arrive on stdin, until it ends; ranks write to the folder, enclosed in that way."""
+    make_undumpable()
+    os.environ["TMPDIR"] = tempfile.tempdir = folder  # where launches make their folders
+    os.chdir(folder)
     lock, out = threading.Lock(), os.dup(1)
     os.dup2(2, 1)
 
@@ -162,15 +184,18 @@ def main(shared_by: str = "1") -> None:
 
     threading.Thread(target=live, daemon=True).start()
     adopt_orphans()
-    room = Room(limits=Limits(seconds=Limits.seconds * int(shared_by), memory=2**30))
+    cluster = RanksApart(Path(folder), [str(path) for path in solution_folders()], way)
+    room = Room(cluster, Limits(memory=2**30))
     try:
         for line in sys.stdin:
+            linecache.clearcache()  # of wrong answers to an earlier exercise: ranks get what is in it
             request = json.loads(line)
             entry = find(request["exercise"], request["variant"])
             answer = Answer(Path(request["packed"]).read_bytes(), entry.exercise.name_of_answer)
-            checked = judge(entry, answer, room, FAILURES, draw=False)
-            say(json.dumps({"token": request["token"], "verdict": told(checked)}).encode() + b"\n")
+            verdict = told(judge(entry, answer, room, FAILURES, draw=False))
+            cluster.clear()
             sweep(lambda: room.pids)
+            say(json.dumps({"token": request["token"], "verdict": verdict}).encode() + b"\n")
     finally:
         room.close()
 

@@ -1,6 +1,6 @@
 """Grading several notebooks at a time, each in a grading process of its own.
 
-    python -m mpkit.classroom.grading.workers SECONDS MEMORY PROCESSES JOBS
+    python -m mpkit.classroom.grading.workers GUARD
 
     in     one JSON line per notebook, as `HandedIn.to_json` has it
     out    one JSON line per grade, as `Grade.to_json` has it
@@ -24,6 +24,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, replace
 
 import psutil
 
@@ -31,6 +32,7 @@ from mpkit.classroom.grading.grader import Grader
 from mpkit.classroom.grading.guard import Guard, adopt_orphans, below, sweep
 from mpkit.classroom.grading.handed_in import HandedIn
 from mpkit.classroom.grading.kept import Grade
+from mpkit.support.undumpable import make_undumpable
 
 __all__ = ["in_parallel"]
 
@@ -41,7 +43,8 @@ def in_parallel(submissions: Sequence[HandedIn], guard: Guard, jobs: int) -> Ite
     """Yield the grades of notebooks as they are finished, a number of them at a time."""
     with tempfile.TemporaryDirectory(prefix="mpkit-grade-", ignore_cleanup_errors=True) as place:
         idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        workers = [_Worker(guard, jobs, place) for _ in range(min(jobs, len(submissions)))]
+        guard = replace(guard, hidden=(*guard.hidden, place))
+        workers = [_Worker(guard, place) for _ in range(min(jobs, len(submissions)))]
         for worker in workers:
             idle.put(worker)
 
@@ -68,9 +71,8 @@ def in_parallel(submissions: Sequence[HandedIn], guard: Guard, jobs: int) -> Ite
 class _Worker:
     """One grading process at a time, started when it is needed."""
 
-    def __init__(self, guard: Guard, jobs: int, place: str) -> None:
-        limits = (str(guard.seconds), str(guard.memory), str(guard.processes), str(jobs))
-        self._command = [sys.executable, "-P", "-m", __name__, *limits]
+    def __init__(self, guard: Guard, place: str) -> None:
+        self._command = [sys.executable, "-P", "-m", __name__, json.dumps(asdict(guard))]
         path = os.pathsep.join(part for part in sys.path if part)
         self._environment = os.environ | {"PYTHONPATH": path, "TMPDIR": place}
         self._process: subprocess.Popen[bytes] | None = None
@@ -126,14 +128,15 @@ class _Worker:
                     pipe.close()
 
 
-def main(seconds: str, memory: str, processes: str, jobs: str) -> None:
-    """Grade the notebooks that arrive on stdin, until it ends."""
+def main(guard: str) -> None:
+    """Grade the notebooks that arrive on stdin, until it ends; the limits are a `Guard` in JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     if sys.platform == "linux":
         dies_with_parent = 1
         ctypes.CDLL(None, use_errno=True).prctl(dies_with_parent, signal.SIGKILL, 0, 0, 0)
     adopt_orphans()
-    with Grader(Guard(float(seconds), int(memory), int(processes)), int(jobs)) as grader:
+    make_undumpable()
+    with Grader(Guard(**json.loads(guard))) as grader:
         for line in sys.stdin:
             grade = grader.grade(HandedIn.of_json(json.loads(line)))
             print(json.dumps(grade.to_json()), flush=True)

@@ -105,7 +105,15 @@ def _is_nested(function: FunctionType) -> bool:
     """Return whether a function of an installed package made this one, so that it cannot be looked up by name."""
     module = sys.modules.get(function.__globals__.get("__name__", ""))
     file = getattr(module, "__file__", None)
-    if "<locals>" not in function.__qualname__ or file is None or vars(module) is not function.__globals__:
+    if (
+        "<locals>" not in function.__qualname__
+        or module is None
+        or file is None
+        or vars(module) is not function.__globals__
+    ):
+        return False
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    if any(f"{module.__name__}.".startswith(f"{name}.") for name in by_value):
         return False
     installed = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
     return any(folder in Path(file).parents for folder in installed)

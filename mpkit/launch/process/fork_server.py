@@ -36,6 +36,8 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpkit.support.undumpable import make_undumpable
+
 __all__ = ["main"]
 
 
@@ -247,6 +249,7 @@ def warm_up() -> None:
         "mpkit.launch.process.rank",
         "mpkit.launch.packing.packing",
         "mpkit.parallel.runtime.train",
+        "mpkit.watch.compared",
     ):
         importlib.import_module(name)
     # Creating the first optimizer imports many modules (torch._dynamo).
@@ -276,9 +279,12 @@ def main(*options: str) -> None:
     """Run the fork server in a process and session of its own, so that the terminal's Ctrl-C does not reach it.
 
     Args:
-        options: "--spawn" starts ranks as fresh interpreters instead of forking them.
+        options: "--spawn" starts ranks as fresh interpreters instead of forking them; "--closed" closes this
+            process's memory to its ranks.
     """
     fork = "--spawn" not in options
+    if "--closed" in options:
+        make_undumpable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(
         signal.SIGUSR1, signal.SIG_IGN

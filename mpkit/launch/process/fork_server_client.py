@@ -44,13 +44,15 @@ class ForkServerClient:
 
     Args:
         fork: whether ranks may be forked; False starts a fresh interpreter per rank, which is slower but equivalent.
+        within: the beginning of a command that runs the fork server enclosed, with its memory closed to its ranks.
     """
 
-    def __init__(self, fork: bool = True) -> None:
+    def __init__(self, fork: bool = True, within: Sequence[str] = ()) -> None:
         self._environment = boot_environment()
+        options = [*([] if fork else ["--spawn"]), *(["--closed"] if within else [])]
         # A session of its own shields it from the terminal's Ctrl-C, which goes to whole process groups.
         self._process = subprocess.Popen(
-            boot_command("mpkit.launch.process.fork_server:main", *([] if fork else ["--spawn"])),
+            [*within, *boot_command("mpkit.launch.process.fork_server:main", *options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if sys.stderr is None else None,
@@ -70,6 +72,7 @@ class ForkServerClient:
         self._fork = fork
         self._imported: set[str] = set()
         self.ready = False
+        self.own_pid = 0  # the fork server's process id as itself sees it, once it is ready
         self._closer = weakref.finalize(self, _end, self._process, self._selector, self._reading)
 
     @property
@@ -79,7 +82,7 @@ class ForkServerClient:
 
     @property
     def pid(self) -> int:
-        """The process id of the fork server."""
+        """The process id of the fork server, or of what encloses it."""
         return self._process.pid
 
     def environment_since(self) -> dict[str, str | None]:
@@ -164,7 +167,8 @@ class ForkServerClient:
         *lines, self._pending = (self._pending + chunk).split(b"\n")
         for line in lines:
             event = json.loads(line)
-            self.ready = self.ready or event["event"] == "ready"
+            if event["event"] == "ready":
+                self.ready, self.own_pid = True, event["pid"]
             if (inbox := self._inboxes.get(event.get("id"))) is not None:
                 inbox.append(event)
 

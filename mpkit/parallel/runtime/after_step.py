@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mpkit.comm.call_checks import CallChecks
 from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.launch.process.context import Context
 from mpkit.parallel.job.evaluation import due
@@ -68,12 +69,16 @@ class AfterStep:
         job: the training.
         axes: the mesh's axes.
         training: this rank's part of it.
+        checks: compares what `on_step` communicates; None: nothing does.
 
     Attributes:
         state: the user's state; see `StepContext`.
     """
 
-    def __init__(self, context: Context, job: TrainJob, axes: MeshAxes, training: Training) -> None:
+    def __init__(
+        self, context: Context, job: TrainJob, axes: MeshAxes, training: Training, checks: CallChecks | None = None
+    ) -> None:  # fmt: skip
+        self._checks = checks
         self._context, self._job, self._training = context, job, training
         self._sharing = axes.of() if job.plan.data_parallel == "dp" else axes.of("dp", "cp")
         self.state: dict[str, Any] = {}
@@ -94,7 +99,12 @@ class AfterStep:
         if on_step is None:
             return False
         context = self._step_context(step, measured)
-        returned = on_step(context, step)
+        wire = context.comm.wire
+        wire.checks = self._checks
+        try:
+            returned = on_step(context, step)
+        finally:
+            wire.checks = None
         if _asks_to_stop(returned):
             context._reasons.append("on_step returned True")
         for reason in context._reasons[:1]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mpkit.comm.call_checks import CallChecks
 from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.loss.guard import Guarded
 from mpkit.loss.mean import MeanLoss
@@ -47,6 +48,7 @@ from mpkit.parallel.update.update import Update
 from mpkit.parallel.update.whole import free, trained_parameters
 from mpkit.parallel.zero import zero_sync
 from mpkit.record.hooks import watch
+from mpkit.watch.compared import compared
 
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
@@ -63,8 +65,19 @@ class Trained(NamedTuple):
 
 
 def train(context: Context, job: TrainJob) -> Trained:
-    """Run this rank's part of a training; `Cluster.train` calls this on every rank."""
-    training = Training(context, job)
+    """Run this rank's part of a training; `Cluster.train` calls this on every rank.
+
+    What the user's functions communicate between steps is compared between ranks; the strategies' own calls are not.
+    """
+    if job.how.on_step is None and job.how.evaluation is None:
+        return _train(context, job)
+    checks = CallChecks(context.record.folder, context.rank)
+    with compared(context.comm, checks):
+        return _train(context, job, checks)
+
+
+def _train(context: Context, job: TrainJob, checks: CallChecks | None = None) -> Trained:
+    training = Training(context, job, checks)
     if training.sync_cost is not None:
         training.sync_cost.begin()
     for step in range(job.how.first_step, job.how.steps):
@@ -96,9 +109,10 @@ class Training:
     Args:
         context: this rank's context.
         job: what to train, and how.
+        checks: compares what `on_step` communicates; None: nothing does.
     """
 
-    def __init__(self, context: Context, job: TrainJob) -> None:
+    def __init__(self, context: Context, job: TrainJob, checks: CallChecks | None = None) -> None:
         seed_all(job.how.seed + context.rank)
         self._record, self._device = context.record, context.device
         # ---- place
@@ -120,7 +134,7 @@ class Training:
         watch_stages(context, job, stages)
         self._warned = False
         self.loss: float | None = None  # of the latest step, or this replica's share of it
-        self.after = AfterStep(context, job, axes, self)
+        self.after = AfterStep(context, job, axes, self, checks)
         self.checkpoints = Checkpoints(context, job, self)
 
     def step(self, number: int) -> None:

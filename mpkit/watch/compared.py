@@ -1,0 +1,62 @@
+"""What a rank's program calls of torch.distributed itself, compared with its peers' calls as those of `ctx.comm` are.
+
+Each call is recorded and, before data is exchanged, compared: kind, dtype, shape, reduction, root and group. What DDP,
+FSDP, DTensor or a DeviceMesh issue is recorded only: their calls are torch's own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mpkit.comm.call_checks import CallChecks
+from mpkit.comm.communicator import Communicator
+from mpkit.launch.process.context import Context
+from mpkit.watch.annotations import Annotations
+from mpkit.watch.communication import Communication
+from mpkit.watch.completion import Completion
+from mpkit.watch.lines import Lines
+
+__all__ = ["Compared", "compared"]
+
+
+@contextmanager
+def compared(comm: Communicator, checks: CallChecks | None = None) -> Iterator[None]:
+    """Compare the program's own calls of torch.distributed from here to the end of the block.
+
+    Args:
+        comm: the communicator of all ranks.
+        checks: compares the calls; None: what compares those of `comm`. Where that compares nothing, as between
+            machines, this does nothing either.
+    """
+    checks = checks or comm.wire.checks
+    if checks is None or comm.world_size == 1:
+        yield
+        return
+    completion = Completion(comm.wire.record)
+    communication = Communication(comm, completion, Lines(), Annotations(), checks)
+    completion.install()
+    communication.install()
+    try:
+        yield
+    finally:
+        communication.uninstall()
+        completion.uninstall()
+
+
+class Compared:
+    """A rank's function whose own calls of torch.distributed are compared; it has that function's name.
+
+    Args:
+        function: the user's function.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+    def __call__(self, context: Context, *args: Any) -> Any:
+        """Call the function on this rank."""
+        with compared(context.comm):
+            return self.function(context, *args)

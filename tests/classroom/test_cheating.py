@@ -1,0 +1,144 @@
+"""No answer gets points by anything but a right result: each attack is tried, and a right answer after it passes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mpkit.classroom.catalogue import find, solution_folders
+from mpkit.classroom.framework import fair_clock
+from mpkit.classroom.framework.fair_clock import FairClock
+from mpkit.classroom.framework.room import Answer
+from mpkit.classroom.framework.source import run_cell
+from mpkit.classroom.grading import enclose, grader, guard
+from mpkit.classroom.grading.guard import Guard, below, enclosed
+from mpkit.classroom.grading.judging import Judges
+from mpkit.classroom.judge import Checked
+from tests.classroom.attacks import TOGETHER, TRIED, answer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing encloses processes elsewhere")
+
+ENDS_ITS_RUN = ("writes-the-other-ranks-results", "ends-the-judge")
+"""Attacks after which there may be no lines that the ranks printed."""
+
+READS_SOLUTIONS = ("imports-the-exercise", "asks-the-catalogue", "reads-files")
+"""Attacks that only a way to hide files prevents."""
+
+
+WAYS = [enclose.WAYS[0], *(pytest.param(way, marks=pytest.mark.soak) for way in enclose.WAYS[1:])]
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def judges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judges]:
+    """Judges by each way of enclosing them that this machine permits."""
+    if not guard._works(request.param):
+        pytest.skip(f"{request.param}: not permitted here")
+    place = tmp_path_factory.mktemp("judge")
+    found = Judges(
+        place, grader._environment(place), Guard(memory=12 * 2**30, processes=100), way=request.param
+    )
+    yield found
+    found.close()
+
+
+def judged(judges: Judges, source: str, name: str = "pass-the-token") -> tuple[Checked | None, str]:
+    entry = find(name)
+    value = run_cell(source, entry.exercise.name_of_answer, "answer", entry.given)
+    return judges.judge(entry, Answer.of(value).packed)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("name", TOGETHER)
+def test_an_attack_gets_no_points_and_the_next_right_answer_does(judges: Judges, name: str) -> None:
+    attacks = [each for each in TOGETHER[name] if judges._way != "none" or each not in READS_SOLUTIONS]
+    checked, why = judged(judges, answer(str(judges._place), *attacks))
+    assert checked is None or not checked.passed, "an answer that solves nothing got the points"
+    printed = "\n".join(checked.printed) if checked is not None else why
+    assert "OPENED" not in printed
+    if name not in ENDS_ITS_RUN:
+        assert TRIED in printed, (printed, checked)
+    if checked is not None:
+        commands = [" ".join(process.cmdline()) for process in below(next(iter(judges.pids())))]
+        assert sum("fork_server" in command for command in commands) <= 3, "it left a process behind"
+    checked, why = judged(judges, find("pass-the-token").source.plain)
+    assert checked is not None and checked.passed, (checked, why)
+
+
+def test_what_is_hidden_cannot_be_read_and_the_rest_can(tmp_path: Path) -> None:
+    (tmp_path / "hidden" / "own").mkdir(parents=True)
+    (tmp_path / "hidden" / "secret").write_text("42")
+    (tmp_path / "beside").write_text("43")
+    (tmp_path / "link").symlink_to(tmp_path / "hidden")
+    code = "import sys; open('mine', 'w').close(); print(open(sys.argv[1]).read())"
+    for way in enclose.WAYS[:-1]:
+        if not guard._works(way):
+            continue
+        for path, readable in (("hidden/secret", False), ("link/secret", False), ("beside", True)):
+            command = [sys.executable, "-c", code, str(tmp_path / path)]
+            command = enclosed(command, tmp_path / "hidden" / "own", [str(tmp_path / "hidden")], way)
+            done = subprocess.run(command, cwd=tmp_path / "hidden" / "own", capture_output=True, text=True)
+            assert (done.stdout == "43\n", done.returncode == 0) == (readable, readable), (way, done.stderr)
+    assert (tmp_path / "hidden" / "own" / "mine").exists()
+
+
+def test_a_function_is_sent_to_ranks_without_the_module_that_has_the_solution() -> None:
+    from mpkit.classroom.framework.room import _send_exercises_by_value
+    from mpkit.launch.process.packing import dumps
+
+    play = find("pass-the-token").exercise.play  # type: ignore[attr-defined]
+    _send_exercises_by_value()
+    code = "import pickle, sys; play = pickle.load(sys.stdin.buffer); print(*play.__globals__, *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], input=dumps(play), capture_output=True, check=True)
+    names = done.stdout.decode().split()
+    assert "given" in names
+    assert not [name for name in names if name.startswith("mpkit.classroom.exercises") or name == "EXERCISE"]
+
+
+def test_folders_with_solutions_are_known() -> None:
+    files = [path for folder in solution_folders() for path in folder.rglob("pass_the_token.py")]
+    assert files, "the exercises' own folder is one"
+
+
+@pytest.mark.parametrize(
+    ("cpu", "queued", "seconds"),
+    [(0.0, 0.0, 10.0), (0.5, 9.5, 0.5), (10.0, 0.0, 10.0), (8.0, 9.0, 8.0)],
+    ids=["it sleeps", "it queues for a core", "it computes", "its processes crowd each other out"],
+)
+def test_a_fair_clock_stands_while_a_process_queues(
+    cpu: float, queued: float, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(fair_clock.time, "monotonic", lambda: 10 * now[0])
+    monkeypatch.setattr(fair_clock, "cores", lambda: 1)
+    monkeypatch.setattr(fair_clock, "cpu_seconds", lambda pid: now[0] * cpu)
+    monkeypatch.setattr(fair_clock, "_queued", lambda pid: now[0] * queued)
+    clock = FairClock()
+    clock.look([1])
+    now[0] = 1.0
+    assert clock.look([1]) == pytest.approx(seconds)
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_a_right_answer_passes_while_the_machine_is_busy(tmp_path: Path) -> None:
+    loops = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(35 * len(os.sched_getaffinity(0)))
+    ]
+    judges = Judges(tmp_path, grader._environment(tmp_path), Guard(memory=12 * 2**30, processes=100))
+    try:
+        checked, why = judged(judges, find("pass-the-token").source.plain)
+        assert checked is not None and checked.passed, (checked, why)
+    finally:
+        judges.close()
+        for loop in loops:
+            loop.kill()
+        psutil.wait_procs([psutil.Process(loop.pid) for loop in loops], timeout=30)
+        for loop in loops:
+            loop.wait()
