@@ -261,7 +261,7 @@ class Cluster:
         checkpoint_every: int | None = None, checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_keep: int = 2, resume_from: str | os.PathLike[str] | None = None,
         on_step: Callable[[Any, int], Any] | None = None, evaluate: Any = None, every: int | None = None,
-        ema: float | None = None,
+        ema: float | None = None, verify: Any = "first",
         timeout: float | None = None, show: bool | None = None, on_busy: str | None = None,
     ) -> Run:  # fmt: skip
         """Train `model` as `plan` says. Returns at once; in a notebook the Run shows itself, live.
@@ -309,7 +309,7 @@ class Cluster:
                 prepare, model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", loss=loss,
                 optimizer=optimizer, steps=steps, seed=seed, max_grad_norm=max_grad_norm, lr_schedule=lr_schedule,
                 checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, checkpoint_keep=checkpoint_keep,
-                resume_from=resume_from, on_step=on_step, evaluate=evaluate, every=every, ema=ema,
+                resume_from=resume_from, on_step=on_step, evaluate=evaluate, every=every, ema=ema, verify=verify,
             )  # fmt: skip
         self._turns.training = Run(self, job, timeout=timeout, show=show)
         return self._worked(self._turns.training)

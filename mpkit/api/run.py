@@ -19,6 +19,8 @@ from mpkit.api.run_list import keep
 from mpkit.api.run_results import RunResults
 from mpkit.launch.external.external_launch import ExternalLaunch
 from mpkit.parallel.checkpoint.lock import FolderLock
+from mpkit.proof.proof import Proof
+from mpkit.proof.proving import Proving
 from mpkit.support.display import draw, in_notebook
 from mpkit.support.tracebacks import public
 
@@ -86,6 +88,7 @@ class Run(RunResults):
         self._dashboard: Any = None
         try:
             self._saves_alone = self._lock()
+            self._proving = Proving(job, launch.folder, lambda: launch.losses)
             self._feeder = self._fed_by(job)
             if isinstance(launch, ExternalLaunch):
                 if launch.leads and (show or (show is None and sys.stderr.isatty())):
@@ -186,6 +189,7 @@ class Run(RunResults):
         def tick() -> None:
             nonlocal looked
             self._look_at_data()
+            self._look_at_proof()
             if time.monotonic() - looked >= TICK:
                 looked = time.monotonic()
                 self._observers.tell("tick", self)
@@ -198,6 +202,8 @@ class Run(RunResults):
             atexit.unregister(self._abandon)
             if self._feeder is not None:
                 self._feeder.close()
+            self._proving.finish()
+            self._look_at_proof()
             if self._saves_alone is not None:
                 self._saves_alone.release()
             try:
@@ -226,6 +232,17 @@ class Run(RunResults):
         if error is not None and self._launch.error is None:
             self._launch.error = error
             self._launch.kill()
+
+    def _look_at_proof(self) -> None:
+        """End the run if a step was found that is not that of serial training."""
+        if self._proving.error is not None and self._launch.error is None:
+            self._launch.error = self._proving.error
+            self._launch.kill()
+
+    @property
+    def proof(self) -> Proof:
+        """Whether the run is equal to serial training: which of its steps were compared, and how close they are."""
+        return self._proving.proof
 
     def _abandon(self) -> None:
         """Stop the ranks because the script ends while they still train."""

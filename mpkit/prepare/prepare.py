@@ -53,6 +53,7 @@ from mpkit.prepare.recompute import check_recompute, recomputes_nothing
 from mpkit.prepare.resume import check_saved, check_saving, facts_of, find_checkpoint, take_up
 from mpkit.prepare.travel import check_compiled, check_repeatable, ready_to_travel
 from mpkit.prepare.unused import check_unused
+from mpkit.prepare.verify import check_verify, verified_steps
 from mpkit.support.caught import report
 
 __all__ = ["TrainJob", "prepare"]
@@ -111,10 +112,11 @@ def prepare(
     facts = facts_of(model, examined)
     saving, resume = _check_checkpoints(options, examined, facts, steps)
     # ---- meta
-    what = Problem(model, batches, aim.loss, list(model.state_dict()), aim.nominal, hooks)
+    what = Problem(model, batches, aim.loss, list(model.state_dict()), aim.nominal, hooks, asked.loss)
     how = Procedure(
         asked.optimizer, steps, asked.seed, options.get("max_grad_norm"), options.get("lr_schedule"),
         saving, resume, facts, asked.on_step, evaluation, asked.ema,
+        verified_steps(asked.verify, 0 if resume is None else resume.head.step, asked.steps),
     )  # fmt: skip
     meta = meta_of(model, sizes[0], resolved) | _facts_of_run(batches, how, blocks)
     return TrainJob(what, how, resolved, meta)
@@ -130,6 +132,7 @@ class Asked(NamedTuple):
     seed: int
     on_step: Callable[[Any, int], Any] | None
     ema: float | None
+    verify: Any
 
 
 def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOptions) -> Asked:
@@ -145,7 +148,8 @@ def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOpt
     optimizer: Any = options["optimizer"]  # checked later
     if ema is not None and callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = averaging(optimizer, ema)
-    return Asked(plan, options["loss"], optimizer, steps, seed, on_step, ema)
+    verify = check_verify(options.get("verify", "first"))
+    return Asked(plan, options["loss"], optimizer, steps, seed, on_step, ema, verify)
 
 
 def _check_fit(

@@ -17,6 +17,7 @@ from hashlib import blake2b
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # private; this module's example guards it
 
 __all__ = ["OwnDraws"]
 
@@ -59,7 +60,8 @@ class OwnDraws:
             drawn = _bytes(generator.get_state()) != inside
             generator.set_state(outside)
             if drawn:
-                torch.rand((), generator=generator, device=generator.device)
+                with _disable_current_modes():  # which may be a dry run's, or listen to what the model draws
+                    torch.rand((), generator=generator, device=generator.device)
         self._away.clear()
 
 
