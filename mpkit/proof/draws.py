@@ -94,7 +94,9 @@ class StepDraws:
                 found.append((which, made))
         return found
 
-    def _batch(self, blocks: dict[tuple[int, int], dict[tuple[int, int], Tensor]], shape: tuple[int, ...]) -> Tensor:
+    def _batch(
+        self, blocks: dict[tuple[int, int], dict[tuple[int, int], Tensor]], shape: tuple[int, ...]
+    ) -> Tensor:
         """Put the blocks of micro-batches and replicas together."""
         rows = shares(self.size, min(self.plan.microbatches, self.size), self.plan.dp)
         whole: Tensor | None = None
@@ -113,7 +115,9 @@ class StepDraws:
             into.copy_(block.unflatten(dim, (k, each)).movedim(dim, 0))
         for a, b in pairwise(joined):
             if a.shape == b.shape and _telling(a) and torch.equal(a, b):
-                raise SharedDraws("replicas, or micro-batches, draw the same random numbers for different samples")
+                raise SharedDraws(
+                    "replicas, or micro-batches, draw the same random numbers for different samples"
+                )
         assert whole is not None
         return whole
 

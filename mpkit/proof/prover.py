@@ -10,40 +10,33 @@ It runs in a thread of the caller's process, so in the world of the notebook, wh
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mpkit.data.microbatch import Value, batch_size, leaves, part
+from mpkit.data.microbatch import Value, batch_size, leaves
 from mpkit.errors import NotSerial
 from mpkit.launch.process.packing import dumps
-from mpkit.models.heard_draws import GivenDraws
 from mpkit.models.hooks import register
 from mpkit.parallel.job.feed import Source
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.stage.stage import PRECISIONS
 from mpkit.parallel.update.optimizer import described
 from mpkit.proof.assembled import Assembled, assembled, files_of
-from mpkit.proof.draws import CannotReplay, SharedDraws, StepDraws
+from mpkit.proof.attempt import Attempt, Noise, copy_of
+from mpkit.proof.causes import cause_of, cause_of_update
+from mpkit.proof.draws import SharedDraws, StepDraws
 from mpkit.proof.proof import Proof
-from mpkit.proof.rounding import FEW, SPREADS, Rounded, coarsest, distance, largest
+from mpkit.proof.rounding import FEW, coarsest, distance, largest
 from mpkit.reference.serial import Serial
 
 __all__ = ["Prover"]
-
-Found = tuple[Tensor, dict[str, Tensor | None]]
-"""The loss, and the gradients by name."""
-
-REPETITIONS = 3
-"""How often a step is repeated to find out what rounding does to it."""
 
 
 @dataclass
@@ -54,6 +47,7 @@ class Difference(Exception):
     got: float
     wanted: float
     by: float
+    cause: str = ""
 
 
 class Prover:
@@ -104,7 +98,9 @@ class Prover:
             found = assembled(self._files(step), self._shapes)
             self._compare(step, loss, found)
         except SharedDraws as error:
-            raise NotSerial(f"step {step + 1} is not that of serial training: {error}", step=step + 1) from None
+            raise NotSerial(
+                f"step {step + 1} is not that of serial training: {error}", step=step + 1
+            ) from None
         except Difference as difference:
             raise self._explained(step, difference) from None
         self._last, self._known = step, found.after
@@ -115,15 +111,20 @@ class Prover:
         self._start(step, found)
         # ---- gradients
         draws = StepDraws(self._job.plan, batch_size(batch[0]), found.draws)
-        attempt = Attempt(serial, copy.deepcopy(serial.model), batch, draws, found.scale)
+        attempt = Attempt(serial, copy_of(serial.model), batch, draws, found.scale)
         eps = torch.finfo(coarsest(serial.model, [t for value in batch for t in leaves(value)])).eps
-        value, gradients = attempt.of_step()
+        value, gradients = attempt.run(serial)
         # ---- compare loss and gradients
         noise = Noise(attempt)
         few = FEW * torch.finfo(value.dtype).eps * largest(value)
-        self._same("the loss", torch.tensor(loss), value, few, lambda: noise.of(""))
+        try:
+            self._same("the loss", torch.tensor(loss), value, few, lambda: noise.of(""))
+            if not found.skipped:
+                self._compare_gradients(found, gradients, noise, eps)
+        except Difference as difference:
+            difference.cause = cause_of(self._job, attempt, found.gradients)
+            raise
         if not found.skipped:
-            self._compare_gradients(found, gradients, noise, eps)
             # ---- update
             serial.update(step, found.gradients)
         # ---- compare weights and buffers
@@ -171,7 +172,9 @@ class Prover:
                 one = got if wanted is None else wanted
                 if one is not None and largest(one) > 0.0:
                     which = "the ranks" if wanted is None else "serial training"
-                    raise Difference(f"the gradient of {where.name}, which only {which} has,", 0.0, 0.0, largest(one))
+                    raise Difference(
+                        f"the gradient of {where.name}, which only {which} has,", 0.0, 0.0, largest(one)
+                    )
                 continue
             what = f"the gradient of {where.name} on rank {where.rank}"
             few = FEW * eps * largest(wanted)
@@ -187,7 +190,11 @@ class Prover:
             scale = largest(weight)
             by = distance(after, wanted)
             few = FEW * torch.finfo(weight.dtype).eps * scale
-            self._same(f"{where.name} on rank {where.rank} after the update", after, wanted, few)
+            try:
+                self._same(f"{where.name} on rank {where.rank} after the update", after, wanted, few)
+            except Difference as difference:
+                difference.cause = cause_of_update(self._job, where.name)
+                raise
             most = max(most, by / scale if scale else 0.0)
         for rank, name in found.other_replicas(after=True):
             raise Difference(f"{name} on rank {rank}, which is not the one that was updated,", 0.0, 0.0, 0.0)
@@ -220,97 +227,8 @@ class Prover:
         raise Difference(what, float(a[at]), float(b[at]), by)
 
     def _explained(self, step: int, difference: Difference) -> NotSerial:
+        values = f"is {difference.got:.6g} and not {difference.wanted:.6g}"
         return NotSerial(
-            f"step {step + 1} is not that of serial training: {difference.what} is {difference.got:.6g} and not "
-            f"{difference.wanted:.6g}",
+            f"step {step + 1} is not that of serial training: {difference.what} {values}. {difference.cause}".rstrip(),
             step=step + 1,
         )
-
-
-@dataclass
-class Attempt:
-    """One step of serial training that can be repeated.
-
-    Attributes:
-        serial: the training, at the beginning of the step.
-        model: a copy of its model from there.
-        batch: inputs and targets.
-        draws: the random numbers of the step.
-        scale: the loss scale.
-    """
-
-    serial: Serial
-    model: nn.Module
-    batch: tuple[Value, Value]
-    draws: StepDraws
-    scale: float
-
-    def of_step(self) -> Found:
-        """Return loss and gradients, of the whole batch at once; the model is left as the step leaves it."""
-        return self._step(self.serial)
-
-    def _step(self, serial: Serial) -> Found:
-        try:
-            return self._run(serial, self.batch, self.draws)
-        except CannotReplay:
-            if not self.draws:
-                raise
-            return self.in_parts(serial)
-
-    def repeated(self, seed: int | None) -> Found:
-        """Return the same again; with a seed, with other roundings."""
-        serial = copy.copy(self.serial)
-        serial.model = copy.deepcopy(self.model)
-        with nullcontext() if seed is None else Rounded(seed):
-            return self._step(serial)
-
-    def in_parts(self, serial: Serial) -> Found:
-        """Return the weighted sum over the replicas' shares of the micro-batches."""
-        loss, total = torch.zeros(()), dict[str, Tensor | None].fromkeys(serial.weights)
-        size = batch_size(self.batch[0])
-        for which, draws in self.draws.parts():
-            inputs, targets = (part(value, which) for value in self.batch)
-            value, gradients = self._run(serial, (inputs, targets), draws)
-            weight = draws.size / size
-            loss = loss + value * weight
-            for name, gradient in gradients.items():
-                if gradient is not None:
-                    sum_so_far = total[name]
-                    share = gradient * weight
-                    total[name] = share if sum_so_far is None else sum_so_far + share
-        return loss, total
-
-    def _run(self, serial: Serial, batch: tuple[Value, Value], draws: StepDraws) -> Found:
-        draws.begin()
-        with GivenDraws(draws.give):
-            return serial.gradients(*batch, scale=self.scale)
-
-
-class Noise:
-    """What rounding does to the loss and the gradients of one step.
-
-    Args:
-        attempt: the step.
-    """
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
-        self._spread: dict[str, float] = {}
-
-    def of(self, name: str) -> float:
-        """Return how far rounding may bring a result from the serial one: the gradient of that name, or the loss ("")."""
-        if not self._spread:
-            self._spread = self._spreads()
-        return SPREADS * self._spread[name]
-
-    def _spreads(self) -> dict[str, float]:
-        loss, base = self._attempt.repeated(None)
-        spread = dict.fromkeys(("", *base), 0.0)
-        for seed in range(REPETITIONS):
-            value, gradients = self._attempt.repeated(seed)
-            spread[""] = max(spread[""], distance(value, loss))
-            for name, gradient in gradients.items():
-                known = base[name]
-                if gradient is not None and known is not None:
-                    spread[name] = max(spread[name], distance(gradient, known))
-        return spread

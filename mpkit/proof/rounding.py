@@ -107,7 +107,10 @@ def distance(a: Tensor, b: Tensor) -> float:
     0.5
     """
     a, b = a.detach().reshape(-1), b.detach().reshape(-1)
-    a, b = (t.to(torch.float64) if not t.is_complex() else torch.view_as_real(t).reshape(-1).double() for t in (a, b))
+    a, b = (
+        t.to(torch.float64) if not t.is_complex() else torch.view_as_real(t).reshape(-1).double()
+        for t in (a, b)
+    )
     same = (a == b) | (a.isnan() & b.isnan())
     if bool(same.all()):
         return 0.0

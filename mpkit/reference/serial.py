@@ -77,12 +77,7 @@ class Serial:
         """
         self.model.zero_grad()
         # ---- forward
-        inputs = self._cast(inputs, self.dtype)
-        if isinstance(inputs, dict):
-            outputs = self.model(**inputs)
-        else:
-            outputs = self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
-        value = self.loss(self._cast(outputs, self.dtype and torch.float32), targets)
+        value = self.loss(self.outputs(inputs), targets)
         if isinstance(value, (tuple, list)):
             total, count = value
             value = total / count
@@ -93,6 +88,15 @@ class Serial:
             name: None if grad is None else grad.to(self.weights[name].dtype) / scale
             for name, grad in found.items()
         }
+
+    def outputs(self, inputs: Any) -> Any:
+        """Return the model's outputs, for the loss in 32 bits at least."""
+        inputs = self._cast(inputs, self.dtype)
+        if isinstance(inputs, dict):
+            made = self.model(**inputs)
+        else:
+            made = self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
+        return self._cast(made, self.dtype and torch.float32)
 
     def update(self, step: int, gradients: Mapping[str, Tensor | None]) -> None:
         """Update the weights from gradients, in step number `step`, counted from 0."""
