@@ -19,10 +19,10 @@ from mpkit.api.run_list import keep
 from mpkit.api.run_results import RunResults
 from mpkit.launch.external.external_launch import ExternalLaunch
 from mpkit.parallel.checkpoint.lock import FolderLock
-from mpkit.proof.proof import Proof
 from mpkit.proof.proving import Proving
 from mpkit.support.display import draw, in_notebook
 from mpkit.support.tracebacks import public
+from mpkit.trace.proof import Proof
 
 if TYPE_CHECKING:
     from mpkit.api.cluster import Cluster
@@ -173,7 +173,9 @@ class Run(RunResults):
         at = f", loss {losses[-1]:.4g}" if losses else ""
         stop = self.stopped_early
         why = f"; ended by on_step on rank {stop.rank}: {stop.reason}" if stop is not None else ""
-        return f"<Run of {self.plan}: {self.status}, step {self.first_step + len(losses)} of {self.steps}{at}{why}>"
+        proof = f"; {self.proof}" if self.proof.status == "equal" else ""
+        step = f"step {self.first_step + len(losses)} of {self.steps}"
+        return f"<Run of {self.plan}: {self.status}, {step}{at}{why}{proof}>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         if self._dashboard is None:

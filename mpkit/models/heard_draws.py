@@ -1,4 +1,4 @@
-"""Hearing which random numbers a model draws, and giving it others: dropout masks and whatever torch's generators make."""
+"""Hearing which random numbers a model draws, and giving it others: dropout masks, noise, whatever torch draws."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HeardDraws(TorchDispatchMode):
     """
 
     def __init__(self, into: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._into = into
 
     def __torch_dispatch__(
@@ -63,7 +63,7 @@ class GivenDraws(TorchDispatchMode):
     """
 
     def __init__(self, give: Callable[[tuple[int, ...], float | None], Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._give = give
 
     def __torch_dispatch__(
@@ -84,8 +84,8 @@ class GivenDraws(TorchDispatchMode):
             made = values.where(values > 0, values * noise)
             return args[0].copy_(made) if name.endswith("_") else made
         if name.endswith("_"):
-            p = args[1] if name == "bernoulli_" and len(args) > 1 else kwargs.get("p")
-            given = self._give(tuple(args[0].shape), p if isinstance(p, float) else None)
+            chance: Any = args[1] if name == "bernoulli_" and len(args) > 1 else kwargs.get("p")
+            given = self._give(tuple(args[0].shape), chance if isinstance(chance, float) else None)
             return args[0].copy_(given)
         like = func(*args, **(kwargs | {"generator": None} if "generator" in kwargs else kwargs))
         return like.copy_(self._give(tuple(like.shape), None))

@@ -60,7 +60,7 @@ class Attempt:
     ) -> Found:
         """Return loss and gradients of the whole batch at once, or of a part of it with its own draws.
 
-        Where a layer draws a number for all samples of a forward, the result is that of the parts that the ranks drew for.
+        Where a layer draws a number for all samples of a forward, it is that of the parts that the ranks drew for.
         """
         if batch is not None and draws is not None:
             return self._run(serial, batch, draws)
@@ -115,7 +115,7 @@ class Noise:
         self._spread: dict[str, float] = {}
 
     def of(self, name: str) -> float:
-        """Return how far rounding may bring a result from the serial one: the gradient of that name, or the loss ("")."""
+        """Return how far rounding may bring the gradient of that name, or the loss (""), from the serial one."""
         if not self._spread:
             self._spread = self._spreads()
         return SPREADS * self._spread[name]

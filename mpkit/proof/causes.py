@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from mpkit.data.microbatch import batch_size, map_tensors
+from mpkit.data.microbatch import batch_size, part
 from mpkit.loss.quotient import as_pair
 from mpkit.parallel.data_parallel.sync_batchnorm import batch_norms
 from mpkit.parallel.job.job import TrainJob
@@ -71,7 +71,8 @@ def cause_of_update(job: TrainJob, name: str) -> str:
         f"Its gradient is right, so the optimizer makes something else of it. A rank's optimizer has {divided}, and "
         "stand-ins for the rest: groups by a mark on a parameter, by its values or its identity, and updates that look "
         "at more than an element's own gradient, are other ones there. What works: groups by name, "
-        f"optimizer=mk.optimizer.by_name(lambda named: ...), where this one is {name!r}; or mk.Plan.ddp({job.plan.ranks})"
+        f"optimizer=mk.optimizer.by_name(lambda named: ...), where this one is {name!r}; or "
+        f"mk.Plan.ddp({job.plan.ranks})"
     )
 
 
@@ -147,19 +148,20 @@ def _factor(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]
     scaled = {name: None if g is None else g * factors[0] for name, g in found.items()}
     if not _equal(scaled, gradients):
         return ""
-    return f"All gradients are {factors[0]:.6g} times those of serial training: a sum that should be a mean, or the reverse."
+    return (
+        f"All gradients are {factors[0]:.6g} times the serial ones: a sum in place of a mean, or the reverse."
+    )
 
 
 def _share(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
     size = batch_size(attempt.batch[0])
-    for number, part in enumerate(scattered(size, job.plan.microbatches, job.plan.dp)):
-        index = torch.tensor(part)
-        inputs, targets = (map_tensors(lambda t: t[index], value) for value in attempt.batch)
-        _, found = attempt.run(attempt.again(), (inputs, targets), attempt.draws.parts()[number][1])
-        for weight in (1.0, len(part) / size):
+    for number, (which, draws) in enumerate(attempt.draws.parts()):
+        inputs, targets = (part(value, which) for value in attempt.batch)
+        _, found = attempt.run(attempt.again(), (inputs, targets), draws)
+        for weight in (1.0, draws.size / size):
             scaled = {name: None if g is None else g * weight for name, g in found.items()}
             if _equal(scaled, gradients):
-                return f"The gradients are those of part {number} of the batch alone: the sum over the parts is missing."
+                return f"The gradients are those of part {number} of the batch alone: the sum over parts is missing."
     return ""
 
 

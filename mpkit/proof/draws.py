@@ -137,7 +137,7 @@ class StepDraws:
         rows = [[parts[cp, tp] for tp in range(self.plan.tp)] for cp in range(self.plan.cp)]
         for along_tp in (None, *range(len(shape))):
             for along_cp in (None, *range(len(shape))):
-                length = [list(row[0].shape) for row in rows][0]
+                length = list(rows[0][0].shape)
                 if len(length) != len(wanted):
                     continue
                 if along_tp is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ from mpkit.proof.assembled import Assembled, assembled, files_of
 from mpkit.proof.attempt import Attempt, Noise, copy_of
 from mpkit.proof.causes import cause_of, cause_of_update
 from mpkit.proof.draws import SharedDraws, StepDraws
-from mpkit.proof.proof import Proof
 from mpkit.proof.rounding import FEW, coarsest, distance, largest
 from mpkit.reference.serial import Serial
+from mpkit.trace.proof import Proof
 
 __all__ = ["Prover"]
 
@@ -73,7 +73,7 @@ class Prover:
         self._last = job.how.first_step - 1 if job.how.resume is None else None
         # What the ranks' weights have to be before the next step.
         self._known = {name: weight.detach().clone() for name, weight in self._serial.weights.items()}
-        self.proof = Proof()
+        self.proof = Proof(why_not=job.how.unverified)
 
     # ---- a step -------------------------------------------------------------------------------------------
 

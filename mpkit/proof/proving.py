@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,9 +11,10 @@ from pathlib import Path
 from mpkit.errors import NotSerial
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.evidence import verdict_of
-from mpkit.proof.proof import Proof
 from mpkit.proof.prover import Prover
 from mpkit.support.caught import one_line
+from mpkit.support.disk import write_whole
+from mpkit.trace.proof import PROOF, Proof
 
 __all__ = ["Proving"]
 
@@ -34,7 +36,7 @@ class Proving:
 
     def __init__(self, job: TrainJob, folder: Path, losses: Callable[[], list[float]]) -> None:
         self._job, self._folder, self._losses = job, folder, losses
-        self._proof = Proof(why_not=job.how.unverified)
+        self._know(Proof(why_not=job.how.unverified))
         self.error: NotSerial | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -48,6 +50,11 @@ class Proving:
         """What is known so far."""
         return self._proof
 
+    def _know(self, proof: Proof) -> None:
+        self._proof = proof
+        if self._folder.is_dir():
+            write_whole(self._folder / PROOF, json.dumps(proof.to_dict()).encode())
+
     def finish(self) -> None:
         """Verify what the ranks finished, and return; called when the ranks have ended."""
         self._ended.set()
@@ -60,16 +67,16 @@ class Proving:
                 if not self._verified(step):
                     return
             except NotSerial as error:
-                self._proof = replace(self._prover.proof, difference=str(error))
+                self._know(replace(self._prover.proof, difference=str(error)))
                 self.error = error
                 return
             except Exception as error:  # the model, the loss or the optimizer raises in plain PyTorch
                 why = f"step {step + 1} fails in plain PyTorch, in this process: {one_line(error)}"
-                self._proof = replace(self._prover.proof, why_not=why)
+                self._know(replace(self._prover.proof, why_not=why))
                 for later in self._job.how.verified:
                     (self._folder / verdict_of(later)).touch()
                 return
-            self._proof = self._prover.proof
+            self._know(self._prover.proof)
             (self._folder / verdict_of(step)).touch()
 
     def _verified(self, step: int) -> bool:

@@ -6,8 +6,8 @@
              Eggert, "Monte Carlo Arithmetic", Computing in Science & Engineering, 2000), and how far the repetitions
              are apart is what rounding does to this result
 
-So there is no table of tolerances: a gradient that is zero but for rounding, a deep model in 16 bits and a long sum each
-get the tolerance that follows from their own operators.
+So there is no table of tolerances: a gradient that is zero but for rounding, a deep model in 16 bits and a long sum
+each get the tolerance that follows from their own operators.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ SPREADS = 16.0
 
 ROUNDS = (
     "add", "sub", "rsub", "mul", "div", "mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "addr",
-    "sum", "mean", "var", "std", "var_mean", "norm", "linalg_vector_norm", "cumsum", "prod", "addcmul", "addcdiv", "lerp",
+    "sum", "mean", "var", "std", "var_mean", "norm", "linalg_vector_norm", "cumsum", "prod", "addcmul", "addcdiv",
+    "lerp",
     "exp", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "pow", "sin", "cos", "tan", "tanh", "sigmoid", "erf",
     "softplus", "gelu", "silu", "mish", "elu", "reciprocal", "logsumexp", "_softmax", "_log_softmax",
     "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm", "native_group_norm",
@@ -50,7 +51,7 @@ class Rounded(TorchDispatchMode):
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._random = random.Random(seed)
         self._seed = seed
         self._factors: dict[tuple[torch.dtype, torch.device], Tensor] = {}

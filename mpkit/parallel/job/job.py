@@ -120,6 +120,10 @@ class TrainJob:
         """Return the job as a rank at this place along tp sees it."""
         return replace(self, where=self.where.at(tp))
 
+    def without_proof(self, why: str) -> TrainJob:
+        """Return the same job, of which no step is compared with serial training, and why."""
+        return replace(self, how=replace(self.how, verified=(), unverified=self.how.unverified or why))
+
     def with_model(self, model: nn.Module) -> TrainJob:
         """Return the same job for another copy of the model."""
         return replace(self, what=replace(self.what, model=model))

@@ -1,4 +1,4 @@
-"""Evidence: what a rank holds of a step that is verified, in files that the caller's process compares with plain PyTorch.
+"""Evidence: what a rank holds of a step that is verified, in files that the caller's process compares.
 
     begin       before the step: digests of the weights that the rank computes with; the elements that it updates, and
                 their optimizer states where the step before was not verified

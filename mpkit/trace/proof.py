@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Proof"]
+__all__ = ["PROOF", "Proof"]
+
+PROOF = "proof.json"
+"""The file in a run's folder that keeps its proof."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Proof:
 
     def __str__(self) -> str:
         if self.difference:
-            return f"not equal to serial training: {self.difference}"
+            return self.difference
         if not self.steps:
             return f"not verified: {self.why_not or 'no step is complete'}"
         within = f"loss within {_power(self.loss)}, weights within {_power(self.weights)}"
