@@ -206,6 +206,8 @@ class Run(RunResults):
                 self._feeder.close()
             self._proving.finish()
             self._look_at_proof()
+            if self._launch.error in (None, self._proving.error):
+                self._launch.trace.meta["proof"] = self.proof.to_dict()
             if self._saves_alone is not None:
                 self._saves_alone.release()
             try:

@@ -126,6 +126,8 @@ def _parts(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None])
 
 
 def _mode(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
+    if _equal(attempt.run(attempt.again())[1], gradients):
+        return ""
     for name, change in (("evaluation", nn.Module.eval), ("training", nn.Module.train)):
         serial = attempt.again()
         change(serial.model)

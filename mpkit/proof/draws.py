@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import torch
@@ -20,12 +21,12 @@ from mpkit.plan.plan import Plan
 
 __all__ = ["CannotReplay", "SharedDraws", "StepDraws"]
 
-TELLING = 32
-"""Elements from which equal draws are no coincidence."""
+CHANCE = 1e-9
+"""The chance of a coincidence below which equal draws are none."""
 
 
 class SharedDraws(Exception):
-    """Two ranks drew the same numbers for different things, or different ones for the same."""
+    """Ranks drew the same numbers for different things, different ones for the same, or not as often as serially."""
 
 
 class CannotReplay(Exception):
@@ -47,6 +48,7 @@ class StepDraws:
     by_rank: list[dict[tuple[int, int], list[Tensor]]]
     _lines: dict[tuple[int, int, int, int], list[Tensor]] = field(init=False)
     _next: int = field(default=0, init=False)
+    _chances: dict[int, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         lines: dict[tuple[int, int, int, int], list[tuple[int, list[Tensor]]]] = {}
@@ -65,6 +67,7 @@ class StepDraws:
     def begin(self) -> None:
         """Begin again with the first draw."""
         self._next = 0
+        self._chances.clear()
 
     def give(self, shape: tuple[int, ...], probability: float | None) -> Tensor:
         """Return the next draw, for the whole batch.
@@ -77,7 +80,12 @@ class StepDraws:
         blocks: dict[tuple[int, int], dict[tuple[int, int], Tensor]] = {}
         for (dp, m, cp, tp), drawn in self._lines.items():
             if number >= len(drawn):
-                raise CannotReplay("the ranks draw fewer random numbers than serial training")
+                if torch._C._current_graph_task_id() >= 0:
+                    raise CannotReplay("a forward that a backward repeats draws random numbers")
+                raise SharedDraws(
+                    f"the ranks draw {len(drawn)} times in a forward, and serial training draws once more: they "
+                    "compute in another mode, training or evaluation, or take another way through the model"
+                )
             blocks.setdefault((dp, m), {})[cp, tp] = drawn[number]
         if not blocks:
             raise CannotReplay("random numbers are drawn where the ranks' draws are not heard")
@@ -113,8 +121,11 @@ class StepDraws:
             each = shape[dim] // self.size
             into = whole.unflatten(dim, (self.size, each)).movedim(dim, 0)[rows[m][dp]]
             into.copy_(block.unflatten(dim, (k, each)).movedim(dim, 0))
-        for a, b in pairwise(joined):
-            if a.shape == b.shape and _telling(a) and torch.equal(a, b):
+        for pair, (a, b) in enumerate(pairwise(joined)):
+            # Small draws tell something together: as long as all are equal, their chances multiply.
+            chance = _chance(a, b)
+            self._chances[pair] = self._chances.get(pair, 1.0) * (chance if chance <= 1.0 else inf)
+            if min(chance, self._chances[pair]) < CHANCE:
                 raise SharedDraws(
                     "replicas, or micro-batches, draw the same random numbers for different samples"
                 )
@@ -166,10 +177,20 @@ def _along(parts: list[Tensor], dim: int | None, axis: str) -> Tensor:
             raise SharedDraws(f"ranks along {axis} draw different random numbers for the same activations")
         return parts[0]
     for a, b in pairwise(parts):
-        if a.shape == b.shape and _telling(a) and torch.equal(a, b):
+        if _chance(a, b) < CHANCE:
             raise SharedDraws(f"ranks along {axis} draw the same random numbers for different activations")
     return torch.cat(parts, dim)
 
 
-def _telling(tensor: Tensor) -> bool:
-    return tensor.numel() >= TELLING and bool((tensor != tensor.reshape(-1)[0]).any())
+def _chance(a: Tensor, b: Tensor) -> float:
+    """Return the chance of equal draws, by the share of their most frequent value; 2 if they are not equal.
+
+    >>> _chance(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0])), _chance(torch.ones(2), torch.ones(2))
+    (0.25, 1.0)
+    """
+    if a.shape != b.shape or not torch.equal(a, b):
+        return 2.0
+    if not a.numel():
+        return 1.0
+    share = float(a.unique(return_counts=True)[1].max()) / a.numel()
+    return float((share**2 + (1 - share) ** 2) ** a.numel())

@@ -118,7 +118,7 @@ class Prover:
         noise = Noise(attempt)
         few = FEW * torch.finfo(value.dtype).eps * largest(value)
         try:
-            self._same("the loss", torch.tensor(loss), value, few, lambda: noise.of(""))
+            self._same("the loss", torch.tensor(loss, dtype=torch.float64), value, few, lambda: noise.of(""))
             if not found.skipped:
                 self._compare_gradients(found, gradients, noise, eps)
         except Difference as difference:
