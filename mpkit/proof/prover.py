@@ -99,7 +99,7 @@ class Prover:
             self._compare(step, loss, found)
         except SharedDraws as error:
             raise NotSerial(
-                f"step {step + 1} is not that of serial training: {error}", step=step + 1
+                f"step {step + 1} is not that of serial training: {error}.", step=step + 1
             ) from None
         except Difference as difference:
             raise self._explained(step, difference) from None

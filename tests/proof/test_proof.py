@@ -46,7 +46,7 @@ class Net(nn.Module):
         return made
 
 
-def batches(count: int = 2, size: int = 12) -> list[tuple[Tensor, Tensor]]:
+def batches(count: int = 2, size: int = 24) -> list[tuple[Tensor, Tensor]]:
     made = torch.Generator().manual_seed(1)
     return [
         (torch.randn(size, 6, generator=made), torch.randint(0, 6, (size,), generator=made))
