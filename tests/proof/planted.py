@@ -15,6 +15,7 @@ from mpkit.parallel.job.feed import Feed
 from mpkit.parallel.runtime.pipeline import Pipeline
 from mpkit.parallel.runtime.train import Training
 from mpkit.parallel.stage.gradient_sync import GradientSync
+from mpkit.parallel.stage.partitioned import Part
 from mpkit.parallel.update.update import Update
 from mpkit.parallel.zero.zero import Zero
 
@@ -89,8 +90,15 @@ def element(rank: int) -> None:
 
 
 def mode(rank: int) -> None:
-    """Evaluation mode."""
-    after(Training, "__init__", lambda self, *_: [s.layers.eval() for s in self.sync.stages.values()])
+    """Evaluation mode, also of what a partitioned model calls between its blocks."""
+
+    def evaluate(self: Any, *_: Any) -> None:
+        for stage in self.sync.stages.values():
+            stage.layers.eval()
+            if isinstance(stage, Part):
+                stage._skeleton.model.eval()
+
+    after(Training, "__init__", evaluate)
 
 
 def reordered(rank: int) -> None:
