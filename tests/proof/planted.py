@@ -249,12 +249,6 @@ def not_reduced(rank: int) -> None:
                 piece.held.grad.copy_(grad / 2)
 
     DDP.finish = finish  # type: ignore[method-assign]
-    if Zero.finish is not GradientSync.finish:
-        after(
-            Zero,
-            "finish",
-            lambda self: [p.held.grad.mul_(0.5) for p in self.pieces if p.held.grad is not None],
-        )
 
 
 def not_tied(rank: int) -> None:

@@ -130,7 +130,7 @@ GATE = {
 )
 def test_a_planted_fault_is_found(clusters: Clusters, fault: str, plan: str) -> None:
     torch.manual_seed(0)
-    how: dict[str, Any] = {"max_grad_norm": 0.5, "lr_schedule": lambda step: 1 / (1 + step), "verify": "all"}
+    how: dict[str, Any] = {"max_grad_norm": 0.05, "lr_schedule": lambda step: 1 / (1 + step), "verify": "all"}
     run = train(clusters, Net(), PLANS[plan], loss=Planted(F.cross_entropy, fault), **how)
     if unaffected(fault, plan):
         run.wait()
@@ -145,7 +145,7 @@ def unaffected(fault: str, plan: str) -> bool:
     asked = PLANS[plan]
     if fault == "buffers":
         return True  # Net has none
-    if fault in ("an element", "the last parameter's gradient") and asked.precision != "full":
+    if fault in ("an element", "the last parameter's gradient", "loss") and asked.precision != "full":
         return True  # a thousandth, or a hundredth, is less than 16 bits round off
     if plan == "dp" and fault in (
         "others' samples",
@@ -155,9 +155,9 @@ def unaffected(fault: str, plan: str) -> bool:
     ):
         return True  # rank 0 scatters what it takes itself
     if fault in ("others' samples", "not reduced"):
-        return asked.dp == 1
+        return asked.dp == 1 or (fault == "not reduced" and asked.zero > 0)
     if fault == "stale":
-        return not asked.zero and asked.precision == "full" and asked.dp == 1
+        return plan == "dp" or asked.zero == 3 or asked.dp == 1
     if fault == "not tied":
         return asked.pp == 1
     if fault == "draws":
