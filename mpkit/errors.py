@@ -15,6 +15,7 @@ __all__ = [
     "Deadlock",
     "MpkitError",
     "NeedsTorch",
+    "NotSerial",
     "RankFailed",
     "TraceError",
     "UnwisePlan",
@@ -44,6 +45,18 @@ class UnwisePlan(UserWarning):
 
 class TraceError(MpkitError):
     """A file is not a trace, is of another version, or is damaged beyond reading."""
+
+
+class NotSerial(MpkitError):
+    """A step of a run is not that of serial training; the message says what differs, the likely cause and what works.
+
+    Attributes:
+        step: the step, counted from 1.
+    """
+
+    def __init__(self, message: str, *, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class RankFailed(MpkitError):

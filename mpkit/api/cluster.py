@@ -266,7 +266,7 @@ class Cluster:
         checkpoint_every: int | None = None, checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_keep: int = 2, resume_from: str | os.PathLike[str] | None = None,
         on_step: Callable[[Any, int], Any] | None = None, evaluate: Any = None, every: int | None = None,
-        ema: float | None = None,
+        ema: float | None = None, verify: Any = "first",
         timeout: float | None = None, show: bool | None = None, on_busy: str | None = None,
     ) -> Run:  # fmt: skip
         """Train `model` as `plan` says. Returns at once; in a notebook the Run shows itself, live.
@@ -287,17 +287,17 @@ class Cluster:
                 of all parameters that are trained, in the model's order, so that groups by index, number or shape are
                 those of the whole model; `mk.optimizer.by_name(optimizer)` receives (name, parameter) pairs instead.
             steps, seed: the number of steps, and the seed of every rank's random state.
-            max_grad_norm: clip gradients to this norm, computed over all of them together; None: do not clip.
-            lr_schedule: lr_schedule(step) is the factor of the learning rate in that step; None: always 1.
+            max_grad_norm, lr_schedule: clip all gradients together to this norm; the learning rate's factor in a step.
             checkpoint_every: save a checkpoint after every so many steps; None: never. See docs/checkpoints.md.
             checkpoint_dir, checkpoint_keep: the folder for checkpoints, and how many of the newest are kept there.
             resume_from: a checkpoint, or a folder of them, whose newest complete one is resumed, on any plan and any
                 number of ranks. `steps` still counts from the very beginning: the same call with resume_from finishes
                 a training that was cut short.
+            verify: the steps that are compared with plain PyTorch: "first", two and a later one; "all"; some, counted
+                from 1, such as (1, 10); or False. `run.proof` says which were equal (docs/proof.md).
             on_step, evaluate, every, ema: what happens between steps (docs/callbacks.md): on_step(ctx, step) on every
                 rank; evaluation on data, or (data, metric), every so many steps; the decay of an average of weights.
-            timeout: as in `run`.
-            show: whether to show the Run live; None: only in a notebook.
+            timeout, show: as in `run`; whether to show the Run live, None: only in a notebook.
             on_busy: what to do if an earlier training of this cluster still runs: "stop" it, "wait" for its end, or
                 "raise" a ValueError; None: stop it in a notebook, where a cell is often run again, else raise.
 
@@ -314,7 +314,7 @@ class Cluster:
                 prepare, model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", loss=loss,
                 optimizer=optimizer, steps=steps, seed=seed, max_grad_norm=max_grad_norm, lr_schedule=lr_schedule,
                 checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, checkpoint_keep=checkpoint_keep,
-                resume_from=resume_from, on_step=on_step, evaluate=evaluate, every=every, ema=ema,
+                resume_from=resume_from, on_step=on_step, evaluate=evaluate, every=every, ema=ema, verify=verify,
             )  # fmt: skip
         self._turns.training = Run(self, job, timeout=timeout, show=show)
         return self._worked(self._turns.training)
@@ -338,6 +338,7 @@ class Cluster:
         from mpkit.api.launched_cluster import facts_in_common, warn_of_nodes
 
         job = self._session.same("this training", partial(prepare, *args, **kwargs), facts_in_common)
+        job = job.without_proof("a launcher started the ranks, and they have no folder in common")
         warn_if_unwise(job.plan)
         warn_of_nodes(job.plan, self._session.nodes, self._session.place.rank)
         return job

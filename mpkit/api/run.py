@@ -19,8 +19,10 @@ from mpkit.api.run_results import RunResults
 from mpkit.launch.external.external_launch import ExternalLaunch
 from mpkit.parallel.checkpoint.lock import FolderLock
 from mpkit.parallel.checkpoint.others import lock_folder
+from mpkit.proof.proving import Proving
 from mpkit.support.display import draw, in_notebook
 from mpkit.support.tracebacks import public
+from mpkit.trace.proof import Proof
 
 if TYPE_CHECKING:
     from mpkit.api.cluster import Cluster
@@ -86,6 +88,7 @@ class Run(RunResults):
         self._dashboard: Any = None
         try:
             self._saves_alone = self._lock()
+            self._proving = Proving(job, launch.folder, lambda: launch.losses)
             self._feeder = self._fed_by(job)
             if isinstance(launch, ExternalLaunch):
                 if launch.leads and (show or (show is None and sys.stderr.isatty())):
@@ -171,7 +174,9 @@ class Run(RunResults):
         at = f", loss {losses[-1]:.4g}" if losses else ""
         stop = self.stopped_early
         why = f"; ended by on_step on rank {stop.rank}: {stop.reason}" if stop is not None else ""
-        return f"<Run of {self.plan}: {self.status}, step {self.first_step + len(losses)} of {self.steps}{at}{why}>"
+        proof = f"; {self.proof}" if self.proof.status == "equal" else ""
+        step = f"step {self.first_step + len(losses)} of {self.steps}"
+        return f"<Run of {self.plan}: {self.status}, {step}{at}{why}{proof}>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         if self._dashboard is None:
@@ -187,6 +192,7 @@ class Run(RunResults):
         def tick() -> None:
             nonlocal looked
             self._look_at_data()
+            self._look_at_proof()
             if time.monotonic() - looked >= TICK:
                 looked = time.monotonic()
                 self._observers.tell("tick", self)
@@ -199,6 +205,10 @@ class Run(RunResults):
             atexit.unregister(self._abandon)
             if self._feeder is not None:
                 self._feeder.close()
+            self._proving.finish()
+            self._look_at_proof()
+            if self._launch.error in (None, self._proving.error):
+                self._launch.trace.meta["proof"] = self.proof.to_dict()
             if self._saves_alone is not None:
                 self._saves_alone.release()
             try:
@@ -227,6 +237,17 @@ class Run(RunResults):
         if error is not None and self._launch.error is None:
             self._launch.error = error
             self._launch.kill()
+
+    def _look_at_proof(self) -> None:
+        """End the run if a step was found that is not that of serial training."""
+        if self._proving.error is not None and self._launch.error is None:
+            self._launch.error = self._proving.error
+            self._launch.kill()
+
+    @property
+    def proof(self) -> Proof:
+        """Whether the run is equal to serial training: which of its steps were compared, and how close they are."""
+        return self._proving.proof
 
     def _abandon(self) -> None:
         """Stop the ranks because the script ends while they still train."""

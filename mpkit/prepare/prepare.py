@@ -7,6 +7,7 @@
     optimizer     check that it works on parts of the model, or try it
     probe         compare model and loss on a few samples, all at once and in parts
     checkpoints   determine where they are saved, and whether training can resume from one
+    proof         determine which steps are compared with serial training
     meta          collect what the trace records about the run
 
 All of this happens in the caller's process and does not change the caller's model or random state.
@@ -63,6 +64,7 @@ from mpkit.prepare.resume import (
 )
 from mpkit.prepare.travel import check_compiled, check_repeatable, ready_to_travel
 from mpkit.prepare.unused import check_unused
+from mpkit.prepare.verify import check_verify, with_proof
 from mpkit.support.caught import report
 
 __all__ = ["TrainJob", "prepare"]
@@ -109,9 +111,8 @@ def prepare(
         # ---- fit
         hooks = _check_fit(hooked, model, sizes[0], resolved, rehearsed)
         # ---- optimizer
-        examined = examine_optimizer(
-            asked.optimizer, model, resolved, hooked, scheduled=options.get("lr_schedule") is not None
-        )
+        scheduled = options.get("lr_schedule") is not None
+        examined = examine_optimizer(asked.optimizer, model, resolved, hooked, scheduled=scheduled)
         # ---- probe
         aim = objective(model, asked.loss, batches, sizes[0], resolved, pairs=rehearsed.count is not None)
         unselective = recomputes_nothing(model, sizes[0][0], plan)
@@ -120,12 +121,13 @@ def prepare(
     # ---- checkpoints
     facts = facts_of(model, examined)
     saving, resume = _check_checkpoints(options, examined, facts, steps)
-    # ---- meta
-    what = Problem(model, batches, aim.loss, list(model.state_dict()), aim.nominal, hooks)
+    what = Problem(model, batches, aim.loss, list(model.state_dict()), aim.nominal, hooks, asked.loss)
     how = Procedure(
         asked.optimizer, steps, asked.seed, options.get("max_grad_norm"), options.get("lr_schedule"),
         saving, resume, facts, asked.on_step, evaluation, asked.ema,
     )  # fmt: skip
+    how = with_proof(how, asked.verify, what, sizes[0], resolved)
+    # ---- meta
     meta = meta_of(model, sizes[0], resolved) | _facts_of_run(batches, how, blocks)
     return TrainJob(what, how, resolved, meta)
 
@@ -140,6 +142,7 @@ class Asked(NamedTuple):
     seed: int
     on_step: Callable[[Any, int], Any] | None
     ema: float | None
+    verify: Any
 
 
 def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOptions) -> Asked:
@@ -157,7 +160,8 @@ def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOpt
     optimizer: Any = options["optimizer"]  # checked later
     if ema is not None and callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = averaging(optimizer, ema)
-    return Asked(plan, options["loss"], optimizer, steps, seed, on_step, ema)
+    verify = check_verify(options.get("verify", False))
+    return Asked(plan, options["loss"], optimizer, steps, seed, on_step, ema, verify)
 
 
 def _check_fit(

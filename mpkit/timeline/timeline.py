@@ -21,6 +21,7 @@ from mpkit.timeline.breakdown import Breakdown, breakdown
 from mpkit.timeline.clock_notes import clock_notes
 from mpkit.timeline.figures import Figures
 from mpkit.timeline.placement_notes import placement_notes
+from mpkit.timeline.proof_notes import proof_notes
 from mpkit.timeline.replay import Replayed, replay
 from mpkit.timeline.sample_notes import sample_notes
 from mpkit.trace import Kind, Lane
@@ -78,7 +79,11 @@ class Timeline(Replayed, Figures):
             ValueError: there is no such hardware or clock.
         """
         timeline = cls.from_replay(replay(trace, hardware, clock))
-        timeline.notes += clock_notes(timeline.meta) + sample_notes(trace, hardware is not None)
+        timeline.notes += (
+            proof_notes(timeline.meta)
+            + clock_notes(timeline.meta)
+            + sample_notes(trace, hardware is not None)
+        )
         if hardware is not None:
             timeline.notes += placement_notes(timeline, find(hardware))
         return timeline

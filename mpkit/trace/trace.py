@@ -18,6 +18,7 @@ from mpkit.support.bounded import read_json
 from mpkit.support.disk import write_whole
 from mpkit.trace.files import RankTrace, read_rank
 from mpkit.trace.metrics import Metrics, Stop, metrics_of, stop_of
+from mpkit.trace.proof import PROOF
 from mpkit.trace.records import MEMORY, OP, SAMPLE, VALUE, Kind
 from mpkit.trace.sound import MOST_RANKS, check_meta, check_rank, check_steps, check_unpacked
 
@@ -173,6 +174,8 @@ class Trace:
             axes = [_read_json(path) for path in sorted(folder.glob("rank*.axes"))]
             if axes:  # of a watched program: the names of its groups, by their ranks
                 meta["axes"] = {group: name for each in axes for group, name in each.items()}
+            if proof := _read_json(folder / PROOF):
+                meta["proof"] = proof
             numbers = {
                 int(p.name[4:-4]) for p in folder.glob("rank*.ops") if re.fullmatch(r"\d{1,9}", p.name[4:-4])
             }

@@ -12,13 +12,14 @@ What a forward keeps for its backward (`Kept`) is held here, by micro-batch, and
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mpkit.data.microbatch import Value
+from mpkit.models.heard_draws import HeardDraws
 from mpkit.parallel.compute.kept import Kept
 from mpkit.parallel.compute.stage_forward import StageForward
 from mpkit.parallel.compute.stage_record import StageRecord
@@ -48,6 +49,9 @@ class StageWork:
         compute: what its forward computes.
         sync: synchronizes gradients with the replicas.
         split: micro-batches whose backward is split into I and W.
+
+    Attributes:
+        heard: receives what forwards draw at random, by stage and micro-batch; None: nobody listens.
     """
 
     def __init__(
@@ -68,6 +72,9 @@ class StageWork:
         self._kept: dict[int, Kept] = {}  # by micro-batch
         self._microbatches: list[MicroBatch] = []
         self._loss_scale = 1.0
+        self.heard: dict[tuple[int, int], list[Tensor]] | None = None
+        # Compiled code cannot be listened to.
+        self._compiled = any(type(each).__name__ == "OptimizedModule" for each in stage.layers.modules())
 
     def begin_step(self, number: int, microbatches: list[MicroBatch], loss_scale: float) -> None:
         """Set the step, micro-batches and loss scale of the next actions."""
@@ -91,7 +98,7 @@ class StageWork:
         op = self._record.begin(Kind.FORWARD, m, key)
         kept = self._kept[m] = Kept(inputs)
         if self._recompute:
-            with torch.no_grad(), self._twice.first() as kept.start:
+            with torch.no_grad(), self._twice.first() as kept.start, self._hearing(m):
                 outputs = self._compute(m, inputs)
         else:
             split = m in self._split
@@ -104,11 +111,18 @@ class StageWork:
                 self._record.saving(key, split=split) as kept.saved,
                 self._inside(),
                 self._stage.recomputing(around),
+                self._hearing(m),
             ):
                 outputs = kept.outputs = self._compute(m, inputs)
         self._record.track(outputs)
         self._record.end(op)
         return outputs
+
+    def _hearing(self, m: int) -> AbstractContextManager[Any]:
+        """Return a context in which the random draws of a micro-batch's forward are heard, if somebody listens."""
+        if self.heard is None or self._compiled:
+            return nullcontext()
+        return HeardDraws(self.heard.setdefault((self._stage.number, m), []))
 
     # ---- recompute ----------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ class Problem:
         nominal: approximate count of a batch, for a loss that returns (total, count) (`mpkit.loss.quotient`); None for
             a mean over samples.
         parameter_hooks: hooks on the model's parameters, by their first names; pickling drops those.
+        given_loss: the loss as it was given.
     """
 
     model: nn.Module
@@ -51,6 +52,7 @@ class Problem:
     names: list[str]
     nominal: float | None = None
     parameter_hooks: list[Hook] = field(default_factory=list)
+    given_loss: Callable[[Any, Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Procedure:
         on_step: on_step(context, step), called on every rank after each step; None: nothing is.
         evaluation: what the model is evaluated on in between; None: nothing.
         ema: decay of the weights' moving average, which the optimizer keeps; None: there is none.
+        verified: the steps that are compared with serial training, counted from 0, in order.
+        unverified: why none is, or not every one that was asked for; "" if all are.
     """
 
     optimizer: Callable[[Any], torch.optim.Optimizer]
@@ -82,6 +86,8 @@ class Procedure:
     on_step: Callable[[Any, int], Any] | None = None
     evaluation: EvaluationData | None = None
     ema: float | None = None
+    verified: tuple[int, ...] = ()
+    unverified: str = ""
 
     @property
     def first_step(self) -> int:
@@ -113,6 +119,10 @@ class TrainJob:
     def on(self, tp: int) -> TrainJob:
         """Return the job as a rank at this place along tp sees it."""
         return replace(self, where=self.where.at(tp))
+
+    def without_proof(self, why: str) -> TrainJob:
+        """Return the same job, of which no step is compared with serial training, and why."""
+        return replace(self, how=replace(self.how, verified=(), unverified=self.how.unverified or why))
 
     def with_model(self, model: nn.Module) -> TrainJob:
         """Return the same job for another copy of the model."""

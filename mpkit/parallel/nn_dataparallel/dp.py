@@ -88,6 +88,10 @@ class DP(GradientSync):
 
     # ---- a step -------------------------------------------------------------------------------------------
 
+    def listen(self, heard: dict[tuple[int, int], list[Tensor]] | None) -> None:
+        """Note what forwards draw at random, by stage and micro-batch, from now on; None: no longer."""
+        self._work.heard = heard
+
     def begin_step(self) -> None:
         """Drop the gradients of the previous step."""
         self._replicate.drop_gradients()

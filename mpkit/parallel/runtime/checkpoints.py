@@ -88,6 +88,7 @@ class Checkpoints:
         """Save a checkpoint after a step, if one is due."""
         saving = self._job.how.saving
         if saving is not None and (step + 1) % saving.every == 0:
+            self._training.evidence.wait(step)
             op = self._record.begin(Kind.COMPUTE, "checkpoint")
             try:
                 nbytes = self._save(saving, step + 1)

@@ -104,6 +104,11 @@ class Pipeline:
         self._broadcasts_early = context.comm.wire.by_name
         self._known_routes: dict[tuple[Hashable, int], Routes] = {}  # by signature and stage
 
+    def listen(self, heard: dict[tuple[int, int], list[Tensor]] | None) -> None:
+        """Note what forwards draw at random, by stage and micro-batch, from now on; None: no longer."""
+        for work in self._work.values():
+            work.heard = heard
+
     @property
     def takes_data(self) -> bool:
         """Whether this rank needs inputs or targets: it holds the first stage or the last."""

@@ -36,6 +36,7 @@ from mpkit.parallel.nn_dataparallel.dp import DP
 from mpkit.parallel.nn_dataparallel.scatter_feed import ScatterFeed
 from mpkit.parallel.runtime.after_step import AfterStep
 from mpkit.parallel.runtime.checkpoints import Checkpoints
+from mpkit.parallel.runtime.evidence import Evidence
 from mpkit.parallel.runtime.local_model import localize
 from mpkit.parallel.runtime.pipeline import Pipeline
 from mpkit.parallel.stage.block_recompute import RecomputedBlock, recompute_blocks
@@ -136,9 +137,11 @@ class Training:
         self.loss: float | None = None  # of the latest step, or this replica's share of it
         self.after = AfterStep(context, job, axes, self, checks)
         self.checkpoints = Checkpoints(context, job, self)
+        self.evidence = Evidence(context, job, self)
 
     def step(self, number: int) -> None:
         """Run one training step on its batch."""
+        self.evidence.begin(number)
         with self._record.step(number):
             batch = self.feed.take(number)
             if isinstance(self._job.what.loss, Guarded) and self.pipeline.computes_loss:
@@ -156,7 +159,9 @@ class Training:
                 self._warned = (
                     self._warned or not self.pipeline.computes_loss or _warn_if_not_finite(number, loss)
                 )
-            self.update.step(number, factor)
+            scale, skipped = self.update.scaler.scale, self.update.skipped
+            self.update.step(number, factor, self.evidence.gradients)
+        self.evidence.end(number, scale, skipped=self.update.skipped > skipped)
 
     def _counted(self, returned: list[float]) -> tuple[float | None, float | None]:
         """Return the loss, or this replica's share, if it is known here; and the factor that the gradients still need.

@@ -13,7 +13,7 @@ In 16 bits, and where the optimizer runs on the host, it works on copies (`maste
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -96,12 +96,18 @@ class Update:
                 group["initial_lr"] = group["lr"]
         return optimizer
 
-    def step(self, number: int, factor: float | None = None) -> None:
+    def step(
+        self,
+        number: int,
+        factor: float | None = None,
+        look: Callable[[Mapping[Piece, Tensor]], None] = lambda _: None,
+    ) -> None:
         """Update the parameters from the pieces' gradients.
 
         Args:
             number: number of the step, for the learning rate.
             factor: nominal / count, for a loss that returns (total, count).
+            look: called with the gradients of the whole batch, before they are clipped.
         """
         # ---- rate
         if self.optimizer is not None and self._schedule is not None:
@@ -125,6 +131,7 @@ class Update:
         if factor is not None:
             for gradient in gradients.values():
                 gradient.mul_(factor)
+        look(gradients)
         # ---- clip
         if self._limit is not None:
             self._clip(gradients, self._limit)

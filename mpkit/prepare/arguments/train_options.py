@@ -29,6 +29,7 @@ class TrainOptions(TypedDict, total=False):
         evaluate: data to evaluate on in between, or (data, metric).
         every: steps from one evaluation to the next; None: 1.
         ema: decay of the weights' moving average; None: none is kept.
+        verify: the steps that are compared with serial training; none by default.
     """
 
     loss: Required[Callable[[Any, Any], torch.Tensor]]
@@ -45,3 +46,4 @@ class TrainOptions(TypedDict, total=False):
     evaluate: Any
     every: int | None
     ema: float | None
+    verify: Any

@@ -1,0 +1,163 @@
+"""Evidence: what a rank holds of a step that is verified, in files that the caller's process compares.
+
+    begin       before the step: digests of the weights that the rank computes with; the elements that it updates, and
+                their optimizer states where the step before was not verified
+                from here on, what forwards draw at random is heard
+    gradients   as the optimizer will see them, before they are clipped
+    end         after the step: the elements that it updates, digests as above, and the buffers; the file is complete
+
+Nothing is sent: each rank writes what it has. In steps that are not verified, each phase is one comparison of numbers.
+`mpkit.proof` reads the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpkit.launch.process.folder import part
+from mpkit.parallel.job.job import TrainJob
+from mpkit.parallel.runtime.checkpoint_state import buffers
+from mpkit.parallel.stage.gradient_sync import Piece, named_parameters
+from mpkit.parallel.stage.shard import Shard
+
+if TYPE_CHECKING:
+    from mpkit.launch.process.context import Context
+    from mpkit.parallel.runtime.train import Training
+
+__all__ = ["Evidence", "digest_of", "evidence_of", "verdict_of"]
+
+LOOK_EVERY = 0.005
+"""Seconds between two looks for the verdict on a step whose checkpoint waits for it."""
+
+
+def evidence_of(step: int) -> str:
+    """Return the name of a rank's file for a step, counted from 0."""
+    return f"proof-{step}"
+
+
+def verdict_of(step: int) -> str:
+    """Return the name of the file that says that a step is equal to serial training, or why nobody knows."""
+    return f"verdict-{step}"
+
+
+class Evidence:
+    """One rank's evidence.
+
+    Args:
+        context: this rank's context.
+        job: read for the steps that are verified.
+        training: this rank's training.
+    """
+
+    def __init__(self, context: Context, job: TrainJob, training: Training) -> None:
+        self._folder, self._rank = context.record.folder, context.rank
+        self._training, self._steps = training, job.how.verified
+        self._now: dict[str, Any] | None = None
+        self._last: int | None = None  # the latest step that was verified
+
+    def begin(self, step: int) -> None:
+        """Note what the step starts from, if it is verified."""
+        if step not in self._steps:
+            return
+        states = self._last != step - 1 and self._training.update.optimizer is not None
+        pieces = [self._elements(piece, states=states) for piece in self._training.sync.pieces]
+        held = {name: tensor.clone() for name, tensor in self._buffers().items()}
+        draws: dict[tuple[int, int], list[Tensor]] = {}
+        self._now = {
+            "pieces": pieces, "before": self._digests(), "buffers_before": held, "gradients": {}, "draws": draws,
+        }  # fmt: skip
+        self._training.pipeline.listen(draws)
+
+    def gradients(self, gradients: Mapping[Piece, Tensor]) -> None:
+        """Note the gradients of the whole batch, before they are clipped."""
+        if self._now is not None:
+            held = {self._name(piece.name): gradient.clone() for piece, gradient in gradients.items()}
+            self._now["gradients"] = held
+
+    def end(self, step: int, scale: float, *, skipped: bool) -> None:
+        """Note what the step led to, and write the file.
+
+        Args:
+            step: the number of the step.
+            scale: the loss scale with which its gradients were computed.
+            skipped: whether the update was left out, since gradients were not finite.
+        """
+        if self._now is None:
+            return
+        self._training.pipeline.listen(None)
+        self._now |= {
+            "after": [_flat(self._training.update.masters.of(piece)) for piece in self._training.sync.pieces],
+            "digests": self._digests(),
+            "buffers": self._buffers(),
+            "scale": scale,
+            "skipped": skipped,
+        }
+        path = part(self._folder, self._rank, evidence_of(step))
+        partial = path.with_suffix(".partial")
+        torch.save(self._now, partial)
+        partial.replace(path)
+        self._now, self._last = None, step
+
+    def wait(self, step: int) -> None:
+        """Wait until every verified step up to this one has its verdict; one that is not equal ends all ranks."""
+        for verified in self._steps:
+            if verified <= step:
+                while not (self._folder / verdict_of(verified)).exists():
+                    time.sleep(LOOK_EVERY)
+
+    # ---- what this rank holds -----------------------------------------------------------------------------
+
+    def _name(self, name: str) -> str:
+        return self._training.first_names[name]
+
+    def _elements(self, piece: Piece, *, states: bool) -> dict[str, Any]:
+        """Return where the elements of a piece lie in the model's parameter, their values, and their states."""
+        update = self._training.update
+        master = update.masters.of(piece)
+        found: dict[str, Any] = {}
+        if states and update.optimizer is not None:
+            for key, value in update.optimizer.state.get(master, {}).items():
+                found[key] = value.clone() if isinstance(value, Tensor) else value
+        return {
+            "name": self._name(piece.name),
+            "start": piece.start,
+            "shard": _place(piece.shard),
+            "held": _flat(master),
+            "states": found if states else None,
+        }
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu() for name, tensor in buffers(self._training)}
+
+    def _digests(self) -> dict[str, tuple[Any, str, str]]:
+        """Return, of each parameter that is whole here, its shard, its dtype and the digest of its elements."""
+        shards = next(iter(self._training.sync.stages.values())).sharded.shards
+        return {
+            self._name(name): (_place(shards.get(name)), str(parameter.dtype), digest_of(parameter))
+            for name, parameter in named_parameters(self._training.sync.stages).items()
+            if parameter.untyped_storage().nbytes()
+        }
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return the digest of a tensor's elements.
+
+    >>> digest_of(torch.zeros(2, 2)) == digest_of(torch.zeros(4)) != digest_of(torch.ones(4))
+    True
+    """
+    held: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(held, digest_size=16).hexdigest()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone().reshape(-1)
+
+
+def _place(shard: Shard | None) -> tuple[int, list[tuple[int, int]]] | None:
+    return None if shard is None else (shard.dim, [(part.start, part.stop) for part in shard.ranges])

@@ -1,0 +1,133 @@
+"""One step of serial training that can be repeated: as it is, with other roundings, or for a part of the batch."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.data.microbatch import Value, batch_size, part
+from mpkit.models.heard_draws import GivenDraws
+from mpkit.prepare.travel import ready_to_travel
+from mpkit.proof.draws import CannotReplay, StepDraws
+from mpkit.proof.rounding import SPREADS, Rounded, distance
+from mpkit.reference.serial import Serial
+
+__all__ = ["Attempt", "Found", "Noise", "copy_of"]
+
+Found = tuple[Tensor, dict[str, Tensor | None]]
+"""The loss, and the gradients by name."""
+
+REPETITIONS = 3
+"""How often a step is repeated to find out what rounding does to it."""
+
+
+@dataclass
+class Attempt:
+    """One step of serial training.
+
+    Attributes:
+        serial: the training, at the beginning of the step.
+        model: a copy of its model from there.
+        batch: inputs and targets.
+        draws: the random numbers of the step.
+        scale: the loss scale.
+    """
+
+    serial: Serial
+    model: nn.Module
+    batch: tuple[Value, Value]
+    draws: StepDraws
+    scale: float
+
+    def again(self) -> Serial:
+        """Return the training at the beginning of the step once more, to be changed at will."""
+        serial = copy.copy(self.serial)
+        serial.model = copy_of(self.model)
+        return serial
+
+    def drawing(self) -> AbstractContextManager[Any]:
+        """Return a context in which the ranks' draws are used, from the first one on."""
+        self.draws.begin()
+        return GivenDraws(self.draws.give)
+
+    def run(
+        self, serial: Serial, batch: tuple[Value, Value] | None = None, draws: StepDraws | None = None
+    ) -> Found:
+        """Return loss and gradients of the whole batch at once, or of a part of it with its own draws.
+
+        Where a layer draws a number for all samples of a forward, it is that of the parts that the ranks drew for.
+        """
+        if batch is not None and draws is not None:
+            return self._run(serial, batch, draws)
+        try:
+            return self._run(serial, self.batch, self.draws)
+        except CannotReplay:
+            if not self.draws:
+                raise
+            return self._in_parts(serial)
+
+    def rounded(self, seed: int | None) -> Found:
+        """Return the same again; with a seed, with other roundings."""
+        with nullcontext() if seed is None else Rounded(seed):
+            return self.run(self.again())
+
+    def _in_parts(self, serial: Serial) -> Found:
+        """Return the weighted sum over the replicas' shares of the micro-batches."""
+        loss, total = torch.zeros(()), dict[str, Tensor | None].fromkeys(serial.weights)
+        size = batch_size(self.batch[0])
+        for which, draws in self.draws.parts():
+            inputs, targets = (part(value, which) for value in self.batch)
+            value, gradients = self._run(serial, (inputs, targets), draws)
+            weight = draws.size / size
+            loss = loss + value * weight
+            for name, gradient in gradients.items():
+                if gradient is not None:
+                    before = total[name]
+                    share = gradient * weight
+                    total[name] = share if before is None else before + share
+        return loss, total
+
+    def _run(self, serial: Serial, batch: tuple[Value, Value], draws: StepDraws) -> Found:
+        draws.begin()
+        with GivenDraws(draws.give):
+            return serial.gradients(*batch, scale=self.scale)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model, also of one that keeps tensors of its latest forward."""
+    return copy.deepcopy(ready_to_travel(model))
+
+
+class Noise:
+    """What rounding does to the loss and the gradients of one step.
+
+    Args:
+        attempt: the step.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._spread: dict[str, float] = {}
+
+    def of(self, name: str) -> float:
+        """Return how far rounding may bring the gradient of that name, or the loss (""), from the serial one."""
+        if not self._spread:
+            self._spread = self._spreads()
+        return SPREADS * self._spread[name]
+
+    def _spreads(self) -> dict[str, float]:
+        loss, base = self._attempt.rounded(None)
+        spread = dict.fromkeys(("", *base), 0.0)
+        for seed in range(REPETITIONS):
+            value, gradients = self._attempt.rounded(seed)
+            spread[""] = max(spread[""], distance(value, loss))
+            for name, gradient in gradients.items():
+                known = base[name]
+                if gradient is not None and known is not None:
+                    spread[name] = max(spread[name], distance(gradient, known))
+        return spread

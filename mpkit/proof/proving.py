@@ -1,0 +1,93 @@
+"""Proving: the thread that verifies a run's steps as the ranks finish them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from mpkit.errors import NotSerial
+from mpkit.parallel.job.job import TrainJob
+from mpkit.parallel.runtime.evidence import verdict_of
+from mpkit.proof.prover import Prover
+from mpkit.support.caught import one_line
+from mpkit.support.disk import write_whole
+from mpkit.trace.proof import PROOF, Proof
+
+__all__ = ["Proving"]
+
+LOOK_EVERY = 0.05
+"""Seconds between two looks for a step that all ranks have finished."""
+
+
+class Proving:
+    """Verifies the steps of a run, in a thread.
+
+    Args:
+        job: the training.
+        folder: the folder of its launch.
+        losses: returns the losses of the steps so far.
+
+    Attributes:
+        error: the error of a step that is not that of serial training; None so far.
+    """
+
+    def __init__(self, job: TrainJob, folder: Path, losses: Callable[[], list[float]]) -> None:
+        self._job, self._folder, self._losses = job, folder, losses
+        self._know(Proof(why_not=job.how.unverified))
+        self.error: NotSerial | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        if job.how.verified:
+            self._prover = Prover(job, folder)
+            self._thread = threading.Thread(target=self._work, name="mpkit-proof", daemon=True)
+            self._thread.start()
+
+    @property
+    def proof(self) -> Proof:
+        """What is known so far."""
+        return self._proof
+
+    def _know(self, proof: Proof) -> None:
+        self._proof = proof
+        if self._folder.is_dir():
+            write_whole(self._folder / PROOF, json.dumps(proof.to_dict()).encode())
+
+    def finish(self) -> None:
+        """Verify what the ranks finished, and return; called when the ranks have ended."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        for step in self._job.how.verified:
+            try:
+                if not self._verified(step):
+                    return
+            except NotSerial as error:
+                self._know(replace(self._prover.proof, difference=str(error)))
+                self.error = error
+                return
+            except Exception as error:  # the model, the loss or the optimizer raises in plain PyTorch
+                why = f"step {step + 1} fails in plain PyTorch, in this process: {one_line(error)}"
+                self._know(replace(self._prover.proof, why_not=why))
+                for later in self._job.how.verified:
+                    (self._folder / verdict_of(later)).touch()
+                return
+            self._know(self._prover.proof)
+            (self._folder / verdict_of(step)).touch()
+
+    def _verified(self, step: int) -> bool:
+        """Wait until all ranks have finished a step, and verify it; return False if they never will."""
+        place = step - self._job.how.first_step
+        while True:
+            ended = self._ended.is_set()
+            losses = self._losses() if self._prover.ready(step) else []
+            if len(losses) > place:
+                self._prover.verify(step, losses[place])
+                return True
+            if ended:
+                return False
+            self._ended.wait(LOOK_EVERY)

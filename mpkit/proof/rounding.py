@@ -1,0 +1,126 @@
+"""How far two correct results may be apart, since they round differently.
+
+    first    a few roundings of the largest element
+    if that is exceeded, the computation says itself how sensitive it is: the serial step is repeated with every
+             operator's inputs and outputs changed at random by one rounding (Monte Carlo arithmetic; Parker, Pierce &
+             Eggert, "Monte Carlo Arithmetic", Computing in Science & Engineering, 2000), and how far the repetitions
+             are apart is what rounding does to this result
+
+So there is no table of tolerances: a gradient that is zero but for rounding, a deep model in 16 bits and a long sum
+each get the tolerance that follows from their own operators.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["FEW", "SPREADS", "Rounded", "coarsest", "distance", "largest"]
+
+FEW = 8.0
+"""Roundings of the largest element by which two results may differ without further questions."""
+
+SPREADS = 16.0
+"""How many times as far as repetitions are from each other two results may be apart."""
+
+ROUNDS = (
+    "add", "sub", "rsub", "mul", "div", "mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "addr",
+    "sum", "mean", "var", "std", "var_mean", "norm", "linalg_vector_norm", "cumsum", "prod", "addcmul", "addcdiv",
+    "lerp",
+    "exp", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "pow", "sin", "cos", "tan", "tanh", "sigmoid", "erf",
+    "softplus", "gelu", "silu", "mish", "elu", "reciprocal", "logsumexp", "_softmax", "_log_softmax",
+    "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm", "native_group_norm",
+    "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "convolution", "_fused_rms_norm",
+    "embedding_dense_backward", "index_add", "scatter_add", "avg_pool2d", "_adaptive_avg_pool2d",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention", "nll_loss_forward",
+    "mse_loss", "_weight_norm_interface", "grid_sampler_2d", "upsample_bilinear2d", "_cdist_forward", "linear",
+)  # fmt: skip
+"""Operators that round, by name without a trailing underscore; and those whose name ends in "backward"."""
+
+
+class Rounded(TorchDispatchMode):
+    """A mode in which every operator that rounds has inputs and outputs that are one rounding off, at random.
+
+    Args:
+        seed: the seed of the draws, which are the mode's own.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._random = random.Random(seed)
+        self._seed = seed
+        self._factors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator."""
+        name = func.overloadpacket.__name__
+        if name.rstrip("_") not in ROUNDS and not name.endswith("backward"):
+            return func(*args, **(kwargs or {}))
+        if name.endswith("_"):
+            made = func(*args, **(kwargs or {}))
+            return made.mul_(self._factor(made)) if _rounds(made) else made
+        made = func(*map(self._off, args), **(kwargs or {}))
+        return tuple(map(self._off, made)) if isinstance(made, tuple) else self._off(made)
+
+    def _off(self, value: Any) -> Any:
+        return value * self._factor(value) if _rounds(value) else value
+
+    def _factor(self, like: Tensor) -> Tensor:
+        """Return a factor for each element: 1, or one rounding above or below."""
+        kind, count = (like.dtype, like.device), like.numel()
+        pool = self._factors.get(kind)
+        if pool is None or len(pool) < 2 * count:
+            draws = torch.Generator().manual_seed(self._seed)
+            off = torch.randint(-1, 2, (max(4 * count, 4096),), generator=draws, dtype=torch.int8)
+            pool = self._factors[kind] = (1 + off * torch.finfo(like.dtype).eps).to(like.device, like.dtype)
+        start = self._random.randrange(len(pool) - count)
+        return pool[start : start + count].view(like.shape)
+
+
+def _rounds(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
+
+
+def coarsest(*holders: nn.Module | Iterable[Tensor]) -> torch.dtype:
+    """Return the floating dtype with the largest rounding among modules' tensors and others; float32 if there is none.
+
+    >>> coarsest(nn.Linear(1, 1).double(), [torch.zeros(1, dtype=torch.bfloat16)])
+    torch.bfloat16
+    """
+    tensors: list[Tensor] = []
+    for holder in holders:
+        tensors += [*holder.parameters(), *holder.buffers()] if isinstance(holder, nn.Module) else holder
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of two tensors' elements; infinite where only one is nan, or infinities differ.
+
+    >>> distance(torch.tensor([1.0, torch.nan]), torch.tensor([1.5, torch.nan]))
+    0.5
+    """
+    a, b = a.detach().reshape(-1), b.detach().reshape(-1)
+    a, b = (
+        t.to(torch.float64) if not t.is_complex() else torch.view_as_real(t).reshape(-1).double()
+        for t in (a, b)
+    )
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0
+    found = (a - b).abs()[~same]
+    return float("inf") if not bool(found.isfinite().all()) else float(found.max())
+
+
+def largest(tensor: Tensor) -> float:
+    """Return the largest finite absolute value of a tensor's elements; 0 if there is none."""
+    values = tensor.detach().abs().to(torch.float64)
+    finite = values[values.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0

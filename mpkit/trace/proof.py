@@ -1,0 +1,84 @@
+"""The outcome of a run's verification, in words and as a badge."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["PROOF", "Proof"]
+
+PROOF = "proof.json"
+"""The file in a run's folder that keeps its proof."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known of a run's equality with serial training.
+
+    Attributes:
+        steps: the steps that were found equal, counted from 1.
+        loss: the largest relative difference of a loss in these steps.
+        weights: the largest difference of a weight, relative to the largest weight of its tensor.
+        why_not: why no step, or why not every step that was due, was compared; "" if all were.
+        difference: the message of the difference that was found; "" if there is none.
+
+    >>> print(Proof((1, 2, 17), 2e-9, 4e-10))
+    equal to serial training in steps 1, 2 and 17: loss within 2e-09, weights within 4e-10
+    """
+
+    steps: tuple[int, ...] = ()
+    loss: float = 0.0
+    weights: float = 0.0
+    why_not: str = ""
+    difference: str = ""
+
+    @property
+    def status(self) -> str:
+        """One of "equal", "not equal" and "not verified"."""
+        if self.difference:
+            return "not equal"
+        return "equal" if self.steps else "not verified"
+
+    def __str__(self) -> str:
+        if self.difference:
+            return self.difference
+        if not self.steps:
+            return f"not verified: {self.why_not or 'no step is complete'}"
+        within = f"loss within {_power(self.loss)}, weights within {_power(self.weights)}"
+        line = f"equal to serial training in {_numbers(self.steps)}: {within}"
+        return f"{line}; {self.why_not}" if self.why_not else line
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the proof as JSON types, as a trace keeps it."""
+        return asdict(self) | {"steps": list(self.steps)}
+
+    @classmethod
+    def of(cls, kept: Any) -> Proof | None:
+        """Return the proof that a trace keeps; None if it keeps none."""
+        if not isinstance(kept, dict) or not isinstance(kept.get("steps"), list):
+            return None
+        known = {key: value for key, value in kept.items() if key in cls.__dataclass_fields__}
+        return cls(**known | {"steps": tuple(kept["steps"])})
+
+
+def _power(difference: float) -> str:
+    return f"{difference:.0e}" if difference else "0"
+
+
+def _numbers(steps: tuple[int, ...]) -> str:
+    """Name the steps, ranges of them as such.
+
+    >>> _numbers((1,)), _numbers((1, 2, 17)), _numbers((1, 2, 3, 4, 9))
+    ('step 1', 'steps 1, 2 and 17', 'steps 1 to 4 and 9')
+    """
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    words: list[str] = []
+    for run in runs:
+        words += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(step) for step in run]
+    listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return f"step{'s' * (len(steps) > 1)} {listed}"

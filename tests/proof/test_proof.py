@@ -1,0 +1,232 @@
+"""A run proves itself: equal to serial training and said so, or stopped with the step, the values and the cause."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.models import GPT
+from mpkit.parallel.runtime.evidence import Evidence
+from mpkit.trace import Trace
+from tests.proof import planted
+from tests.proof.planted import FAULTS, Planted
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(planted)
+pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
+
+Clusters = Callable[[int], mk.Cluster]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+class Net(nn.Module):
+    """Dropout, a norm, a buffer that each forward changes, and an output layer with the weight of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+        self.norm, self.drop = nn.LayerNorm(6), nn.Dropout(0.3)
+        self.inside = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(torch.tanh(self.first(x)))
+        made: Tensor = self.last(self.inside(self.norm(x)))
+        return made
+
+
+def batches(count: int = 2, size: int = 24) -> list[tuple[Tensor, Tensor]]:
+    made = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 6, generator=made), torch.randint(0, 6, (size,), generator=made))
+        for _ in range(count)
+    ]
+
+
+def train(clusters: Clusters, model: nn.Module, plan: mk.Plan, **how: Any) -> Any:
+    given = {"loss": F.cross_entropy, "optimizer": adamw, "steps": 4, "data": batches()} | how
+    return clusters(plan.ranks).train(model, plan=plan, **given)
+
+
+PLANS = {
+    "serial": mk.Plan.serial(3),
+    "dp": mk.Plan.dp(2),
+    "ddp": mk.Plan.ddp(2, microbatches=2),
+    "zero1": mk.Plan.zero(1, 2),
+    "zero3": mk.Plan.zero(3, 2, microbatches=2),
+    "gpipe": mk.Plan.gpipe(2, 4),
+    "zb_h1": mk.Plan.pipeline("zb_h1", 2, 4),
+    "offload": mk.Plan.zero(2, 2, offload="optimizer"),
+    "bf16": mk.Plan.ddp(2, precision="bf16"),
+    "fp16": mk.Plan.zero(1, 2, precision="fp16"),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_it_says_that_it_is_equal(clusters: Clusters, plan: mk.Plan) -> None:
+    torch.manual_seed(0)
+    run = train(clusters, Net(), plan, max_grad_norm=0.5, lr_schedule=lambda step: 1 / (1 + step)).wait()
+    assert run.proof.status == "equal" and run.proof.steps[:2] == (1, 2) and len(run.proof.steps) == 3
+    assert run.proof.loss < 1e-6 and run.proof.weights < 1e-6
+    assert str(run.proof) in repr(run)
+    assert any(note.startswith("Equal to serial training in steps 1") for note in run.timeline().notes)
+
+
+@pytest.mark.parametrize(
+    "plan", [mk.Plan.tp(2), mk.Plan.tp(2, sequence_parallel=True), mk.Plan.cp(2)], ids=["tp", "sp", "cp"]
+)
+def test_ranks_that_share_a_sample(clusters: Clusters, plan: mk.Plan) -> None:
+    torch.manual_seed(0)
+    model = GPT(vocab=20, width=16, layers=2, heads=2, length=8, dropout=0.1)
+    tokens = [(torch.randint(0, 20, (4, 8)), torch.randint(0, 20, (4, 8)))]
+    loss = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
+    assert train(clusters, model, plan, data=tokens, loss=loss, verify="all").wait().proof.steps == (
+        1,
+        2,
+        3,
+        4,
+    )
+
+
+def test_which_steps(clusters: Clusters, tmp_path: Any) -> None:
+    run = train(clusters, Net(), mk.Plan.ddp(2), verify=(2, 4)).wait()
+    assert run.proof.steps == (2, 4), "the optimizer's states travel where the step before was not verified"
+    loaded = Trace.load(run.trace.save(tmp_path / "run.trace"))
+    assert any(
+        note.startswith("Equal to serial training in steps 2 and 4") for note in mk.Timeline.of(loaded).notes
+    )
+    off = train(clusters, Net(), mk.Plan.ddp(2), verify=False).wait()
+    assert str(off.proof) == "not verified: verify=False"
+    for wrong in (0, "some", (1, 0), True):
+        with pytest.raises(ValueError, match="steps are counted from 1"):
+            train(clusters, Net(), mk.Plan.ddp(2), verify=wrong)
+
+
+GATE = {
+    "twice the gradient": "ddp", "an element": "gpipe", "mode": "zero3", "reordered": "gpipe", "draws": "ddp",
+    "stale": "zero1", "states": "serial", "decay": "zero3", "loss": "ddp", "initial": "zero1",
+}  # fmt: skip
+"""A plan for each of these faults in the gate; all of them with all plans in the soak."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "plan"),
+    [
+        pytest.param(fault, plan, marks=() if GATE.get(fault) == plan else pytest.mark.soak)
+        for fault in FAULTS
+        for plan in PLANS
+    ],
+)
+def test_a_planted_fault_is_found(clusters: Clusters, fault: str, plan: str) -> None:
+    torch.manual_seed(0)
+    how: dict[str, Any] = {"max_grad_norm": 0.05, "lr_schedule": lambda step: 1 / (1 + step), "verify": "all"}
+    run = train(clusters, Net(), PLANS[plan], loss=Planted(F.cross_entropy, fault), **how)
+    if unaffected(fault, plan):
+        run.wait()
+    else:
+        with pytest.raises(mk.errors.NotSerial, match=r"step [12] is not that of serial training"):
+            run.wait()
+        assert run.proof.status == "not equal" and run.status == "failed"
+
+
+def unaffected(fault: str, plan: str) -> bool:
+    """Whether a plan has nothing that such a fault could change."""
+    asked = PLANS[plan]
+    if fault == "buffers":
+        return True  # Net has none
+    if fault in ("an element", "the last parameter's gradient", "loss") and asked.precision != "full":
+        return True  # a thousandth, or a hundredth, is less than 16 bits round off
+    if plan == "dp" and fault in (
+        "others' samples",
+        "not reduced",
+        "weights of parts",
+        "a dropped micro-batch",
+    ):
+        return True  # rank 0 scatters what it takes itself
+    if fault in ("others' samples", "not reduced"):
+        return asked.dp == 1 or (fault == "not reduced" and asked.zero > 0)
+    if fault == "stale":
+        return plan == "dp" or asked.zero == 3 or asked.dp == 1
+    if fault == "not tied":
+        return asked.pp == 1
+    if fault == "draws":
+        return asked.dp == 1 and asked.microbatches == 1
+    return False
+
+
+def test_a_step_that_is_not_serial_is_never_saved(clusters: Clusters, tmp_path: Any) -> None:
+    loss = Planted(F.cross_entropy, "twice the gradient")
+    run = train(clusters, Net(), mk.Plan.ddp(2), loss=loss, checkpoint_every=1, checkpoint_dir=tmp_path)
+    with pytest.raises(mk.errors.NotSerial, match="All gradients are 2 times the serial ones"):
+        run.wait()
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_nothing_is_written_after_the_verified_steps(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Evidence.begin.__doc__ and "if it is verified" in Evidence.begin.__doc__
+    run = train(clusters, Net(), mk.Plan.ddp(2), steps=30, verify=(1,)).wait()
+    assert run.proof.steps == (1,)
+
+
+# ---- what public bug reports are about ---------------------------------------------------------------------------
+
+
+def regression(size: int = 8) -> list[tuple[Tensor, Tensor]]:
+    made = torch.Generator().manual_seed(2)
+    return [(torch.randn(size, 4, generator=made), torch.randn(size, 2, generator=made))]
+
+
+def test_a_loss_that_uses_parameters_by_itself(clusters: Clusters) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def penalized(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs, targets) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    how = {"loss": penalized, "data": regression()}
+    assert train(clusters, model, mk.Plan.ddp(2), **how).wait().proof.status == "equal"
+    with pytest.raises(mk.errors.NotSerial, match="The loss uses the model's parameters"):
+        train(clusters, model, mk.Plan.gpipe(2, 4), **how).wait()
+
+
+def test_batchnorm_over_microbatches(clusters: Clusters) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    how = {"loss": F.mse_loss, "data": regression()}
+    assert train(clusters, model, mk.Plan.ddp(2), **how).wait().proof.status == "equal"
+    with pytest.raises(
+        mk.errors.NotSerial, match=r"statistics over each of 2 micro-batches.*batchnorm='local'"
+    ):
+        train(clusters, model, mk.Plan.serial(2), **how).wait()
+    meant = train(clusters, model, mk.Plan(microbatches=2, batchnorm="local"), **how).wait()
+    assert "batchnorm='local' takes statistics that serial training does not have" in str(meant.proof)
+
+
+def test_a_composite_loss_whose_masked_class_comes_later(clusters: Clusters) -> None:
+    def composite(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, ignore_index=1) + 0.1 * outputs.pow(2).mean()
+
+    (x, _), late = regression()[0], torch.tensor([0, 0, 1, 0, 0, 1, 1, 0])
+    data = [(x, torch.zeros_like(late)), (x, late)]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    for plan in (mk.Plan.serial(4), mk.Plan.gpipe(2, 4), mk.Plan.ddp(2)):
+        with pytest.raises(mk.errors.NotSerial, match=r"step 2 .* The loss is a mean over something else"):
+            train(clusters, model, plan, loss=composite, data=data).wait()
+
+
+def test_what_the_notebook_has_patched(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.SiLU, "forward", lambda self, x: torch.relu(x) * 2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 2))
+    with pytest.raises(mk.errors.NotSerial, match="this process has changed a library"):
+        train(clusters, model, mk.Plan.serial(), loss=F.mse_loss, data=regression()).wait()
