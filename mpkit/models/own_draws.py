@@ -29,6 +29,9 @@ from hashlib import blake2b
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+)  # private; tests/training/test_own_draws guards it
 
 from mpkit.models.spans import Span
 
@@ -110,7 +113,8 @@ class OwnDraws:
             drawn = _bytes(generator.get_state()) != inside
             generator.set_state(outside)
             if drawn:
-                torch.rand((), generator=generator, device=generator.device)
+                with _disable_current_modes():  # a dry run's, or one that listens to what the model draws
+                    torch.rand((), generator=generator, device=generator.device)
 
     def enter(self, names: Sequence[str], device: torch.device) -> None:
         """Forget all spans that have begun, and begin these."""

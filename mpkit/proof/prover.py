@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mpkit.data.microbatch import Value, batch_size, leaves
 from mpkit.errors import NotSerial
-from mpkit.launch.process.packing import dumps
+from mpkit.launch.packing.packing import dumps
 from mpkit.models.hooks import register
 from mpkit.parallel.job.feed import Source
 from mpkit.parallel.job.job import TrainJob
