@@ -1,5 +1,6 @@
 """Each strategy once, in plain PyTorch on `ctx.comm`: what its paper says, and no more.
 
+    serial               what all of the others have to equal
     pipelines            naive_model_parallelism, gpipe, one_f_one_b; stage is what they share
     data parallelism     dp, naive_ddp, flat_ddp, bucketed_ddp
     ZeRO                 zero1, zero2, zero3

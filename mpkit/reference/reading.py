@@ -10,6 +10,7 @@ from mpkit.support.tracebacks import public
 __all__ = ["SOURCES", "Source", "source"]
 
 SOURCES = {
+    "serial": "serial",
     "naive": "naive_model_parallelism", "gpipe": "gpipe", "1f1b": "one_f_one_b", "stage": "stage",
     "dp": "dp", "naive-ddp": "naive_ddp", "flat-ddp": "flat_ddp", "ddp": "bucketed_ddp",
     "zero-1": "zero1", "zero-2": "zero2", "zero-3": "zero3",

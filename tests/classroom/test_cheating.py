@@ -89,7 +89,7 @@ def test_what_is_hidden_cannot_be_read_and_the_rest_can(tmp_path: Path) -> None:
 
 def test_a_function_is_sent_to_ranks_without_the_module_that_has_the_solution() -> None:
     from mpkit.classroom.framework.room import _send_exercises_by_value
-    from mpkit.launch.process.packing import dumps
+    from mpkit.launch.packing.packing import dumps
 
     play = find("pass-the-token").exercise.play  # type: ignore[attr-defined]
     _send_exercises_by_value()

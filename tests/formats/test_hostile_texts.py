@@ -91,7 +91,7 @@ BOMBS: dict[str, tuple[str, str]] = {
     "an open quote": ("torchrun --nnodes 2 'x\n\"", "has no key"),
     "a long text": ("x: 1\n" * 300_000, "1,500,000 characters"),
     "zeros": ("\0" * 1000 + "\n", "has no key"),
-    "ranks": ("torchrun --nnodes 1000000000 --nproc-per-node 1000000000 \\\n x.py", "1,048,576 are the most"),
+    "ranks": ("torchrun --nnodes 1000000000 --nproc-per-node 1000000000 \\\n x.py", "dp is at most 1,000,000"),
     "digits of ranks": (f"torchrun --nnodes {'9' * 5000} \\\n x.py", "a whole number, 1 or more"),
     "a number of bits": (
         "c = ParallelismConfig(tensor_parallel_degree=0x" + "f" * 9_000 + ")\n", "a number of 36000 bits"

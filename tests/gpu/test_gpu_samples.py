@@ -260,6 +260,7 @@ def test_the_live_view_reads_samples_as_they_come(tmp_path: Path, trace: mk.Trac
     first = feed.timeline().device_samples
     assert first["rank"].tolist() == [0] * 5 + [1] * 5
     for number, rank in enumerate(trace.ranks):
+        (tmp_path / f"rank{number}.gpu").unlink()
         write(tmp_path / f"rank{number}.gpu", "gpu", rank.samples[:6])
     feed.advance()
     assert len(feed.timeline().device_samples) == 12

@@ -14,7 +14,7 @@ import mpkit as mk
 from mpkit.reference.reading import SOURCES
 
 FOLDER = Path(mk.__file__).parent / "reference"
-SHARED = {"__init__", "arguments", "reading", "stage"}
+SHARED = {"__init__", "arguments", "reading", "serial", "stage"}
 """Modules that are no strategy."""
 
 
@@ -68,5 +68,7 @@ def test_nothing_of_the_kit_but_the_context() -> None:
 
 
 def test_a_name_that_there_is_not() -> None:
-    with pytest.raises(ValueError, match=r"Is mk.source\('zero-3'\) meant\? There are: naive, gpipe, 1f1b"):
+    with pytest.raises(
+        ValueError, match=r"Is mk.source\('zero-3'\) meant\? There are: serial, naive, gpipe, 1f1b"
+    ):
         mk.source("zero-4")

@@ -13,10 +13,10 @@ from mpkit.launch.packing.patches import is_installed
 __all__ = ["edited_functions"]
 
 
-def edited_functions(names: Iterable[str]) -> list[str]:
+def edited_functions(names: Iterable[str | None]) -> list[str]:
     """Return the functions of these modules that are not what the modules' files say now."""
     found: list[str] = []
-    for name in sorted(names):
+    for name in sorted(name for name in names if name):  # functions of exec() may have none
         module = sys.modules.get(name)
         loader = getattr(getattr(module, "__spec__", None), "loader", None)
         if module is None or type(loader) is not SourceFileLoader or name.partition(".")[0] == "mpkit":

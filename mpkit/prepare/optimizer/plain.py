@@ -12,6 +12,7 @@ __all__ = ["plain"]
 def plain(value: Any) -> Any:
     """Convert a value into comparable data: numbers, strings, and tensors as lists.
 
+    >>> import torch
     >>> plain({"lr": torch.tensor(0.5), "betas": (0.9, 0.99)})
     {'lr': 0.5, 'betas': [0.9, 0.99]}
     """
