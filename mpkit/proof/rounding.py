@@ -78,7 +78,7 @@ class Rounded(TorchDispatchMode):
         pool = self._factors.get(kind)
         if pool is None or len(pool) < 2 * count:
             draws = torch.Generator().manual_seed(self._seed)
-            off = torch.randint(-1, 2, (max(4 * count, 4096),), generator=draws, dtype=torch.int8)
+            off = torch.randint(-1, 2, (max(4 * count, 4096),), generator=draws, dtype=torch.int8).double()
             pool = self._factors[kind] = (1 + off * torch.finfo(like.dtype).eps).to(like.device, like.dtype)
         start = self._random.randrange(len(pool) - count)
         return pool[start : start + count].view(like.shape)
