@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ class Assembled:
         digests: (rank, name, shard, dtype, digest, before) of each parameter that a rank computes with.
         buffers, buffers_before: by rank, by name.
         draws: what each rank drew at random, by stage and micro-batch.
+        frozen: elements of parameters that are not trained, where the step before was not verified.
         missing: names of parameters of which no rank updates some elements.
         scale: the loss scale.
         skipped: whether the update was left out.
@@ -74,6 +76,7 @@ class Assembled:
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
     buffers_before: list[dict[str, Tensor]] = field(default_factory=list)
     draws: list[dict[tuple[int, int], list[Tensor]]] = field(default_factory=list)
+    frozen: list[tuple[Elements, Tensor]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     scale: float = 1.0
     skipped: bool = False
@@ -101,18 +104,19 @@ def files_of(folder: Path, ranks: int, step: int) -> list[Path]:
     return [part(folder, rank, evidence_of(step)) for rank in range(ranks)]
 
 
-def assembled(paths: list[Path], shapes: dict[str, torch.Size]) -> Assembled:
+def assembled(paths: list[Path], shapes: dict[str, torch.Size], trained: Collection[str]) -> Assembled:
     """Return what the ranks have of a step, and remove their files.
 
     Args:
         paths: each rank's file.
-        shapes: the shapes of the trained parameters, by name.
+        shapes: the shapes of the model's parameters, by name.
+        trained: the names of those that are trained.
     """
     files = [torch.load(path, weights_only=True) for path in paths]
     for path in paths:
         path.unlink()
-    found = Assembled({}, {}, dict.fromkeys(shapes), None)
-    filled = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in shapes.items()}
+    found = Assembled({}, {}, dict.fromkeys(trained), None)
+    filled = {name: torch.zeros(shapes[name], dtype=torch.bool) for name in trained}
     for rank, file in enumerate(files):
         for piece, after in zip(file["pieces"], file["after"], strict=True):
             name, values = piece["name"], piece["held"]
@@ -143,6 +147,10 @@ def assembled(paths: list[Path], shapes: dict[str, torch.Size]) -> Assembled:
                 for name, (place, dtype, digest) in digests.items()
                 if name in shapes
             ]
+        for piece in file["frozen"]:
+            shape = shapes[piece["name"]]
+            where = Elements(rank, piece["name"], piece["start"], _shard(piece["shard"], shape))
+            found.frozen.append((where, piece["held"]))
         found.draws.append(file["draws"])
         found.buffers.append(file["buffers"])
         found.buffers_before.append(file["buffers_before"])

@@ -69,7 +69,7 @@ class Prover:
             model, loss, function.of, lr_schedule=schedule, max_grad_norm=job.how.max_grad_norm,
             dtype=PRECISIONS.get(job.plan.precision),
         )  # fmt: skip
-        self._shapes = {name: weight.shape for name, weight in self._serial.weights.items()}
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._last = job.how.first_step - 1 if job.how.resume is None else None
         # What the ranks' weights have to be before the next step.
         self._known = {name: weight.detach().clone() for name, weight in self._serial.weights.items()}
@@ -95,7 +95,7 @@ class Prover:
             NotSerial: the step is not that of serial training.
         """
         try:
-            found = assembled(self._files(step), self._shapes)
+            found = assembled(self._files(step), self._shapes, self._serial.weights)
             self._compare(step, loss, found)
         except SharedDraws as error:
             raise NotSerial(
@@ -147,6 +147,13 @@ class Prover:
             raise Difference(f"{found.missing[0]}, of which no rank updates some elements", 0.0, 0.0, 0.0)
         for name, known in self._known.items() if self._last == step - 1 else ():
             self._same(f"{name} before the step", found.before[name], known, 0.0)
+        parameters = dict(serial.model.named_parameters())
+        for where, held in found.frozen:
+            with torch.no_grad():
+                if self._last != step - 1:
+                    where.put(held, parameters[where.name])
+            own = where.take(parameters[where.name].detach(), held.numel())
+            self._same(f"{where.name}, which is frozen, on rank {where.rank}", held, own, 0.0)
         with torch.no_grad():
             for name, weight in serial.weights.items():
                 weight.copy_(found.before[name])

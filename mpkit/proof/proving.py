@@ -14,6 +14,7 @@ from mpkit.parallel.runtime.evidence import verdict_of
 from mpkit.proof.prover import Prover
 from mpkit.support.caught import one_line
 from mpkit.support.disk import write_whole
+from mpkit.support.process_wide import silent
 from mpkit.trace.proof import PROOF, Proof
 
 __all__ = ["Proving"]
@@ -86,7 +87,8 @@ class Proving:
             ended = self._ended.is_set()
             losses = self._losses() if self._prover.ready(step) else []
             if len(losses) > place:
-                self._prover.verify(step, losses[place])
+                with silent():  # the ranks print what the model and the loss print
+                    self._prover.verify(step, losses[place])
                 return True
             if ended:
                 return False

@@ -51,7 +51,7 @@ class Serial:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.weights = trained  # what the optimizer updates, by name
         if dtype is not None:
-            self.weights = {name: nn.Parameter(p.detach().float()) for name, p in trained.items()}
+            self.weights = {name: _wide(p) for name, p in trained.items()}
             model.to(dtype)
         self.model, self.loss, self.dtype = model, loss, dtype
         self.schedule, self.limit = lr_schedule, max_grad_norm
@@ -99,6 +99,12 @@ class Serial:
         """Copy the weights that the optimizer updates into the model."""
         for name, parameter in self.model.named_parameters():
             parameter.copy_(self.weights.get(name, parameter))
+
+
+def _wide(parameter: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(parameter.detach().float())
+    made.__dict__.update(parameter.__dict__)  # marks by which an optimizer groups
+    return made
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

@@ -274,10 +274,10 @@ def test_more_calls_than_were_made_room_for(clusters: Callable[[int], mk.Cluster
         clusters(2).run(fn)
 
 
-def test_a_call_that_mpkit_does_not_see_names_its_line(clusters: Callable[[int], mk.Cluster]) -> None:
-    """Of torch.distributed itself: aborted by gloo's C++ code, or refused by torch."""
+def test_a_call_of_torch_distributed_names_its_line(clusters: Callable[[int], mk.Cluster]) -> None:
+    """Of torch.distributed itself: compared with the peer's, or refused by torch."""
 
-    def aborted(ctx):  # type: ignore[no-untyped-def]
+    def compared(ctx):  # type: ignore[no-untyped-def]
         if ctx.rank:
             torch.distributed.recv(torch.zeros(1), 0)
         else:
@@ -286,10 +286,12 @@ def test_a_call_that_mpkit_does_not_see_names_its_line(clusters: Callable[[int],
     def refused(ctx):  # type: ignore[no-untyped-def]
         torch.distributed.broadcast(torch.ones(1), 7)
 
-    with pytest.raises(mk.RankFailed, match="killed by SIGABRT") as caught:
-        clusters(2).run(aborted)
-    line = aborted.__code__.co_firstlineno + 2
-    assert f'test_comm_mismatch.py", line {line} in aborted' in str(caught.value)
+    with pytest.raises(
+        mk.CommMismatch, match=r"rank 1 receives float32\[1\] at .* sent as int64\[1\]"
+    ) as caught:
+        clusters(2).run(compared)
+    line = compared.__code__.co_firstlineno + 2
+    assert f"test_comm_mismatch.py:{line} what rank 0 sent" in str(caught.value)
     with pytest.raises(mk.RankFailed, match="invalid root rank: 7") as caught:
         clusters(2).run(refused)
     assert "in refused" in str(caught.value) and "distributed_c10d" not in str(caught.value)

@@ -69,8 +69,13 @@ class Evidence:
         pieces = [self._elements(piece, states=states) for piece in self._training.sync.pieces]
         held = {name: tensor.clone() for name, tensor in self._buffers().items()}
         draws: dict[tuple[int, int], list[Tensor]] = {}
+        frozen = [
+            self._place_of(piece) | {"held": _flat(piece.held)}
+            for piece in self._training.sync.frozen if states
+        ]  # fmt: skip
         self._now = {
-            "pieces": pieces, "before": self._digests(), "buffers_before": held, "gradients": {}, "draws": draws,
+            "pieces": pieces, "frozen": frozen, "before": self._digests(), "buffers_before": held,
+            "gradients": {}, "draws": draws,
         }  # fmt: skip
         self._training.pipeline.listen(draws)
 
@@ -124,13 +129,10 @@ class Evidence:
         if states and update.optimizer is not None:
             for key, value in update.optimizer.state.get(master, {}).items():
                 found[key] = value.clone() if isinstance(value, Tensor) else value
-        return {
-            "name": self._name(piece.name),
-            "start": piece.start,
-            "shard": _place(piece.shard),
-            "held": _flat(master),
-            "states": found if states else None,
-        }
+        return self._place_of(piece) | {"held": _flat(master), "states": found if states else None}
+
+    def _place_of(self, piece: Piece) -> dict[str, Any]:
+        return {"name": self._name(piece.name), "start": piece.start, "shard": _place(piece.shard)}
 
     def _buffers(self) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu() for name, tensor in buffers(self._training)}
