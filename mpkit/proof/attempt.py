@@ -72,9 +72,12 @@ class Attempt:
             return self._in_parts(serial)
 
     def rounded(self, seed: int | None) -> Found:
-        """Return the same again; with a seed, with other roundings."""
+        """Return the same again, and the buffers afterwards by "buffer NAME"; with a seed, with other roundings."""
+        serial = self.again()
         with nullcontext() if seed is None else Rounded(seed):
-            return self.run(self.again())
+            loss, found = self.run(serial)
+        buffers = {f"buffer {name}": buffer for name, buffer in serial.model.named_buffers()}
+        return loss, {**found, **buffers}
 
     def _in_parts(self, serial: Serial) -> Found:
         """Return the weighted sum over the replicas' shares of the micro-batches."""
@@ -115,7 +118,7 @@ class Noise:
         self._spread: dict[str, float] = {}
 
     def of(self, name: str) -> float:
-        """Return how far rounding may bring the gradient of that name, or the loss (""), from the serial one."""
+        """Return how far rounding may bring a gradient, a buffer ("buffer NAME") or the loss ("") from serial."""
         if not self._spread:
             self._spread = self._spreads()
         return SPREADS * self._spread[name]

@@ -114,6 +114,9 @@ class Prover:
         attempt = Attempt(serial, copy_of(serial.model), batch, draws, found.scale)
         eps = torch.finfo(coarsest(serial.model, [t for value in batch for t in leaves(value)])).eps
         value, gradients = attempt.run(serial)
+        while attempt.scale > 1 and not found.skipped and not _finite(gradients):
+            attempt.scale /= 2  # what overflows at once does not in parts
+            value, gradients = attempt.run(attempt.again())
         # ---- compare loss and gradients
         noise = Noise(attempt)
         few = FEW * torch.finfo(value.dtype).eps * largest(value)
@@ -129,7 +132,7 @@ class Prover:
             serial.update(step, found.gradients)
         # ---- compare weights and buffers
         weights = self._compare_weights(found)
-        self._compare_buffers(found, eps)
+        self._compare_buffers(found, noise, eps)
         off = abs(loss - float(value)) / max(abs(float(value)), torch.finfo(torch.float64).tiny)
         proof = self.proof
         self.proof = replace(
@@ -148,12 +151,12 @@ class Prover:
         for name, known in self._known.items() if self._last == step - 1 else ():
             self._same(f"{name} before the step", found.before[name], known, 0.0)
         parameters = dict(serial.model.named_parameters())
-        for where, held in found.frozen:
+        for where, frozen in found.frozen:
             with torch.no_grad():
                 if self._last != step - 1:
-                    where.put(held, parameters[where.name])
-            own = where.take(parameters[where.name].detach(), held.numel())
-            self._same(f"{where.name}, which is frozen, on rank {where.rank}", held, own, 0.0)
+                    where.put(frozen, parameters[where.name])
+            own = where.take(parameters[where.name].detach(), frozen.numel())
+            self._same(f"{where.name}, which is frozen, on rank {where.rank}", frozen, own, 0.0)
         with torch.no_grad():
             for name, weight in serial.weights.items():
                 weight.copy_(found.before[name])
@@ -207,13 +210,14 @@ class Prover:
             raise Difference(f"{name} on rank {rank}, which is not the one that was updated,", 0.0, 0.0, 0.0)
         return most
 
-    def _compare_buffers(self, found: Assembled, eps: float) -> None:
+    def _compare_buffers(self, found: Assembled, noise: Noise, eps: float) -> None:
         wanted = dict(self._serial.model.named_buffers())
         for rank, held in enumerate(found.buffers):
             for name, got in held.items():
                 if name in wanted and got.shape == wanted[name].shape:
                     allowed = FEW * eps * largest(wanted[name]) if got.is_floating_point() else 0.0
-                    self._same(f"the buffer {name} on rank {rank}", got, wanted[name], allowed)
+                    more = partial(noise.of, f"buffer {name}")
+                    self._same(f"the buffer {name} on rank {rank}", got, wanted[name], allowed, more)
 
     def _same(
         self, what: str, got: Tensor, wanted: Tensor, few: float, more: Callable[[], float] = lambda: 0.0
@@ -239,3 +243,7 @@ class Prover:
             f"step {step + 1} is not that of serial training: {difference.what} {values}. {difference.cause}".rstrip(),
             step=step + 1,
         )
+
+
+def _finite(gradients: dict[str, Tensor | None]) -> bool:
+    return all(gradient is None or bool(gradient.isfinite().all()) for gradient in gradients.values())
