@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DRAWING", "GivenDraws", "HeardDraws"]
+from mpkit.models.randomness import OtherDraws
+
+__all__ = ["DRAWING", "GivenDraws", "Heard", "HeardDraws"]
 
 DRAWING = (
     "bernoulli", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "uniform_", "normal", "normal_",
@@ -18,6 +21,19 @@ DRAWING = (
 """The operators that draw random numbers, by name."""
 
 RRELU = ("rrelu_with_noise", "rrelu_with_noise_")
+
+
+@dataclass
+class Heard:
+    """What the forwards of a step draw at random.
+
+    Attributes:
+        draws: torch's numbers, by stage and micro-batch, in order.
+        others: whether they draw others than torch's, which nobody hears.
+    """
+
+    draws: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    others: OtherDraws = field(default_factory=OtherDraws)
 
 
 class HeardDraws(TorchDispatchMode):

@@ -30,7 +30,7 @@ from torch import nn
 
 from mpkit.models.own_draws import OwnDraws
 
-__all__ = ["Draws", "OtherState", "Randomness", "may_draw", "seed_all", "seed_of"]
+__all__ = ["Draws", "OtherDraws", "OtherState", "Randomness", "may_draw", "seed_all", "seed_of"]
 
 SILENT = ("linear", "conv", "normalization", "batchnorm", "sparse", "flatten", "container", "padding", "loss")
 """The modules of torch.nn whose layers draw no random numbers."""
@@ -44,14 +44,19 @@ class Draws:
     place: tuple[int, int, int, int]
     device: torch.device
     own: OwnDraws
+    others: OtherDraws | None = None
 
     def begin(self, layer: str, spans: Sequence[str] = ()) -> None:
         """Seed the generators for a layer, whose random numbers are drawn from here on; it begins in these spans."""
+        if self.others is not None:
+            self.others.end()
         seed = seed_of(*self.place, layer=layer)
         for generator in self.generators:
             generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
+        if self.others is not None:
+            self.others.begin()
         self.own.enter(spans, self.device)
 
     @contextmanager
@@ -62,6 +67,8 @@ class Draws:
             yield
         finally:
             self.own.leave()
+            if self.others is not None:
+                self.others.end()
             for generator, state in zip(self.generators, states, strict=True):
                 generator.set_state(state)
 
@@ -82,12 +89,12 @@ class Randomness:
     device: torch.device
     own: OwnDraws = field(default_factory=OwnDraws)
 
-    def draws(self, step: int, microbatch: int) -> Draws:
-        """Return the random numbers for a micro-batch."""
+    def draws(self, step: int, microbatch: int, others: OtherDraws | None = None) -> Draws:
+        """Return the random numbers for a micro-batch; `others` learns of those that are not torch's."""
         generators: tuple[torch.Generator, ...] = (torch.default_generator,)
         if self.device.type == "cuda":
             generators += (torch.cuda.default_generators[self.device.index or 0],)
-        return Draws(generators, (self.seed, step, self.replica, microbatch), self.device, self.own)
+        return Draws(generators, (self.seed, step, self.replica, microbatch), self.device, self.own, others)
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,27 @@ class OtherState:
         now = OtherState.now()
         drawn = any(not np.array_equal(a, b) for a, b in zip(self.numpy, now.numpy, strict=True))
         return self.python == now.python and not drawn
+
+
+class OtherDraws:
+    """Whether layers draw from Python's or NumPy's generators.
+
+    Attributes:
+        drawn: whether one has, so far.
+    """
+
+    def __init__(self) -> None:
+        self.drawn = False
+        self._start: OtherState | None = None
+
+    def begin(self) -> None:
+        """Look from here on."""
+        self._start = OtherState.now()
+
+    def end(self) -> None:
+        """Look no further."""
+        self.drawn = self.drawn or (self._start is not None and not self._start.is_now())
+        self._start = None
 
 
 def seed_of(seed: int, step: int, replica: int, microbatch: int, layer: str) -> int:

@@ -12,8 +12,8 @@ class ResNet(nn.Module):
     """Map images [batch, channels, height, width] to [batch, outputs].
 
     The model has groups of basic blocks, each group with twice the channels and half the size of the previous one: He
-    et al., "Deep Residual Learning for Image Recognition", CVPR 2016, section 4.2. In a pipeline, BatchNorm takes its
-    statistics over a micro-batch, so micro-batches train a different model than the whole batch does.
+    et al., "Deep Residual Learning for Image Recognition", CVPR 2016, section 4.2. In micro-batches, BatchNorm
+    takes its statistics over each of them, which a plan has to ask for: `Plan(batchnorm="local")`.
 
     >>> ResNet(channels=1, outputs=4, groups=(1, 1))(__import__("torch").zeros(2, 1, 16, 16)).shape
     torch.Size([2, 4])

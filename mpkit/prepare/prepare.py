@@ -62,6 +62,7 @@ from mpkit.prepare.resume import (
     name_training,
     take_up,
 )
+from mpkit.prepare.telling import SpecialValues
 from mpkit.prepare.travel import check_compiled, check_repeatable, ready_to_travel
 from mpkit.prepare.unused import check_unused
 from mpkit.prepare.verify import check_verify, with_proof
@@ -106,7 +107,8 @@ def prepare(
         further = [] if evaluation is None else of_every_size(evaluation.batches, len(evaluation.batches))
         # ---- resolve
         blocks = check_recompute(model, plan)
-        rehearsed = Quotient(asked.loss)
+        heard = SpecialValues(asked.loss)
+        rehearsed = Quotient(heard)
         resolved = resolve(model, [*sizes, *further], plan, rehearsed, by_name=by_name)
         # ---- fit
         hooks = _check_fit(hooked, model, sizes[0], resolved, rehearsed)
@@ -126,7 +128,7 @@ def prepare(
         asked.optimizer, steps, asked.seed, options.get("max_grad_norm"), options.get("lr_schedule"),
         saving, resume, facts, asked.on_step, evaluation, asked.ema,
     )  # fmt: skip
-    how = with_proof(how, asked.verify, what, sizes[0], resolved)
+    how = with_proof(how, asked.verify, what, sizes[0], resolved, heard.found)
     # ---- meta
     meta = meta_of(model, sizes[0], resolved) | _facts_of_run(batches, how, blocks)
     return TrainJob(what, how, resolved, meta)

@@ -14,10 +14,11 @@ from mpkit.data.stream import Stream
 from mpkit.parallel.data_parallel.sync_batchnorm import batch_norms
 from mpkit.parallel.job.job import Problem, Procedure
 from mpkit.parallel.job.resolved import ResolvedPlan
+from mpkit.prepare.telling import telling_steps
 
 __all__ = ["check_verify", "with_proof"]
 
-WORKS = 'verify="first" (the default: the first two steps and a later one), "all", (1, 10) or False'
+WORKS = 'verify="first" (the default: the first two steps, telling ones and one drawn), "all", (1, 10) or False'
 
 MOST = 2e12
 """The most FLOPs of a step that is verified: more would take minutes on a few cores."""
@@ -44,13 +45,15 @@ def check_verify(verify: Any) -> Any:
 
 
 def with_proof(
-    how: Procedure, verify: Any, what: Problem, batch: tuple[Value, Value], resolved: ResolvedPlan
-) -> Procedure:
+    how: Procedure, verify: Any, what: Problem, batch: tuple[Value, Value], resolved: ResolvedPlan,
+    special: set[float],
+) -> Procedure:  # fmt: skip
     """Return the procedure with the steps that are verified, and why none is, or not all that were asked for.
 
     Args:
         how, what, resolved: the training; `batch`: its first batch.
         verify: what `check_verify` returned.
+        special: the numbers that the loss treats by themselves.
     """
     if verify is False:
         return replace(how, unverified="verify=False")
@@ -58,6 +61,10 @@ def with_proof(
     if why_not:
         return replace(how, unverified=why_not)
     wanted = _wanted(verify, how.first_step, how.steps)
+    if verify == "first":
+        every = None if how.evaluation is None else how.evaluation.every
+        steps = range(how.first_step, how.steps)
+        wanted = tuple(sorted({*wanted, *telling_steps(what.batches, steps, special, every)}))
     if isinstance(what.batches, Stream):
         known = tuple(step for step in wanted if step < len(what.batches.first))
         late = (

@@ -61,6 +61,7 @@ class Assembled:
         digests: (rank, name, shard, dtype, digest, before) of each parameter that a rank computes with.
         buffers, buffers_before: by rank, by name.
         draws: what each rank drew at random, by stage and micro-batch.
+        other_draws: whether a forward drew random numbers that are not torch's.
         frozen: elements of parameters that are not trained, where the step before was not verified.
         missing: names of parameters of which no rank updates some elements.
         scale: the loss scale.
@@ -78,6 +79,7 @@ class Assembled:
     draws: list[dict[tuple[int, int], list[Tensor]]] = field(default_factory=list)
     frozen: list[tuple[Elements, Tensor]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    other_draws: bool = False
     scale: float = 1.0
     skipped: bool = False
 
@@ -155,6 +157,7 @@ def assembled(paths: list[Path], shapes: dict[str, torch.Size], trained: Collect
         found.buffers.append(file["buffers"])
         found.buffers_before.append(file["buffers_before"])
     found.missing = [name for name, mask in filled.items() if not bool(mask.all())]
+    found.other_draws = any(file["other_draws"] for file in files)
     found.scale, found.skipped = files[0]["scale"], files[0]["skipped"]
     return found
 

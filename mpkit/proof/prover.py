@@ -31,7 +31,7 @@ from mpkit.parallel.update.optimizer import described
 from mpkit.proof.assembled import Assembled, assembled, files_of
 from mpkit.proof.attempt import Attempt, Noise, copy_of
 from mpkit.proof.causes import cause_of, cause_of_update
-from mpkit.proof.draws import SharedDraws, StepDraws
+from mpkit.proof.draws import CannotReplay, SharedDraws, StepDraws
 from mpkit.proof.rounding import FEW, coarsest, distance, largest
 from mpkit.reference.serial import Serial
 from mpkit.trace.proof import Proof
@@ -106,6 +106,11 @@ class Prover:
         self._last, self._known = step, found.after
 
     def _compare(self, step: int, loss: float, found: Assembled) -> None:
+        if found.other_draws:
+            raise CannotReplay(
+                "the forward draws random numbers from Python's or NumPy's generators, which nobody hears; torch.rand "
+                "draws those that are repeated here"
+            )
         serial, batch = self._serial, self._batch(step)
         # ---- start
         self._start(step, found)

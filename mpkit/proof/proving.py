@@ -11,6 +11,7 @@ from pathlib import Path
 from mpkit.errors import NotSerial
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.evidence import verdict_of
+from mpkit.proof.draws import CannotReplay
 from mpkit.proof.prover import Prover
 from mpkit.support.caught import one_line
 from mpkit.support.disk import write_whole
@@ -73,6 +74,8 @@ class Proving:
                 return
             except Exception as error:  # the model, the loss or the optimizer raises in plain PyTorch
                 why = f"step {step + 1} fails in plain PyTorch, in this process: {one_line(error)}"
+                if isinstance(error, CannotReplay):
+                    why = f"step {step + 1} cannot be repeated: {error}"
                 self._know(replace(self._prover.proof, why_not=why))
                 for later in self._job.how.verified:
                     (self._folder / verdict_of(later)).touch()

@@ -34,13 +34,8 @@ class Serial:
         max_grad_norm: the global norm to which gradients are clipped; None: they are not.
         dtype: of mixed precision; None: the model's own.
 
-    >>> layer = nn.Linear(1, 1, bias=False)
-    >>> _ = nn.init.ones_(layer.weight)
-    >>> serial = Serial(layer, nn.functional.mse_loss, lambda named: torch.optim.SGD(named.values(), lr=0.5))
-    >>> value, gradients = serial.gradients(torch.ones(4, 1), torch.zeros(4, 1))
-    >>> serial.update(0, gradients)
-    >>> value.item(), gradients["weight"].item(), layer.weight.item()
-    (1.0, 2.0, 0.0)
+    >>> serial = Serial(nn.Linear(1, 1), nn.MSELoss(), lambda named: torch.optim.SGD(named.values(), lr=0.5))
+    >>> serial.update(0, serial.gradients(torch.ones(4, 1), torch.zeros(4, 1))[1])
     """
 
     def __init__(
@@ -49,28 +44,21 @@ class Serial:
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.weights = trained  # what the optimizer updates, by name
-        if dtype is not None:
-            self.weights = {name: _wide(p) for name, p in trained.items()}
-            model.to(dtype)
-        self.model, self.loss, self.dtype = model, loss, dtype
-        self.schedule, self.limit = lr_schedule, max_grad_norm
+        self.weights = {name: p if dtype is None else _wide(p) for name, p in trained.items()}
+        self.model, self.loss, self.dtype = model.to(dtype), loss, dtype
+        self.schedule, self.limit = lr_schedule or (lambda step: 1.0), max_grad_norm
         self.optimizer = optimizer(self.weights)
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def gradients(self, inputs: Any, targets: Any, scale: float = 1.0) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of a batch, and its gradients by the parameters' names; `scale` is the loss scale."""
         self.model.zero_grad()
         # ---- forward
         value = self.loss(self.outputs(inputs), targets)
-        if isinstance(value, (tuple, list)):
-            total, count = value
-            value = total / count
+        value = value[0] / value[1] if isinstance(value, (tuple, list)) else value
         # ---- backward
         (value * scale).backward()
-        found = {name: p.grad for name, p in self.model.named_parameters() if name in self.weights}
-        wide = {name: g if g is None else g.to(self.weights[name].dtype) / scale for name, g in found.items()}
-        return value.detach(), wide
+        found = ((n, p.grad) for n, p in self.model.named_parameters() if n in self.weights)
+        return value.detach(), {n: g if g is None else g.to(self.weights[n].dtype) / scale for n, g in found}
 
     def outputs(self, inputs: Any) -> Any:
         """Return the model's outputs, for the loss in 32 bits at least."""
@@ -79,18 +67,16 @@ class Serial:
         made = self.model(*by_place, **(inputs if isinstance(inputs, dict) else {}))
         return _cast(made, self.dtype and torch.float32)
 
-    def update(self, step: int, gradients: Mapping[str, Tensor | None]) -> None:
+    def update(self, step: int, gradients: Mapping[str, Any]) -> None:
         """Update the weights from gradients, in step number `step`, counted from 0."""
         for name, weight in self.weights.items():
-            gradient = gradients[name]
-            weight.grad = None if gradient is None else gradient.clone()
+            weight.grad = None if gradients[name] is None else gradients[name].clone()
         # ---- clip
         if self.limit is not None:
             nn.utils.clip_grad_norm_(self.weights.values(), self.limit)
         # ---- update
-        if self.schedule is not None:
-            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-                group["lr"] = rate * self.schedule(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.schedule(step)
         self.optimizer.step()
         self.refresh()
 
@@ -108,7 +94,6 @@ def _wide(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return value if dtype is None else tree_map(cast, value)
+    if dtype is None:
+        return value
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)

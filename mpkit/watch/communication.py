@@ -126,7 +126,10 @@ class Communication:
         nbytes = tensors[0].nbytes if len(tensors) == 1 else sum([tensor.nbytes for tensor in tensors])
         if operator.per_rank:
             nbytes *= group.size
-        peer = group.ranks[args[operator.peer]] if operator.peer >= 0 else -1
+        other = args[operator.peer] if operator.peer >= 0 else -1
+        peer = (
+            group.ranks[other] if 0 <= other < group.size else -1
+        )  # of one that is not there, torch says so
         tag = args[operator.tag] if operator.tag >= 0 else 0
         if operator.tag >= 0:
             name, number = self._message(kind, peer, tag)

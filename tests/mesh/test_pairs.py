@@ -76,6 +76,7 @@ RULES: tuple[Callable[..., bool], ...] = (
     lambda model, tp: tp != "sequence" or model in LANGUAGE,
     lambda model, recompute: recompute != "selective" or model in LANGUAGE,
     lambda model, recompute: recompute != "every=2" or model != "mlp",
+    lambda model, microbatches, replicas: model != "resnet" or microbatches == "1" or replicas == "-",
     # ---- what a schedule has to have
     lambda schedule, microbatches: schedule not in ("interleaved_zb", "dualpipev") or microbatches == "4",
 )
@@ -271,6 +272,7 @@ def plan_of(row: Row) -> mk.Plan:
         offload=row["offload"],
         bucket_mb=25 if row["buckets"] == "one" else 0.001,
         prefetch=int(row["prefetch"]),
+        batchnorm="local" if row["model"] == "resnet" and row["microbatches"] != "1" else "sync",
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mpkit.data.microbatch import Value, leaves
-from mpkit.models.randomness import Draws, Randomness
+from mpkit.models.randomness import Draws, OtherDraws, Randomness
 from mpkit.parallel.compute.loss_share import loss_share
 from mpkit.parallel.job.feed import MicroBatch
 from mpkit.parallel.job.job import TrainJob
@@ -41,6 +41,7 @@ class StageForward:
 
     Attributes:
         attention: as above; recomputation needs it too.
+        others: learns whether forwards draw random numbers that are not torch's; None: nobody wants to know.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class StageForward:
         replica = job.plan.mesh.place(context.rank).dp
         self._randomness = Randomness(job.how.seed, replica, context.device, self._own)
         self.attention = attention
+        self.others: OtherDraws | None = None
         self._step = -1
         self._microbatches: list[MicroBatch] = []
 
@@ -90,7 +92,7 @@ class StageForward:
         given = leaves(self._microbatches[m].inputs) or leaves(inputs)  # a stage in the middle has no data
         if given:
             self._own.tokens |= dict.fromkeys(self._own.around, tuple(given[0].shape[:2]))
-        return self._randomness.draws(self._step, m)
+        return self._randomness.draws(self._step, m, self.others)
 
     def __call__(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
         """Return the stage's outputs for its inputs; at the last stage, the micro-batch's share of the loss."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mpkit.data.microbatch import Value
-from mpkit.models.heard_draws import HeardDraws
+from mpkit.models.heard_draws import Heard, HeardDraws
 from mpkit.parallel.compute.kept import Kept
 from mpkit.parallel.compute.stage_forward import StageForward
 from mpkit.parallel.compute.stage_record import StageRecord
@@ -49,9 +49,6 @@ class StageWork:
         compute: what its forward computes.
         sync: synchronizes gradients with the replicas.
         split: micro-batches whose backward is split into I and W.
-
-    Attributes:
-        heard: receives what forwards draw at random, by stage and micro-batch; None: nobody listens.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class StageWork:
         self._kept: dict[int, Kept] = {}  # by micro-batch
         self._microbatches: list[MicroBatch] = []
         self._loss_scale = 1.0
-        self.heard: dict[tuple[int, int], list[Tensor]] | None = None
+        self._heard: Heard | None = None
         # Compiled code cannot be listened to.
         self._compiled = any(type(each).__name__ == "OptimizedModule" for each in stage.layers.modules())
 
@@ -80,6 +77,11 @@ class StageWork:
         """Set the step, micro-batches and loss scale of the next actions."""
         self._compute.begin_step(number, microbatches)
         self._microbatches, self._loss_scale = microbatches, loss_scale
+
+    def listen(self, heard: Heard | None) -> None:
+        """Note what forwards draw at random from now on; None: no longer."""
+        self._heard = heard
+        self._compute.others = None if heard is None else heard.others
 
     def _key(self, m: int) -> Hashable:
         """Return the signature of a micro-batch."""
@@ -120,9 +122,9 @@ class StageWork:
 
     def _hearing(self, m: int) -> AbstractContextManager[Any]:
         """Return a context in which the random draws of a micro-batch's forward are heard, if somebody listens."""
-        if self.heard is None or self._compiled:
+        if self._heard is None or self._compiled:
             return nullcontext()
-        return HeardDraws(self.heard.setdefault((self._stage.number, m), []))
+        return HeardDraws(self._heard.draws.setdefault((self._stage.number, m), []))
 
     # ---- recompute ----------------------------------------------------------------------------------------
 

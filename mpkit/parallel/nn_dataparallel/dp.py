@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.data.microbatch import Value, leaves, map_tensors
+from mpkit.models.heard_draws import Heard
 from mpkit.parallel.compute.stage_work import StageWork
 from mpkit.parallel.data_parallel.unused import unused_error
 from mpkit.parallel.job.feed import MicroBatch
@@ -88,9 +89,9 @@ class DP(GradientSync):
 
     # ---- a step -------------------------------------------------------------------------------------------
 
-    def listen(self, heard: dict[tuple[int, int], list[Tensor]] | None) -> None:
-        """Note what forwards draw at random, by stage and micro-batch, from now on; None: no longer."""
-        self._work.heard = heard
+    def listen(self, heard: Heard | None) -> None:
+        """Note what forwards draw at random from now on; None: no longer."""
+        self._work.listen(heard)
 
     def begin_step(self) -> None:
         """Drop the gradients of the previous step."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mpkit.launch.process.folder import part
+from mpkit.models.heard_draws import Heard
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.checkpoint_state import buffers
 from mpkit.parallel.stage.gradient_sync import Piece, named_parameters
@@ -59,6 +60,7 @@ class Evidence:
         self._folder, self._rank = context.record.folder, context.rank
         self._training, self._steps = training, job.how.verified
         self._now: dict[str, Any] | None = None
+        self._heard = Heard()
         self._last: int | None = None  # the latest step that was verified
 
     def begin(self, step: int) -> None:
@@ -68,16 +70,16 @@ class Evidence:
         states = self._last != step - 1 and self._training.update.optimizer is not None
         pieces = [self._elements(piece, states=states) for piece in self._training.sync.pieces]
         held = {name: tensor.clone() for name, tensor in self._buffers().items()}
-        draws: dict[tuple[int, int], list[Tensor]] = {}
+        self._heard = Heard()
         frozen = [
             self._place_of(piece) | {"held": _flat(piece.held)}
             for piece in self._training.sync.frozen if states
         ]  # fmt: skip
         self._now = {
             "pieces": pieces, "frozen": frozen, "before": self._digests(), "buffers_before": held,
-            "gradients": {}, "draws": draws,
+            "gradients": {},
         }  # fmt: skip
-        self._training.pipeline.listen(draws)
+        self._training.pipeline.listen(self._heard)
 
     def gradients(self, gradients: Mapping[Piece, Tensor]) -> None:
         """Note the gradients of the whole batch, before they are clipped."""
@@ -100,6 +102,8 @@ class Evidence:
             "after": [_flat(self._training.update.masters.of(piece)) for piece in self._training.sync.pieces],
             "digests": self._digests(),
             "buffers": self._buffers(),
+            "draws": self._heard.draws,
+            "other_draws": self._heard.others.drawn,
             "scale": scale,
             "skipped": skipped,
         }

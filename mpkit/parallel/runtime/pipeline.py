@@ -38,6 +38,7 @@ from torch import Tensor
 
 from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.data.microbatch import Value
+from mpkit.models.heard_draws import Heard
 from mpkit.parallel.compute.part_forward import PartForward
 from mpkit.parallel.compute.stage_forward import StageForward
 from mpkit.parallel.compute.stage_work import StageWork
@@ -104,10 +105,10 @@ class Pipeline:
         self._broadcasts_early = context.comm.wire.by_name
         self._known_routes: dict[tuple[Hashable, int], Routes] = {}  # by signature and stage
 
-    def listen(self, heard: dict[tuple[int, int], list[Tensor]] | None) -> None:
-        """Note what forwards draw at random, by stage and micro-batch, from now on; None: no longer."""
+    def listen(self, heard: Heard | None) -> None:
+        """Note what forwards draw at random from now on; None: no longer."""
         for work in self._work.values():
-            work.heard = heard
+            work.listen(heard)
 
     @property
     def takes_data(self) -> bool:

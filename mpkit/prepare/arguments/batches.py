@@ -101,14 +101,20 @@ def check_split(batches: list[tuple[Value, Value]], plan: Plan) -> None:
 
 
 def check_shares(model: nn.Module, batches: list[tuple[Value, Value]], plan: Plan) -> None:
-    """Check that every rank has samples where it needs some.
+    """Check that BatchNorms can take their statistics over the whole batch, where the plan wants that.
 
     Raises:
-        ValueError: BatchNorm's statistics are over the whole batch, and a rank would have nothing to add to them.
+        ValueError: they would be over a micro-batch, or a rank would have nothing to add to them.
     """
-    if plan.dp == 1 or plan.batchnorm != "sync":
-        return
-    norms = batch_norms(model)
+    divided = plan.dp > 1 or plan.microbatches > 1
+    norms = batch_norms(model) if divided and plan.batchnorm == "sync" else {}
+    if norms and plan.microbatches > 1:
+        raise ValueError(
+            f"{plan}: {next(iter(norms)) or 'the model'} is a {type(next(iter(norms.values()))).__name__}, and would "
+            f"take its statistics over each of {plan.microbatches} micro-batches, not over the whole batch as serial "
+            "training does. What works: microbatches=1; a norm that looks at single samples, such as nn.GroupNorm; or, "
+            "if other statistics are meant, batchnorm='local' in the Plan."
+        )
     for name, norm in norms.items():
         if has_own_forward(norm):
             raise ValueError(
@@ -118,10 +124,8 @@ def check_shares(model: nn.Module, batches: list[tuple[Value, Value]], plan: Pla
             )
     sizes = [batch_size(inputs) for inputs, _ in batches]
     i = min(range(len(sizes)), key=lambda i: sizes[i])
-    least = sizes[i] // plan.microbatches
-    if norms and least < plan.dp:
+    if norms and sizes[i] < plan.dp:
         first = next(iter(norms))
-        needed = plan.dp * plan.microbatches
         instead = (
             ""
             if isinstance(batches, WholeBatches) or not i
@@ -129,6 +133,6 @@ def check_shares(model: nn.Module, batches: list[tuple[Value, Value]], plan: Pla
         )
         raise ValueError(
             f"{plan}: the {plan.dp} ranks take statistics over the whole batch for {first or 'the model'}, and "
-            f"of a batch of {sizes[i]}{instead} in {plan.microbatches} micro-batches some rank has no sample. Take "
-            f"batches of {needed} or more, batchnorm='local' in the Plan, or a norm that needs no batch: nn.GroupNorm."
+            f"of a batch of {sizes[i]}{instead} some rank has no sample. Take "
+            f"batches of {plan.dp} or more, batchnorm='local' in the Plan, or a norm that needs no batch: nn.GroupNorm."
         )
