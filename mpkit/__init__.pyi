@@ -31,6 +31,7 @@ from mpkit.devices.catalogue import hardware as hardware
 from mpkit.errors import CommMismatch as CommMismatch
 from mpkit.errors import Deadlock as Deadlock
 from mpkit.errors import MpkitError as MpkitError
+from mpkit.errors import NotSerial as NotSerial
 from mpkit.errors import RankFailed as RankFailed
 from mpkit.errors import UnwisePlan as UnwisePlan
 from mpkit.experiments.memory_by_strategy import memory_by_strategy as memory_by_strategy
