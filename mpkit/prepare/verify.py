@@ -18,7 +18,9 @@ from mpkit.prepare.telling import telling_steps
 
 __all__ = ["check_verify", "with_proof"]
 
-WORKS = 'verify="first" (the default: the first two steps, telling ones and one drawn), "all", (1, 10) or False'
+WORKS = (
+    'verify="first" (the default: the first two steps, telling ones and one drawn), "all", (1, 10) or False'
+)
 
 MOST = 2e12
 """The most FLOPs of a step that is verified: more would take minutes on a few cores."""

@@ -15,7 +15,7 @@ from mpkit.proof.draws import CannotReplay
 from mpkit.proof.prover import Prover
 from mpkit.support.caught import one_line
 from mpkit.support.disk import write_whole
-from mpkit.support.process_wide import silent
+from mpkit.support.process_wide import LOCK, silent
 from mpkit.trace.proof import PROOF, Proof
 
 __all__ = ["Proving"]
@@ -90,7 +90,7 @@ class Proving:
             ended = self._ended.is_set()
             losses = self._losses() if self._prover.ready(step) else []
             if len(losses) > place:
-                with silent():  # the ranks print what the model and the loss print
+                with LOCK, silent():  # the ranks print what the model and the loss print
                     self._prover.verify(step, losses[place])
                 return True
             if ended:

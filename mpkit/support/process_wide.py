@@ -21,6 +21,8 @@ LOCK = threading.RLock()
 def silent() -> Iterator[None]:
     """Drop what this thread, and threads that it starts, print inside the context; others print as before."""
     before = sys.stdout
+    while isinstance(before, _Filtered) and before.has_ended:  # one that somebody has put back since
+        before = before.stream
     filtered = sys.stdout = _Filtered(before)
     try:
         yield
@@ -34,9 +36,14 @@ class _Filtered:
     """A stream as it was for the threads that ran when this was made, but for the one that made it."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self.stream = stream
         self._loud: set[int | None] | None = {each.ident for each in threading.enumerate()}
         self._loud.discard(threading.get_ident())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether everything is let through."""
+        return self._loud is None
 
     def end(self) -> None:
         """Let everything through: somebody may have kept this stream."""
@@ -44,7 +51,7 @@ class _Filtered:
 
     def write(self, text: str) -> int:
         if self._loud is None or threading.get_ident() in self._loud:
-            self._stream.write(text)
+            self.stream.write(text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -52,4 +59,4 @@ class _Filtered:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)

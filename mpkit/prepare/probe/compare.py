@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mpkit.prepare.probe.trial import Found, Trial
 from mpkit.support.caught import one_line, report
@@ -25,7 +28,8 @@ def differ(
 ) -> tuple[Found, Found, bool]:
     """Try both ways; if they differ by what may be rounding, repeat in float64 to decide.
 
-    If the model cannot run in float64, less precision has to do, which is reported where it decides.
+    If the model cannot run in float64, less precision has to do, which is reported where it decides. A model that
+    computes parts in 16 bits even then gets their tolerance: what remains is found by the proof of the run.
 
     Args:
         trial: the trial of model, loss and data.
@@ -49,7 +53,28 @@ def differ(
                 f"its batch; in float64, which would tell, it raises {one_line(error)}."
             )
         return whole, parts, apart
-    return whole, parts, are_apart(*wide, ROUNDING)
+    if not are_apart(*wide, ROUNDING):
+        return whole, parts, False
+    with _Coarsest() as seen:
+        wide = compared(trial.wide())
+    return whole, parts, are_apart(*wide, 64 * seen.eps)
+
+
+class _Coarsest(TorchDispatchMode):
+    """A mode that notes the largest rounding of what operators make; `eps` is that of float32 at least."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.eps = torch.finfo(torch.float32).eps
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(leaf.dtype).eps)
+        return made
 
 
 def are_apart(whole: Found, parts: Found, tolerance: float) -> bool:
