@@ -107,8 +107,7 @@ def prepare(
         further = [] if evaluation is None else of_every_size(evaluation.batches, len(evaluation.batches))
         # ---- resolve
         blocks = check_recompute(model, plan)
-        heard = SpecialValues(asked.loss)
-        rehearsed = Quotient(heard)
+        rehearsed = Quotient(heard := SpecialValues(asked.loss))
         resolved = resolve(model, [*sizes, *further], plan, rehearsed, by_name=by_name)
         # ---- fit
         hooks = _check_fit(hooked, model, sizes[0], resolved, rehearsed)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, cast
 
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.data.microbatch import Value, leaves
@@ -95,9 +94,9 @@ def telling_steps(
         if seen and not facts <= seen:
             found.append(step)
         seen |= facts
-    first = None if every is None else (steps.start // every + 1) * every
-    found = sorted({*found[:MOST], *([first] if first in steps else [])})
-    return tuple(found[:MOST])
+    if every is not None and (first := (steps.start // every + 1) * every) in steps:
+        found.append(first)
+    return tuple(sorted(set(found))[:MOST])
 
 
 def _facts(batches: Any, step: int, special: set[float]) -> Iterator[Hashable]:
@@ -107,6 +106,6 @@ def _facts(batches: Any, step: int, special: set[float]) -> Iterator[Hashable]:
     yield batches.key(step, slice(None))
     targets: Value = batches[step % len(batches)][1]
     for place, leaf in enumerate(leaves(targets)):
-        for number in special if isinstance(leaf, Tensor) and not leaf.is_complex() else ():
+        for number in () if leaf.is_complex() else special:
             for how in (leaf.lt, leaf.eq, leaf.gt):
                 yield place, number, how.__name__, bool(how(number).any())

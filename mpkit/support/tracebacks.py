@@ -139,10 +139,9 @@ def folds(error: BaseException) -> bool:
     below = frames[internal[-1] + 1 :] if internal else frames
     if below:  # mpkit called this; its own calls into the standard library do not concern the user
         return not all(_is_standard(frame) for frame in below)
-    if frames and _module(frames[-1]).startswith(
-        "torch.distributed"
-    ):  # the user's own call, which torch refused
-        return _visible(error)
+    user = max((i for i, frame in enumerate(frames) if not _is_folded(frame)), default=len(frames))
+    if any(_module(frame).startswith("torch.distributed") for frame in frames[user + 1 :]):
+        return True  # the user's own call, which torch refused
     return isinstance(error, MISTAKES) and bool(frames) and _root(frames[-1]) == "mpkit"
 
 

@@ -14,6 +14,7 @@ _KIT = str(Path(__file__).parents[1])
 _INTERNAL = (str(Path(torch.__file__).parent), _KIT, "<frozen")
 _CALLS = (
     "distributed_c10d.py", "c10d_logger.py", "_ops.py", "_functional_collectives.py", "distributed/nn/functional.py",
+    "_library/autograd.py",
 )  # fmt: skip
 _DEPRECATION = "typing_extensions.py"  # wraps functions that torch has renamed
 _MODE_FILE = str(Path(__file__).with_name("measuring.py"))

@@ -116,7 +116,7 @@ def covering(tries: int = 3) -> tuple[list[Row], set[tuple[Level, Level]]]:
 
     Each row begins with a pair that none has yet; of some ways to complete it the one with the most new pairs is taken.
     """
-    draw = random.Random(3)
+    draw = random.Random(1)
     levels = [(feature, level) for feature, each in FEATURES.items() for level in each]
     pairs = [pair for pair in combinations(levels, 2) if pair[0][0] != pair[1][0]]
     pairs = [pair for pair in pairs if pair[0][1] not in PEERS or pair[1] == ("microbatches", "4")]
@@ -311,7 +311,7 @@ def test_a_row_equals_serial_training(train: Train, tmp_path: Path, row: Row) ->
     losses: list[float] = []
     if row["checkpoint"] != "-":
         # Another plan goes on: this one's checkpoint is read by serial training, or the other way round.
-        other = mk.Plan.serial(plan.microbatches, precision=plan.precision)
+        other = mk.Plan(microbatches=plan.microbatches, precision=plan.precision, batchnorm=plan.batchnorm)
         first, plan = (plan, other) if row["checkpoint"] == "saved" else (other, plan)
         saves = {"checkpoint_every": SAVED_AT, "checkpoint_dir": tmp_path}
         losses = list(train(model, data, first, steps=SAVED_AT, **saves, **how).losses)

@@ -165,8 +165,8 @@ def shared_draws(rank: int) -> None:
     """All replicas and micro-batches draw the same numbers."""
     original = Randomness.draws
 
-    def draws(self: Any, step: int, microbatch: int) -> Any:
-        made = original(self, step, 0)
+    def draws(self: Any, step: int, microbatch: int, others: Any) -> Any:
+        made = original(self, step, 0, others)
         object.__setattr__(made, "place", (self.seed, step, 0, 0))
         return made
 
