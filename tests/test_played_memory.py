@@ -37,7 +37,7 @@ Clusters = Callable[[int], mk.Cluster]
 
 # ---- beside torch.profiler ---------------------------------------------------------------------------------------
 
-FAST = {("GPT", "zero3"), ("ResNet", "recomputed")}
+FAST = {("ResNet", "recomputed")}
 ALL = [(model, plan) for model in CASES for plan in PLANS]
 
 

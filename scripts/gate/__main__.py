@@ -1,8 +1,9 @@
 """`python -m scripts.gate`: everything that must hold, in a clone whose `.venv` is set up. `.ci/run` calls it.
 
-Tests run on two workers while `check` runs beside them; then those marked `alone`; the browser's; what the change
-touches; a slice of the soak; and each failed test again, alone, twice. One that passes both times is FLAKY: it is
-named, and does not fail the gate. A package or a browser that cannot be downloaded is reported as not run.
+Tests run on two workers while `check` runs beside them; the classroom's, of which some are drawn where nothing of it
+has changed; then those marked `alone`; the browser's; what the change touches; a slice of the soak; and each failed
+test again, alone, twice. One that passes both times is FLAKY: it is named, and does not fail the gate. A package or a
+browser that cannot be downloaded is reported as not run.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ MINUTES = float(os.environ.get("MPKIT_GATE_MINUTES", "75"))
 SLICE = 240.0
 """Seconds of the soak, of which the last quarter is for tests that run alone."""
 
+SAMPLE = 90.0
+"""Seconds of the classroom's tests, where nothing of the classroom has changed."""
+
 AGAIN = 20
 """Failed tests that are run again; if there are more, it is not chance."""
 
@@ -45,6 +49,7 @@ class Gate:
         self.noise, self.report = Noise(), Report(out)
         self.head = _git("rev-parse", "HEAD")
         self.passed = last_passed(ROOT)
+        self.changes = touched(ROOT, changed_files(ROOT, self.passed))
         ours = {"MPKIT_PASSED": self.passed or "", "PYTHONUNBUFFERED": "1"}
         self.environment = {"MPKIT_TEST_LIMITS": "2", **os.environ, **ours}
 
@@ -58,10 +63,12 @@ class Gate:
         checked.start()
         chromium.start()
         self.pytest("tests", "not soak and not alone", TWO)
-        self.pytest("classroom", "not soak and not alone", (*TWO, *CLASSROOM))
+        drawn = () if self.changes.classroom else self.drawn(SAMPLE)
+        self.pytest("classroom", "not soak and not alone", (*TWO, *CLASSROOM, *drawn))
         checked.join()
         self.pytest("alone", "not soak and alone")
-        self.pytest("classroom alone", "not soak and alone", CLASSROOM)
+        if self.changes.classroom:
+            self.pytest("classroom alone", "not soak and alone", CLASSROOM)
         chromium.join()
         if "CHROMIUM" in self.environment:
             self.pytest("browser", "not soak", ["tests/browser"])
@@ -132,10 +139,9 @@ class Gate:
 
     def touched(self) -> None:
         """Whole notebooks, README's script, the exam's wheels and programs of other systems, where they changed."""
-        found = touched(ROOT, changed_files(ROOT, self.passed))
-        if found.tests:
-            self.pytest("touched", "soak or not soak", (*TWO, *found.tests))
-        if found.systems:
+        if self.changes.tests:
+            self.pytest("touched", "soak or not soak", (*TWO, *self.changes.tests))
+        if self.changes.systems:
             self.download("some of the systems", ["sh", "scripts/systems.sh"])
             for name, module in (("systems", "tests.systems"), ("formats", "tests.systems.accepted")):
                 log = self.out / f"{name}.log"
@@ -145,13 +151,15 @@ class Gate:
                     self.report.failed_step(name, log)
 
     def soak(self) -> None:
-        """Run a slice of the soak, in an order that the commit draws; no test begins after its time."""
-        for name, share, marks, how in (
-            ("soak", 0.75, "soak and not alone", TWO),
-            ("soak alone", 0.25, "soak and alone", ()),
-        ):
-            until = f"--until={time.time() + share * SLICE}"
-            self.pytest(name, marks, (*how, f"--draw={self.head}", until))
+        """Run a slice of the soak."""
+        began = time.monotonic()
+        self.pytest("soak", "soak and not alone", (*TWO, *self.drawn(0.75 * SLICE)))
+        left = max(SLICE - (time.monotonic() - began), 0.1 * SLICE)
+        self.pytest("soak alone", "soak and alone", self.drawn(left))
+
+    def drawn(self, seconds: float) -> tuple[str, str]:
+        """Return options for tests in an order that the commit draws, of which none begins after that time."""
+        return f"--draw={self.head}", f"--until={time.time() + seconds}"
 
     def again(self) -> None:
         """Each failed test alone, twice."""

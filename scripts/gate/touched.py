@@ -14,15 +14,17 @@ from pathlib import Path
 __all__ = ["Touched", "changed_files", "last_passed", "touched"]
 
 EXAM = ("scripts/exam/", "mpkit/classroom/catalogue.py", "mpkit/classroom/answered.py")
+CLASSROOM = r"(mpkit|tests)/classroom/|notebooks/exercises/|scripts/gate/|pyproject.toml"
 SYSTEMS = r"mpkit/(watch|formats)/|examples/systems/|tests/systems/|scripts/systems\.sh"
 
 
 @dataclass(frozen=True)
 class Touched:
-    """What a change touches: whole tests by path or id, and whether programs of other systems run."""
+    """What a change touches: whole tests by path or id, and whether programs of other systems and the classroom run."""
 
     tests: tuple[str, ...]
     systems: bool
+    classroom: bool
 
 
 def last_passed(root: Path) -> str | None:
@@ -44,7 +46,7 @@ def touched(root: Path, changed: list[str]) -> Touched:
     """Return what the changed files touch.
 
     >>> touched(Path("."), ["README.md", "mpkit/watch/step.py"])
-    Touched(tests=('tests/test_readme.py',), systems=True)
+    Touched(tests=('tests/test_readme.py',), systems=True, classroom=False)
     """
     tests = {name for name in changed if re.fullmatch(r"notebooks/(exercises/solved/)?[\w-]+\.ipynb", name)}
     tests = {name for name in tests if (root / name).exists()}
@@ -56,4 +58,5 @@ def touched(root: Path, changed: list[str]) -> Touched:
         tests.add("tests/test_readme.py")
     if any(name.startswith(EXAM) for name in changed):
         tests.add("tests/classroom/test_exam.py")
-    return Touched(tuple(sorted(tests)), any(re.match(SYSTEMS, name) for name in changed))
+    systems, classroom = (any(re.match(each, name) for name in changed) for each in (SYSTEMS, CLASSROOM))
+    return Touched(tuple(sorted(tests)), systems, classroom)
