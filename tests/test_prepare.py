@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lazy": ({"model": nn.Sequential(nn.LazyLinear(2))}, "0.weight has no shape yet .* call the model once"),
     "on meta": ({"model": nn.Sequential(nn.Linear(4, 2, device="meta"))}, "holds no numbers"),
     "a BatchNorm in two stages": (
-        {"model": twice_the_same_norm(), "plan": mk.Plan.gpipe(2, 2, cut=[2])},
+        {"model": twice_the_same_norm(), "plan": mk.Plan.gpipe(2, 1, cut=[2])},
         "'1.running_mean' and '3.running_mean' are one buffer, and would be in stages 0 and 1",
     ),
     "frozen": ({"model": copy.deepcopy(MODEL).requires_grad_(False)}, "does not depend on any parameter"),
@@ -227,7 +227,7 @@ def test_nothing_of_the_callers_changes() -> None:
     )
     weights = copy.deepcopy(model.state_dict())
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    prepared(model=model)
+    prepared(model=model, plan=mk.Plan.gpipe(2, 4, batchnorm="local"))
     torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()

@@ -198,7 +198,9 @@ HARMLESS = {
 }
 
 
-@pytest.mark.parametrize("plan", [mk.Plan.ddp(2, unused="allow"), mk.Plan.gpipe(2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [mk.Plan.ddp(2, unused="allow"), mk.Plan.gpipe(2, 2, batchnorm="local")], ids=str
+)
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_sees_each_sample_by_itself_is_not_refused(name: str, plan: mk.Plan) -> None:
     prepared(net(copy.deepcopy(HARMLESS[name])), [(X, Y)], plan)

@@ -111,14 +111,14 @@ class Plan:
 
     @classmethod
     @answers("Plan.serial(microbatches=4)", MEANT)
-    def serial(cls, microbatches: int = 1, *, precision: str = "full") -> Plan:
+    def serial(cls, microbatches: int = 1, *, precision: str = "full", batchnorm: str = "sync") -> Plan:
         """Plan a run of the whole model on one rank; gradients accumulate over the micro-batches.
 
         >>> Plan.serial().ranks
         1
         """
         asked("Plan.serial(microbatches=4)", microbatches=microbatches)
-        return cls(schedule="naive", microbatches=microbatches, precision=precision)
+        return cls(schedule="naive", microbatches=microbatches, precision=precision, batchnorm=batchnorm)
 
     @classmethod
     @answers("Plan.naive_mp(stages=4)", MEANT)
@@ -140,6 +140,7 @@ class Plan:
         *,
         recompute: str = "none",
         cut: Sequence[int | str] | None = None,
+        batchnorm: str = "sync",
     ) -> Plan:
         """Plan GPipe (Huang et al. 2019): a pipeline over micro-batches.
 
@@ -147,7 +148,7 @@ class Plan:
         Plan(pp=4, schedule='gpipe', microbatches=8, recompute='full')
         """
         asked("Plan.gpipe(stages=4, microbatches=8)", stages=stages, microbatches=microbatches)
-        return cls(pp=stages, microbatches=microbatches, recompute=recompute, cut=cut)
+        return cls(pp=stages, microbatches=microbatches, recompute=recompute, cut=cut, batchnorm=batchnorm)
 
     @classmethod
     @answers('Plan.pipeline("1f1b", ranks=4, microbatches=8)', MEANT)

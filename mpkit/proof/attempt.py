@@ -79,6 +79,15 @@ class Attempt:
         buffers = {f"buffer {name}": buffer for name, buffer in serial.model.named_buffers()}
         return loss, {**found, **buffers}
 
+    def buffers_in_parts(self, replica: int) -> dict[str, Tensor]:
+        """Return the model's buffers after a replica's shares of the micro-batches, one after another."""
+        serial = self.again()
+        for number, (which, draws) in enumerate(self.draws.parts()):
+            if number % self.draws.plan.dp == replica and draws.size:
+                inputs, targets = (part(value, which) for value in self.batch)
+                self._run(serial, (inputs, targets), draws)
+        return dict(serial.model.named_buffers())
+
     def _in_parts(self, serial: Serial) -> Found:
         """Return the weighted sum over the replicas' shares of the micro-batches."""
         loss, total = torch.zeros(()), dict[str, Tensor | None].fromkeys(serial.weights)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import cast
 
@@ -137,12 +137,12 @@ class Prover:
             serial.update(step, found.gradients)
         # ---- compare weights and buffers
         weights = self._compare_weights(found)
-        self._compare_buffers(found, noise, eps)
+        parted = self._compare_buffers(found, attempt, noise, eps)
         off = abs(loss - float(value)) / max(abs(float(value)), torch.finfo(torch.float64).tiny)
         proof = self.proof
         self.proof = replace(
             proof, steps=(*proof.steps, step + 1), weights=max(proof.weights, weights),
-            loss=max(proof.loss, off if off == off else 0.0),
+            loss=max(proof.loss, off if off == off else 0.0), why_not=parted or proof.why_not,
         )  # fmt: skip
 
     def _batch(self, step: int) -> tuple[Value, Value]:
@@ -215,14 +215,30 @@ class Prover:
             raise Difference(f"{name} on rank {rank}, which is not the one that was updated,", 0.0, 0.0, 0.0)
         return most
 
-    def _compare_buffers(self, found: Assembled, noise: Noise, eps: float) -> None:
+    def _compare_buffers(self, found: Assembled, attempt: Attempt, noise: Noise, eps: float) -> str:
+        """Compare buffers; return words about one that is not that of the whole batch, but of the parts of the plan."""
         wanted = dict(self._serial.model.named_buffers())
+        plan, words, after = self._job.plan, "", dict[str, Tensor]()
+        in_parts = cache(attempt.buffers_in_parts)
         for rank, held in enumerate(found.buffers):
             for name, got in held.items():
-                if name in wanted and got.shape == wanted[name].shape:
-                    allowed = FEW * eps * largest(wanted[name]) if got.is_floating_point() else 0.0
-                    more = partial(noise.of, f"buffer {name}")
-                    self._same(f"the buffer {name} on rank {rank}", got, wanted[name], allowed, more)
+                if name not in wanted or got.shape != wanted[name].shape:
+                    continue
+                what, more = f"the buffer {name} on rank {rank}", partial(noise.of, f"buffer {name}")
+                allowed = FEW * eps * largest(wanted[name]) if got.is_floating_point() else 0.0
+                try:
+                    self._same(what, got, wanted[name], allowed, more)
+                except Difference:
+                    if plan.dp * plan.microbatches == 1:
+                        raise
+                    part = in_parts(plan.mesh.place(rank).dp)[name]
+                    self._same(what, got, part, allowed, more)
+                    if plan.mesh.place(rank).dp == 0:  # all replicas go on with the first one's
+                        after[name] = got
+                    words = f"the buffer {name} is that of the parts of the batch, one after another"
+        for name, value in after.items():
+            wanted[name].copy_(value)
+        return words
 
     def _same(
         self, what: str, got: Tensor, wanted: Tensor, few: float, more: Callable[[], float] = lambda: 0.0

@@ -19,7 +19,7 @@ class Proof:
         steps: the steps that were found equal, counted from 1.
         loss: the largest relative difference of a loss in these steps.
         weights: the largest difference of a weight, relative to the largest weight of its tensor.
-        why_not: why no step, or why not every step that was due, was compared; "" if all were.
+        why_not: why no step, or not every one that was due, was compared, or what is not that of the whole batch.
         difference: the message of the difference that was found; "" if there is none.
 
     >>> print(Proof((1, 2, 17), 2e-9, 4e-10))
