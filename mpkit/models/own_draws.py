@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from ctypes import string_at
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +84,10 @@ class OwnDraws:
     spans: list[Span] = field(default_factory=list)
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _open: list[_Open] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnDraws:
+        """Return a copy in which no span has begun, for a copy of the model."""
+        return OwnDraws(self.around, list(self.spans), dict(self.tokens))
 
     def begin(self, name: str, device: torch.device, *, ahead: bool = False) -> None:
         """Switch the generators to the rank's own draws; `ahead` of a module that may begin the span again."""

@@ -135,9 +135,9 @@ def test_local_statistics_are_rank_0s(clusters: Callable[[int], mk.Cluster], mak
 
 def test_what_cannot_be(clusters: Callable[[int], mk.Cluster]) -> None:
     how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd, "steps": 1}
-    data = [(torch.zeros(5, 3), torch.zeros(5, 3))]
+    data = [(torch.zeros(2, 3), torch.zeros(2, 3))]
     with pytest.raises(ValueError, match=r"take statistics .* some rank has no sample.*batchnorm='local'"):
-        clusters(3).train(nn.BatchNorm1d(3), data, mk.Plan.ddp(3, microbatches=2), **how)
+        clusters(3).train(nn.BatchNorm1d(3), data, mk.Plan.ddp(3), **how)
     with pytest.raises(ValueError, match="0 is a Own, whose forward is its own"):
         clusters(3).train(nn.Sequential(Own(3)), data, mk.Plan.ddp(3), **how)
 
