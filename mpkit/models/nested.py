@@ -8,6 +8,7 @@ number, a module, an object without tensors.
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass
@@ -126,7 +127,13 @@ def _reduce(value: Any) -> tuple[Any, list[Any]] | None:
         return None
     try:
         reduced = value.__reduce_ex__(4)
-    except Exception:
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        pickle.PicklingError,
+    ):  # it says that it cannot be
         return None
     if isinstance(reduced, str):
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,9 @@ class Assembled:
         return wrong
 
 
-def files_of(folder: Path, ranks: int, step: int) -> list[Path]:
+def files_of(folder: Path, ranks: int, step: int, kind: Callable[[int], str] = evidence_of) -> list[Path]:
     """Return each rank's file for a step, counted from 0."""
-    return [part(folder, rank, evidence_of(step)) for rank in range(ranks)]
+    return [part(folder, rank, kind(step)) for rank in range(ranks)]
 
 
 def assembled(paths: list[Path], shapes: dict[str, torch.Size], trained: Collection[str]) -> Assembled:

@@ -26,6 +26,7 @@ from mpkit.launch.packing.packing import dumps
 from mpkit.models.hooks import register
 from mpkit.parallel.job.feed import Source
 from mpkit.parallel.job.job import TrainJob
+from mpkit.parallel.runtime.evidence import lost_of
 from mpkit.parallel.stage.stage import PRECISIONS
 from mpkit.parallel.update.optimizer import described
 from mpkit.proof.assembled import Assembled, assembled, files_of
@@ -79,10 +80,13 @@ class Prover:
 
     def ready(self, step: int) -> bool:
         """Return whether all ranks have finished a step, counted from 0."""
-        return all(path.exists() for path in self._files(step))
+        return all(a.exists() or b.exists() for a, b in zip(self._files(step), self._lost(step), strict=True))
 
     def _files(self, step: int) -> list[Path]:
         return files_of(self._folder, self._job.plan.ranks, step)
+
+    def _lost(self, step: int) -> list[Path]:
+        return files_of(self._folder, self._job.plan.ranks, step, lost_of)
 
     def verify(self, step: int, loss: float) -> None:
         """Compare a step that all ranks have finished.
@@ -94,6 +98,8 @@ class Prover:
         Raises:
             NotSerial: the step is not that of serial training.
         """
+        if lost := [rank for rank, path in enumerate(self._lost(step)) if path.exists()]:
+            raise CannotReplay(f"there was no space left for what rank {lost[0]} has of it")
         try:
             found = assembled(self._files(step), self._shapes, self._serial.weights)
             self._compare(step, loss, found)

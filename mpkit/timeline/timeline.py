@@ -80,7 +80,7 @@ class Timeline(Replayed, Figures):
         """
         timeline = cls.from_replay(replay(trace, hardware, clock))
         timeline.notes += (
-            proof_notes(timeline.meta)
+            (proof_notes(timeline.meta) if hardware is None else [])
             + clock_notes(timeline.meta)
             + sample_notes(trace, hardware is not None)
         )

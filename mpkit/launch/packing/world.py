@@ -11,7 +11,6 @@ What cannot be carried is reported by name.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -102,11 +101,8 @@ def pack_world(modules: Collection[str] = ()) -> bytes:
         report(
             "torch.autocast is on here and not on the ranks: mk.Plan(..., precision='bf16') trains in 16 bits."
         )
-    found = find_patches(modules)
-    with contextlib.suppress(Exception):  # a closure may hold anything: which one is found below
-        return dumps(World(settings, found))
     patches, lost = [], []
-    for patch in found:
+    for patch in find_patches(modules):
         try:
             dumps(patch)
         except Exception as error:  # a closure may hold anything

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +27,13 @@ from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.checkpoint_state import buffers
 from mpkit.parallel.stage.gradient_sync import Piece, named_parameters
 from mpkit.parallel.stage.shard import Shard
+from mpkit.support.disk import FULL, write_whole
 
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
     from mpkit.parallel.runtime.train import Training
 
-__all__ = ["Evidence", "digest_of", "evidence_of", "verdict_of"]
+__all__ = ["Evidence", "digest_of", "evidence_of", "lost_of", "verdict_of"]
 
 LOOK_EVERY = 0.005
 """Seconds between two looks for the verdict on a step whose checkpoint waits for it."""
@@ -40,6 +42,11 @@ LOOK_EVERY = 0.005
 def evidence_of(step: int) -> str:
     """Return the name of a rank's file for a step, counted from 0."""
     return f"proof-{step}"
+
+
+def lost_of(step: int) -> str:
+    """Return the name of a rank's empty file for a step, where there was no space for its evidence."""
+    return f"proof-{step}.lost"
 
 
 def verdict_of(step: int) -> str:
@@ -107,10 +114,14 @@ class Evidence:
             "scale": scale,
             "skipped": skipped,
         }
-        path = part(self._folder, self._rank, evidence_of(step))
-        partial = path.with_suffix(".partial")
-        torch.save(self._now, partial)
-        partial.replace(path)
+        written = BytesIO()
+        torch.save(self._now, written)
+        try:
+            write_whole(part(self._folder, self._rank, evidence_of(step)), written.getvalue())
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            part(self._folder, self._rank, lost_of(step)).touch()
         self._now, self._last = None, step
 
     def wait(self, step: int) -> None:
