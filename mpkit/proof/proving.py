@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,7 +56,8 @@ class Proving:
     def _know(self, proof: Proof) -> None:
         self._proof = proof
         if self._folder.is_dir():
-            write_whole(self._folder / PROOF, json.dumps(proof.to_dict()).encode())
+            with suppress(OSError):  # without space, other processes learn nothing of it
+                write_whole(self._folder / PROOF, json.dumps(proof.to_dict()).encode())
 
     def finish(self) -> None:
         """Verify what the ranks finished, and return; called when the ranks have ended."""

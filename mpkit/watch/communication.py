@@ -48,12 +48,14 @@ class Communication:
         lines: the program's lines.
         annotations: what the program says it is doing.
         checks: compares calls with the peers'; None: what compares those of `comm`.
+        direct_only: leave alone what DDP, FSDP and the like issue.
     """
 
     def __init__(
         self, comm: Communicator, completion: Completion, lines: Lines, annotations: Annotations,
-        checks: CallChecks | None = None,
+        checks: CallChecks | None = None, *, direct_only: bool = False,
     ) -> None:  # fmt: skip
+        self._direct_only = direct_only
         self._checks = checks or comm.wire.checks
         self._comm, self._completion, self._lines, self._annotations = comm, completion, lines, annotations
         self._record: Recorder = comm.wire.record
@@ -87,10 +89,11 @@ class Communication:
         go_on, after = getattr(torch.ops.c10d, name).default._handle.redispatch_boxed, _after()
         at_group = _place_of_group(name)
         unbox, completion, lines, begin = dist.Work.unbox, self._completion, self._lines, self._begin
+        direct_only = self._direct_only
 
         def kernel(keyset: Any, *args: Any) -> Any:
             where = lines.here()
-            if where is None:  # ctx.comm, which records it
+            if where is None or (direct_only and not lines.is_direct):  # None: ctx.comm, which records it
                 return go_on(keyset & after, *args)
             by_python = lines.by_python
             completion.settle()

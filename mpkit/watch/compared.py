@@ -1,7 +1,7 @@
 """What a rank's program calls of torch.distributed itself, compared with its peers' calls as those of `ctx.comm` are.
 
 Each call is recorded and, before data is exchanged, compared: kind, dtype, shape, reduction, root and group. What DDP,
-FSDP, DTensor or a DeviceMesh issue is recorded only: their calls are torch's own affair.
+FSDP, DTensor or a DeviceMesh issue is torch's own affair, and neither recorded nor kept alive.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def compared(comm: Communicator, checks: CallChecks | None = None) -> Iterator[N
         yield
         return
     completion = Completion(comm.wire.record)
-    communication = Communication(comm, completion, Lines(), Annotations(), checks)
+    communication = Communication(comm, completion, Lines(), Annotations(), checks, direct_only=True)
     completion.install()
     communication.install()
     try:
