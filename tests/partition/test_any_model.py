@@ -645,7 +645,7 @@ IMPOSSIBLE: dict[str, tuple[nn.Module, mk.Plan, str]] = {
     ),
     "statistics in two stages": (
         TwiceNormed(),
-        mk.Plan.gpipe(2, 2, cut=["a"]),
+        mk.Plan.gpipe(2, 1, cut=["a"]),
         "norm is called in the stages 0, 1, and keeps running_mean",
     ),
     "a cut at a block that is not there": (
