@@ -8,7 +8,6 @@ keep       the interactive timelines in one HTML file
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,9 +24,12 @@ from mpkit.support.disk import write_whole
 from mpkit.support.units import bytes_text, percent, seconds
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
+from mpkit.trace.proof import Proof
 from mpkit.views.timeline.terminal import watch
 
 __all__ = ["Demo", "Outcome"]
+
+EQUAL = "equal to serial"
 
 LOOK_FOR = (
     "Each picture has a row per rank, and time goes to the right: blue is forward, orange backward, green the "
@@ -45,6 +47,7 @@ class Outcome:
     Attributes:
         timeline: the timeline of the whole run.
         losses: one per step.
+        proof: what is known of its equality with plain PyTorch.
         theory: the bubble according to the formula; None for serial training.
         caption: the strategy, and what is to be seen in its picture.
     """
@@ -52,6 +55,7 @@ class Outcome:
     name: str
     timeline: Timeline
     losses: list[float]
+    proof: Proof
     theory: float | None
     caption: str
 
@@ -151,7 +155,7 @@ class Demo:
         watch(run, title=name, console=self.console, live=not self.plain)
         exact = plan.bubble_in_theory
         theory = None if exact is None else float(exact)
-        return Outcome(name, run.timeline(), run.losses, theory, f"{plan.describe()} {seen}")
+        return Outcome(name, run.timeline(), run.losses, run.proof, theory, f"{plan.describe()} {seen}")
 
     def table(self, outcomes: list[Outcome]) -> Table:
         """Return a table of what each strategy cost, with a column per strategy."""
@@ -179,7 +183,7 @@ class Demo:
         row("bytes sent", [bytes_text(_sent(t)) for t in each])
         table.add_section()
         row("last loss", [f"{o.losses[-1]:.4f}" for o in outcomes])
-        row("equal to serial", ["-", *("yes" if _equal(o, serial) else "NO" for o in outcomes[1:])])
+        row(EQUAL, [_equal(o) for o in outcomes])
         return table
 
     def _explain(self, outcomes: list[Outcome]) -> list[str]:
@@ -201,7 +205,7 @@ class Demo:
             o.name: {
                 "bubble in theory": "-" if not o.theory else percent(o.theory),
                 "last loss": f"{o.losses[-1]:.4f}",
-                "losses equal to serial": "-" if o is serial else "yes" if _equal(o, serial) else "NO",
+                EQUAL: _equal(o),
             }
             for o in outcomes
         }
@@ -232,9 +236,7 @@ def _sent(timeline: Timeline) -> int:
     return sum(count for rank in timeline.comm_bytes for kind, count in rank.items() if kind != "recv")
 
 
-def _equal(outcome: Outcome, serial: Outcome) -> bool:
-    """Return whether the losses differ by no more than another order of fp32 summation explains."""
-    return len(outcome.losses) == len(serial.losses) and all(
-        math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)
-        for a, b in zip(outcome.losses, serial.losses, strict=True)
-    )
+def _equal(outcome: Outcome) -> str:
+    """Return in how many steps the run has proved itself equal to serial training (docs/proof.md)."""
+    proof = outcome.proof
+    return f"{len(proof.steps)} of {len(outcome.losses)} steps" if proof.status == "equal" else proof.status
