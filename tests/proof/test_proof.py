@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.models import GPT
 from mpkit.parallel.runtime.evidence import Evidence
+from mpkit.prepare.prepare import prepare
 from mpkit.trace import Trace
 from tests.proof import planted
 from tests.proof.planted import FAULTS, Planted
@@ -236,3 +238,26 @@ def test_what_each_process_has_of_its_own(clusters: Clusters) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Shifted(), nn.Linear(4, 2))
     with pytest.raises(mk.NotSerial, match="they read something that each process has its own of"):
         train(clusters, model, mk.Plan.serial(), loss=F.mse_loss, data=regression()).wait()
+
+
+def test_telling_steps() -> None:
+    """The first batch of another size, and the first step after an evaluation, among 40."""
+    whole = batches(1, 8)
+    data = [*whole * 6, *batches(1, 6)]
+    how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": adamw, "steps": 40, "ranks": 1}
+    job = prepare(Net(), data, mk.Plan.serial(), evaluate=whole, every=4, verify="first", **how)
+    assert {0, 1, 4, 6} <= set(job.how.verified) and len(job.how.verified) <= 5
+
+
+def test_draws_that_nobody_hears_are_said(clusters: Clusters) -> None:
+    class Skips(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if random.random() > 0.5 else 2 * x
+
+    model = nn.Sequential(nn.Linear(6, 6), Skips())
+    state = random.getstate()
+    run = train(clusters, model, mk.Plan.ddp(2)).wait()
+    assert str(run.proof).startswith(
+        "not verified: step 1 cannot be repeated: the forward draws random numbers"
+    )
+    assert random.getstate() == state
