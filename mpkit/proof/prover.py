@@ -11,9 +11,7 @@ It runs in a thread of the caller's process, so in the world of the notebook, wh
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -31,24 +29,14 @@ from mpkit.parallel.stage.stage import PRECISIONS
 from mpkit.parallel.update.optimizer import described
 from mpkit.proof.assembled import Assembled, assembled, files_of
 from mpkit.proof.attempt import Attempt, Noise, copy_of
-from mpkit.proof.causes import cause_of, cause_of_update
+from mpkit.proof.causes import cause_of
+from mpkit.proof.compare import Difference, compare_buffers, compare_gradients, compare_weights, same
 from mpkit.proof.draws import CannotReplay, SharedDraws, StepDraws
-from mpkit.proof.rounding import FEW, coarsest, distance, largest
+from mpkit.proof.rounding import FEW, coarsest, largest
 from mpkit.reference.serial import Serial
 from mpkit.trace.proof import Proof
 
 __all__ = ["Prover"]
-
-
-@dataclass
-class Difference(Exception):
-    """Something differs: what, by how much, and the two values."""
-
-    what: str
-    got: float
-    wanted: float
-    by: float
-    cause: str = ""
 
 
 class Prover:
@@ -132,9 +120,9 @@ class Prover:
         noise = Noise(attempt)
         few = FEW * torch.finfo(value.dtype).eps * largest(value)
         try:
-            self._same("the loss", torch.tensor(loss, dtype=torch.float64), value, few, lambda: noise.of(""))
+            same("the loss", torch.tensor(loss, dtype=torch.float64), value, few, lambda: noise.of(""))
             if not found.skipped:
-                self._compare_gradients(found, gradients, noise, eps)
+                compare_gradients(found, gradients, noise, eps)
         except Difference as difference:
             difference.cause = cause_of(self._job, attempt, found.gradients)
             raise
@@ -142,8 +130,8 @@ class Prover:
             # ---- update
             serial.update(step, found.gradients)
         # ---- compare weights and buffers
-        weights = self._compare_weights(found)
-        parted = self._compare_buffers(found, attempt, noise, eps)
+        weights = compare_weights(self._job, serial, found)
+        parted = compare_buffers(self._job, serial, found, attempt, noise, eps)
         off = abs(loss - float(value)) / max(abs(float(value)), torch.finfo(torch.float64).tiny)
         proof = self.proof
         self.proof = replace(
@@ -158,16 +146,16 @@ class Prover:
     def _start(self, step: int, found: Assembled) -> None:
         serial = self._serial
         if found.missing:
-            raise Difference(f"{found.missing[0]}, of which no rank updates some elements", 0.0, 0.0, 0.0)
+            raise Difference(f"no rank updates some elements of {found.missing[0]}")
         for name, known in self._known.items() if self._last == step - 1 else ():
-            self._same(f"{name} before the step", found.before[name], known, 0.0)
+            same(f"{name} before the step", found.before[name], known, 0.0)
         parameters = dict(serial.model.named_parameters())
         for where, frozen in found.frozen:
             with torch.no_grad():
                 if self._last != step - 1:
                     where.put(frozen, parameters[where.name])
             own = where.take(parameters[where.name].detach(), frozen.numel())
-            self._same(f"{where.name}, which is frozen, on rank {where.rank}", frozen, own, 0.0)
+            same(f"{where.name}, which is frozen, on rank {where.rank}", frozen, own, 0.0)
         with torch.no_grad():
             for name, weight in serial.weights.items():
                 weight.copy_(found.before[name])
@@ -181,93 +169,11 @@ class Prover:
                     serial.optimizer.state[serial.weights[name]] = dict(states)
         serial.refresh()
         for rank, name in found.other_replicas(after=False):
-            raise Difference(f"{name} on rank {rank}, which is not the one that was updated,", 0.0, 0.0, 0.0)
-
-    def _compare_gradients(
-        self, found: Assembled, gradients: dict[str, Tensor | None], noise: Noise, eps: float
-    ) -> None:
-        for where, got, _ in found.held:
-            wanted = gradients[where.name]
-            count = found.before[where.name].numel() if got is None else got.numel()
-            if wanted is None or got is None:
-                one = got if wanted is None else wanted
-                if one is not None and largest(one) > 0.0:
-                    which = "the ranks" if wanted is None else "serial training"
-                    raise Difference(
-                        f"the gradient of {where.name}, which only {which} has,", 0.0, 0.0, largest(one)
-                    )
-                continue
-            what = f"the gradient of {where.name} on rank {where.rank}"
-            few = FEW * eps * largest(wanted)
-            self._same(what, got, where.take(wanted, count), few, partial(noise.of, where.name))
-
-    def _compare_weights(self, found: Assembled) -> float:
-        most = 0.0
-        for where, _, after in found.held:
-            weight = self._serial.weights[where.name]
-            wanted = where.take(weight.detach(), after.numel())
-            if not wanted.numel():
-                continue
-            scale = largest(weight)
-            by = distance(after, wanted)
-            few = FEW * torch.finfo(weight.dtype).eps * scale
-            try:
-                self._same(f"{where.name} on rank {where.rank} after the update", after, wanted, few)
-            except Difference as difference:
-                difference.cause = cause_of_update(self._job, where.name)
-                raise
-            most = max(most, by / scale if scale else 0.0)
-        for rank, name in found.other_replicas(after=True):
-            raise Difference(f"{name} on rank {rank}, which is not the one that was updated,", 0.0, 0.0, 0.0)
-        return most
-
-    def _compare_buffers(self, found: Assembled, attempt: Attempt, noise: Noise, eps: float) -> str:
-        """Compare buffers; return words about one that is not that of the whole batch, but of the parts of the plan."""
-        wanted = dict(self._serial.model.named_buffers())
-        plan, words, after = self._job.plan, "", dict[str, Tensor]()
-        in_parts = cache(attempt.buffers_in_parts)
-        for rank, held in enumerate(found.buffers):
-            for name, got in held.items():
-                if name not in wanted or got.shape != wanted[name].shape:
-                    continue
-                what, more = f"the buffer {name} on rank {rank}", partial(noise.of, f"buffer {name}")
-                allowed = FEW * eps * largest(wanted[name]) if got.is_floating_point() else 0.0
-                try:
-                    self._same(what, got, wanted[name], allowed, more)
-                except Difference:
-                    if plan.dp * plan.microbatches == 1:
-                        raise
-                    part = in_parts(plan.mesh.place(rank).dp)[name]
-                    self._same(what, got, part, allowed, more)
-                    if plan.mesh.place(rank).dp == 0:  # all replicas go on with the first one's
-                        after[name] = got
-                    words = f"the buffer {name} is that of the parts of the batch, one after another"
-        for name, value in after.items():
-            wanted[name].copy_(value)
-        return words
-
-    def _same(
-        self, what: str, got: Tensor, wanted: Tensor, few: float, more: Callable[[], float] = lambda: 0.0
-    ) -> None:
-        """Compare two tensors.
-
-        Args:
-            what: what they are.
-            got, wanted: the ranks' and the serial one.
-            few: a difference without further questions.
-            more: returns what may be added to it.
-        """
-        by = distance(got, wanted)
-        if by <= few or by <= few + more():
-            return
-        a, b = got.detach().reshape(-1).double(), wanted.detach().reshape(-1).double()
-        at = int(torch.nan_to_num((a - b).abs(), nan=float("inf")).argmax())
-        raise Difference(what, float(a[at]), float(b[at]), by)
+            raise Difference(f"rank {rank} begins the step with another {name} than the one that was updated")
 
     def _explained(self, step: int, difference: Difference) -> NotSerial:
-        values = f"is {difference.got:.6g} and not {difference.wanted:.6g}"
         return NotSerial(
-            f"step {step + 1} is not that of serial training: {difference.what} {values}. {difference.cause}".rstrip(),
+            f"step {step + 1} is not that of serial training: {difference.says}. {difference.cause}".rstrip(),
             step=step + 1,
         )
 
