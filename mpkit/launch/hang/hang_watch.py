@@ -70,6 +70,7 @@ class HangWatch:
         self._waiting = Waiting(NOTICE_AFTER)
         self._said: set[str] = set()
         self.waiting_for: str | None = None
+        self._waited_for: list[int] = []  # the ranks that it is about
 
     def look(self, launch: Watched) -> bool:
         """Look at the ranks again, show a notice of a long wait, and return whether the ranks hang."""
@@ -84,7 +85,7 @@ class HangWatch:
         waiting, others = self._waiting.look(sights, self._processes.pids)
         if not others:
             self.waiting_for = None
-        elif self.waiting_for is None:
+        elif self.waiting_for is None or others != self._waited_for:
             self._notice(launch, waiting, others, sights)
         return False
 
@@ -94,7 +95,7 @@ class HangWatch:
         stacks = self._ask(others, launch.goes_on)
         if stacks is None:
             return
-        stopped = self._processes.stopped()
+        stopped, self._waited_for = self._processes.stopped(), others
         places = []
         for rank in others[:SAID_RANKS]:
             share = self._waiting.cpu_share(rank, self._processes.pids)
