@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 __all__ = [
-    "Hook", "around", "backward_hooks", "hook_name", "hooks_on", "is_bare", "parameter_hooks", "register",
+    "Hook", "around", "backward_hooks", "hook_name", "hooks_on", "is_bare", "is_ours", "parameter_hooks", "register",
     "with_backward_hooks",
 ]  # fmt: skip
 
@@ -80,7 +80,7 @@ def around(module: nn.Module, where: str = "") -> str | None:
     if type(module).__call__ is not nn.Module.__call__:
         return f"the __call__ of {where or 'the model'} ({type(module).__name__})"
     forward = vars(module).get("forward")
-    if forward is not None and not _is_ours(forward):
+    if forward is not None and not is_ours(forward):
         return f"the forward that was put in the place of {where or 'the model'}'s ({hook_name(forward)})"
     hooks = (str(Hook(where, *hook)) for hook in _hooks(module, AROUND_FORWARD | AROUND_BACKWARD))
     return next(hooks, None)
@@ -129,11 +129,12 @@ def _hooks(module: nn.Module, kinds: Mapping[str, str]) -> Iterator[tuple[str, A
     """Yield the user's hooks on a module, without those that strategies add to a rank's modules."""
     for attribute, kind in kinds.items():
         for function in getattr(module, attribute).values():
-            if not _is_ours(function):
+            if not is_ours(function):
                 yield kind, function
 
 
-def _is_ours(function: Any) -> bool:
+def is_ours(function: Any) -> bool:
+    """Return whether a hook is one of mpkit's."""
     function = function.func if isinstance(function, partial) else function
     home = getattr(function, "__module__", None) or type(function).__module__
     return str(home).startswith("mpkit.")

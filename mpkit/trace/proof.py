@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["PROOF", "Proof"]
+__all__ = ["PROOF", "Proof", "numbered", "power"]
 
 PROOF = "proof.json"
 """The file in a run's folder that keeps its proof."""
@@ -44,8 +44,8 @@ class Proof:
             return self.difference
         if not self.steps:
             return f"not verified: {self.why_not or 'no step is complete'}"
-        within = f"loss within {_power(self.loss)}, weights within {_power(self.weights)}"
-        line = f"equal to serial training in {_numbers(self.steps)}: {within}"
+        within = f"loss within {power(self.loss)}, weights within {power(self.weights)}"
+        line = f"equal to serial training in {numbered(self.steps)}: {within}"
         return f"{line}; {self.why_not}" if self.why_not else line
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,14 +61,15 @@ class Proof:
         return cls(**known | {"steps": tuple(kept["steps"])})
 
 
-def _power(difference: float) -> str:
+def power(difference: float) -> str:
+    """Write a difference with one digit."""
     return f"{difference:.0e}" if difference else "0"
 
 
-def _numbers(steps: tuple[int, ...]) -> str:
+def numbered(steps: tuple[int, ...]) -> str:
     """Name the steps, ranges of them as such.
 
-    >>> _numbers((1,)), _numbers((1, 2, 17)), _numbers((1, 2, 3, 4, 9))
+    >>> numbered((1,)), numbered((1, 2, 17)), numbered((1, 2, 3, 4, 9))
     ('step 1', 'steps 1, 2 and 17', 'steps 1 to 4 and 9')
     """
     runs: list[list[int]] = []

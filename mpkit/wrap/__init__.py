@@ -7,5 +7,6 @@ tensor_parallel   `mk.tensor_parallel(module)`     each layer divided by width
 pipeline          `mk.pipeline(module, schedule)`  stages on different ranks
 
 What they share: `wrapped` (a module around the user's), `backward` (when a backward begins and ends), `replicas` (the
-ranks that work together). The strategies themselves are those of `mpkit.parallel`.
+ranks that work together), `loop_proof` (the first steps
+compared with plain PyTorch, `prove=`). The strategies themselves are those of `mpkit.parallel`.
 """

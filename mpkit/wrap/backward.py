@@ -50,10 +50,16 @@ class Backwards:
         self._nodes: list[Any] = []  # where autograd accumulates the gradients
         self._task = -1  # autograd's number of the backward that is running
         self._tasks = 0  # backwards that have begun
+        self._hooks: list[Any] = []
         for parameter in parameters:
             if parameter.requires_grad:
-                parameter.register_hook(self._gradient)
+                self._hooks.append(parameter.register_hook(self._gradient))
                 self._nodes.append(get_gradient_edge(parameter).node)
+
+    def close(self) -> None:
+        """Notice no backward any more, but of outputs that are watched already."""
+        for hook in self._hooks:
+            hook.remove()
 
     def watch(self, output: Any) -> None:
         """Let the backward begin when the gradient of this output arrives.

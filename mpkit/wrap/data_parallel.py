@@ -18,10 +18,14 @@ from mpkit.parallel.data_parallel.replicated import Replicated
 from mpkit.parallel.stage.stage import Stage
 from mpkit.plan.plan import Plan
 from mpkit.prepare.arguments.embeddings import check_embeddings
+from mpkit.proof.assembled import Elements
 from mpkit.trace import Kind
 from mpkit.wrap.averaged import Averaged
 from mpkit.wrap.backward import Backwards
 from mpkit.wrap.held import HeldParameters
+from mpkit.wrap.loop_proof.checked import checked_prove
+from mpkit.wrap.loop_proof.proof import LoopProof
+from mpkit.wrap.loop_proof.weights import HeldElements
 from mpkit.wrap.replicas import Group, checked, context_for, replicas_of
 from mpkit.wrap.tensor_parallel import TensorParallel
 from mpkit.wrap.wrapped import Wrapped
@@ -35,6 +39,7 @@ def ddp(
     bucket_mb: float = 25.0,
     find_unused_parameters: bool = False,
     group: Group = None,
+    prove: int = 0,
 ) -> DataParallel:
     """Wrap a module so that its gradients are averaged over all ranks in each backward, as torch's DDP does.
 
@@ -63,25 +68,39 @@ def ddp(
         find_unused_parameters: allow parameters that get no gradient in a backward. One that no rank used has none.
         group: the ranks that hold the same module: a communicator, torch's process group, or a DeviceMesh of one
             axis; None for all.
+        prove: the number of steps, from the first on, that are compared with plain PyTorch (docs/proof.md): outputs,
+            buffers and the averaged gradients. Rank 0 prints a line when they are equal.
 
     Returns:
         The wrapper: `model.module` is the module.
 
     Raises:
-        ValueError: there is no process group, the module has nothing to train, or it is wrapped already.
+        ValueError: there is no process group, the module has nothing to train, or it is wrapped already; or the ranks
+            have different models, which `prove` finds.
+        NotSerial: on all ranks, in `loss.backward()`: a step that is compared is not that of plain PyTorch.
     """
+    within = () if checked_prove("mk.ddp", prove) else (TensorParallel,)
+    if prove and isinstance(module, TensorParallel):
+        raise ValueError(
+            f"mk.ddp(prove={prove}) around mk.tensor_parallel: no rank has the whole module, to compute it in plain "
+            f"PyTorch. mk.ddp(mk.tensor_parallel(module, group=tp, prove={prove}), group=dp) compares what the layers' "
+            "parts compute"
+        )
     return DataParallel(
-        checked(module, "mk.ddp", within=(TensorParallel,)), bucket_mb, find_unused_parameters, group
+        checked(module, "mk.ddp", within=within), bucket_mb, find_unused_parameters, group, prove
     )
 
 
 class DataParallel(Wrapped):
     """A module whose gradients are averaged over ranks; made by `mk.ddp`."""
 
-    def __init__(self, module: nn.Module, bucket_mb: float, unused: bool, group: Group) -> None:
+    def __init__(
+        self, module: nn.Module, bucket_mb: float, unused: bool, group: Group, prove: int = 0
+    ) -> None:
         context = context_for(module)
         replicas = replicas_of(context, group)
         check_embeddings(module, shared=replicas.size > 1, local=True)
+        proof = LoopProof("mk.ddp", prove, module, replicas)
         super().__init__(module)
         plan = Plan(
             dp=replicas.size, batchnorm="local", bucket_mb=bucket_mb, unused="allow" if unused else "error"
@@ -92,6 +111,7 @@ class DataParallel(Wrapped):
         self._backward: AbstractContextManager[Any] | None = None
         self._op = -1
         # Before the reducer's own hooks, which need a backward that has begun.
+        proof.hear(module)
         self._backwards = Backwards(module.parameters(), self._begin, self._end, alone=self._refuse_alone)
         self._sync = Averaged(
             Replicated(
@@ -101,6 +121,11 @@ class DataParallel(Wrapped):
         for parameter in module.parameters():
             self._record.ledger.track(parameter, "params")
         self._held = HeldParameters(module, "mk.ddp", allows_unused=unused)
+        self._proof = proof
+        proof.wrapped(
+            module,
+            [HeldElements(Elements(context.rank, n, 0, None), p) for n, p in module.named_parameters()],
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -115,11 +140,14 @@ class DataParallel(Wrapped):
         """Call the module; the backward from its output averages gradients."""
         if torch.is_grad_enabled():
             self._held.check()
+        self._proof.enter(args, kwargs)
         if self._synchronizes:
             self._sync.synchronize_buffers()
+        self._proof.synchronized(last=self._synchronizes)
         op = self._record.begin(Kind.FORWARD, "forward")
         output = self.module(*args, **kwargs)
         self._record.end(op)
+        output = self._proof.leave(output)
         if torch.is_grad_enabled():
             self._backwards.watch(output)
         return output
@@ -134,6 +162,7 @@ class DataParallel(Wrapped):
 
     def _begin(self) -> None:
         self._op = self._record.begin(Kind.BACKWARD, "backward")
+        self._proof.begin()
         self._sync.begin_backward()
         self._backward = self._sync.backward(last=self._synchronizes)
         self._backward.__enter__()
@@ -144,3 +173,4 @@ class DataParallel(Wrapped):
         self._record.end(self._op)
         if self._synchronizes:
             self._sync.finish()
+        self._proof.end(last=self._synchronizes)

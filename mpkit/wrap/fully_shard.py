@@ -9,6 +9,7 @@ from torch import nn
 
 from mpkit.plan.plan import Plan
 from mpkit.wrap.fully_sharded import FullySharded
+from mpkit.wrap.loop_proof.checked import checked_prove
 from mpkit.wrap.replicas import Group, checked, size_of
 
 __all__ = ["fully_shard"]
@@ -29,6 +30,7 @@ def fully_shard(
     prefetch: int = 1,
     find_unused_parameters: bool = False,
     group: Group = None,
+    prove: int = 0,
 ) -> FullySharded:
     """Wrap a module of which each rank keeps a part: ZeRO's stages 1 to 3, of which FSDP is the third.
 
@@ -61,6 +63,7 @@ def fully_shard(
         find_unused_parameters: allow parameters that get no gradient in a backward. One that no rank used has none.
         group: the ranks that share the work: a communicator, torch's process group, or a DeviceMesh of one axis; None
             for all.
+        prove: the number of first steps that are compared with plain PyTorch, on each rank's copy of the whole module.
 
     Returns:
         The wrapper: `model.module` is the module. `state_dict()` returns whole tensors on every rank,
@@ -69,17 +72,19 @@ def fully_shard(
 
     Raises:
         ValueError: there is no process group, no such stage or precision, nothing to train, or it is wrapped already.
+        NotSerial: on all ranks, in `loss.backward()`: a step that is compared is not that of plain PyTorch.
     """
     checked(module, "mk.fully_shard")
-    _check(stage, precision)
+    _check(stage, precision, prove)
     plan = Plan(
         dp=size_of(module, group), zero=stage, precision=PRECISIONS[precision], batchnorm="local",
         bucket_mb=bucket_mb, prefetch=prefetch, unused="allow" if find_unused_parameters else "error",
     )  # fmt: skip
-    return FullySharded(module, plan, group)
+    return FullySharded(module, plan, group, prove)
 
 
-def _check(stage: Any, precision: Any) -> None:
+def _check(stage: Any, precision: Any, prove: Any) -> None:
+    checked_prove("mk.fully_shard", prove)
     if stage not in (1, 2, 3) or isinstance(stage, bool):
         raise ValueError(
             f"mk.fully_shard(stage={stage!r}): ZeRO has stage 1 (optimizer states are divided), 2 (gradients too) "

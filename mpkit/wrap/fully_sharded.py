@@ -25,15 +25,18 @@ from torch import Tensor, nn
 from mpkit.parallel.data_parallel.broadcast import broadcast_all
 from mpkit.parallel.data_parallel.ddp import DDP
 from mpkit.parallel.data_parallel.replicated import Replicated
-from mpkit.parallel.stage.stage import Stage
+from mpkit.parallel.stage.stage import PRECISIONS, Stage
 from mpkit.parallel.update.master_weights import Masters, narrow
 from mpkit.parallel.zero.stages import zero_sync
 from mpkit.plan.plan import Plan
 from mpkit.prepare.arguments.embeddings import check_embeddings
+from mpkit.proof.assembled import Elements
 from mpkit.trace import Kind
 from mpkit.wrap.backward import Backwards
 from mpkit.wrap.half import Half
 from mpkit.wrap.held import HeldParameters
+from mpkit.wrap.loop_proof.proof import LoopProof
+from mpkit.wrap.loop_proof.weights import HeldElements
 from mpkit.wrap.norm import clip
 from mpkit.wrap.replicas import Group, context_for, replicas_of
 from mpkit.wrap.shares import Shares
@@ -59,15 +62,18 @@ class FullySharded(Wrapped):
         module: the module, which is changed in place.
         plan: read for zero, precision, bucket_mb, prefetch, unused and offload; dp is set here.
         group: the ranks that share the work.
+        prove: the number of steps that are compared with plain PyTorch.
 
     Attributes:
         skipped: number of backwards in fp16 whose gradients were not finite, and were dropped on all ranks.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, group: Group) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, group: Group, prove: int = 0) -> None:
         context = context_for(module)
         replicas = replicas_of(context, group)
         check_embeddings(module, shared=replicas.size > 1, local=True)
+        dtype = PRECISIONS.get(plan.precision)
+        proof = LoopProof("mk.fully_shard", prove, module, replicas, dtype=dtype, divided=True)
         super().__init__(module)
         self._replicas, self._record = replicas, context.record
         self._stage = plan.zero
@@ -105,6 +111,12 @@ class FullySharded(Wrapped):
         self._op = -1
         allows_unused = plan.unused == "allow"
         self._held = HeldParameters(module, "mk.fully_shard", allows_unused=allows_unused)
+        self._proof = proof
+        held = [
+            HeldElements(Elements(context.rank, p.name, p.start, None), share)
+            for p, share in self._shares.of.items()
+        ]
+        proof.wrapped(module, held)
         module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._after, always_call=True)
 
@@ -140,18 +152,20 @@ class FullySharded(Wrapped):
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._forget_failed()
+        self._proof.enter(args, kwargs)
         if not self._shares.hidden:
             if torch.is_grad_enabled():
                 self._held.check()
                 self._shares.freeze()
             self._update()
             self._sync.synchronize_buffers()
+        self._proof.synchronized()
         self._shares.hide()
         return self._half.incoming(args), self._half.incoming(kwargs)
 
     def _after(self, _: nn.Module, _inputs: Any, output: Any) -> Any:
         self._shares.show()
-        output = self._half.outgoing(output)
+        output = self._proof.leave(self._half.outgoing(output))
         if torch.is_grad_enabled() and output is not None:
             self._backwards.watch(output)
             self._half.watch(output)
@@ -195,6 +209,7 @@ class FullySharded(Wrapped):
     def _begin(self) -> None:
         self._forget_failed(now=True)
         self._op = self._record.begin(Kind.BACKWARD, "backward")
+        self._proof.begin()
         self._half.begin_backward()
         self._shares.hide()  # a checkpoint calls the module's layers again
         self._sync.drop_gradients()
@@ -213,13 +228,15 @@ class FullySharded(Wrapped):
         self._sync.finish()
         self._small.finish()
         gradients = [piece.held.grad for piece in self._shares.of if piece.held.grad is not None]
-        if self._half.all_finite(gradients):
+        finite = self._half.all_finite(gradients)
+        if finite:
             self._shares.take(self._replicas.size * self._half.scale)
         else:
             self._shares.drop_gradients()
         self._sync.drop_gradients()
         self._small.drop_gradients()
         self._stale = True
+        self._proof.end(scale=self._half.scale, dropped=not finite)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients down to a norm over all ranks' shares, and return the norm before; every rank calls it.

@@ -12,6 +12,8 @@ from mpkit.parallel.data_parallel.broadcast import broadcast_all
 from mpkit.plan.plan import Plan
 from mpkit.prepare.prepare import prepare
 from mpkit.schedule import Schedule
+from mpkit.wrap.loop_proof.checked import checked_prove
+from mpkit.wrap.loop_proof.proof import LoopProof
 from mpkit.wrap.pipelined import PipelineParallel
 from mpkit.wrap.replicas import checked, context_for
 
@@ -25,6 +27,7 @@ def pipeline(
     example: Any,
     loss: Callable[[Any, Any], Tensor],
     microbatches: int | None = None,
+    prove: int = 0,
     **options: Any,
 ) -> PipelineParallel:
     """Divide a module into stages over all ranks, which a schedule runs on micro-batches.
@@ -45,10 +48,8 @@ def pipeline(
     ...     optimizer.step()
     ...     return model.step(x, y) < before, list(dict(model.named_parameters()))
     >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
-    ...     for found in cluster.run(train):
-    ...         print(found)
-    (True, ['0.weight', '0.bias'])
-    (True, ['2.weight', '2.bias'])
+    ...     cluster.run(train)
+    [(True, ['0.weight', '0.bias']), (True, ['2.weight', '2.bias'])]
 
     Args:
         module: the whole module; changed in place.
@@ -57,6 +58,7 @@ def pipeline(
             differ in shape.
         loss: loss(outputs, targets) -> scalar, the mean over the batch.
         microbatches: into how many micro-batches a batch is divided; None for the number of ranks.
+        prove: the number of first steps whose loss and gradients are compared with plain PyTorch, on each rank.
         options: other fields of a Plan that a pipeline has: virtual_stages, recompute, cut.
 
     Returns:
@@ -66,21 +68,23 @@ def pipeline(
         ValueError: there is no process group, the module cannot be divided or has nothing to train, or the schedule
             does not fit the number of ranks.
     """
-    checked(module, "mk.pipeline")
-    _check(loss, options)
+    _check(module, loss, options, prove)
     context = context_for(module)
     n = context.world_size
     plan = Plan(pp=n, schedule=schedule, microbatches=microbatches or n, **options)
+    proof = LoopProof("mk.pipeline", prove, module, context.comm, average=False, divided=True, loss=loss)
     broadcast_all(context.comm, module)
     batches = [example] if isinstance(example, tuple) else list(example)
     job = prepare(
         module, batches, plan, ranks=n, steps=len(batches), loss=loss, by_name=context.comm.wire.by_name,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),  # only examined
     )  # fmt: skip
-    return PipelineParallel(context, job)
+    return PipelineParallel(context, job, proof)
 
 
-def _check(loss: Any, options: Mapping[str, Any]) -> None:
+def _check(module: Any, loss: Any, options: Mapping[str, Any], prove: Any) -> None:
+    checked(module, "mk.pipeline")
+    checked_prove("mk.pipeline", prove)
     unknown = sorted(set(options) - {"virtual_stages", "recompute", "cut"})
     if unknown:
         raise ValueError(

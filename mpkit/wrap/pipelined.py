@@ -12,6 +12,7 @@ Tied weights that several stages use are updated by the first of these, and sent
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,16 +22,21 @@ from torch.nn.modules.module import _IncompatibleKeys
 from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.data.microbatch import batch_size, part, signature, split
 from mpkit.launch.process.context import Context
+from mpkit.models.heard_draws import Heard
 from mpkit.parallel.data_parallel.tied import TiedWeights
 from mpkit.parallel.job.feed import MicroBatch
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.pipeline import Pipeline
 from mpkit.parallel.runtime.train import place_stages, watch_stages
 from mpkit.parallel.stage.gradient_sync import GradientSync, named_parameters
+from mpkit.proof.assembled import Elements
+from mpkit.proof.draws import StepDraws
 from mpkit.record.silent import SilentRecorder
 from mpkit.wrap.divided_optimizer import divided
 from mpkit.wrap.gradient_part import marked
 from mpkit.wrap.held import HeldParameters
+from mpkit.wrap.loop_proof.proof import LoopProof
+from mpkit.wrap.loop_proof.weights import HeldElements
 from mpkit.wrap.norm import clip
 from mpkit.wrap.wrapped import Wrapped
 
@@ -43,9 +49,10 @@ class PipelineParallel(Wrapped):
     Args:
         context: this rank's context.
         job: the module, and how it is divided.
+        proof: what is compared with plain PyTorch.
     """
 
-    def __init__(self, context: Context, job: TrainJob) -> None:
+    def __init__(self, context: Context, job: TrainJob, proof: LoopProof) -> None:
         super().__init__(job.what.model)
         axes = MeshAxes(context.comm, context.device, job.where.mesh)
         stages, self._rest = place_stages(context, job, axes, None)
@@ -64,6 +71,10 @@ class PipelineParallel(Wrapped):
         self._held = HeldParameters(job.what.model, "mk.pipeline", allows_unused=True)
         if not isinstance(context.record, SilentRecorder):
             watch_stages(context, job, stages)
+        self._proof = proof
+        pieces = (*self._sync.pieces, *self._sync.frozen)
+        where = [HeldElements(Elements(context.rank, p.name, p.start, None), p.parameter) for p in pieces]
+        proof.wrapped(job.what.model, where)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -89,6 +100,10 @@ class PipelineParallel(Wrapped):
         """
         self._held.check()
         self._send_tied()
+        self._proof.enter((inputs, targets), {})
+        self._proof.begin()
+        heard = Heard()
+        self._pipeline.listen(heard if self._proof.active else None)
         microbatches = self._split(inputs, targets)
         before = self._set_aside()
         for copy in self._copies:
@@ -103,6 +118,7 @@ class PipelineParallel(Wrapped):
         for piece in self._sync.pieces:
             if piece.held.grad is not None:
                 piece.held.grad = marked(piece.held.grad)  # other stages have the rest
+        self._proof.compare_step(loss, heard, partial(StepDraws, self._job.plan, batch_size(inputs)))
         return loss
 
     def _split(self, inputs: Any, targets: Any) -> list[MicroBatch]:

@@ -21,12 +21,17 @@ from mpkit.parallel.stage.shard import Shard, put_together
 from mpkit.parallel.tensor import by_hand
 from mpkit.parallel.tensor.finding import find_tensor_plan
 from mpkit.parallel.tensor.resolve import check
-from mpkit.parallel.tensor.shards import shards_of
+from mpkit.parallel.tensor.shards import partial_sums, shards_of
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.prepare.arguments.embeddings import check_embeddings
+from mpkit.proof.assembled import Elements
+from mpkit.wrap.backward import Backwards
 from mpkit.wrap.divided_optimizer import divided
 from mpkit.wrap.gradient_part import marked_when_ready
 from mpkit.wrap.held import HeldParameters
+from mpkit.wrap.loop_proof.checked import checked_prove
+from mpkit.wrap.loop_proof.proof import LoopProof
+from mpkit.wrap.loop_proof.weights import HeldElements
 from mpkit.wrap.norm import clip
 from mpkit.wrap.replicas import Group, checked, context_for, replicas_of
 from mpkit.wrap.wrapped import Wrapped
@@ -46,11 +51,27 @@ class TensorParallel(Wrapped):
         module: the module, already divided.
         shards: for each rank of the group, which part of which parameter it holds, by every name.
         comm: the ranks that hold the other parts.
+        proof: what is compared with plain PyTorch.
+        summed: names of whole parameters whose gradients are summed over the ranks.
     """
 
-    def __init__(self, module: nn.Module, shards: list[dict[str, Shard]], comm: Communicator) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        shards: list[dict[str, Shard]],
+        comm: Communicator,
+        proof: LoopProof,
+        summed: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__(module)
-        self._shards, self._comm = shards, comm
+        self._shards, self._comm, self._proof = shards, comm, proof
+        mine, named = shards[comm.index], dict(module.named_parameters())
+        proof.hear(module, summed)
+        proof.wrapped(
+            module, [HeldElements(Elements(comm.rank, n, 0, mine.get(n)), p) for n, p in named.items()]
+        )
+        if proof.active:
+            self._backwards = Backwards(module.parameters(), proof.begin, self._end)
         for name, parameter in module.named_parameters():
             if name in shards[0] and parameter.requires_grad:
                 marked_when_ready(parameter)
@@ -61,7 +82,21 @@ class TensorParallel(Wrapped):
         """Call the module."""
         if torch.is_grad_enabled():
             self._held.check()
-        return self.module(*args, **kwargs)
+        self._proof.enter(args, kwargs)
+        self._proof.synchronized()
+        with self._proof.hearing():
+            output = self.module(*args, **kwargs)
+        output = self._proof.leave(output)
+        if self._proof.active and torch.is_grad_enabled():
+            self._backwards.watch(output)
+        return output
+
+    def _end(self) -> None:
+        try:
+            self._proof.end()
+        finally:
+            if not self._proof.active:
+                self._backwards.close()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients down to a norm over all ranks' parts, and return the norm before; every rank calls it.
@@ -120,6 +155,7 @@ def tensor_parallel(
     group: Group = ...,
     sequence: bool = ...,
     overlap: bool = ...,
+    prove: int = ...,
 ) -> TensorParallel: ...
 @overload
 def tensor_parallel(
@@ -130,6 +166,7 @@ def tensor_parallel(
     group: Group = ...,
     sequence: bool = ...,
     overlap: bool = ...,
+    prove: int = ...,
 ) -> TensorParallel: ...
 @overload
 def tensor_parallel(
@@ -150,6 +187,7 @@ def tensor_parallel(
     group: Any = None,
     sequence: bool = False,
     overlap: bool = True,
+    prove: int = 0,
 ) -> Any:
     """Divide each layer of a module over the ranks, which then compute together what it computed on one.
 
@@ -182,6 +220,8 @@ def tensor_parallel(
             for all. `mk.ddp(mk.tensor_parallel(module, group=tp), group=dp)` is a mesh of both.
         sequence: divide what is between regions by sequence.
         overlap: sum gradients of inputs while those of weights are computed.
+        prove: the number of steps, from the first on, that are compared with plain PyTorch (docs/proof.md), as in
+            `mk.ddp`: outputs, and the gradients of this rank's parts. Meanwhile each rank has the whole module too.
 
     Returns:
         The wrapper: `model.module` is the module. `state_dict()` returns whole tensors on every rank, and
@@ -192,22 +232,38 @@ def tensor_parallel(
     """
     how: dict[str, Any] = {"group": group, "sequence": sequence, "overlap": overlap}
     if isinstance(model, nn.Module) and not isinstance(module, nn.Module):
+        if checked_prove("mk.tensor_parallel", prove):
+            raise ValueError(
+                f"mk.tensor_parallel(ctx, model, prove={prove}) makes no wrapper, which could compare its steps: "
+                f"mk.tensor_parallel(model, prove={prove})"
+            )
         return by_hand.tensor_parallel(module, model, plan, **how)
-    return _wrapped(module, model if plan is None else plan, **how)
+    return _wrapped(module, model if plan is None else plan, prove=prove, **how)
 
 
 def _wrapped(
-    module: nn.Module, plan: TensorPlan | None = None, *, group: Group, sequence: bool, overlap: bool
+    module: nn.Module,
+    plan: TensorPlan | None = None,
+    *,
+    group: Group,
+    sequence: bool,
+    overlap: bool,
+    prove: int,
 ) -> TensorParallel:
+    checked_prove("mk.tensor_parallel", prove)
     checked(module, "mk.tensor_parallel")
     context = context_for(module)
     comm = replicas_of(context, group)
     check_embeddings(module, shared=comm.size > 1)
+    proof = LoopProof("mk.tensor_parallel", prove, module, comm, average=False, divided=True)
     broadcast_all(comm, module)
     shards: list[dict[str, Shard]] = [{}]
+    summed: frozenset[str] = frozenset()
     if comm.size > 1:
         plan = find_tensor_plan(module) if plan is None else plan
         resolved = check(module, comm.size, plan, sequence=sequence)
-        shards = [shards_of(module, FakeGroup(comm.size, i), resolved).found for i in range(comm.size)]
+        of_ranks = [shards_of(module, FakeGroup(comm.size, i), resolved) for i in range(comm.size)]
+        shards = [each.found for each in of_ranks]
+        summed = partial_sums(module, resolved, of_ranks[0], sequence=sequence)
     by_hand.tensor_parallel(context, module, plan, group=comm, sequence=sequence, overlap=overlap)
-    return TensorParallel(module, shards, comm)
+    return TensorParallel(module, shards, comm, proof, summed)

@@ -1,0 +1,383 @@
+"""prove=: a wrapped module's first steps are compared with plain PyTorch; nothing is found where all is right."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mpkit as mk
+from mpkit.comm.communicator import Communicator
+from mpkit.comm.process_group import Completed
+from mpkit.models import GPT
+from mpkit.parallel.data_parallel.buffers import StatefulBuffers
+from mpkit.parallel.tensor import by_hand, operators
+from mpkit.wrap.averaged import Averaged
+from mpkit.wrap.fully_sharded import FullySharded
+from mpkit.wrap.pipelined import PipelineParallel
+from mpkit.wrap.shares import Shares
+
+sys.path.insert(0, str(Path(__file__).parent))
+from loops import Branches, Normed, Toy, adamw, data, mine, momentum
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+Clusters = Callable[[int], mk.Cluster]
+Wrap = Callable[..., Any]
+
+PIPELINE = partial(mk.pipeline, example=(torch.ones(1, 1), torch.ones(1, 1)), loss=F.mse_loss)
+FULLY = [partial(mk.fully_shard, stage=stage) for stage in (1, 2, 3)]
+HALF = [partial(mk.fully_shard, stage=2, precision="fp16"), partial(mk.fully_shard, precision="bf16")]
+
+
+class Outputs(nn.Module):
+    """Draws at random, keeps a term of the loss, returns a dict in which one output is computed from another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(10, 8), nn.Linear(8, 5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Any]:
+        self.seen += 1
+        hidden = checkpoint(self._hidden, x, use_reentrant=False)
+        self.kept = hidden.square().mean()
+        logits = self.last(hidden)
+        return {"loss": F.mse_loss(logits, target), "all": (logits, [hidden]), "none": None}
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        return F.dropout(self.first(x).tanh(), 0.25, self.training)
+
+
+def plainly(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def from_a_dict(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x, target=y)
+    made: Tensor = out["loss"] + 0.1 * out["all"][0].square().mean() + 0.1 * model.module.kept
+    return made
+
+
+def from_two_forwards(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x) + model(x.flip(0)), y)
+
+
+def by_the_left(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x, "left"), y)
+
+
+def penalized(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y) + sum(0.1 * p.square().sum() for p in model.parameters())
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor, Tensor], Tensor]]] = {
+    "tied and frozen weights": (Toy, plainly),
+    "buffers": (Normed, plainly),
+    "outputs": (Outputs, from_a_dict),
+    "two forwards": (Normed, from_two_forwards),
+    "unused": (Branches, by_the_left),
+}
+
+
+def loop(
+    ctx: Any,
+    wrap: Wrap,
+    make: Callable[[], nn.Module] = Toy,
+    loss: Callable[[Any, Tensor, Tensor], Tensor] = plainly,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = momentum,
+    accumulate: bool = False,
+) -> str:
+    """Train for three steps, and return the line of the proof."""
+    torch.manual_seed(3)
+    module = make()
+    torch.manual_seed(ctx.rank)
+    model = wrap(module, prove=2)
+    updates = optimizer(model.parameters())
+    x, y = data()
+    for _ in range(3):
+        updates.zero_grad()
+        for part in range(2 if accumulate else 1):
+            last = part == accumulate
+            with nullcontext() if last else model.no_sync():
+                loss(model, mine(ctx, x), mine(ctx, y)).backward()
+        updates.step()
+    return str(model._proof.line)
+
+
+def every_case(ctx: Any, wraps: list[Wrap], names: list[str]) -> dict[str, str]:
+    unused = {"find_unused_parameters": True}
+    return {
+        f"{name}, {wrap}": loop(ctx, partial(wrap, **unused if name == "unused" else {}), make, loss)
+        for wrap in wraps
+        for name, (make, loss) in CASES.items()
+        if name in names
+    }
+
+
+@pytest.mark.parametrize("wraps", [[mk.ddp], FULLY, HALF], ids=["ddp", "fully_shard", "16 bits"])
+def test_what_is_right_is_found_equal(clusters: Clusters, wraps: list[Wrap]) -> None:
+    # torch's BatchNorm in bf16 permits no second forward before the backward
+    names = [name for name in CASES if wraps is not HALF or name != "two forwards"]
+    for found in clusters(2).run(every_case, wraps, names):
+        for name, line in found.items():
+            assert ": equal to plain PyTorch in steps 1 and 2: gradients within " in line, (name, line)
+            assert line.endswith(("e-08", "e-07", "0")) or wraps is HALF, (name, line)
+
+
+def in_a_chain(ctx: Any) -> list[str]:
+    """Two wrapped modules in a row, the second of which changes its input in place; a cell that is used three times."""
+    first, last = (
+        mk.ddp(nn.Linear(10, 8), prove=1),
+        mk.ddp(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 5)), prove=1),
+    )
+    cell = mk.fully_shard(nn.GRUCell(10, 5), prove=1)
+    x, y = (mine(ctx, each) for each in data())
+    hidden = torch.zeros(len(x), 5)
+    for _ in range(3):
+        hidden = cell(x, hidden)
+    (F.mse_loss(last(first(x).mul_(2)), y) + F.mse_loss(hidden, y)).backward()
+    return [model._proof.line for model in (first, last, cell)]
+
+
+def test_modules_in_a_row_and_in_a_loop_are_compared(clusters: Clusters) -> None:
+    for lines in clusters(2).run(in_a_chain):
+        assert all(": equal to plain PyTorch in step 1: " in line for line in lines), lines
+
+
+def test_gradients_that_accumulate_and_penalties_are_heard(clusters: Clusters) -> None:
+    for loss in (plainly, penalized):
+        for line in clusters(2).run(loop, mk.ddp, Toy, loss, momentum, True):
+            assert line.startswith("mk.ddp: equal to plain PyTorch in steps 1 and 2: ")
+
+
+def test_one_rank_says_one_line(clusters: Clusters, capfd: pytest.CaptureFixture[str]) -> None:
+    clusters(1).run(loop, mk.ddp)
+    assert capfd.readouterr().out.count("mk.ddp: equal to plain PyTorch in steps 1 and 2") == 1
+
+
+def of_tokens(out: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), ids.flatten())
+
+
+def steps_of_a_gpt(ctx: Any, kind: str) -> str:
+    torch.manual_seed(0)
+    module = GPT(layers=2, width=32, heads=4, dropout=0.1)
+    ids = torch.randint(0, 60, (4, 16))
+    if kind == "pipeline":
+        model: Any = mk.pipeline(module, example=(ids, ids), loss=of_tokens, prove=2)
+    else:
+        model = mk.tensor_parallel(module, sequence=kind == "sequence", prove=2)
+    updates = adamw(model.parameters())
+    for _ in range(3):
+        updates.zero_grad()
+        if kind == "pipeline":
+            model.step(ids, ids)
+        else:
+            of_tokens(model(ids), ids).backward()
+        updates.step()
+    return str(model._proof.line)
+
+
+@pytest.mark.parametrize("kind", ["width", "sequence", "pipeline"])
+def test_divided_layers_and_stages_are_compared_with_their_random_numbers(
+    clusters: Clusters, kind: str
+) -> None:
+    for line in clusters(2).run(steps_of_a_gpt, kind):
+        assert ": equal to plain PyTorch in steps 1 and 2: gradients within " in line
+
+
+def a_divided_fault(ctx: Any, kind: str) -> str:
+    split = PipelineParallel._split
+    wrong: dict[str, Any] = {
+        "width": patch.object(operators._G, "forward", staticmethod(lambda ctx, group, y: y.clone())),
+        "sequence": patch.object(by_hand, "_sum", lambda group, gradient: gradient),
+        "pipeline": patch.object(PipelineParallel, "_split", lambda *given: split(*given)[:1] * 2),
+    }
+    with wrong[kind], pytest.raises(mk.NotSerial) as e:
+        steps_of_a_gpt(ctx, kind)
+    return str(e.value)
+
+
+def test_sums_and_micro_batches_that_are_missing_are_found(clusters: Clusters) -> None:
+    wanted = {
+        "width": "forward: an element is",
+        "sequence": "the gradient of",
+        "pipeline": "forward: an element is",
+    }
+    for kind, text in wanted.items():
+        one, other = clusters(2).run(a_divided_fault, kind)
+        assert one == other and text in one, (kind, one)
+
+
+# ---------------------------------------------------------------- faults
+
+
+def scaled(self: Any, original: Callable[..., None], *args: Any) -> None:
+    original(self, *args)
+    pieces = self.of.values() if isinstance(self, Shares) else [piece.parameter for piece in self.pieces]
+    for parameter in pieces:
+        if parameter.grad is not None:
+            parameter.grad.mul_(2)
+
+
+def element(self: Any, original: Callable[..., None], *args: Any) -> None:
+    original(self, *args)
+    for piece in self.pieces[:1]:
+        piece.parameter.grad.view(-1)[0] *= 1.001
+
+
+def nothing(self: Any, original: Callable[..., None], *args: Any) -> None:
+    pass
+
+
+def not_reduced(
+    self: Any, original: Any, tensor: Tensor, *args: Any, async_op: bool = False, **how: Any
+) -> Any:
+    return Completed(tensor) if async_op else tensor
+
+
+def on_rank_1(fault: Callable[..., Any]) -> Callable[..., Any]:
+    def plant(self: Any, original: Any, *args: Any, **how: Any) -> Any:
+        wrong = torch.distributed.get_rank() == 1
+        return fault(self, original, *args, **how) if wrong else original(self, *args, **how)
+
+    return plant
+
+
+def planted(
+    ctx: Any, owner: type, name: str, fault: Callable[..., Any], wrap: Wrap, make: Callable[[], nn.Module]
+) -> tuple[int, str]:
+    original = getattr(owner, name)
+
+    def method(self: Any, *args: Any, **how: Any) -> Any:
+        return fault(self, original, *args, **how)
+
+    with patch.object(owner, name, method):
+        try:
+            return 0, loop(ctx, wrap, make, optimizer=adamw)
+        except mk.NotSerial as error:
+            return error.step, str(error)
+
+
+ZERO = partial(mk.fully_shard, stage=2)
+BF16 = partial(mk.fully_shard, stage=3, precision="bf16")
+FAULTS: dict[str, tuple[type, str, Any, Wrap, Callable[[], nn.Module], int, str]] = {
+    "scale": (Averaged, "finish", scaled, mk.ddp, Toy, 1, "All gradients are 2 times as large"),
+    "one rank's scale": (
+        Averaged,
+        "finish",
+        on_rank_1(scaled),
+        mk.ddp,
+        Toy,
+        1,
+        "on rank 1 the gradient of",
+    ),
+    "element": (Averaged, "finish", element, mk.ddp, Toy, 1, "the gradient of"),
+    "no all-reduce": (
+        Communicator,
+        "all_reduce",
+        not_reduced,
+        mk.ddp,
+        Toy,
+        1,
+        "the mean over the ranks is missing",
+    ),
+    "lost buffers": (StatefulBuffers, "synchronize", nothing, mk.ddp, Normed, 2, "the buffer inner.1."),
+    "a share's scale": (Shares, "take", scaled, ZERO, Toy, 1, "All gradients are 2 times"),
+    "stale shards": (FullySharded, "renew", nothing, ZERO, Toy, 2, "It computed with other weights"),
+    "stale 16 bits": (Shares, "give", nothing, BF16, Toy, 2, ""),
+}
+
+
+def every_fault(ctx: Any) -> dict[str, tuple[int, str]]:
+    return {name: planted(ctx, *fault[:-2]) for name, fault in FAULTS.items()}
+
+
+def test_planted_faults_are_found_on_all_ranks_with_their_cause(clusters: Clusters) -> None:
+    one, other = clusters(2).run(every_fault)
+    assert one == other
+    for name, (*_, step, text) in FAULTS.items():
+        assert one[name][0] == step, (name, one[name])
+        assert text in one[name][1], (name, one[name])
+
+
+def in_the_wrong_mode(ctx: Any) -> str:
+    module = nn.Sequential(nn.Linear(10, 5), nn.Dropout(0.5))
+    with (
+        patch.object(StatefulBuffers, "synchronize", lambda self: module.eval()),
+        pytest.raises(mk.NotSerial) as e,
+    ):
+        loop(ctx, mk.ddp, lambda: module)
+    return str(e.value)
+
+
+def of_its_own_rate(ctx: Any) -> str:
+    with pytest.raises(mk.NotSerial) as e:
+        loop(ctx, mk.ddp, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1 + ctx.rank))
+    return str(e.value)
+
+
+def test_a_mode_and_an_update_that_differ_are_found(clusters: Clusters) -> None:
+    for text in clusters(2).run(in_the_wrong_mode):
+        assert "step 1 is not that of plain PyTorch" in text and "computed in evaluation mode" in text
+    for text in clusters(2).run(of_its_own_rate):
+        assert "step 2 " in text and "first.weight is not that of rank 0" in text
+
+
+# ---------------------------------------------------------------- what is given
+
+
+def with_other_models(ctx: Any, kind: str) -> str:
+    module = nn.Linear(4, 3 + (ctx.rank if kind == "size" else 0))
+    module.train(kind != "mode" or ctx.rank == 0)
+    with pytest.raises(ValueError, match="the ranks have different models") as e:
+        mk.ddp(module, prove=1)
+    return str(e.value)
+
+
+def test_ranks_with_different_models_are_told_so(clusters: Clusters) -> None:
+    first, _ = clusters(2).run(with_other_models, "size")
+    assert (
+        "weight is [4, 4] in torch.float32, trained, on rank 1, and [3, 4] in torch.float32, trained, on"
+        in first
+    )
+    first, _ = clusters(2).run(with_other_models, "mode")
+    assert "the model is in evaluation mode on rank 1, and in training mode on rank 0" in first
+
+
+def weights_differed(ctx: Any) -> str:
+    return loop(ctx, lambda module, prove: mk.ddp(nn.Linear(10, 5).requires_grad_(True), prove=prove))
+
+
+def test_other_weights_before_the_wrap_are_said(clusters: Clusters) -> None:
+    for line in clusters(2).run(weights_differed):
+        assert "before the wrap the ranks' weights differed (weight); rank 0's count" in line
+
+
+@pytest.mark.parametrize("prove", [-1, True, "2", 1.5, None])
+@pytest.mark.parametrize("wrap", [mk.ddp, mk.fully_shard, mk.tensor_parallel, PIPELINE])
+def test_what_is_no_number_of_steps_is_rejected(wrap: Wrap, prove: Any) -> None:
+    with pytest.raises(ValueError, match=r"\(module, \.\.\., prove=2\); 0 compares none"):
+        wrap(nn.Linear(1, 1), prove=prove)
+
+
+def without_a_proof(ctx: Any) -> bool:
+    model = mk.ddp(nn.Linear(2, 2))
+    with patch("mpkit.wrap.loop_proof.agreement.dist", None):
+        model(torch.ones(1, 2)).sum().backward()
+    return model._proof.active or hasattr(model._proof, "_gradients")
+
+
+def test_no_proof_costs_nothing(clusters: Clusters) -> None:
+    assert clusters(2).run(without_a_proof) == [False, False]
