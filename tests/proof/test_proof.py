@@ -148,8 +148,10 @@ def unaffected(fault: str, plan: str) -> bool:
     asked = PLANS[plan]
     if fault == "buffers":
         return True  # Net has none
-    if fault in ("an element", "the last parameter's gradient", "loss") and asked.precision != "full":
+    if fault in ("an element", "the last parameter's gradient") and asked.precision != "full":
         return True  # a thousandth, or a hundredth, is less than 16 bits round off
+    if fault == "loss" and asked.precision == "bf16":
+        return True
     if plan == "dp" and fault in (
         "others' samples",
         "not reduced",
@@ -160,7 +162,7 @@ def unaffected(fault: str, plan: str) -> bool:
     if fault in ("others' samples", "not reduced"):
         return asked.dp == 1 or (fault == "not reduced" and asked.zero > 0)
     if fault == "stale":
-        return plan == "dp" or asked.zero == 3 or asked.dp == 1
+        return plan in ("dp", "serial") or asked.zero == 3
     if fault == "not tied":
         return asked.pp == 1
     if fault == "draws":
