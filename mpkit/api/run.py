@@ -203,15 +203,15 @@ class Run(RunResults):
             self._launch.end(error)
         finally:
             atexit.unregister(self._abandon)
-            if self._feeder is not None:
-                self._feeder.close()
-            self._proving.finish()
-            self._look_at_proof()
-            if self._launch.error in (None, self._proving.error):
-                self._launch.trace.meta["proof"] = self.proof.to_dict()
-            if self._saves_alone is not None:
-                self._saves_alone.release()
             try:
+                if self._feeder is not None:
+                    self._feeder.close()
+                self._proving.finish()
+                self._look_at_proof()
+                if self._launch.leads and self._launch.error in (None, self._proving.error):
+                    self._launch.trace.meta["proof"] = self.proof.to_dict()
+                if self._saves_alone is not None:
+                    self._saves_alone.release()
                 with self._observers.telling:
                     self._ended = True
                     self._observers.tell("end", self)
