@@ -154,6 +154,9 @@ def test_messages_with_tags_may_cross(cluster: mk.Cluster) -> None:
         return got
 
     assert cluster.run(fn) == [[10.0 * left + i for i in (2, 0, 1)] for left in (3, 0, 1, 2)]
+    for number, rank in enumerate(cluster.trace.ranks):  # a channel is named from who sends to who receives
+        channels = {rank.name(op["group"]).partition("#")[0] for op in rank.ops if op["kind"] == Kind.SEND}
+        assert channels == {f"{number}>{(number + 1) % 4}"}
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,9 @@ def stale(rank: int) -> None:
             kind.renew = lambda self: None  # type: ignore[attr-defined]
     if rank:
         after(Update, "step", lambda self, *_: [
-            piece.parameter.data.add_(1e-3) for piece in self._sync.pieces if type(piece.parameter) is torch.nn.Parameter
+            parameter.data.add_(1e-3)
+            for parameter in (piece.parameter for piece in self._sync.pieces)
+            if type(parameter) is torch.nn.Parameter
         ])  # fmt: skip
 
 

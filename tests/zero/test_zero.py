@@ -12,6 +12,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn import functional as F
 
 import mpkit as mk
@@ -19,6 +20,7 @@ from mpkit.data import text_batches
 from mpkit.devices.hardware import wire_factor
 from mpkit.models import GPT, next_token_loss
 from mpkit.parallel.zero import shard
+from mpkit.parallel.zero.flat import Flat
 from mpkit.trace import Kind
 from tests.serial import Train, check_equal, serial
 
@@ -212,6 +214,52 @@ def test_unused_parameters(train: Train, zero: int) -> None:
         ValueError, match=r"No gradient came for 1\.spare\.weight, 1\.spare\.bias in any step"
     ):
         train(model, data, mk.Plan.zero(zero, 2), loss=F.mse_loss, optimizer=sgd)
+
+
+class Sometimes(nn.Module):
+    """Has a layer for samples with a positive first feature, and leaves it out where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.positive = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, :1] > 0
+        out: Tensor = self.always(x)
+        return out + chosen * self.positive(x) if bool(chosen.any()) else out
+
+
+class Poisons:
+    """A loss that, where a rank unpickles it, lets memory of gradients begin as NaN: nobody may count on zeros."""
+
+    def __init__(self) -> None:
+        self.there = True
+
+    def __call__(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if dist.is_initialized():
+            original = Flat._resize
+
+            def resize(flat: Flat, tensor: Tensor, nbytes: int) -> None:
+                original(flat, tensor, nbytes)
+                tensor.fill_(float("nan")) if nbytes else None
+
+            Flat._resize = resize  # type: ignore[method-assign]
+
+
+def test_parameters_that_one_replica_uses(train: Train) -> None:
+    """First both use them, then one, and the other has to add zeros."""
+    torch.manual_seed(8)
+    model = nn.Sequential(Sometimes(), nn.Linear(3, 2)).double()
+    inputs, targets = [normal(8, 3) for _ in range(2)], [normal(8, 2) for _ in range(2)]
+    inputs[1][1::2, 0] = -1.0  # of the second replica
+    data = list(zip(inputs, targets, strict=True))
+    for zero in (1, 2):
+        plan = mk.Plan.zero(zero, 2, unused="allow")
+        check_equal(train, model, data, plan, loss=Poisons(), optimizer=adam, steps=4)
 
 
 # ---------------------------------------------------------------- memory: section 5 of the paper, to the byte
