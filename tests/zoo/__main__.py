@@ -35,7 +35,7 @@ from tests.zoo.plain import Trained, difference, sgd, train
 
 STEPS = 3
 PLANS = {
-    "pp2": (mk.Plan.pipeline("1f1b", 2, microbatches=2), 2),
+    "pp2": (mk.Plan.pipeline("1f1b", 2, microbatches=2, batchnorm="local"), 2),
     "ddp2": (mk.Plan.ddp(2), 1),
     "zero3": (mk.Plan.zero(3, 2), 1),
     "tp2": (mk.Plan(tp=2), 1),
