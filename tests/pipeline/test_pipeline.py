@@ -112,6 +112,9 @@ def gradients(ctx: Any, jobs: list[TrainJob]) -> list[tuple[float, dict[str, Ten
     """Of each job, what this rank knows after the backwards of its first step."""
     found = []
     for job in jobs:
+        (ctx.record.folder / f"rank{ctx.rank}.taken").unlink(
+            missing_ok=True
+        )  # a launch has one training otherwise
         training = Training(ctx, job)
         training.sync.begin_step()
         with ctx.record.step(0):
