@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes  # as in own_draws
 
 from mpkit.models.own_draws import OwnDraws
 
@@ -49,14 +50,11 @@ def drawn_by(draws: OwnDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return func(*args, **kwargs)
     first = args[0] if args else kwargs.get("input")
     if name in FACTORIES or not isinstance(first, Tensor):
-        kept = draws.keep()
-        states = [(generator, generator.get_state()) for generator, _ in kept.spans[0].outside]
-        result = func(*args, **kwargs)
-        if _has_tokens(result.shape, *tokens):
-            return result
-        for generator, state in states:
-            generator.set_state(state)
-    elif _has_tokens(first.shape, *tokens):
+        with _disable_current_modes():  # only the shape: nothing is drawn, and nobody hears it
+            shape = func(*args, **(kwargs | {"device": "meta", "generator": None})).shape
+    else:
+        shape = first.shape
+    if _has_tokens(shape, *tokens):
         return func(*args, **kwargs)
     with draws.shared():
         return func(*args, **kwargs)
