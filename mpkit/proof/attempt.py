@@ -14,13 +14,17 @@ from mpkit.data.microbatch import Value, batch_size, part
 from mpkit.models.heard_draws import GivenDraws
 from mpkit.prepare.travel import ready_to_travel
 from mpkit.proof.draws import CannotReplay, StepDraws
-from mpkit.proof.rounding import SPREADS, Rounded, distance
+from mpkit.proof.rounding import SPREADS, Rounded, coarsest, distance
 from mpkit.reference.serial import Serial
 
 __all__ = ["Attempt", "Found", "Noise", "copy_of"]
 
 Found = tuple[Tensor, dict[str, Tensor | None]]
 """The loss, and the gradients by name."""
+
+SHADOWS = 4.0
+"""How many times as far as a step in 16 bits is from the same in 32 bits two results in 16 bits may be apart: kernels
+sum up in 16 bits inside, as long as the batch is, which nobody can perturb from outside."""
 
 REPETITIONS = 3
 """How often a step is repeated to find out what rounding does to it."""
@@ -88,6 +92,18 @@ class Attempt:
                 self._run(serial, (inputs, targets), draws)
         return dict(serial.model.named_buffers())
 
+    def in_32_bits(self) -> dict[str, Tensor]:
+        """Return the gradients of a model that computes in 16 bits, in 32; none for any other, or where it cannot."""
+        serial = self.again()
+        if coarsest(serial.model) not in (torch.float16, torch.bfloat16):
+            return {}
+        serial.model, serial.dtype = serial.model.float(), torch.float32
+        try:
+            _, found = self.run(serial)
+        except RuntimeError:  # it casts tensors by itself
+            return {}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
     def _in_parts(self, serial: Serial) -> Found:
         """Return the weighted sum over the replicas' shares of the micro-batches."""
         loss, total = torch.zeros(()), dict[str, Tensor | None].fromkeys(serial.weights)
@@ -130,7 +146,7 @@ class Noise:
         """Return how far rounding may bring a gradient, a buffer ("buffer NAME") or the loss ("") from serial."""
         if not self._spread:
             self._spread = self._spreads()
-        return SPREADS * self._spread[name]
+        return self._spread[name]
 
     def _spreads(self) -> dict[str, float]:
         loss, base = self._attempt.rounded(None)
@@ -142,4 +158,8 @@ class Noise:
                 known = base[name]
                 if gradient is not None and known is not None:
                     spread[name] = max(spread[name], distance(gradient, known))
-        return spread
+        found = {name: SPREADS * by for name, by in spread.items()}
+        for name, wide in self._attempt.in_32_bits().items():
+            known = base[name]
+            found[name] += 0.0 if known is None else SHADOWS * distance(known, wide)
+        return found
