@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,10 +76,14 @@ class Attempt:
             return self._in_parts(serial)
 
     def rounded(self, seed: int | None) -> Found:
-        """Return the same again, and the buffers afterwards by "buffer NAME"; with a seed, with other roundings."""
+        """Return the same again, and the buffers afterwards by "buffer NAME"; with a seed, with other roundings.
+
+        The loss has another scale then: the backwards of some operators, such as matrix_exp, stop where that says.
+        """
         serial = self.again()
+        attempt = self if seed is None else replace(self, scale=self.scale / (2 + seed))
         with nullcontext() if seed is None else Rounded(seed):
-            loss, found = self.run(serial)
+            loss, found = attempt.run(serial)
         buffers = {f"buffer {name}": buffer for name, buffer in serial.model.named_buffers()}
         return loss, {**found, **buffers}
 

@@ -42,6 +42,20 @@ ROUNDS = (
 )  # fmt: skip
 """Operators that round, by name without a trailing underscore; and those whose name ends in "backward"."""
 
+DECOMPOSES = (
+    "linalg_",
+    "_linalg_",
+    "geqrf",
+    "orgqr",
+    "ormqr",
+    "cholesky",
+    "triangular_solve",
+    "lu_",
+    "_fft_",
+    "fft_",
+)
+"""How the names of operators begin that decompose, solve or transform, and round too."""
+
 
 class Rounded(TorchDispatchMode):
     """A mode in which every operator that rounds has inputs and outputs that are one rounding off, at random.
@@ -61,7 +75,11 @@ class Rounded(TorchDispatchMode):
     ) -> Any:
         """Run one operator."""
         name = func.overloadpacket.__name__
-        if name.rstrip("_") not in ROUNDS and not name.endswith("backward"):
+        if (
+            name.rstrip("_") not in ROUNDS
+            and not name.endswith("backward")
+            and not name.startswith(DECOMPOSES)
+        ):
             return func(*args, **(kwargs or {}))
         if name.endswith("_"):
             made = func(*args, **(kwargs or {}))
