@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plotly.io
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,18 @@ def test_nothing_is_a_patch_where_nothing_was_patched(clusters: Clusters) -> Non
     assert not [str(patch) for patch in find_patches() if patch.users]
     x = torch.tensor([-1.0, 0.5, 2.0])
     assert clusters(2).run(silu) == [F.silu(x).tolist()] * 2  # nor after another launch was patched
+
+
+def test_what_a_library_adds_for_itself_does_not_import_it_on_ranks(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers does to nn.Module, and its import takes each rank a second."""
+    monkeypatch.setattr(nn.Module, "added", plotly.io.to_html, raising=False)
+    assert "torch.nn.modules.module.Module.added" in map(str, find_patches())
+    assert (
+        clusters(2).run(lambda ctx: ["plotly" in sys.modules, hasattr(nn.Module, "added")])
+        == [[False] * 2] * 2
+    )
 
 
 def silu(_: Any) -> list[float]:

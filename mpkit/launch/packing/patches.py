@@ -10,6 +10,7 @@ So nothing has to be known of a library, and nothing is compared that was not su
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import sysconfig
 from collections.abc import Collection, Iterator
@@ -49,20 +50,25 @@ class Patch:
     Attributes:
         module: the module's name.
         path: names of the attributes that lead to the value.
-        value: what is there.
+        value: what is there; in what is sent to ranks, pickled.
+        home: the name of the module that it was written in; "" if nobody knows.
         users: whether it is the user's own, and so certainly a patch.
     """
 
     module: str
     path: tuple[str, ...]
     value: Any
+    home: str
     users: bool
 
     def __str__(self) -> str:
         return ".".join((self.module, *self.path))
 
     def apply(self) -> None:
-        """Put the value where it is in the other process, unless the library did so itself."""
+        """Put the pickled value where it is in the other process, unless the library did so itself.
+
+        What an installed library adds for itself is left out where that library is not imported: that takes a second.
+        """
         if self.module not in sys.modules and not self.users:
             return
         owner: Any = import_module(self.module)
@@ -70,9 +76,12 @@ class Patch:
             owner = vars(owner).get(name)
             if owner is None:
                 return
-        before = vars(owner).get(self.path[-1])
-        if _written(before) != _written(self.value):
-            setattr(owner, self.path[-1], self.value)
+        last = self.path[-1]
+        if not (self.users or hasattr(owner, last) or self.home in {"", *sys.modules}):
+            return
+        value = pickle.loads(self.value)
+        if _written(vars(owner).get(last)) != _written(value):
+            setattr(owner, last, value)
 
 
 def find_patches(modules: Collection[str] = ()) -> list[Patch]:
@@ -98,7 +107,7 @@ def _in_module(name: str, module: ModuleType) -> Iterator[Patch]:
         elif isinstance(value, (type, FunctionType, BuiltinFunctionType, partial)) and (
             _is_foreign(name, inner) or (name == FUNCTIONS and getattr(inner, "__name__", key) != key)
         ):
-            yield Patch(name, (key,), value, _is_users(name, inner))
+            yield Patch(name, (key,), value, _home(inner), _is_users(name, inner))
 
 
 def _in_class(name: str, kind: type) -> Iterator[Patch]:
@@ -108,9 +117,9 @@ def _in_class(name: str, kind: type) -> Iterator[Patch]:
         if isinstance(inner, (FunctionType, BuiltinFunctionType)):
             other = key == "forward" and inner.__qualname__ != f"{kind.__qualname__}.forward"
             if other or (type(inner) is FunctionType and _is_foreign(name, inner)):
-                yield Patch(name, (*path, key), value, _is_users(name, inner))
+                yield Patch(name, (*path, key), value, _home(inner), _is_users(name, inner))
         elif type(value) in CONSTANTS and not key.startswith("_") and issubclass(kind, nn.Module):
-            yield Patch(name, (*path, key), value, False)
+            yield Patch(name, (*path, key), value, "", False)
 
 
 def _function(value: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -74,7 +74,7 @@ class World:
 
     Attributes:
         settings: the values of `SETTINGS`.
-        patches: pickled patches.
+        patches: the patches, their values pickled.
     """
 
     settings: dict[str, Any]
@@ -104,11 +104,9 @@ def pack_world(modules: Collection[str] = ()) -> bytes:
     patches, lost = [], []
     for patch in find_patches(modules):
         try:
-            dumps(patch)
+            patches.append(replace(patch, value=dumps(patch.value)))
         except Exception as error:  # a closure may hold anything
             lost.append(f"{patch} ({one_line(error)})")
-        else:
-            patches.append(patch)
     if lost:
         report(
             f"Ranks run {', '.join(lost)} as the library has it, and not what this process has put in its place, since "
