@@ -9,11 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import mpkit as mk
+from mpkit.launch.failure import failure
 from mpkit.launch.hang.progress import Watch
+from mpkit.launch.process.folder import reserve, write_error
+from mpkit.trace import MEMORY, OP, RankTrace, Trace
 from tests.limits import EVENT, wait_until_gone
 
 
@@ -49,6 +53,20 @@ def test_the_first_failure_is_reported_not_its_consequences(cluster: mk.Cluster)
 
     with pytest.raises(mk.RankFailed, match="rank 1 of 4 failed: ValueError: first"):
         cluster.run(fail)
+
+
+@pytest.mark.parametrize("secondary", [False, True])
+def test_of_several_errors_the_earliest_is_reported(tmp_path: Path, secondary: bool) -> None:
+    """Whichever rank is first to end; also where all of them are of closed connections."""
+    reserve(tmp_path, 3)
+    for rank, time in enumerate((30.0, 10.0, 20.0)):
+        write_error(tmp_path, rank, {
+            "type": "DistBackendError", "message": "closed", "traceback": "", "folded": "", "time": time,
+            "secondary": secondary, "other": None,
+        })  # fmt: skip
+    trace = Trace([RankTrace(np.empty(0, OP), np.empty(0, MEMORY), [], "failed") for _ in range(3)])
+    error = failure(tmp_path, {2: 1, 0: 1, 1: 1}, trace)
+    assert error is not None and error.rank == 1
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
