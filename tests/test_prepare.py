@@ -294,6 +294,10 @@ def test_a_layer_that_looks_at_values_is_run_for_real_on_a_copy() -> None:
     (numbers,) = job.where.numbers.values()
     assert [layer.output.specs[0].shape for layer in numbers[:-1]] == [(2, 4), (2, 4), (2, 2)]
     assert numbers[0].flops.forward > 0
+    (key,) = job.where.numbers
+    for stage, names in enumerate(job.meta["stages"]):  # of a sum, nothing is known if a part is unknown
+        flops = job.where.flops(key, stage)
+        assert (flops.forward == 0) == (flops.why != "") == ("1" in names)
 
 
 def test_a_model_that_cannot_be_sent() -> None:

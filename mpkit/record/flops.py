@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ from mpkit.record.operators import flops_of, moved_by, tensors_in
 from mpkit.support.process_wide import LOCK
 from mpkit.trace import Kind
 
-__all__ = ["Flops", "count"]
+__all__ = ["Flops", "count", "total"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,23 @@ def count(target: Callable[..., Any], *inputs: Any) -> Flops:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         return Flops(why=f"{type(error).__name__}: {reason}")
+
+
+def total(parts: Sequence[Flops]) -> Flops:
+    """Return the FLOPs and bytes of several computations together: unknown, so zeros, if those of one are unknown.
+
+    >>> total([Flops(1.0, 2.0), Flops(10.0, 20.0)]).backward, total([Flops(1.0), Flops(why="...")]).forward
+    (22.0, 0.0)
+    """
+    unknown = next((part for part in parts if part.why), None)
+    return unknown or Flops(
+        sum(part.forward for part in parts),
+        sum(part.backward for part in parts),
+        sum(part.forward_bytes for part in parts),
+        sum(part.backward_bytes for part in parts),
+        input_grad=sum(part.input_grad for part in parts),
+        input_grad_bytes=sum(part.input_grad_bytes for part in parts),
+    )
 
 
 def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:

@@ -21,7 +21,7 @@ from mpkit.parallel.partition.graph import PartitionedModel
 from mpkit.parallel.stage.shard import Sharded
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.plan import Plan
-from mpkit.record.flops import Flops
+from mpkit.record.flops import Flops, total
 from mpkit.schedule import Schedule
 
 __all__ = ["LocalNumbers", "ResolvedPlan"]
@@ -125,14 +125,7 @@ class ResolvedPlan:
         held = [numbers[layer].flops for layer in self.stages[stage]]
         if loss and stage == len(self.stages) - 1:
             held.append(numbers[-1].flops)
-        return Flops(
-            sum(flops.forward for flops in held),
-            sum(flops.backward for flops in held),
-            sum(flops.forward_bytes for flops in held),
-            sum(flops.backward_bytes for flops in held),
-            input_grad=sum(flops.input_grad for flops in held),
-            input_grad_bytes=sum(flops.input_grad_bytes for flops in held),
-        )
+        return total(held)
 
     def flops_of_a_sample(self) -> float:
         """Return the FLOPs of one sample's forward through the whole model."""

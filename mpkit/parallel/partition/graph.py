@@ -12,7 +12,7 @@ from typing import Any
 
 from mpkit.models.nested import Shape
 from mpkit.parallel.partition.boundary import Route, Shared, Spec
-from mpkit.record.flops import Flops
+from mpkit.record.flops import Flops, total
 
 __all__ = ["Constant", "Division", "Given", "Graph", "Leaf", "New", "Node", "PartitionedModel"]
 
@@ -122,12 +122,7 @@ class Division:
         done = [node.flops for node, s in zip(self.graph.nodes, self.stage_of, strict=True) if s == stage]
         if stage == len(self.outputs) - 1:
             done.append(self.graph.loss)
-        return Flops(
-            sum(flops.forward for flops in done),
-            sum(flops.backward for flops in done),
-            sum(flops.forward_bytes for flops in done),
-            sum(flops.backward_bytes for flops in done),
-        )
+        return total(done)
 
 
 @dataclass

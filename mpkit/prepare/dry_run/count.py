@@ -16,6 +16,9 @@ from mpkit.record.flops import Flops, count
 __all__ = ["Passed", "count_layers", "make"]
 
 
+UNKNOWN = Flops(why="what the layer before it returns is not known before the run")
+
+
 class Passed(NamedTuple):
     """A layer's output, None if it cannot be sent, and whether the layer writes into its inputs."""
 
@@ -39,11 +42,11 @@ def count_layers(
         else:
             key = (make(layer), given)
             if key not in counted:
-                counted[key] = count(layer, *_empty(given)) if given is not None else Flops()
+                counted[key] = count(layer, *_empty(given)) if given is not None else UNKNOWN
             flops = counted[key]
         numbers.append(LayerNumbers(flops, output, in_place))
         given = output
-    last = count(loss, *_empty(given), targets) if given is not None else Flops()
+    last = count(loss, *_empty(given), targets) if given is not None else UNKNOWN
     return [*numbers, LayerNumbers(last, None)]
 
 
