@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -64,6 +65,19 @@ class Proving:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
+
+    def note_losses(self) -> None:
+        """Say so if the loss ceased to be finite in a step that was not compared."""
+        losses = enumerate(self._losses(), self._job.how.first_step + 1)
+        step, loss = next((pair for pair in losses if not math.isfinite(pair[1])), (0, 0.0))
+        known = self._proof
+        if (
+            self._thread is not None
+            and step
+            and not (step in known.steps or known.why_not or known.difference)
+        ):
+            why = f"the loss is {loss} from step {step} on: train(..., verify=({step},)) compares that step"
+            self._know(replace(known, why_not=why))
 
     def _work(self) -> None:
         for step in self._job.how.verified:

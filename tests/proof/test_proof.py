@@ -116,6 +116,17 @@ def test_which_steps(clusters: Clusters, tmp_path: Any) -> None:
             train(clusters, Net(), mk.Plan.ddp(2), verify=wrong)
 
 
+def test_a_loss_that_ceases_to_be_finite_is_said_with_the_step_to_compare(clusters: Clusters) -> None:
+    data = batches(4)
+    data[2] = (data[2][0] * torch.nan, data[2][1])
+    for verify, says in (
+        (1, "the loss is nan from step 3 on: train(..., verify=(3,)) compares that step"),
+        ((1, 3), ""),
+    ):
+        run = train(clusters, Net(), mk.Plan.ddp(2), data=data, verify=verify).wait()
+        assert run.proof.why_not == says and 1 in run.proof.steps
+
+
 GATE = {
     "twice the gradient": "ddp", "an element": "gpipe", "mode": "zero3", "reordered": "gpipe", "draws": "ddp",
     "stale": "zero1", "states": "serial", "decay": "zero3", "loss": "ddp", "initial": "zero1",
