@@ -174,7 +174,8 @@ class Run(RunResults):
         at = f", loss {losses[-1]:.4g}" if losses else ""
         stop = self.stopped_early
         why = f"; ended by on_step on rank {stop.rank}: {stop.reason}" if stop is not None else ""
-        proof = f"; {self.proof}" if self.proof.status == "equal" else ""
+        known = not self.proof.difference and (self.proof.steps or self.proof.why_not)
+        proof = f"; {self.proof}" if known else ""
         step = f"step {self.first_step + len(losses)} of {self.steps}"
         return f"<Run of {self.plan}: {self.status}, {step}{at}{why}{proof}>"
 

@@ -1,4 +1,7 @@
-"""The probe: model and loss on a few samples, all at once and in the parts of the plan."""
+"""The probe: model and loss on a few samples, all at once and in the parts of the plan.
+
+What is too large, or fails on a few samples, is left to the proof of the run.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,6 @@ from mpkit.support.caught import one_line
 
 __all__ = [
     "MOST",
-    "TOO_LARGE",
-    "UNTRIED",
     "Loss",
     "Objective",
     "Probe",
@@ -37,7 +38,6 @@ __all__ = [
     "copied",
     "in_one_part",
     "of_samples",
-    "untried",
 ]
 
 
@@ -46,18 +46,6 @@ Loss = Callable[[Any, Any], Any]
 
 MOST = 2e12
 """The most FLOPs of a probe: more would delay the start of a training on a few cores by minutes."""
-
-
-TOO_LARGE = (
-    "The model is too large to be tried on a few samples before the ranks start, as smaller ones are: nobody has "
-    "looked whether its loss or its layers look at other samples of a batch. Try a smaller one of its kind with it."
-)
-
-
-UNTRIED = (
-    "Model and loss could not be tried on samples of the first batch before the ranks start ({}): nobody has looked "
-    "whether the loss, or a layer, looks at other samples of a batch."
-)
 
 
 class Untried(Exception):
@@ -123,14 +111,12 @@ class Probe:
     def verdict(self) -> Objective:
         """Try model and loss, and return the resulting objective."""
         if 6 * self.of_a_sample * len(self.all[0]) > MOST:
-            return self.plain._replace(warnings=(TOO_LARGE,))
+            return self.plain
         heard = Heard(self.trial.loss)
         try:
-            hearing = self.trial if isinstance(self.loss, WholeBatchLoss) else self.trial.with_loss(heard)
-            whole = hearing.run(self.all, gradients=True)
-            self.trial.still = hearing.still
-        except Exception as error:  # perhaps since there are fewer samples than in the dry run
-            return self._again() or self.plain._replace(warnings=(untried(error),))
+            whole = self._hear(heard)
+        except Untried:
+            return self._again() or self.plain
         objective = self._form(heard, whole)
         # ---- the model, and the loss of it
         first, split = None, None
@@ -140,8 +126,8 @@ class Probe:
             judged = first, split
             if self.gathers:
                 first, split = self._check(self.trial.with_loss(of_samples), self.parts)
-        except Untried as error:
-            return self._again() or objective._replace(warnings=(untried(error.__cause__ or error),))
+        except Untried:
+            return self._again() or objective
         if self.plan.cp > 1:
             check_sequence_loss(self.plan, self.trial.loss, whole.outputs[0], self.data[1])
         # ---- other data that the loss may meet
@@ -158,6 +144,20 @@ class Probe:
             objective = objective._replace(loss=guarded) if guarded is not None else objective
         warned = check_buffers(self.trial, self.all, self.parts, self.plan, (first.buffers, split.buffers))
         return objective._replace(warnings=tuple(warned))
+
+    def _hear(self, heard: Heard) -> Found:
+        """Return the result for all samples at once, with what this loss hears.
+
+        Raises:
+            Untried: the model or the loss fails.
+        """
+        hearing = self.trial if isinstance(self.loss, WholeBatchLoss) else self.trial.with_loss(heard)
+        try:
+            whole = hearing.run(self.all, gradients=True)
+        except Exception as error:  # perhaps since there are fewer samples than in the dry run
+            raise Untried from error
+        self.trial.still = hearing.still
+        return whole
 
     def _again(self) -> Objective | None:
         """Try the whole batch, on which the dry run has succeeded, unless that is too expensive."""
@@ -223,11 +223,6 @@ class Probe:
         if differs:
             raise ValueError(explain(self.plan, trial, whole, split, parts, self.size))
         return before, after
-
-
-def untried(error: BaseException) -> str:
-    """Return the warning for a model or a loss that failed in its trial."""
-    return UNTRIED.format(one_line(error))
 
 
 def copied(loss: Loss) -> Loss:
