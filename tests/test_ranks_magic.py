@@ -23,7 +23,9 @@ Run = Callable[..., CapturedIO]
 @pytest.fixture(scope="module")
 def shell() -> Iterator[InteractiveShell]:
     """A shell of its own, with the extension, and 3 ranks."""
-    made = InteractiveShell.instance()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VIRTUAL_ENV", raising=False)  # another one, of which IPython would warn
+        made = InteractiveShell.instance()
     made.run_line_magic("colors", "nocolor")
     made.run_line_magic("load_ext", "mpkit")
     made.run_cell("%%ranks 3 --device cpu\npass")
