@@ -105,9 +105,9 @@ def test_ranks_wait_in_a_barrier_of_torch_distributed(
         r'rank 2 is not waiting.*?test_waiting\.py", line (\d+) in fn', str(caught.value), re.DOTALL
     )
     assert found and int(found[1]) - fn.__code__.co_firstlineno in (6, 7)
-    assert "ranks 0, 1 and 3 have waited for 0.5 s for rank 2: rank 2 is at test_waiting.py" in (
-        capsys.readouterr().out
-    )
+    # Those that have waited for so long by then: after a pause of the machine, not all three.
+    waited = r"ranks? [013, and]+ ha(s|ve) waited for 0\.5 s for rank 2: rank 2 is at test_waiting\.py"
+    assert re.search(waited, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
