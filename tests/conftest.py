@@ -77,9 +77,9 @@ def cluster(clusters: Callable[[int], mk.Cluster]) -> mk.Cluster:
 
 @pytest.fixture(scope="session")
 def train(clusters: Callable[[int], mk.Cluster]) -> Callable[..., Run]:
-    """`train(model, data, plan, ...)` on as many ranks as the plan takes, waited for."""
+    """`train(model, data, plan, ...)` on as many ranks as the plan takes, waited for; the run proves its first step."""
 
     def run(model: nn.Module, data: Any, plan: mk.Plan, **how: Any) -> Run:
-        return clusters(plan.ranks).train(model, data, plan, **how).wait()
+        return clusters(plan.ranks).train(model, data, plan, **{"verify": 1, **how}).wait()
 
     return run
