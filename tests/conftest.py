@@ -5,13 +5,16 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import cloudpickle
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from torch import nn
 
 import mpkit as mk
+import tests
 from mpkit.api.run import Run
 
+cloudpickle.register_pickle_by_value(tests)  # ranks import neither a test's module nor pytest
 os.environ.setdefault("MPKIT_SECRET", "launches of tests write no secret into this home")
 
 # The same examples every time: what fails here fails there. No deadline: on two busy cores an example's time says

@@ -8,11 +8,9 @@ check_same                they are the same
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import nn
@@ -22,8 +20,6 @@ import mpkit as mk
 from mpkit.data import images, spirals, text_batches
 from mpkit.models import GPT, MLP, ConvNet, next_token_loss
 from mpkit.trace import Kind, RankTrace
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 MODEL_STATES = ("params", "grads", "optimizer")
 STEPS = 2  # DDP lays its buckets out anew after the first

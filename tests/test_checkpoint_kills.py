@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -27,7 +25,6 @@ from mpkit.prepare.resume import find_checkpoint
 from tests.limits import wait_for
 
 Clusters = Callable[[int], mk.Cluster]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PLANS = [mk.Plan.ddp(2), mk.Plan.zero(3, 2), mk.Plan.gpipe(2, 2)]
 MESH = mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=2)

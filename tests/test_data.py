@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -28,7 +26,6 @@ from mpkit.trace import Kind
 from tests.limits import wait_for, wait_until_gone
 
 Clusters = Callable[[int], mk.Cluster]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 NOTHING = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of no bytes
 
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,10 +19,6 @@ from mpkit.parallel.runtime.train import Training
 from mpkit.plan.mesh import Mesh
 from mpkit.prepare.prepare import prepare
 from mpkit.trace import Kind
-
-# Ranks get this module's functions by value, and need not import the module and what tests need.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
 
 # ---------------------------------------------------------------- from the hook to torch.distributed
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch.nn import functional as F
@@ -16,8 +14,6 @@ import mpkit as mk
 from mpkit.data import spirals
 from mpkit.experiments.memory_by_strategy import MODEL_STATES, MemoryByStrategy, formula, states_of
 from mpkit.models import GPT, MLP, next_token_loss
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 Clusters = Callable[[int], mk.Cluster]
 

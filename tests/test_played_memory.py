@@ -12,13 +12,11 @@ Megatron's table 2 (Korthikanti et al. 2022): activations of a transformer layer
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,8 +27,6 @@ from benchmarks.memory import CASES, LIMIT, PLANS, compare
 from mpkit.fake.memory import played_memory
 from mpkit.models import next_token_loss
 from mpkit.plan.tensor_plan import Region, TensorPlan
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 Clusters = Callable[[int], mk.Cluster]
 

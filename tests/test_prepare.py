@@ -73,8 +73,11 @@ def mean_of_outputs_only(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.detach().mean()
 
 
+COPY = copy.deepcopy(MODEL)
+
+
 def of_the_callers_copy(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(MODEL.parameters(), lr=0.1)
+    return torch.optim.SGD(COPY.parameters(), lr=0.1)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch.nn import functional as F
@@ -14,8 +12,6 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.data import spirals
 from mpkit.models import GPT, MLP, next_token_loss
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 Clusters = Callable[[int], mk.Cluster]
 

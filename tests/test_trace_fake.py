@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -16,8 +14,6 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from tests.fakes import MODEL_STATES, adamw, both, check_same, communication, sgd
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def test_what_is_private_to_torch_is_there() -> None:

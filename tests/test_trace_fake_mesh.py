@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import combinations, groupby
 from operator import itemgetter
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -23,8 +21,6 @@ from mpkit.models import GPT, next_token_loss
 from mpkit.plan.mesh import AXES, Mesh
 from mpkit.trace import MEMORY, OP, Kind, RankTrace, Trace
 from tests.fakes import adamw, both, check_same, communication
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 Clusters = Callable[[int], mk.Cluster]
 

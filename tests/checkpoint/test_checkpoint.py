@@ -8,13 +8,11 @@ import pickle
 import random
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -32,7 +30,6 @@ from mpkit.parallel.checkpoint.index import read_index
 from mpkit.prepare.resume import check_saving, find_checkpoint
 
 Clusters = Callable[[int], mk.Cluster]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def batches(dtype: torch.dtype = torch.float32) -> mk.Batches:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cloudpickle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,7 +29,6 @@ from mpkit.plan.mesh import Mesh
 
 Clusters = Callable[[int], mk.Cluster]
 Shape = tuple[int, ...]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SHAPES = st.one_of(
     st.just(()),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -21,7 +19,6 @@ from mpkit.models import GPT, next_token_loss
 from tests.serial import EXACT, same, serial
 
 Train = Callable[..., Any]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 LENGTH = 6
 

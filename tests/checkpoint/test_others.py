@@ -6,12 +6,10 @@ import errno
 import os
 import resource
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -23,7 +21,6 @@ from mpkit.parallel.checkpoint.publish import clean
 from mpkit.prepare.resume import check_saving
 
 Clusters = Callable[[int], mk.Cluster]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def train(clusters: Clusters, folder: Path, *, width: int = 3, **how: Any) -> Any:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,9 +20,6 @@ from mpkit.comm.process_group import FakeGroup
 from mpkit.parallel.context.ring import ring_attention
 from mpkit.parallel.context.sequence import ORDERS, pieces
 from mpkit.trace import Kind
-
-# Ranks get this module's functions by value, and need not import the module and what tests need.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 Clusters = Callable[[int], mk.Cluster]

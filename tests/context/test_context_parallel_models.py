@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,9 +25,6 @@ from mpkit.parallel.stage.stage import call
 from mpkit.parallel.tensor import tensor_parallel
 from mpkit.plan.mesh import Mesh
 from mpkit.trace import Kind
-
-# Ranks get this module's functions by value, and need not import the module and what tests need.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 NEAR = {"rtol": 1e-4, "atol": 1e-7}  # Llama's norms compute in fp32, whatever the model's dtype

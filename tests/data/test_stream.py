@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,6 @@ from tests.recipes import sgd
 
 Clusters = Callable[[int], mk.Cluster]
 Batch = tuple[Tensor, Tensor]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 HOW: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd}
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -20,9 +18,6 @@ from mpkit.api.run import Run
 from mpkit.parallel.runtime.train import Training
 from mpkit.prepare.prepare import prepare
 from tests.serial import Train, check_equal
-
-# Ranks get this module's functions by value, and need not import the module and what tests need.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,8 +18,6 @@ from mpkit.models import GPT, next_token_loss
 from mpkit.trace import Kind
 
 Train = Callable[..., Run]
-# Ranks get this module's functions by value, and need not import the module and what tests need.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

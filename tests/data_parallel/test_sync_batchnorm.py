@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,9 +14,6 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.parallel.data_parallel.sync_batchnorm import over_whole_batch
-
-# Ranks get this module's functions by value, and need not import the module and what tests need.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 NORMS: dict[str, Callable[[], nn.Module]] = {

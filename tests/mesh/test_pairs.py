@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,7 +24,6 @@ from mpkit.models import GPT, MLP, ResNet
 from mpkit.schedule import NAMES
 from tests.serial import EXACT, Train, Trained, trained
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 
 PEERS = ("naive", "gpipe", "looped_bfs", "zb_h2", "interleaved_zb", "dualpipev")

@@ -6,13 +6,11 @@ Transformers' models are built from small configs, nothing is downloaded. Serial
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import cloudpickle
 import pytest
 import torch
 from hypothesis import Phase, assume, given, settings
@@ -27,9 +25,6 @@ from mpkit.prepare.prepare import prepare
 from mpkit.trace import Kind
 from tests.serial import Train, check_equal, serial
 from tests.zoo.architectures import ARCHITECTURES, batch_of, build, loss_of
-
-# Ranks get this module's functions by value, and need not import the module and what tests need.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def normal(*shape: int) -> Tensor:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from itertools import pairwise
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -25,9 +23,6 @@ from mpkit.models import GPT, chain, next_token_loss
 from mpkit.schedule import Action, Schedule
 from tests.orders import in_random_order, random_holders
 from tests.serial import Train, check_equal, serial
-
-# Ranks get this module's functions by value, and need not import the module and what tests need.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -29,8 +27,6 @@ from mpkit.schedule import NAMES, Action, Schedule
 from mpkit.trace import Kind
 from tests.orders import in_random_order, random_holders
 from tests.serial import EXACT, Train, same, serial
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 LOOPS = ("looped_bfs", "interleaved_1f1b", "interleaved_zb")
 

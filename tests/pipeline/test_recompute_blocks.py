@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +19,6 @@ from tests.mesh.test_mesh_training import tokens
 from tests.recipes import adamw, logits_loss
 from tests.serial import Train, check_equal
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*_token_id.*"),
     pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan"),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +14,6 @@ from torch.nn import functional as F
 
 import mpkit as mk
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 
 WIDTH, CLASSES, STEPS, EACH = 12, 5, 3, 6

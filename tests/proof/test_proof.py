@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,11 +17,8 @@ from mpkit.models import GPT
 from mpkit.parallel.runtime.evidence import Evidence
 from mpkit.prepare.prepare import prepare
 from mpkit.trace import Trace
-from tests.proof import planted
 from tests.proof.planted import FAULTS, Planted
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-cloudpickle.register_pickle_by_value(planted)
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 
 Clusters = Callable[[int], mk.Cluster]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cloudpickle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,9 +18,6 @@ from mpkit.comm.process_group import FakeGroup
 from mpkit.models import GPT, MLP, ConvNet, ResNet, UNet, next_token_loss
 from mpkit.parallel.stage.shard import put_together
 from mpkit.parallel.tensor import shard_model
-
-# Ranks get this module's functions by value, and need not import the module and what tests need.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 Clusters = Callable[[int], mk.Cluster]
 PLAIN: dict[str, Any] = {}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,9 +27,6 @@ from mpkit.record.flops import count
 from mpkit.record.hooks import watch
 from mpkit.record.saved import saving
 from mpkit.trace import Kind
-
-# Ranks get this module's functions by value, and need not import the module and what tests need.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 Clusters = Callable[[int], mk.Cluster]
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,9 +20,6 @@ from mpkit.prepare.prepare import prepare
 from tests.serial import Train, check_equal
 from tests.zoo.architectures import ARCHITECTURES, batch_of, build, loss_of
 from tests.zoo.plain import sgd
-
-# Ranks get this module's functions by value, and need not import the module and what tests need.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZES: dict[str, Any] = {"layers": 2, "width": 12, "heads": 3, "vocab": 20, "length": 6}
 

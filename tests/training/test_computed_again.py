@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
 from tests.serial import Train, check_equal
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pickle
 import re
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,9 +22,6 @@ from mpkit.models.chain import is_chain
 from mpkit.prepare.prepare import prepare
 from tests.recipes import sgd
 from tests.serial import EXACT, Train, same
-
-# Ranks get this module's classes by value, and need not import the module and what tests need.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 torch.manual_seed(1)
 DATA = [(torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)) for _ in range(2)]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,9 +17,6 @@ from mpkit.parallel.update.optimizer import Held, make_optimizer
 from mpkit.parallel.update.whole import Whole
 from mpkit.prepare.prepare import prepare
 from tests.serial import Train, check_equal
-
-# Ranks get this module's classes by value, and need not import the module and what tests need.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SGD, AdamW, Optimizer = torch.optim.SGD, torch.optim.AdamW, torch.optim.Optimizer
 

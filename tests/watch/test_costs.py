@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -30,19 +31,22 @@ class Block(nn.Module):
         return out
 
 
-def larger(ctx: Any, program: Callable[[], list[float]]) -> list[float]:
+def larger(ctx: Any, program: FunctionType) -> list[float]:
     """The program with a model and a batch of some megabytes."""
 
     def mlp() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(*[Block() for _ in range(BLOCKS)], nn.Linear(WIDTH, 8))
 
-    programs.mlp = mlp  # type: ignore[assignment]
-    programs.batch = lambda seed=None: (torch.randn(BATCH, WIDTH), torch.randint(0, 8, (BATCH,)))
-    return program()
+    def batch(seed: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(BATCH, WIDTH), torch.randint(0, 8, (BATCH,))
+
+    program.__globals__.update(mlp=mlp, batch=batch)  # those of the rank's copy
+    losses: list[float] = program()
+    return losses
 
 
-def profiled(ctx: Any, program: Callable[[], list[float]]) -> Peak:
+def profiled(ctx: Any, program: FunctionType) -> Peak:
     """The peak of torch's allocator while the program runs."""
     return peak_of(lambda: larger(ctx, program))
 

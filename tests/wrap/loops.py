@@ -1,17 +1,13 @@
-"""Models and loops that the tests of the wrappers share; ranks get them by value."""
+"""Models and loops that the tests of the wrappers share."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Toy(nn.Module):

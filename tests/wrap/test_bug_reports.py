@@ -7,14 +7,12 @@ in one call.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Step = Callable[[int, Any, torch.optim.Optimizer, Tensor, Tensor, bool], None]
 
 WRAPPERS: dict[str, Callable[..., Any]] = {

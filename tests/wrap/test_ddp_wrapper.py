@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,7 +34,6 @@ from loops import (
     side_by_side,
 )
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Clusters = Callable[[int], mk.Cluster]
 
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,6 @@ from loops import (
 )
 from test_ddp_wrapper import checkpoints
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Clusters = Callable[[int], mk.Cluster]
 STAGES = (1, 2, 3)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from loops import Toy, adamw, apart, data, mine, models  # noqa: E402
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Clusters = Callable[[int], mk.Cluster]
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,6 @@ from mpkit.wrap.shares import Shares
 sys.path.insert(0, str(Path(__file__).parent))
 from loops import Branches, Normed, Toy, adamw, data, mine, momentum
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 Clusters = Callable[[int], mk.Cluster]
 Wrap = Callable[..., Any]
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -23,9 +21,6 @@ from mpkit.parallel.zero import shard
 from mpkit.parallel.zero.flat import Flat
 from mpkit.trace import Kind
 from tests.serial import Train, check_equal, serial
-
-# Ranks get this module's functions by value, and need not import the module and what tests need.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def plain(params: Any) -> torch.optim.Optimizer:
