@@ -87,7 +87,6 @@ class Gate:
     def step(self, name: str, command: Sequence[str], log: Path | None = None) -> Ended | None:
         """Run a step in what is left of the time; None: nothing is left."""
         if time.monotonic() > self.until:
-            self.report.not_run.append(f"{name}: the {MINUTES:.0f} minutes were over")
             self.report.steps.append(Ended(name, 1, 0.0, over=True))
             return None
         ended = run(
@@ -164,7 +163,8 @@ class Gate:
     def again(self) -> None:
         """Each failed test alone, twice."""
         failed = self.report.failures()
-        for test in failed if len(failed) <= AGAIN else ():
+        over = time.monotonic() > self.until
+        for test in failed if len(failed) <= AGAIN and not over else ():
             for attempt in (1, 2):
                 self.pytest(f"again {attempt}", "soak or not soak", [test.id], record=f"again-{attempt}")
 

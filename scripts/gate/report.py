@@ -102,9 +102,8 @@ class Report:
         for test in failures:
             body += self._failure(test, test.id in flaky)
         for step in self._broken_steps():
-            body.append(
-                f"STEP {step.name}: {'its time was over' if step.over else f'ended with {step.status}'}"
-            )
+            late = "its time was over" if step.seconds else "not begun, since the gate's time was over"
+            body.append(f"STEP {step.name}: {late if step.over else f'ended with {step.status}'}")
             body += ["  " + line for line in self._step_errors.get(step.name, [])]
         body += [f"NOT RUN {words}" for words in self.not_run]
         tail = [
