@@ -9,6 +9,7 @@ browser that cannot be downloaded is reported as not run.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -44,7 +45,8 @@ class Gate:
 
     def __init__(self, root: Path, out: Path) -> None:
         self.root, self.out = root, out
-        out.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
         self.until = time.monotonic() + 60 * MINUTES - float(os.environ.get("MPKIT_GATE_USED", "0"))
         self.noise, self.report = Noise(), Report(out)
         self.head = _git("rev-parse", "HEAD")
