@@ -124,7 +124,7 @@ def in_flight(layout: Layout, stage: int) -> float:
         case "interleaved_1f1b":
             return min(m * v, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
         case "interleaved_zb" | "zbv":
-            return min(m * v, 2 * p) / v
+            return min(m, p)
         case "dualpipev":
             return min(m * v, 2 * p + 1) / v
         case "naive":

@@ -17,12 +17,13 @@ from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.calibrate import NEAR, Observation
 from mpkit.cost_model.estimate import estimated
 from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.memory import kept
+from mpkit.cost_model.memory import in_flight, kept
 from mpkit.cost_model.preset import preset_as_played
 from mpkit.cost_model.stack import Constants, Stack, stack_of
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.model_states import formula
+from mpkit.schedule import NAMES
 from tests.recipes import adamw
 
 H100 = mk.cluster_of("h100", nodes=128, nic="ndr")
@@ -46,6 +47,23 @@ plans = st.builds(
 def _estimate(plan: mk.Plan, microbatch: int = 1, **more: Any) -> Any:
     batch = plan.dp * plan.microbatches * microbatch
     return mk.estimate(LLAMA, plan, H100, global_batch=batch, sequence=2048, **more)
+
+
+CHUNKS = [
+    *((name, 1) for name in ("gpipe", "1f1b", "zb_h1", "zb_h2")),
+    *((name, 2) for name in ("zbv", "dualpipev")),
+    *((name, v) for name in ("looped_bfs", "interleaved_1f1b", "interleaved_zb") for v in (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), CHUNKS)
+def test_the_first_stage_keeps_as_many_micro_batches_as_its_schedule(schedule: str, chunks: int) -> None:
+    assert {name for name, _ in CHUNKS} == {*NAMES} - {"naive"}
+    for p in (2, 3, 4):
+        layout = Layout(pp=p, microbatches=4 * p, schedule=schedule, virtual_stages=chunks)
+        v = 1 if schedule in ("zbv", "dualpipev") else chunks  # which have two chunks anyway
+        plan = mk.Plan(pp=p, schedule=schedule, microbatches=4 * p, virtual_stages=v)
+        assert in_flight(layout, 0) * chunks == mk.simulate(plan).peak_memory[0]["activations"]
 
 
 @given(plans)

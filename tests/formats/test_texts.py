@@ -122,6 +122,11 @@ def test_other_peoples_files(text: str, plan: Plan) -> None:
     assert mk.Plan.read(text) == plan
 
 
+def test_a_range_of_machines_is_read_as_the_most() -> None:
+    with pytest.warns(UserWarning, match="--nnodes=2:4 is a range: read as the most"):
+        assert mk.Plan.read("torchrun --nnodes=2:4 --nproc-per-node=8 \\\n  train.py") == Plan.ddp(32)
+
+
 WRONG = [
     ('{"train_batch_size": 9, "train_micro_batch_size_per_gpu": 4}', None, "no multiple.*train_batch_size = 8"),
     ('{"zero_optimization": {"stage": 4}}', None, "zero_optimization.stage = 4: one of 0, 1, 2, 3"),

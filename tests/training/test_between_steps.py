@@ -337,6 +337,7 @@ def test_logged_outside_of_a_training(cluster: mk.Cluster) -> None:
         ({"evaluate": (HELD_OUT, lambda out: 1)}, r"metric were tried on 2 samples"),
         ({"evaluate": (HELD_OUT, lambda out, y: out)}, r"returns a number, the mean over samples"),
         ({"ema": 1.5}, r"ema=0.999"),
+        ({"ema": 1.0}, r"ema=0.999"),
         ({"optimizer": lambda p: [adamw(p), adamw(p)]}, r"more than one parameter group"),
         ({"optimizer": lambda p: [adamw(p), "sgd"]}, r"or a list of several"),
     ],

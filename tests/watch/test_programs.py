@@ -36,6 +36,10 @@ def check_collectives(trace: Trace) -> None:
             "reduce": 1, "scatter": 1, "gather": 1}  # fmt: skip
     assert counts(trace, 0) == {**both, "send": 2, "recv": 1}
     assert counts(trace, 1) == {**both, "send": 1, "recv": 2}
+    ops, both_parts = trace.ranks[0].ops, 2 * 4 * 4
+    for kind in (Kind.REDUCE_SCATTER, Kind.SCATTER, Kind.GATHER):  # the payload is that of all ranks
+        assert ops["bytes"][ops["kind"] == kind].tolist() == [both_parts]
+    assert ops["bytes"][ops["kind"] == Kind.ALL_GATHER].tolist()[:2] == [both_parts, both_parts]
     where = trace.ranks[0].name(int(trace.ranks[0].ops["where"][0]))
     assert where.split("/")[-1].startswith("programs.py:") and where.endswith(" in collectives")
 
@@ -82,6 +86,9 @@ def test_a_watched_program_does_what_it_did_and_leaves_a_complete_trace(
         waits = ops[ops["kind"] == Kind.WAIT]
         communications = np.flatnonzero((ops["kind"] >= 32) & (ops["kind"] < 64))
         assert set(communications) <= set(waits["ref"])  # each was waited for
+        for channel in set(ops["group"][communications]):  # and they are counted
+            numbers = ops["number"][communications][ops["group"][communications] == channel]
+            assert numbers.tolist() == list(range(len(numbers)))
     timeline = cluster.timeline()
     if program is not programs.collectives:
         kinds = trace.ranks[0].ops["kind"]
