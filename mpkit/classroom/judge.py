@@ -20,6 +20,7 @@ from mpkit.classroom.framework.lesson import lesson
 from mpkit.classroom.framework.room import Answer, Room
 from mpkit.classroom.framework.seen import Seen
 from mpkit.classroom.framework.source import run_cell
+from mpkit.classroom.framework.work import UNDIVIDED
 from mpkit.errors import MpkitError
 from mpkit.trace import Lane
 
@@ -155,7 +156,7 @@ def tell(entry: Entry, seen: Seen | None, room: Room) -> tuple[str, Sequence[str
             return STUB, (exercise.start,)
         if _slipped(seen):
             return SLIP, ()
-        for mistake in exercise.mistakes:
+        for mistake in (*exercise.mistakes, UNDIVIDED):
             if _shows(entry, mistake, seen, room):
                 return mistake.name, mistake.hints
         if seen.error and seen.where and not seen.mismatch:
@@ -186,7 +187,7 @@ def _shows(entry: Entry, mistake: Mistake, seen: Seen, room: Room) -> bool:
         return other is not None and entry.exercise.alike(seen, other)
     try:
         return bool(mistake.when(seen))
-    except UNFORESEEN:
+    except (*UNFORESEEN, AssertionError):  # there is nothing to look at: no results, no trace
         return False
 
 
@@ -195,7 +196,7 @@ def _timelines(exercise: Exercise, row: Row, room: Room) -> dict[str, Timeline] 
     seen = row.seen
     if seen is None or seen.trace is None:
         return None
-    target = exercise.again(Answer.of(exercise.solution), seen, room)
+    target = seen.target or exercise.again(Answer.of(exercise.solution), seen, room)
     traces = {"yours": seen, "target": target}
     shown = {name: one.timeline for name, one in traces.items() if one is not None and _drawable(one)}
     return shown or None

@@ -36,7 +36,8 @@ Kind = Literal["student", "solved", "nbgrader"]
 HIDDEN = ("### BEGIN HIDDEN TESTS", "### END HIDDEN TESTS")
 WORDS = {
     "student": "Run the first cell. Then write your answer into the cells that say so, and run the check below each: a "
-    "wrong answer gets a hint, and a better one each time.",
+    "wrong answer gets a hint, and a better one each time. Besides results and budgets, the checks count how much each "
+    "rank computes: serial training on every rank is right, and not parallel.",
     "solved": "The solutions. Look at them once yours passes, or does not for too long.",
     "nbgrader": "Write your answer into the cells that say so, and run the check below each.",
 }
@@ -251,8 +252,10 @@ def _exercise(number: int, entry: Entry, kind: Kind) -> Iterator[tuple[str, str,
     check = f'mk.check("{entry.name}", {exercise.name_of_answer}{variant})'
     if kind == "solved":
         check += ".require()"
-    if graded:
-        check += f"\n{HIDDEN[0]}\n{check}.require()\n{HIDDEN[1]}"
+    if graded:  # by name, since `mk` is what the student has made of it
+        apart = "from mpkit.classroom.grading.apart import require"
+        required = f'require("{entry.name}", {exercise.name_of_answer})'
+        check += f"\n{HIDDEN[0]}\n{apart}\n\n{required}\n{HIDDEN[1]}"
     points = exercise.points
     yield f"{entry.name}-check", check, _graded(f"{entry.name}-check", points=points) if graded else None
 

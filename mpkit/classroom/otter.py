@@ -97,7 +97,8 @@ def _question(entry: Entry) -> Iterator[Any]:
     # ---- tests
     yield raw("BEGIN TESTS", "tests-begin")
     said = new_output("execute_result", {"text/plain": "True"}, execution_count=1)
-    yield new_code_cell(f"# HIDDEN\n{check}.passed", id=f"{name[:50]}-test", outputs=[said])
+    hidden = f'from mpkit.classroom.grading.apart import require\n\nrequire("{name}", {answer})'
+    yield new_code_cell(f"# HIDDEN\n{hidden}", id=f"{name[:50]}-test", outputs=[said])
     yield raw("END TESTS", "tests-end")
     yield raw("END QUESTION", "end")
     yield new_code_cell(check, id=f"{name[:50]}-check")

@@ -17,9 +17,10 @@ _CALLS = (
     "_library/autograd.py",
 )  # fmt: skip
 _DEPRECATION = "typing_extensions.py"  # wraps functions that torch has renamed
-_MODE_FILE = str(Path(__file__).with_name("measuring.py"))
+_OF_MODES = ("__torch_dispatch__", "__torch_function__")
+_TO_MODES = ("torch/overrides.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")  # what calls these
 _COMM_FOLDER = str(Path(_KIT, "comm"))  # what ctx.comm issues is recorded there
-# Whose code it is: the program's, torch.distributed's calls, what makes them (DDP), ctx.comm's, our dispatch mode's.
+# Whose code it is: the program's, torch.distributed's calls, what makes them (DDP), ctx.comm's, a dispatch mode's.
 _PROGRAM, _CALL, _INSIDE, _COMM, _MODE = range(5)
 
 
@@ -54,9 +55,7 @@ class Lines:
                 whose = self._learn(code)
             if innermost:
                 self.by_python = whose in (_PROGRAM, _CALL)
-            innermost = (
-                whose == _MODE
-            )  # a measured step's mode has called the operator: who has called the mode?
+            innermost = whose == _MODE  # a mode has called the operator: who has called the mode?
             if whose == _PROGRAM:
                 self.is_direct = direct
                 key = (
@@ -73,7 +72,7 @@ class Lines:
         return ""
 
     def _learn(self, code: CodeType) -> int:
-        whose = self._whose[id(code)] = _whose(code.co_filename)
+        whose = self._whose[id(code)] = _whose(code)
         self._codes.append(code)
         return whose
 
@@ -83,9 +82,10 @@ class Lines:
         return words
 
 
-def _whose(file: str) -> int:
-    """Return whose code a file holds."""
-    if file == _MODE_FILE:
+def _whose(code: CodeType) -> int:
+    """Return whose code it is."""
+    file = code.co_filename
+    if code.co_name in _OF_MODES or file.endswith(_TO_MODES):  # also of `with torch.device("cuda")`
         return _MODE
     if file.startswith(_COMM_FOLDER):
         return _COMM

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 
-from mpkit.classroom.catalogue import find, solution_folders
+from mpkit.classroom.catalogue import families, find, solution_folders
 from mpkit.classroom.framework import fair_clock
 from mpkit.classroom.framework.fair_clock import FairClock
 from mpkit.classroom.framework.room import Answer
@@ -19,7 +21,8 @@ from mpkit.classroom.framework.source import run_cell
 from mpkit.classroom.grading import enclose, grader, guard
 from mpkit.classroom.grading.guard import Guard, below, enclosed
 from mpkit.classroom.grading.judging import Judges
-from mpkit.classroom.judge import Checked
+from mpkit.classroom.judge import Checked, NotSolved
+from mpkit.classroom.notebooks import notebook
 from tests.classroom.attacks import TOGETHER, TRIED, answer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing encloses processes elsewhere")
@@ -41,7 +44,7 @@ def judges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.skip(f"{request.param}: not permitted here")
     place = tmp_path_factory.mktemp("judge")
     found = Judges(
-        place, grader._environment(place), Guard(memory=12 * 2**30, processes=100), way=request.param
+        place, grader.environment(place), Guard(memory=12 * 2**30, processes=100), way=request.param
     )
     yield found
     found.close()
@@ -68,6 +71,17 @@ def test_an_attack_gets_no_points_and_the_next_right_answer_does(judges: Judges,
         assert sum("fork_server" in command for command in commands) <= 3, "it left a process behind"
     checked, why = judged(judges, find("pass-the-token").source.plain)
     assert checked is not None and checked.passed, (checked, why)
+
+
+def test_a_hidden_test_calls_nothing_that_the_student_has_replaced() -> None:
+    package = next(each for each in families() if each.__name__.endswith(".ranks"))
+    cells = notebook(package, "nbgrader").cells
+    cell = next(each.source for each in cells if each.id == "pass-the-token-check")
+    entry, fake = find("pass-the-token"), MagicMock()
+    for source, right in ((entry.source.stub, False), (entry.source.plain, True)):
+        value = run_cell(source, entry.exercise.name_of_answer, "answer", entry.given)
+        with contextlib.nullcontext() if right else pytest.raises(NotSolved, match="not yet"):
+            exec(cell, {"mk": fake, entry.exercise.name_of_answer: value})
 
 
 def test_what_is_hidden_cannot_be_read_and_the_rest_can(tmp_path: Path) -> None:
@@ -131,7 +145,7 @@ def test_a_right_answer_passes_while_the_machine_is_busy(tmp_path: Path) -> None
         subprocess.Popen([sys.executable, "-c", "while True: pass"])
         for _ in range(35 * len(os.sched_getaffinity(0)))
     ]
-    judges = Judges(tmp_path, grader._environment(tmp_path), Guard(memory=12 * 2**30, processes=100))
+    judges = Judges(tmp_path, grader.environment(tmp_path), Guard(memory=12 * 2**30, processes=100))
     try:
         checked, why = judged(judges, find("pass-the-token").source.plain)
         assert checked is not None and checked.passed, (checked, why)

@@ -81,6 +81,14 @@ def split_and_average(ctx, model, inputs, targets):
 """
 
 
+def test_an_answer_that_ends_in_an_error_gets_a_verdict(room: Room) -> None:
+    """Also where the exercise looks at results to tell its mistakes: those of `overlap` do."""
+    entry = next(entry for entry in ENTRIES if entry.name == "overlap")
+    blocking = entry.source.plain.replace(", async_op=True", "")
+    checked = judge(entry, answer(entry, blocking, "no promise"), room, draw=False)
+    assert not checked.passed and "has no attribute 'wait'" in checked.rows[-1].got, checked
+
+
 def test_communication_of_plain_torch_counts(room: Room) -> None:
     entry = next(entry for entry in ENTRIES if entry.name == "split-and-average")
     once, twice = (

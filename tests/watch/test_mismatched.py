@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import mpkit as mk
 from tests.limits import EVENT
@@ -79,6 +81,34 @@ def test_both_ranks_and_lines_are_named(
     with pytest.raises(mk.CommMismatch, match=rf"(?s){said}") as error:
         clusters(2).run(program, watch=watch, timeout=EVENT)
     assert str(error.value).count("test_mismatched.py:") >= 2
+
+
+class Unchanged(TorchDispatchMode):
+    """A mode of the program's own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "a default device": lambda: torch.device("cpu"),
+    "torch's": lambda: FlopCounterMode(display=False),
+    "its own": Unchanged,
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
+def test_calls_under_a_mode_of_torch_are_the_programs(
+    mode: Callable[[], Any], clusters: Callable[[int], mk.Cluster]
+) -> None:
+    def under(ctx: Any) -> None:
+        with mode():
+            dist.all_reduce(torch.ones(4 + ctx.rank))
+
+    with pytest.raises(
+        mk.CommMismatch, match=r"(?s)float32\[(4|5)\].* at .*test_mismatched.py:.*float32\[(4|5)\]"
+    ):
+        clusters(2).run(under, timeout=EVENT)
 
 
 @pytest.mark.parametrize("watch", [False, True])

@@ -5,6 +5,7 @@ For each case:
     play      run the answer on real ranks, under seeded delays
     result    compare the result of every rank with the expected one
     budgets   compare what the answer used with what a right answer may use
+    work      in the last case, compare how much each rank computes with what the solution's ranks compute
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from mpkit.classroom.framework.equal import WHOLE, difference, spell, wrong_call
 from mpkit.classroom.framework.exercise import UNFORESEEN, Budget, Case, Exercise, Row
 from mpkit.classroom.framework.room import Answer, Room
 from mpkit.classroom.framework.seen import Seen
+from mpkit.classroom.framework.work import work_row
 
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
@@ -57,6 +59,10 @@ class OnRanks(Exercise):
             yield from rows
             if not all(row.ok for row in rows):
                 return
+            if case is self.cases[-1]:
+                divided = work_row(seen, self.again(Answer.of(self.solution), seen, room))
+                if divided is not None:
+                    yield divided
 
     def tried(self, answer: Answer, room: Room) -> Seen:
         """Run the answer in the first case."""

@@ -5,6 +5,7 @@ On a rank:
     limit     limit the memory
     delay     sleep before each communication, as long as the case's seed says: answers that rely on luck are found out
     watch     record what the answer sends with torch.distributed itself, like what it sends with `ctx.comm`
+    count     count the multiplications that it computes
     play      call the exercise's own function with the answer and the case
 
 The answer arrives as bytes and is unpacked on ranks only, so that its code runs only there. Its results return as plain
@@ -30,6 +31,7 @@ from mpkit.classroom.framework.fair_clock import FairClock
 from mpkit.classroom.framework.fingerprint import fingerprint
 from mpkit.classroom.framework.sealed import sealed, unsealed
 from mpkit.classroom.framework.seen import Seen
+from mpkit.classroom.framework.work import Work
 from mpkit.errors import CommMismatch, Deadlock, RankFailed
 from mpkit.launch.launch import Launch
 from mpkit.watch.compared import compared
@@ -148,7 +150,8 @@ class Room:
             raise
         evidence: dict[str, Any] = {"case": case, "trace": launch.trace, "printed": printed}
         try:
-            return Seen(got=launch.results(unsealed), **evidence)
+            got, work = zip(*launch.results(unsealed), strict=True)
+            return Seen(got=list(got), work=work, **evidence)
         except Deadlock as error:
             return Seen(hang=re.sub(r"\n\(A step that is only slow.*", "", str(error)), **evidence)
         except CommMismatch as error:
@@ -173,10 +176,11 @@ def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits)
     # ---- delay
     if limits.delay:
         ctx.comm.delays(_delays(case, ctx.rank, limits.delay))
-    # ---- watch
-    with compared(ctx.comm):
+    # ---- watch, count
+    with compared(ctx.comm), Work() as work:
         # ---- play
-        return sealed(play(ctx, pickle.loads(packed), case))
+        result = play(ctx, pickle.loads(packed), case)
+    return sealed((result, work.flops))
 
 
 def limit_memory(more: int) -> None:

@@ -38,6 +38,8 @@ class Seen:
         schedule: the answer's schedule, if the answer is one.
         simulated: the schedule's simulated timeline.
         budget: the budget that is exceeded, as `Budget.what`; "" if none is.
+        work: the FLOPs of matrix products that each rank computed.
+        target: what the solution did in the same case; None if it did not run.
     """
 
     case: Case
@@ -52,6 +54,8 @@ class Seen:
     schedule: Schedule | None = None
     simulated: Timeline | None = None
     budget: str = ""
+    work: Sequence[float] = ()
+    target: Seen | None = None
 
     @cached_property
     def timeline(self) -> Timeline:

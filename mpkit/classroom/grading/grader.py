@@ -32,7 +32,7 @@ from mpkit.classroom.grading.shown import predictions_kept
 from mpkit.classroom.judge import Checked
 from mpkit.classroom.progress import FILE
 
-__all__ = ["Grader"]
+__all__ = ["Grader", "environment"]
 
 NOT_APART = "this system keeps no answer from the process that judges it: look at the answers yourself"
 
@@ -63,7 +63,7 @@ class Grader:
         place.mkdir()
         self._guard = replace(guard, hidden=(*guard.hidden, *map(str, solution_folders()), str(self._base)))
         limits = replace(guard, memory=guard.memory + 8 * 2**30, processes=guard.processes + 60)
-        self._judges = Judges(place, _environment(place), limits)
+        self._judges = Judges(place, environment(place), limits)
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +97,8 @@ class Grader:
                     left.cancel()
 
 
-def _environment(place: Path) -> dict[str, str]:
+def environment(place: Path) -> dict[str, str]:
+    """Return the environment variables of a process that runs or judges answers and writes to a folder only."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
         "IPYTHONDIR": str(place / "ipython"),
@@ -121,7 +122,7 @@ def _collect(each: HandedIn, guard: Guard, judges: Judges, base: Path) -> _Colle
             *(str(cells), str(out), str(guard.memory)),
             *(f"{entry.name}={entry.exercise.name_of_answer}" for entry in each.exercises),
         ]
-        why = guard.run(command, place, work, _environment(place), judges.pids, out / STARTED)
+        why = guard.run(command, place, work, environment(place), judges.pids, out / STARTED)
         if not why and not (out / ENDED).exists():
             why = "it left before its last cell"
         collected = _Collected(notes=[f"the notebook did not run to its end: {why}"] if why else [])

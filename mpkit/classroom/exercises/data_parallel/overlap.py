@@ -14,14 +14,16 @@ Write the class `Overlapped`. The checks make one from a model, and then train: 
 - `ctx.comm.all_reduce(tensor, async_op=True)` returns at once. What it returns is a promise: `work.wait()` blocks until
   the sum is in `tensor`. Until then nobody may read or change `tensor`.
 
-Every all-reduce has to be started during the backward, and none waited for before its end. On the virtual clock your
-steps must be shorter than without overlap.
+Every all-reduce has to be started during the backward, and none waited for before its end. When the backward makes its
+last gradient, at least half of the bytes have to be under way already. On the virtual clock your steps must be shorter
+than without overlap.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -69,15 +71,25 @@ class Overlapped:
 STEPS, SAMPLES = 3, 12
 FLOPS = 2e9  # as if the model were large: the backward takes 0.1 ms on the clock of the timeline
 
+BYTES = STEPS * sum(p.nbytes for p in serial.model(0).parameters())
+"""What the gradients of all steps are."""
+
 WITHOUT_OVERLAP = {2: 500e-6, 3: 645e-6, 4: 790e-6}
 """Seconds on the virtual clock."""
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Return the weights after each of some steps, whose backwards and optimizer steps are spans of the trace."""
+    """Return the weights after each of some steps: the trace has their backwards, gradients and optimizer steps."""
     assert callable(answer)
     weights = []
     model = serial.model(case.seed)
+
+    def complete(parameter: nn.Parameter) -> None:
+        with ctx.record.span("gradient"):
+            pass
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(complete)
     optimizer = serial.sgd(model)
     overlapped = answer(ctx, model)
     for batch in serial.batches(case, SAMPLES, STEPS):
@@ -99,21 +111,39 @@ def expected(case: Case) -> list[object]:
     return [[serial.train(model, data[: step + 1])["weights"] for step in range(STEPS)]] * case.ranks
 
 
+Spans = dict[str, Any]
+
+
 def late(seen: Seen) -> float:
     """Count the all-reduces that were not started during a backward."""
     return _most(
-        seen, lambda ops, backward, _: (ops["kind"] == Kind.ALL_REDUCE) & ~_in(ops["start"], backward)
+        seen,
+        lambda ops, spans: (ops["kind"] == Kind.ALL_REDUCE) & ~_in(ops["start"], *_times(spans["backward"])),
     )
 
 
 def waits(seen: Seen) -> float:
     """Count the waits during a backward."""
-    return _most(seen, lambda ops, backward, _: (ops["kind"] == Kind.WAIT) & _in(ops["start"], backward))
+    return _most(
+        seen, lambda ops, spans: (ops["kind"] == Kind.WAIT) & _in(ops["start"], *_times(spans["backward"]))
+    )
+
+
+def kept_back(seen: Seen) -> float:
+    """Return the bytes that nobody had begun to send when the last gradient of their backward was complete."""
+
+    def of(ops: Any, spans: Spans) -> Any:
+        begins, ends = _times(spans["backward"])
+        gradients = spans["gradient"]["start"]
+        last = gradients[np.searchsorted(gradients, ends) - 1]
+        return ops["bytes"] * ((ops["kind"] == Kind.ALL_REDUCE) & ~_in(ops["start"], begins, last))
+
+    return _most(seen, of)
 
 
 def unfinished(seen: Seen) -> float:
     """Count the all-reduces that nobody had waited for when the optimizer's step began."""
-    return _most(seen, lambda ops, _, step: (ops["kind"] == Kind.ALL_REDUCE) & _open(ops, step))
+    return _most(seen, lambda ops, spans: (ops["kind"] == Kind.ALL_REDUCE) & _open(ops, spans["step"]))
 
 
 def _open(ops: Any, step: Any) -> Any:
@@ -122,18 +152,24 @@ def _open(ops: Any, step: Any) -> Any:
     return (ops["end"] == 0) | (ops["end"] > after[np.searchsorted(after, ops["start"])])
 
 
-def _in(times: Any, spans: Any) -> Any:
-    return ((spans["start"] <= times[:, None]) & (times[:, None] <= spans["end"])).any(1)
+def _times(spans: Any) -> tuple[Any, Any]:
+    return spans["start"], spans["end"]
 
 
-def _most(seen: Seen, which: object) -> float:
-    """Return the largest number of such ops on any rank."""
-    assert seen.trace is not None and callable(which)
-    counts = []
+def _in(times: Any, begins: Any, ends: Any) -> Any:
+    """Return, for each time, whether one of the intervals has it."""
+    return ((begins <= times[:, None]) & (times[:, None] <= ends)).any(1)
+
+
+def _most(seen: Seen, of: Callable[[Any, Spans], Any]) -> float:
+    """Return the largest sum over a rank's ops of what is counted."""
+    assert seen.trace is not None
+    sums = []
     for rank in seen.trace.ranks:
         names = np.array([rank.name(int(name)) for name in rank.ops["name"]])
-        counts.append(which(rank.ops, rank.ops[names == "backward"], rank.ops[names == "step"]).sum())
-    return float(max(counts))
+        spans = {name: rank.ops[names == name] for name in ("backward", "gradient", "step")}
+        sums.append(of(rank.ops, spans).sum())
+    return float(max(sums))
 
 
 def first_step_is_right(seen: Seen) -> bool:
@@ -155,6 +191,7 @@ EXERCISE = OnRanks(
         Budget("all-reduces", calls(Kind.ALL_REDUCE), STEPS * len(list(serial.model(0).parameters()))),
         Budget("all-reduces started after the backward", late, 0),
         Budget("waits during the backward", waits, 0),
+        Budget("bytes that wait for the last gradient", kept_back, BYTES / 2, "bytes"),
         Budget("all-reduces not waited for before the step", unfinished, 0),
         Budget("3 steps on the virtual clock", makespan, lambda case: WITHOUT_OVERLAP[case.ranks], "seconds"),
     ),
@@ -223,6 +260,31 @@ EXERCISE = OnRanks(
                 ),
             ],
             when=lambda seen: "after the backward" in seen.budget,
+        ),
+        Mistake(
+            "waits-for-the-last-gradient",
+            (
+                "Something travels during the backward. How much of the backward is left when it starts?",
+                "Whoever collects all gradients and sends them from the last hook has sent nothing while the backward "
+                "computed: then it is over. Send each gradient, or each bucket of some, as soon as it is complete.",
+            ),
+            [
+                (
+                    "        self.under_way.append((parameter, self.ctx.comm.all_reduce(parameter.grad, "
+                    "async_op=True)))\n",
+                    "        self.complete = [*getattr(self, 'complete', []), parameter]\n"
+                    "        if len(self.complete) == self.number:\n"
+                    "            for each in self.complete:\n"
+                    "                work = self.ctx.comm.all_reduce(each.grad, async_op=True)\n"
+                    "                self.under_way.append((each, work))\n"
+                    "            self.complete = []\n",
+                ),
+                (
+                    "        self.under_way = []\n        for",
+                    "        self.under_way = []\n        self.number = len(list(model.parameters()))\n        for",
+                ),
+            ],
+            when=lambda seen: "wait for the last gradient" in seen.budget,
         ),
         Mistake(
             "waits-in-the-hook",
