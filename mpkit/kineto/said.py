@@ -63,5 +63,7 @@ def _gradients(events: Events, since: int) -> list[int]:
     names = np.array([name == "torch::autograd::AccumulateGrad" for name in events.names] + [False])
     rows = np.flatnonzero(names[ops.name] & (ops.start >= since))
     rows = rows[np.argsort(ops.start[rows], kind="stable")]
-    shapes = [ops.args.get(row, {}).get("Input Dims") or [[]] for row in rows.tolist()]
-    return [prod(int(length) for length in shape[0]) for shape in shapes if shape[0]]
+    shapes = [(ops.args.get(row, {}).get("Input Dims") or [[]])[0] for row in rows.tolist()]
+    return [
+        prod(shape) for shape in shapes if shape and type(shape[0]) is int
+    ]  # of a tensor, not of a list of some

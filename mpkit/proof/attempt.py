@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.data.microbatch import Value, batch_size, part
+from mpkit.data.microbatch import Value, part
 from mpkit.models.heard_draws import GivenDraws
 from mpkit.prepare.travel import ready_to_travel
 from mpkit.proof.draws import CannotReplay, StepDraws
@@ -90,8 +90,8 @@ class Attempt:
     def buffers_in_parts(self, replica: int) -> dict[str, Tensor]:
         """Return the model's buffers after a replica's shares of the micro-batches, one after another."""
         serial = self.again()
-        for number, (which, draws) in enumerate(self.draws.parts()):
-            if number % self.draws.plan.dp == replica and draws.size:
+        for number, (which, _, draws) in enumerate(self.draws.parts()):
+            if number % self.draws.plan.dp == replica:
                 inputs, targets = (part(value, which) for value in self.batch)
                 self._run(serial, (inputs, targets), draws)
         return dict(serial.model.named_buffers())
@@ -111,11 +111,9 @@ class Attempt:
     def _in_parts(self, serial: Serial) -> Found:
         """Return the weighted sum over the replicas' shares of the micro-batches."""
         loss, total = torch.zeros(()), dict[str, Tensor | None].fromkeys(serial.weights)
-        size = batch_size(self.batch[0])
-        for which, draws in self.draws.parts():
+        for which, weight, draws in self.draws.parts():
             inputs, targets = (part(value, which) for value in self.batch)
             value, gradients = self._run(serial, (inputs, targets), draws)
-            weight = draws.size / size
             loss = loss + value * weight
             for name, gradient in gradients.items():
                 if gradient is not None:

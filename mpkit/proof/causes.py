@@ -156,11 +156,10 @@ def _factor(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]
 
 
 def _share(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    size = batch_size(attempt.batch[0])
-    for number, (which, draws) in enumerate(attempt.draws.parts()):
+    for number, (which, share, draws) in enumerate(attempt.draws.parts()):
         inputs, targets = (part(value, which) for value in attempt.batch)
         _, found = attempt.run(attempt.again(), (inputs, targets), draws)
-        for weight in (1.0, draws.size / size):
+        for weight in (1.0, share):
             scaled = {name: None if g is None else g * weight for name, g in found.items()}
             if _equal(scaled, gradients):
                 return f"The gradients are those of part {number} of the batch alone: the sum over parts is missing."

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkit.data.microbatch import shares
+from mpkit.data.microbatch import shares, split
 from mpkit.parallel.context.sequence import sequence_part
 from mpkit.plan.plan import Plan
 
@@ -47,6 +47,9 @@ class StepDraws:
     size: int
     by_rank: list[dict[tuple[int, int], list[Tensor]]]
     _lines: dict[tuple[int, int, int, int], list[Tensor]] = field(init=False)
+    _idle: dict[tuple[int, int, int, int], list[Tensor]] = field(
+        init=False
+    )  # of replicas without samples of their own
     _next: int = field(default=0, init=False)
     _chances: dict[int, float] = field(default_factory=dict, init=False)
 
@@ -56,10 +59,13 @@ class StepDraws:
             place = self.plan.mesh.place(rank)
             for (stage, m), drawn in heard.items():
                 lines.setdefault((place.dp, m, place.cp, place.tp), []).append((stage, drawn))
-        self._lines = {
-            where: [tensor for _, drawn in sorted(stages, key=lambda each: each[0]) for tensor in drawn]
-            for where, stages in lines.items()
-        }
+        self._lines, self._idle = {}, {}
+        cut = self._cut()
+        for where, stages in lines.items():
+            dp, m, *_ = where
+            begin, end = cut[m]
+            of = self._lines if begin + dp < end else self._idle
+            of[where] = [tensor for _, drawn in sorted(stages, key=lambda each: each[0]) for tensor in drawn]
 
     def __bool__(self) -> bool:
         return any(self._lines.values())
@@ -91,22 +97,31 @@ class StepDraws:
             raise CannotReplay("random numbers are drawn where the ranks' draws are not heard")
         return self._batch(blocks, shape)
 
-    def parts(self) -> list[tuple[slice, StepDraws]]:
-        """Return the samples of each replica's share of each micro-batch, with the draws of that share alone."""
-        rows = shares(self.size, min(self.plan.microbatches, self.size), self.plan.dp)
+    def parts(self) -> list[tuple[slice, float, StepDraws]]:
+        """Return the samples of each replica's share of each micro-batch, with its weight and its own draws.
+
+        A replica without samples computes another's sample, of weight 0.
+        """
+        rows = shares(self.size, len(self._cut()), self.plan.dp)
         found = []
-        for m, replicas in enumerate(rows):
-            for dp, which in enumerate(replicas):
-                made = StepDraws(self.plan, len(range(self.size)[which]), [])
-                made._lines = {where: drawn for where, drawn in self._lines.items() if where[:2] == (dp, m)}
-                found.append((which, made))
+        for m, (begin, end) in enumerate(self._cut()):
+            for dp, which in enumerate(rows[m]):
+                k = len(range(self.size)[which])
+                made = StepDraws(self.plan, k, [])
+                lines = self._lines if begin + dp < end else self._idle
+                made._lines = {where: drawn for where, drawn in lines.items() if where[:2] == (dp, m)}
+                found.append((which, k / self.size if begin + dp < end else 0.0, made))
         return found
+
+    def _cut(self) -> list[tuple[int, int]]:
+        """Return where each micro-batch begins and ends."""
+        return split(self.size, min(self.plan.microbatches, self.size))
 
     def _batch(
         self, blocks: dict[tuple[int, int], dict[tuple[int, int], Tensor]], shape: tuple[int, ...]
     ) -> Tensor:
         """Put the blocks of micro-batches and replicas together."""
-        rows = shares(self.size, min(self.plan.microbatches, self.size), self.plan.dp)
+        rows = shares(self.size, len(self._cut()), self.plan.dp)
         whole: Tensor | None = None
         joined: list[Tensor] = []
         for (dp, m), parts in blocks.items():

@@ -149,7 +149,7 @@ def _spelled(row: str, rank: int, stage_to_rank: tuple[int, ...], together: set[
         if first:
             if len(first) > 1 or first[0].kind != "F" or last.kind not in ("B", "I"):
                 raise ValueError(
-                    f"{word!r}: a forward runs together with one backward after it, as in 0F3&3B1"
+                    f"{word!r:.60}: a forward runs together with one backward after it, as in 0F3&3B1"
                 )
             together.add(first[0])
             yield first[0]
@@ -160,7 +160,7 @@ def _parsed(word: str, rank: int, only: int | None, stages: set[int]) -> Action:
     if only is None and not word[:1].isdigit() and word[:1].isalpha():
         some = " and ".join(map(str, sorted(stages)))
         raise ValueError(
-            f"{word!r}: of which stage? Rank {rank} holds stages {some}: {min(stages)}{word}, say"
+            f"{word!r:.60}: of which stage? Rank {rank} holds stages {some}: {min(stages)}{word:.60}, say"
         )
     return Action.parse(word, only)
 

@@ -80,7 +80,8 @@ def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDAr
     data = mapped(path)
     if len(data) < HEADER.itemsize:
         return nothing
-    head = data[: HEADER.itemsize].view(HEADER)[0]
+    # A copy: while the rank writes, records read before its check could still be without their ends.
+    head = data[: HEADER.itemsize].copy().view(HEADER)[0]
     if not head["magic"]:  # just created
         return nothing
     if bytes(head["magic"]) != MAGIC[part]:

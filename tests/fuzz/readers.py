@@ -217,6 +217,7 @@ def in_folder(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
             NotImplementedError,
             EOFError,
             RuntimeError,
+            IndexError,  # Python's own, of an empty name
         ):
             return None  # it is not the zip that is read
         return read(folder)

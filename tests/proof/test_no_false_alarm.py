@@ -123,5 +123,7 @@ def test_none(clusters: Callable[[int], mk.Cluster], first: int, precision: str)
                 if precision == "fp64":
                     how["data"] = [(x.double(), y) for x, y in how["data"]]
                 made = plan(precision=PRECISIONS[precision])
+                last = random.Random(seed).randint(made.microbatches, 6)  # too few for all ranks, perhaps
+                how["data"][-1] = tuple(each[:last] for each in how["data"][-1])
                 run = clusters(made.ranks).train(model, plan=made, **how).wait()
                 assert run.proof.steps == (1, 2, 3), (seed, name, str(run.proof))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from mpkit.errors import TraceError
 from mpkit.record.recorder import Recorder
-from mpkit.trace import HEADER, OP, Kind, Trace
+from mpkit.trace import HEADER, OP, Kind, Trace, files
 
 STEPS = 100
 
@@ -43,6 +45,24 @@ def test_whatever_byte_of_a_finished_run_flips(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(TraceError, match=rf"{path.name} is damaged: its CRC-32"):
             Trace.load(folder)
+
+
+def test_a_rank_that_ends_while_its_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op ends, and the rank with it, between the reader's look at the records and at what checks them."""
+    recorder = Recorder(tmp_path, 0)
+    op = recorder.begin(Kind.FORWARD, "layer", microbatch=0)
+    copied = np.array
+
+    def copied_and_then_ended(values: Any) -> Any:
+        monkeypatch.undo()
+        copy = copied(values)
+        recorder.end(op)
+        recorder.close("finished")
+        return copy
+
+    monkeypatch.setattr(files.np, "array", copied_and_then_ended)
+    assert Trace.load(tmp_path).ranks[0].ops["end"].tolist() == [0]
+    assert Trace.load(tmp_path).ranks[0].ops["end"][0] > 0
 
 
 @pytest.mark.parametrize("page", range(1, 5))
