@@ -13,9 +13,9 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
+from mpkit.classroom import fair_clock
 from mpkit.classroom.catalogue import families, find, solution_folders
-from mpkit.classroom.framework import fair_clock
-from mpkit.classroom.framework.fair_clock import FairClock
+from mpkit.classroom.fair_clock import FairClock
 from mpkit.classroom.framework.room import Answer
 from mpkit.classroom.framework.source import run_cell
 from mpkit.classroom.grading import enclose, grader, guard

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from mpkit.api.cluster import Cluster
+from mpkit.classroom.fair_clock import FairClock
 from mpkit.classroom.framework.exercise import HOMES, Case
-from mpkit.classroom.framework.fair_clock import FairClock
 from mpkit.classroom.framework.fingerprint import fingerprint
 from mpkit.classroom.framework.sealed import sealed, unsealed
 from mpkit.classroom.framework.seen import Seen

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from mpkit.classroom.framework.fair_clock import FairClock
+from mpkit.classroom.fair_clock import FairClock
 from mpkit.classroom.grading import enclose
 
 __all__ = ["Guard", "adopt_orphans", "answers_are_apart", "below", "enclosed", "sweep", "way_to_enclose"]

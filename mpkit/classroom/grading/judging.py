@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from mpkit.classroom.catalogue import Entry, find, solution_folders
-from mpkit.classroom.framework.fair_clock import FairClock
+from mpkit.classroom.fair_clock import FairClock
 from mpkit.classroom.framework.room import Answer, Limits, Room
 from mpkit.classroom.grading.guard import Guard, adopt_orphans, below, enclosed, sweep, way_to_enclose
 from mpkit.classroom.grading.ranks_apart import RanksApart

@@ -121,7 +121,9 @@ EXERCISE = OnRanks(
         Case(2, 1, {"pp": 1, "dp": 2, "tp": 1, "batch": 12, "microbatches": 3}),
         Case(4, 2, {"pp": 1, "dp": 2, "tp": 2, "batch": 16, "microbatches": 2}),
         Case(2, 3, {"pp": 1, "dp": 2, "tp": 1, "batch": 14, "microbatches": 3}),
-        Case(2, 5, {"pp": 1, "dp": 2, "tp": 1, "batch": 12, "microbatches": 4}),  # both divide it, their product not
+        Case(
+            2, 5, {"pp": 1, "dp": 2, "tp": 1, "batch": 12, "microbatches": 4}
+        ),  # both divide it, their product not
         Case(8, 4, {"pp": 2, "dp": 2, "tp": 2, "batch": 24, "microbatches": 3}),
     ),
     play=play,
