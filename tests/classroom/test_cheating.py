@@ -13,9 +13,7 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
-from mpkit.classroom import fair_clock
 from mpkit.classroom.catalogue import families, find, solution_folders
-from mpkit.classroom.fair_clock import FairClock
 from mpkit.classroom.framework.room import Answer
 from mpkit.classroom.framework.source import run_cell
 from mpkit.classroom.grading import enclose, grader, guard
@@ -23,6 +21,8 @@ from mpkit.classroom.grading.guard import Guard, below, enclosed
 from mpkit.classroom.grading.judging import Judges
 from mpkit.classroom.judge import Checked, NotSolved
 from mpkit.classroom.notebooks import notebook
+from mpkit.launch.process import fair_clock
+from mpkit.launch.process.fair_clock import FairClock
 from tests.classroom.attacks import TOGETHER, TRIED, answer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing encloses processes elsewhere")

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from mpkit.api.cluster import Cluster
-from mpkit.classroom.fair_clock import FairClock
 from mpkit.classroom.framework.exercise import HOMES, Case
 from mpkit.classroom.framework.fingerprint import fingerprint
 from mpkit.classroom.framework.sealed import sealed, unsealed
@@ -34,6 +33,7 @@ from mpkit.classroom.framework.seen import Seen
 from mpkit.classroom.framework.work import Work
 from mpkit.errors import CommMismatch, Deadlock, RankFailed
 from mpkit.launch.launch import Launch
+from mpkit.launch.process.fair_clock import FairClock
 from mpkit.watch.compared import compared
 
 if TYPE_CHECKING:

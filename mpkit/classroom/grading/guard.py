@@ -24,8 +24,8 @@ from pathlib import Path
 
 import psutil
 
-from mpkit.classroom.fair_clock import FairClock
 from mpkit.classroom.grading import enclose
+from mpkit.launch.process.fair_clock import FairClock
 
 __all__ = ["Guard", "adopt_orphans", "answers_are_apart", "below", "enclosed", "sweep", "way_to_enclose"]
 

@@ -31,12 +31,12 @@ from typing import Any
 import psutil
 
 from mpkit.classroom.catalogue import Entry, find, solution_folders
-from mpkit.classroom.fair_clock import FairClock
 from mpkit.classroom.framework.room import Answer, Limits, Room
 from mpkit.classroom.grading.guard import Guard, adopt_orphans, below, enclosed, sweep, way_to_enclose
 from mpkit.classroom.grading.ranks_apart import RanksApart
 from mpkit.classroom.judge import Checked, judge
 from mpkit.classroom.told import checked_of, told
+from mpkit.launch.process.fair_clock import FairClock
 from mpkit.support.undumpable import make_undumpable
 
 __all__ = ["Judges"]
