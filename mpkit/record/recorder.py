@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from mpkit.record.allocated import allocated_on
 from mpkit.record.clock import clock_for
 from mpkit.record.contexts import Current, Span, Step
 from mpkit.record.files import NameFile, RecordFile, warn_of_end
@@ -68,6 +69,7 @@ class Recorder:
     Attributes:
         folder: the folder of its files.
         ledger: the memory that this rank holds, by category.
+        allocated: the device's allocator, to which the ledger is brought up after each action; None on the CPU.
         savings: what forwards save for their backwards; see `mpkit.record.saved`.
         values: what `log` writes.
         layers: whether hooks are to record every layer within an action as well.
@@ -90,7 +92,8 @@ class Recorder:
         self._memory = RecordFile(folder / f"rank{rank}.mem", "mem", MEMORY.itemsize)
         self._file = RecordFile(folder / f"rank{rank}.ops", "ops", OP.itemsize)
         self.ledger = Ledger(self._memory, self._file, device, now)
-        self.savings = Savings()
+        self.allocated = allocated_on(device, self.ledger)
+        self.savings = Savings(self.allocated)
         self.values = Values(folder, rank, self._names)
         self._clock = clock_for(device)
         self._late = self._clock.late
@@ -183,6 +186,8 @@ class Recorder:
         _END(file.map, at + _AT_END, now, cpu)
         if nbytes:
             _LONG(file.map, at + _AT_BYTES, nbytes)
+        if self.allocated is not None and last == index and around is _NOTHING:
+            self.allocated.settle()
 
     def costs(self, index: int, flops: float, nbytes: int) -> None:
         """Write the FLOPs of a compute op and the bytes that it moved, known only when it is over."""

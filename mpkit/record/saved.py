@@ -33,6 +33,7 @@ from mpkit.record.gradients import Gradients
 from mpkit.record.ledger import Claim, Ledger
 
 if TYPE_CHECKING:
+    from mpkit.record.allocated import Allocated
     from mpkit.record.recorder import Recorder
 
 __all__ = ["Packed", "Saved", "Savings", "saving"]
@@ -65,13 +66,22 @@ class Savings:
         gradients: the gradients of the watched modules.
         under_way: the measured forward of each stage and micro-batch.
         measuring: how many of those wait for the end of their backward.
+
+    Args:
+        allocated: the allocator of a GPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocated: Allocated | None = None) -> None:
+        self._allocated = allocated
         self.measured: dict[Hashable, Measured] = {}
         self.gradients: list[Gradients] = []
         self.under_way: dict[tuple[int, int], weakref.ref[MeasuredSaved]] = {}
         self.measuring = 0
+
+    def look(self) -> None:
+        """Count what a GPU's allocator held beside what is in the ledger, before the ledger changes."""
+        if self._allocated is not None:
+            self._allocated.look()
 
     def gradient_made(self, place: tuple[int, int]) -> None:
         """Sample the memory when the backward of this stage and micro-batch makes a gradient, or has made it."""
@@ -141,6 +151,7 @@ class MeasuredSaved(Saved):
 
     def sample(self) -> None:
         """Remember what is held if it is the most so far in this backward."""
+        self._savings.look()
         alive, grads = self.measured.claim.alive, self._ledger.held["grads"]
         if self._grads_before < 0:
             self._grads_before = grads
@@ -196,6 +207,7 @@ class ReusedSaved(Saved):
         self._ledger.change(("activations", self._held - held))
 
     def release(self) -> None:
+        self._savings.look()
         held, self._held = self._held, 0
         new = self._savings.collect()
         left, made = self._measured.peaks[new > 0]

@@ -1,7 +1,7 @@
 """FakeNvml: plays samples in place of the module pynvml.
 
 `samples-made-by-hand.json` has the format that a recording of NVML's answers would have: raw values in NVML's units, by
-GPU, one entry per round of questions. They are made up: no GPU was at hand, so nothing here was recorded on one.
+GPU, one entry per round of questions. They are made up, since they have what no GPU at hand had: two GPUs and NVLink.
 """
 
 from __future__ import annotations
