@@ -1,8 +1,8 @@
 """What NVML, the driver's library for monitoring, says of a GPU: utilisation, memory in use, traffic on its links.
 
-The package nvidia-ml-py (module pynvml) is imported when a run on GPUs begins, and nowhere else. It has run on one H200,
-whose answers are in benchmarks/gpu/h200.json; that machine's NVLink is not connected, so traffic over NVLink is written
-from NVML's documentation and tested with samples that were made by hand.
+The package nvidia-ml-py (module pynvml) is imported when a run on GPUs begins, and nowhere else. It has run on one
+H200, whose answers are in benchmarks/gpu/h200.json; that machine's NVLink is not connected, so traffic over NVLink is
+written from NVML's documentation and tested with samples that were made by hand.
 """
 
 from __future__ import annotations
