@@ -30,6 +30,7 @@ __all__ = [
     "model",
     "mse",
     "outcome",
+    "outputs",
     "sgd",
     "share",
     "train",
@@ -87,6 +88,15 @@ def batches(case: Case, samples: int, steps: int) -> list[Batch]:
         x = torch.randn(samples, 6, generator=generator, dtype=torch.float64) + 0.3
         made.append((x, torch.tanh(x @ truth)))
     return made
+
+
+def outputs(samples: int) -> int:
+    """Return the bytes of all outputs in `model`, of layers and of tanh, for so many samples.
+
+    >>> outputs(1) // 8
+    35
+    """
+    return 8 * samples * (2 * sum(WIDTHS[1:]) - WIDTHS[-1])
 
 
 def share(batch: Batch, rank: int, ranks: int) -> Batch:

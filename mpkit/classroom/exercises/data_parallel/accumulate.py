@@ -6,7 +6,8 @@ gradients add up nobody needs to know those of the other ranks: it is enough to 
 micro-batch. (PyTorch's DDP has the context manager `no_sync()` for that.)
 
 Write the training loop of one rank. The gradient of a step is the one of the mean loss over the *whole* batch: all
-micro-batches of all ranks, which are of one size.
+micro-batches of all ranks, which are of one size. A rank holds the activations of one micro-batch at a time: for all
+that a forward, its loss and its backward make there is room for twice the outputs of all layers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.classroom.framework import serial
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
-from mpkit.classroom.framework.measures import calls, payload
+from mpkit.classroom.framework.measures import calls, payload, peak
+from mpkit.classroom.framework.memory import Memory
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.trace import Kind
 
@@ -56,9 +58,12 @@ def accumulate(
 STEPS = 3
 
 
+SAMPLES = 32
+
+
 def samples(case: Case) -> int:
-    """Return the size of a batch that has two samples in each micro-batch of each rank."""
-    return 2 * int(case["microbatches"]) * case.ranks
+    """Return the size of a batch that has 32 samples in each micro-batch of each rank."""
+    return SAMPLES * int(case["microbatches"]) * case.ranks
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
@@ -69,7 +74,8 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     for batch in serial.batches(case, samples(case), STEPS):
         x, y = serial.share(batch, ctx.rank, ctx.world_size)
         steps.append(list(zip(x.chunk(m), y.chunk(m), strict=True)))
-    answer(ctx, model, serial.sgd(model), steps)
+    with Memory(ctx, model.parameters()):
+        answer(ctx, model, serial.sgd(model), steps)
     return serial.weights(model)
 
 
@@ -86,8 +92,8 @@ EXERCISE = OnRanks(
     cases=(
         Case(2, 1, {"microbatches": 3}),
         Case(3, 2, {"microbatches": 2}),
-        Case(4, 3, {"microbatches": 4}),
         Case(2, 4, {"microbatches": 1}),
+        Case(4, 3, {"microbatches": 4}),
     ),
     play=play,
     expected=expected,
@@ -95,6 +101,9 @@ EXERCISE = OnRanks(
     budgets=(
         Budget("all-reduces in an optimizer step", lambda s: calls(Kind.ALL_REDUCE)(s) / STEPS, len(MODEL)),
         Budget("payload", payload, STEPS * sum(parameter.nbytes for parameter in MODEL), "bytes"),
+        Budget(
+            "peak of the activations of a rank", peak("activations"), 2 * serial.outputs(SAMPLES), "bytes"
+        ),
     ),
     after="02-data-parallel",
     place=70,
@@ -171,6 +180,25 @@ EXERCISE = OnRanks(
             ),
             [("        average(ctx, model)\n", "            average(ctx, model)\n")],
             when=lambda seen: "all-reduces" in seen.budget,
+        ),
+        Mistake(
+            "one-backward-for-all",
+            (
+                "The weights are right. Which graphs exist when your backward begins, and what does each of them hold?",
+                "A sum of losses keeps the graphs of all micro-batches, and so all their activations: as much memory "
+                "as the whole share at once. A backward right after its forward frees them.",
+            ),
+            [
+                (
+                    "        for inputs, targets in",
+                    "        total = torch.zeros((), dtype=torch.float64)\n        for inputs, targets in",
+                ),
+                (
+                    "            loss.backward()\n",
+                    "            total = total + loss\n        total.backward()\n",
+                ),
+            ],
+            when=lambda seen: "peak" in seen.budget,
         ),
     ),
     otherwise=(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
+from mpkit.classroom.framework.by_hand import calls_the_library, checkpoint_by_hand
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
 from mpkit.classroom.framework.measures import peak
 from mpkit.classroom.framework.memory import Memory
@@ -91,7 +92,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     blocks, x, dy = given(case)
     for number, block in enumerate(blocks):
         staged(ctx, block, number)
-    with Memory(ctx, nn.ModuleList(blocks).parameters()):
+    with Memory(ctx, nn.ModuleList(blocks).parameters()), checkpoint_by_hand():
         dx = answer(blocks, x, dy)
     return gradients(blocks, dx)
 
@@ -138,6 +139,17 @@ EXERCISE = OnRanks(
     start="Cut the list first: `[blocks[first : first + k] for first in range(0, len(blocks), k)]`. Then the forward, "
     "under `torch.no_grad()`, which keeps the input of each segment; then one segment's backward.",
     mistakes=(
+        calls_the_library(
+            """
+            def forward_backward(blocks: list[nn.Module], x: Tensor, dy: Tensor) -> Tensor:
+                start = out = x.detach().requires_grad_()
+                out = torch.utils.checkpoint.checkpoint_sequential(
+                    blocks, max(1, round(len(blocks) ** 0.5)), out, use_reentrant=True
+                )
+                out.backward(dy)
+                return start.grad
+            """
+        ),
         Mistake(
             "the-graph-of-everything",
             (

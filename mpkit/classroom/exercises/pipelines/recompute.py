@@ -18,11 +18,14 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; GPip
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.classroom.framework.by_hand import calls_the_library, checkpoint_by_hand
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
 from mpkit.classroom.framework.measures import peak
 from mpkit.classroom.framework.memory import Memory
@@ -64,6 +67,8 @@ class Recompute:
 
 # %% checks
 SAMPLES, WIDTH, LAYERS = 16, 32, 4
+KEPT = "inputs that are kept after all backwards"
+GOES_ON = "random numbers go on as if the backwards had drawn none"
 
 
 def stages(case: Case) -> list[nn.Sequential]:
@@ -90,26 +95,36 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     first, last = ctx.rank == 0, ctx.rank == case.ranks - 1
     torch.manual_seed(ctx.rank)
     staged(ctx, stage, microbatches=case["microbatches"])
-    with Memory(ctx, stage.parameters()):
-        again, gradients = answer(stage), []
+    with Memory(ctx, stage.parameters()), checkpoint_by_hand():
+        again, gradients, inputs, on_its_way = answer(stage), [], [], {}
         for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
             x = x.clone() if first else ctx.comm.recv(torch.empty_like(x), ctx.rank - 1)
             output = again.forward(i, x)
+            inputs.append(weakref.ref(x))
             if last:
                 output = output.detach().requires_grad_()
                 torch.autograd.backward(F.mse_loss(output, y))
                 gradients.append(output.grad)
             else:
                 ctx.comm.send(output, ctx.rank + 1)
+                on_its_way[i] = output  # as if the message took long
             del x, output
+        state, goes_on = torch.get_rng_state(), True
         for i in range(case["microbatches"]):
+            on_its_way.pop(i, None)
             grad = gradients[i] if last else ctx.comm.recv(torch.empty_like(xs[0]), ctx.rank + 1)
             assert grad is not None
             grad = again.backward(i, grad)
+            goes_on &= torch.equal(state, torch.get_rng_state())
             if not first:
                 ctx.comm.send(grad, ctx.rank - 1)
             del grad
-    return {name: parameter.grad for name, parameter in stage.named_parameters()}
+    kept = sum(x() is not None for x in inputs)
+    return {
+        KEPT: kept,
+        GOES_ON: goes_on,
+        **{name: parameter.grad for name, parameter in stage.named_parameters()},
+    }
 
 
 def expected(case: Case) -> list[object]:
@@ -122,7 +137,9 @@ def expected(case: Case) -> list[object]:
             outputs = [stage(x) for x in outputs]
     for output, y in zip(outputs, ys, strict=True):
         torch.autograd.backward(F.mse_loss(output, y))
-    return [{name: parameter.grad for name, parameter in stage.named_parameters()} for stage in parts]
+    return [
+        {KEPT: 0, GOES_ON: True, **{name: p.grad for name, p in stage.named_parameters()}} for stage in parts
+    ]
 
 
 def enough(case: Case) -> float:
@@ -148,6 +165,27 @@ EXERCISE = OnRanks(
     start="In `forward`, keep x and run the stage without a graph (`torch.no_grad()`). In `backward`, take x again, "
     "run the stage once more, with a graph this time, and go backward from its output.",
     mistakes=(
+        calls_the_library(
+            """
+            from torch.utils.checkpoint import checkpoint
+
+
+            class Recompute:
+                def __init__(self, stage: nn.Module) -> None:
+                    self.stage = stage
+                    self.kept = {}
+
+                def forward(self, i: int, x: Tensor) -> Tensor:
+                    x = x.detach().requires_grad_()
+                    self.kept[i] = x, checkpoint(self.stage, x, use_reentrant=False)
+                    return self.kept[i][1].detach()
+
+                def backward(self, i: int, grad: Tensor) -> Tensor:
+                    x, output = self.kept.pop(i)
+                    output.backward(grad)
+                    return x.grad
+            """
+        ),
         Mistake(
             "keeps-the-graph",
             (
@@ -173,6 +211,29 @@ EXERCISE = OnRanks(
                     return x.grad
             """,
             when=lambda seen: seen.budget,
+        ),
+        Mistake(
+            "keeps-the-inputs",
+            (
+                "The gradients are right. What is in your dictionary when the step is over?",
+                "The input of every micro-batch, and it is needed no longer: `self.kept.pop(i)` takes it out.",
+            ),
+            [("self.kept.pop(i)", "self.kept[i]")],
+        ),
+        Mistake(
+            "leaves-the-random-numbers-where-they-were",
+            (
+                "Each gradient is right. Which random numbers does the rank draw next, after a backward?",
+                "Those that the micro-batch of this backward has drawn already: setting the state back changes it for "
+                "everything after. `with torch.random.fork_rng():` around it restores it.",
+            ),
+            [
+                (
+                    "        with torch.random.fork_rng():\n            torch.set_rng_state(state)\n"
+                    "            output =",
+                    "        torch.set_rng_state(state)\n        output =",
+                )
+            ],
         ),
         Mistake(
             "draws-other-random-numbers",

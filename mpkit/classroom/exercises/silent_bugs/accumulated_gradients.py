@@ -4,7 +4,8 @@ Two people have worked on this loop. Each rank's share is too large for its memo
 whose gradients add up. The loss that is reported is the right one, and it falls. The learning rate "had to be tuned
 anew" when the number of micro-batches changed.
 
-It should be the same training as one device does with the whole batch, for any number of micro-batches and ranks.
+It should be the same training as one device does with the whole batch, for any number of micro-batches and ranks; and
+still with the activations of one micro-batch at a time (room for twice the outputs of all its layers).
 `mk.compare("accumulated-gradients", train)` shows step by step where it is not. Look at the last column, how far
 the weights have moved in the first step, as a multiple of how far they should have. (Weight decay blurs the factor a
 little.) The inputs of this table have 3 micro-batches, on 2 ranks.
@@ -18,7 +19,9 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.classroom.framework import serial
-from mpkit.classroom.framework.exercise import Case, Mistake
+from mpkit.classroom.framework.exercise import Budget, Case, Mistake
+from mpkit.classroom.framework.measures import peak
+from mpkit.classroom.framework.memory import Memory
 from mpkit.classroom.framework.on_ranks import OnRanks
 
 
@@ -54,16 +57,21 @@ def train(
 
 
 # %% checks
+SAMPLES = 32
+
+
 def samples(case: Case) -> int:
-    """Return the size of a batch that has eight samples in each micro-batch of each rank."""
-    return 8 * int(case["microbatches"]) * case.ranks
+    """Return the size of a batch that has 32 samples in each micro-batch of each rank."""
+    return SAMPLES * int(case["microbatches"]) * case.ranks
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
     """Return the losses and the weights of the answer."""
     assert callable(answer)
     model = serial.model(case.seed)
-    losses = answer(ctx, model, serial.batches(case, samples(case), case["steps"]), case["microbatches"])
+    batches = serial.batches(case, samples(case), case["steps"])
+    with Memory(ctx, model.parameters()):
+        losses = answer(ctx, model, batches, case["microbatches"])
     return serial.outcome(losses, model)
 
 
@@ -83,6 +91,11 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="losses and weights",
+    budgets=(
+        Budget(
+            "peak of the activations of a rank", peak("activations"), 2 * serial.outputs(SAMPLES), "bytes"
+        ),
+    ),
     after="02-data-parallel",
     place=30,
     start="Run the program as it is, with `mk.compare`. The first loss is right. What was wrong with the "
@@ -129,6 +142,27 @@ EXERCISE = OnRanks(
                 "micro-batches that have been counted already, in the loss.",
             ),
             [("parameter.grad /= ctx.world_size", "parameter.grad /= microbatches")],
+        ),
+        Mistake(
+            "one-backward-for-all",
+            (
+                "The weights are right. What did the micro-batches save before, and what do they save now?",
+                "A backward of the sum needs the graphs of all micro-batches at once: then nothing is saved by cutting "
+                "the share up. Leave each backward right after its forward, and mend the factor.",
+            ),
+            [
+                (
+                    "            loss = F.mse_loss(model(x), y) / microbatches\n            loss.backward()\n"
+                    "            total += loss.detach()\n",
+                    "            total = total + F.mse_loss(model(x), y) / microbatches\n",
+                ),
+                (
+                    "        for parameter in model.parameters():",
+                    "        total.backward()\n        total = total.detach()\n"
+                    "        for parameter in model.parameters():",
+                ),
+            ],
+            when=lambda seen: "peak" in seen.budget,
         ),
     ),
     otherwise=(
