@@ -13,7 +13,7 @@ tests/advice/test_search.py compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
@@ -28,6 +28,7 @@ from mpkit.cost_model.shares import Shares
 from mpkit.cost_model.stack import Stack
 from mpkit.cost_model.step import step_time
 from mpkit.devices.hardware import Hardware
+from mpkit.schedule import Schedule
 
 __all__ = ["Found", "Priced", "search"]
 
@@ -68,35 +69,29 @@ class Priced:
     def memory(self, layout: Layout) -> float:
         """Return the bytes at the peak of the rank with most, with what fragmentation takes."""
         asked = self.asked
-        shares = self._shares(layout.pp, layout.tp, layout.zero, layout.replicas)
+        shares = self._shares(layout)
         stages = stage_memory(
-            asked.model, layout, asked.sequence, self.stack, shares, self._fullest(layout.pp)
+            asked.model, layout, asked.sequence, self.stack, shares, fullest_stages(asked.model, layout)
         )
         return max(sum(stage.values()) for stage in stages) * (1 + FRAGMENTATION)
 
     @cached_property
-    def _shares(self) -> Callable[[int, int, int, int], Shares]:
-        """Return the parameters of the ranks; they depend on nothing but pp, tp, zero and the number of replicas."""
+    def _shares(self) -> Callable[[Layout], Shares]:
+        """Return the parameters of the ranks, which few of the degrees decide."""
 
         @cache
-        def shares(pp: int, tp: int, zero: int, replicas: int) -> Shares:
-            return Shares(
-                self.asked.model, Layout(pp=pp, tp=tp, zero=zero, dp=replicas, head=self.head), self.stack
-            )
+        def shares(pp: int, tp: int, zero: int, replicas: int, schedule: str | Schedule) -> Shares:
+            layout = Layout(pp=pp, tp=tp, zero=zero, dp=replicas, head=self.head, schedule=schedule)
+            return Shares(self.asked.model, layout, self.stack)
 
-        return shares
-
-    @cached_property
-    def _fullest(self) -> Callable[[int], Collection[int]]:
-        """Return the stages of which one holds most; they depend on nothing but pp."""
-        return cache(lambda pp: fullest_stages(self.asked.model, Layout(pp=pp, head=self.head)))
+        return lambda layout: shares(layout.pp, layout.tp, layout.zero, layout.replicas, layout.schedule)
 
     def seconds(self, layout: Layout) -> float:
         """Return the seconds per step."""
         asked = self.asked
         return step_time(
             asked.model, layout, asked.sequence, self.hardware, self.stack, self.preset.constants,
-            self._shares(layout.pp, layout.tp, layout.zero, layout.replicas),
+            self._shares(layout),
         ).seconds  # fmt: skip
 
 

@@ -121,14 +121,13 @@ class Estimate:
         """Return the step as a simulated Timeline, one row per stage."""
         from mpkit.timeline.simulation import simulate
 
-        backward = list(self.step.backward)
         plan = Plan(
             pp=self.plan.pp, schedule=self.plan.schedule, microbatches=self.plan.microbatches,
             virtual_stages=self.plan.virtual_stages,
         )  # fmt: skip
-        chunks = self.plan.stages // self.plan.pp
-        forward = [time / chunks for _ in range(chunks) for time in self.step.forward]
-        halves = [time / 2 / chunks for _ in range(chunks) for time in backward]
+        on = self.plan.build().stage_to_rank
+        forward = [self.step.forward[rank] / on.count(rank) for rank in on]
+        halves = [self.step.backward[rank] / on.count(rank) / 2 for rank in on]
         return simulate(plan, forward, halves, halves, self.step.hop)
 
     def measured(self, seconds: float, memory: float = 0.0) -> Observation:

@@ -10,6 +10,7 @@ from math import gcd
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.schedule import Schedule
+from mpkit.schedule.summary import last_rank
 
 __all__ = ["Layout", "layout_of", "plan_of"]
 
@@ -25,7 +26,7 @@ class Layout:
         microbatch: samples per micro-batch and replica.
         microbatches: micro-batches per step and replica, m.
         virtual_stages: stages per rank, v.
-        schedule: the name of the pipeline's schedule.
+        schedule: the pipeline's schedule, or its name.
         recompute: "none", "selective" (attention), "products" (everything but half of the products and the attention),
             "full", or "every=k".
         sequence_parallel: whether what tensor parallelism leaves whole is divided by sequence.
@@ -48,7 +49,7 @@ class Layout:
     microbatch: int = 1
     microbatches: int = 1
     virtual_stages: int = 1
-    schedule: str = "1f1b"
+    schedule: str | Schedule = "1f1b"
     recompute: str = "none"
     sequence_parallel: bool = False
     offload: str = "none"
@@ -66,6 +67,11 @@ class Layout:
     def replicas(self) -> int:
         """The number of ranks that would hold the same weights without ZeRO: those along dp and cp."""
         return self.dp * self.cp
+
+    @cached_property
+    def last(self) -> int:
+        """The rank, along pp, that holds the last stage: the head and the loss are there."""
+        return last_rank(self.schedule, self.pp)
 
     @property
     def shards(self) -> int:
@@ -127,7 +133,7 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
     """Return a plan's layout for a number of samples per step.
 
     Raises:
-        ValueError: the samples cannot be divided among replicas and micro-batches, or the schedule has no name.
+        ValueError: the samples cannot be divided among replicas and micro-batches.
 
     >>> layout_of(Plan(pp=2, dp=2, schedule="1f1b", microbatches=4), 32).microbatch
     4
@@ -141,10 +147,9 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
             f"global_batch={global_batch} does not divide into dp={plan.dp} replicas x "
             f"microbatches={plan.microbatches} = {parts} micro-batches: global_batch={near} does"
         )
-    schedule = plan.schedule.name if isinstance(plan.schedule, Schedule) else plan.schedule
     return Layout(
         pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, zero=plan.zero, microbatch=global_batch // parts,
-        microbatches=plan.microbatches, virtual_stages=plan.virtual_stages, schedule=schedule,
+        microbatches=plan.microbatches, virtual_stages=plan.virtual_stages, schedule=plan.schedule,
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, offload=plan.offload,
         trainable=trainable,
     )  # fmt: skip

@@ -22,8 +22,9 @@ from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.shares import Shares
 from mpkit.cost_model.stack import Stack
+from mpkit.schedule.summary import peak_live
 
-__all__ = ["CATEGORIES", "activations", "fullest_stages", "in_flight", "stage_memory"]
+__all__ = ["CATEGORIES", "activations", "fullest_stages", "stage_memory"]
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "gathered", "buffers", "context")
 
@@ -102,37 +103,6 @@ def kept(model: Architecture, layer: int, layout: Layout, sequence: int, stack: 
     return (border + (k - 1) * everything) / k
 
 
-def in_flight(layout: Layout, stage: int) -> float:
-    """Return how many micro-batches a rank of a pipeline keeps the activations of, at most.
-
-    A rank with v chunks of layers counts each chunk as 1 / v.
-
-    >>> [in_flight(Layout(pp=4, microbatches=8), stage) for stage in range(4)]
-    [4, 3, 2, 1]
-    >>> chunks = Layout(pp=4, microbatches=8, schedule="interleaved_1f1b", virtual_stages=2)
-    >>> [in_flight(chunks, stage) * 2 for stage in range(4)]
-    [11.0, 9.0, 7.0, 5.0]
-    """
-    p, m, v = layout.pp, layout.microbatches, layout.virtual_stages
-    if p == 1:
-        return 1
-    match layout.schedule:
-        case "1f1b" | "zb_h1":
-            return min(m, p - stage)
-        case "zb_h2":
-            return min(m, max(p - stage, 2 * (p - stage) - 1))
-        case "interleaved_1f1b":
-            return min(m * v, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
-        case "interleaved_zb" | "zbv":
-            return min(m, p)
-        case "dualpipev":
-            return min(m * v, 2 * p + 1) / v
-        case "naive":
-            return 1 if m == 1 else m
-        case _:
-            return m
-
-
 def stage_memory(
     model: Architecture, layout: Layout, sequence: int, stack: Stack, shares: Shares,
     stages: Collection[int] | None = None,
@@ -151,6 +121,7 @@ def stage_memory(
     working = max(activations(model, first, layout, sequence, stack) for first, _ in model.kinds())
     working = working if layout.recompute != "none" else _gradients_within(model, tokens, layout, stack)
     held, begin, out = layout.stage_layers(model.layers), 0, []
+    in_flight = peak_live(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
     for stage, count in enumerate(held):
         end, whole = begin + count, shares.stages[stage]
         if stages is not None and stage not in stages:
@@ -160,7 +131,7 @@ def stage_memory(
         begin = end
         updated, trained = shares.updated_on(stage, layout), whole * layout.trainable
         held_params = whole / (n if layout.zero == 3 else 1)
-        logits = stack.logits * tokens * model.vocabulary / layout.tp if stage == layout.pp - 1 else 0.0
+        logits = stack.logits * tokens * model.vocabulary / layout.tp if stage == layout.last else 0.0
         if model.patch:
             logits = 0.0
         gathered = 0.0
@@ -170,7 +141,7 @@ def stage_memory(
             "params": 0.0 if layout.offload == "params" else stack.element * held_params,
             "grads": stack.gradient * (updated if layout.zero >= 2 else trained),
             "optimizer": stack.states * updated if layout.offload == "none" else 0.0,
-            "activations": layers * in_flight(layout, stage) + max(0.0, working - logits),
+            "activations": layers * in_flight[stage] + max(0.0, working - logits),
             "logits": logits,
             "gathered": gathered,
             "buffers": _buffers(model, layout, stack, shares, stage),
@@ -186,17 +157,22 @@ def stage_memory(
 def fullest_stages(model: Architecture, layout: Layout) -> Collection[int]:
     """Return the stages of which one holds most.
 
-    The first has the embedding and the last the head; of others with as many layers, the earliest has most
+    The first has the embedding and the last the head; of others with as many layers, it is the one that has most
     micro-batches in flight.
 
     >>> fullest_stages(Architecture(30, 64, 4), Layout(pp=8, microbatches=8))  # 4 layers on stages 0 to 5, then 3
-    {0, 1, 6, 7}
+    {0, 6, 7}
     """
     if len(model.kinds()) > 1:
         return range(layout.pp)
     held = layout.stage_layers(model.layers)
-    inner = {held[stage]: stage for stage in range(layout.pp - 2, 0, -1)}
-    return {0, layout.pp - 1, *inner.values()}
+    in_flight = peak_live(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
+    most: dict[int, int] = {}
+    for stage in range(layout.pp):
+        count = held[stage]
+        if count not in most or in_flight[stage] > in_flight[most[count]]:
+            most[count] = stage
+    return {0, layout.pp - 1, *most.values()}
 
 
 def _gradients_within(model: Architecture, tokens: float, layout: Layout, stack: Stack) -> float:
@@ -214,7 +190,7 @@ def _buffers(model: Architecture, layout: Layout, stack: Stack, shares: Shares, 
         return 2 * stack.reduced * flat + stack.element * min(live, shares.parameters)
     if stack.placeholders:
         shapes = {(m.k, m.n): m.k * m.n for first, _ in model.kinds() for m in model.matmuls(first)}
-        head = model.vocabulary * model.hidden if stage == layout.pp - 1 else 0
+        head = model.vocabulary * model.hidden if stage == layout.last else 0
         return float(stack.element * (sum(shapes.values()) + head) / layout.tp)
     if layout.replicas > 1 and stack.copies:
         return stack.copies * shares.stages[stage]

@@ -53,9 +53,9 @@ class Shares:
             begin = end
         self.edge = max(model.embedding_parameters, model.head_parameters) / t
         self.stages[0] += model.embedding_parameters / t
-        self.stages[-1] += model.head_parameters / t
-        if model.tied and len(held) > 1:  # the last stage holds a copy of the embedding
-            self.stages[-1] += model.vocabulary * model.hidden / t
+        self.stages[layout.last] += model.head_parameters / t
+        if model.tied and layout.last:  # the last stage holds a copy of the embedding
+            self.stages[layout.last] += model.vocabulary * model.hidden / t
         most = max(range(len(held)), key=self.stages.__getitem__)
         self.parameters = self.stages[most]
         self.updated = self.updated_on(most, layout)

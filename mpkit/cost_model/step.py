@@ -2,7 +2,7 @@
 
     stage        its layers, forward, recomputation and backward; the last one with the head. Under ZeRO-3 each layer
                  waits for its parameters, which are gathered beside the layer before
-    pipeline     m times the slowest stage, and once the others: the bubble of the schedule (`mpkit.schedule.theory`)
+    pipeline     m times the slowest stage, and once the others: the bubble of the schedule
     replicas     gradients reduced beside the last backward, or after it; under ZeRO-1 and -2 new weights gathered
     optimizer    the bytes that Adam moves
     straggle     all wait for the slowest node
@@ -24,7 +24,7 @@ from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.shares import Shares
 from mpkit.cost_model.stack import Constants, Stack
 from mpkit.devices.hardware import Hardware
-from mpkit.schedule.theory import bubble_in_theory
+from mpkit.schedule.summary import bubble
 from mpkit.trace import Kind
 
 __all__ = ["KAPPA", "StepTime", "overlapped", "step_time"]
@@ -122,6 +122,7 @@ class _Stages:
         again: seconds of a layer that are computed again.
         waited: what ZeRO-3 adds to a layer's forward and backward, and to a micro-batch.
         head: seconds of the head and the loss.
+        last: the stage that has them.
     """
 
     forward: list[float]
@@ -131,6 +132,7 @@ class _Stages:
     again: float
     waited: tuple[float, float, float]
     head: float
+    last: int
 
     @property
     def times(self) -> list[float]:
@@ -147,10 +149,9 @@ class _Stages:
         """Return the seconds by cause of the slowest stage."""
         n = microbatches * self.layers[self.slowest]
         found = {cause: n * (self.mean[i] + self.mean[len(CAUSES) + i]) for i, cause in enumerate(CAUSES)}
-        last = self.slowest == len(self.layers) - 1
         return found | {
             "recomputation": n * self.again,
-            "head and loss": microbatches * self.head if last else 0.0,
+            "head and loss": microbatches * self.head if self.slowest == self.last else 0.0,
             "ZeRO-3 gathers": n * (self.waited[0] + self.waited[1]) + microbatches * self.waited[2],
         }
 
@@ -173,9 +174,9 @@ def _stages(
     f = [n * (forward + waited[0]) for n in layers]
     b = [n * (backward + waited[1]) for n in layers]
     f[0] += embed + waited[2]
-    f[-1] += head / 3
-    b[-1] += head * 2 / 3 + (waited[2] if layout.pp > 1 else 0.0)
-    return _Stages(f, b, layers, mean, again, waited, head)
+    f[layout.last] += head / 3
+    b[layout.last] += head * 2 / 3 + (waited[2] if layout.pp > 1 else 0.0)
+    return _Stages(f, b, layers, mean, again, waited, head, layout.last)
 
 
 def _optimizer(layout: Layout, shares: Shares, hardware: Hardware, kernels: Kernels) -> float:
@@ -218,16 +219,10 @@ def _gathers(
 
 
 def _fill(layout: Layout, stages: list[float]) -> float:
-    """Return the seconds that ranks idle while a pipeline fills and drains, as the schedule's theory has it."""
-    theory = bubble_in_theory(
-        layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, recompute=False
-    )
-    others = sum(stages) - max(stages)
-    if theory is None:
-        return others
-    share = float(theory)
+    """Return the seconds that ranks idle while a pipeline fills and drains, as the schedule's bubble has it."""
+    share = bubble(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
     ideal = share / (1 - share) * layout.microbatches  # in times of a stage
-    return others * ideal / (layout.pp - 1)
+    return (sum(stages) - max(stages)) * ideal / (layout.pp - 1)
 
 
 def _hop(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from math import log
 from typing import Any
 
@@ -17,13 +18,15 @@ from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.calibrate import NEAR, Observation
 from mpkit.cost_model.estimate import estimated
 from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.memory import in_flight, kept
+from mpkit.cost_model.memory import kept
 from mpkit.cost_model.preset import preset_as_played
 from mpkit.cost_model.stack import Constants, Stack, stack_of
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.model_states import formula
-from mpkit.schedule import NAMES
+from mpkit.schedule import NAMES, named
+from mpkit.schedule.catalogue import LOOPED, V_SHAPED
+from mpkit.schedule.summary import peak_live
 from tests.recipes import adamw
 
 H100 = mk.cluster_of("h100", nodes=128, nic="ndr")
@@ -49,21 +52,33 @@ def _estimate(plan: mk.Plan, microbatch: int = 1, **more: Any) -> Any:
     return mk.estimate(LLAMA, plan, H100, global_batch=batch, sequence=2048, **more)
 
 
-CHUNKS = [
-    *((name, 1) for name in ("gpipe", "1f1b", "zb_h1", "zb_h2")),
-    *((name, 2) for name in ("zbv", "dualpipev")),
-    *((name, v) for name in ("looped_bfs", "interleaved_1f1b", "interleaved_zb") for v in (1, 2, 3)),
-]
+def _chunks(schedule: str) -> tuple[int, ...]:
+    if schedule in V_SHAPED:
+        return (2,)
+    return (1, 2, 3) if schedule in LOOPED else (1,)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), CHUNKS)
-def test_the_first_stage_keeps_as_many_micro_batches_as_its_schedule(schedule: str, chunks: int) -> None:
-    assert {name for name, _ in CHUNKS} == {*NAMES} - {"naive"}
-    for p in (2, 3, 4):
-        layout = Layout(pp=p, microbatches=4 * p, schedule=schedule, virtual_stages=chunks)
-        v = 1 if schedule in ("zbv", "dualpipev") else chunks  # which have two chunks anyway
-        plan = mk.Plan(pp=p, schedule=schedule, microbatches=4 * p, virtual_stages=v)
-        assert in_flight(layout, 0) * chunks == mk.simulate(plan).peak_memory[0]["activations"]
+@pytest.mark.parametrize("schedule", NAMES)
+def test_ranks_hold_as_many_micro_batches_as_their_schedule_says(schedule: str) -> None:
+    for p, v in product((2, 3, 4), _chunks(schedule)):
+        for m in (*range(1, 2 * p + 2), 5 * p, 5 * p + 1):
+            held = peak_live(schedule, p, m, v)
+            assert held == tuple(one / v for one in named(schedule, p, m, v).peak_live)
+    assert peak_live("interleaved_1f1b", 3, 8, 2) == (4.5, 3.5, 2.5)
+
+
+def test_a_schedule_of_ones_own_is_priced_as_it_is() -> None:
+    plan = mk.Plan.from_schedule(["F0 B0 F1 B1", "F0 I0 F1 W0 I1 W1"])
+    found, named = _estimate(plan), _estimate(mk.Plan.gpipe(2, 2))
+    assert plan.build().peak_live == [1, 2]
+    first, second = ([memory["activations"] for memory in one.stage_memory] for one in (found, named))
+    assert first[1] == second[1] and first[0] < 0.6 * second[0]
+
+
+def test_the_head_is_on_the_rank_of_the_last_stage() -> None:
+    down_and_up = _estimate(mk.Plan.pipeline("zbv", 4, 8))
+    assert [memory["logits"] > 0 for memory in down_and_up.stage_memory] == [True, False, False, False]
+    assert len({round(memory["params"]) for memory in down_and_up.stage_memory[1:]}) == 1
 
 
 @given(plans)
