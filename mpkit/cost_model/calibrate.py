@@ -19,7 +19,7 @@ import numpy as np
 
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.preset import Preset, preset_as_played
+from mpkit.cost_model.preset import UNFITTED, Preset, preset_as_played, presets, prior_of
 from mpkit.cost_model.stack import PRIOR, Constants, Stack
 from mpkit.cost_model.step import step_time
 from mpkit.devices.hardware import Hardware
@@ -152,11 +152,13 @@ def calibrate(
         steps: for each, the pair of its estimate and its seconds, (mk.estimate(...), 0.41), what
             `estimate.measured(seconds)` returns, or a finished Run of mpkit. Four or more that differ in sizes give a
             band of their own.
-        prior: the constants to which few steps are held; None: those of A100; of Runs, what plays take.
+        prior: the constants to which few steps are held; None: those expected of a stack that is not known; of Runs,
+            what plays take.
         name: what the stack is called; "": as in the estimates.
 
     Raises:
-        ValueError: there are none, one took no time, or they are of several stacks or devices.
+        ValueError: there are none, one took no time, they are of several stacks or devices, or they are faster than
+            the device can be.
 
     >>> import mpkit as mk
     >>> plan = mk.Plan(dp=8, zero=3)
@@ -174,12 +176,31 @@ def calibrate(
                 f"{row.name} took {row.seconds} seconds: give the seconds of a step, such as 0.41"
             )
         rows.append(row)
-    own = (
-        preset_as_played(rows[0].hardware.device).constants
-        if rows and rows[0].stack.name == "mpkit"
-        else PRIOR
-    )
-    return preset_of(rows, prior or own, name)
+    if not rows:
+        return preset_of(rows)  # which says what to give
+    stack, device = rows[0].stack, rows[0].hardware.device
+    if stack.name == "mpkit":  # whose peak is a rate that the catalogue assumes
+        return preset_of(rows, prior or preset_as_played(device).constants, name)
+    found = preset_of(rows, prior or prior_of(stack.name, presets().values()), name)
+    _check_shares(found, stack)
+    return found
+
+
+def _check_shares(found: Preset, stack: Stack) -> None:
+    """Check that no share of a peak is above 1.
+
+    Raises:
+        ValueError: one is.
+    """
+    for share, what in ((found.constants.matmul, "products"), (found.constants.attention, "attention")):
+        if share > 1:
+            bits = 8 if stack.fp8 else 8 * stack.element
+            raise ValueError(
+                f"these steps are faster than {found.device} can be: they ask for {share:.0%} of its peak in {what} "
+                f"of {bits} bits. Check that the seconds are those of whole steps, that the estimates name the machine "
+                f"that ran and the samples of a step, and that the program computed in {bits} bits, as "
+                f"stack={stack.name!r} does"
+            )
 
 
 class HasStep(Protocol):
@@ -212,13 +233,13 @@ def _observed(step: Any) -> Observation:
 def band_of(errors: Sequence[float]) -> float:
     """Return the band that should cover nine of ten new steps, from the sizes of the errors of steps left out.
 
-    The more steps there are, the closer it is to their 90 % quantile; with few it is wider, at least 5 %.
+    The more steps there are, the closer it is to their 90 % quantile; with less than four it is that of no steps.
 
     >>> round(band_of([0.01 * i for i in range(20)]), 3)
     0.193
     """
     n = len(errors)
     if n < 4:
-        return max(0.15, 1.5 * max(errors))
+        return max(UNFITTED, 1.5 * max(errors))
     quantile = float(np.quantile(np.array(errors), min(1.0, 0.9 * (1 + 1 / n))))
     return max(0.05, quantile * (1 + 1.5 / n))

@@ -67,7 +67,7 @@ class Estimate:
 
     @property
     def band(self) -> tuple[float, float]:
-        """The seconds between which nine of ten such steps should lie: the preset's band, or 30 % either way."""
+        """The seconds between which nine of ten such steps should lie: the preset's band."""
         return self.step_time * (1 - self.preset.band), self.step_time * (1 + self.preset.band)
 
     @property
@@ -149,7 +149,7 @@ class Estimate:
         most = max(self.stage_memory, key=lambda memory: sum(memory.values()))
         held = ", ".join(f"{name} {most[name] / GIB:.1f}" for name in CATEGORIES if most[name] > 0.05 * GIB)
         name = self.model.name or "the model"
-        origin = "the band of its preset" if self.preset.rows else "assumed: nothing was fitted here"
+        origin = "the band of its preset" if self.preset.rows else "nothing was fitted here"
         return "\n".join(
             [
                 f"{name} ({self.model.parameters / 1e9:.3g} B parameters), {self.plan!r}",

@@ -51,6 +51,7 @@ class Stack:
         name: by which it is asked for.
         element: bytes per element of activations and of the weights that products read.
         fp8: whether products with weights run in 8 bits.
+        eager: whether each elementwise operator is a kernel of its own, as without torch.compile or special ones.
         fused: whether attention is fused (FlashAttention: Dao et al. 2022), so that its s x s scores never leave the
             chip.
         gradient: bytes per parameter of accumulated gradients.
@@ -81,6 +82,7 @@ class Stack:
     name: str
     element: int = 2
     fp8: bool = False
+    eager: bool = False
     fused: bool = True
     gradient: float = 2.0
     reduced: float = 2.0
@@ -107,9 +109,11 @@ class Stack:
 STACKS = {
     stack.name: stack
     for stack in (
-        Stack("pytorch", early_stop=True),
+        Stack("pytorch", eager=True, early_stop=True),
         Stack("mpkit", element=4, gradient=4, reduced=4, states=8, logits=12),
-        Stack("pytorch-fp32", element=4, gradient=4, reduced=4, states=8, logits=12, early_stop=True),
+        Stack(
+            "pytorch-fp32", eager=True, element=4, gradient=4, reduced=4, states=8, logits=12, early_stop=True
+        ),
         # SC'21's own scripts: fp16 gradients, torch's DDP without stages and Megatron's own with them.
         Stack(
             "megatron-2021",
@@ -145,7 +149,7 @@ STACKS = {
             loss=EAGER_LOSS,
             by_weight=True,
         ),
-        Stack("torchtitan", gradient=4, reduced=4, early_stop=True),
+        Stack("torchtitan", eager=True, gradient=4, reduced=4, early_stop=True),
         Stack("torchtitan-compile", gradient=4, reduced=4, gates=3, early_stop=True),
     )
 }

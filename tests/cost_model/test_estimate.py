@@ -256,6 +256,17 @@ def test_what_cannot_be_calibrated(steps: list[Any], words: str) -> None:
         mk.calibrate(steps)
 
 
+def test_steps_that_are_faster_than_the_device_can_be_are_no_calibration() -> None:
+    plan = mk.Plan(dp=8, zero=3)
+    guesses = [
+        mk.estimate(LLAMA, plan, "8x-h200-nvlink", global_batch=16, sequence=s) for s in (1024, 2048, 4096)
+    ]
+    with pytest.raises(
+        ValueError, match=r"faster than H200 SXM can be: they ask for 1\d\d% of its peak in products of 16"
+    ):
+        mk.calibrate([(guess, guess.step_time / 2) for guess in guesses])
+
+
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     from mpkit.apps.cli import main
 
