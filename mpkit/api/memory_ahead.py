@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.cost_model.fits import Fits, fits
 from mpkit.cost_model.known_models import NoArchitecture, architecture_of
-from mpkit.cost_model.stack import Stack, stack_of
 from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.plan.model_states import formula
 from mpkit.plan.plan import Plan
@@ -99,16 +98,9 @@ def _estimated(model: nn.Module, plan: Plan, shape: Sequence[int], available: in
     device = Device("the device", {"float32": 1e12}, 1e12, available)
     machine = Hardware("this machine", device, Link("any", 0.0, 1e11), per_node=max(plan.ranks, 1))
     try:
-        return fits(architecture, plan, machine, batch=shape[0], sequence=shape[1], stack=_stack(plan))
+        return fits(architecture, plan, machine, batch=shape[0], sequence=shape[1], stack="mpkit")
     except ValueError:
         return None  # the training can do what an estimate cannot, such as micro-batches of unequal size
-
-
-def _stack(plan: Plan) -> Stack:
-    """Return what the kit's own strategies keep: 4 bytes of everything, or 2 with master weights in 32 bits."""
-    if plan.precision == "full":
-        return stack_of("mpkit")
-    return stack_of("mpkit", element=2, gradient=2, reduced=2, states=12, logits=10)
 
 
 def _states_alone(model: nn.Module, plan: Plan, available: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["add_advise", "add_predict", "plan_of"]
 
-WORDS = "zero3, ddp, tp8+pp4+zero1+m32, zero2+full (recomputation), or a Plan as JSON"
+WORDS = "zero3+bf16, ddp, tp8+pp4+zero1+m32+bf16, zero2+full (recomputation), or a Plan as JSON"
 
 
 def add_predict(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -120,6 +120,8 @@ def plan_of(words: str, devices: int) -> Any:
             fields["recompute"] = word
         elif word == "sp":
             fields["sequence_parallel"] = True
+        elif word in {"bf16", "fp16"}:
+            fields["precision"] = word
         elif word not in {"ddp", "1f1b", ""}:
             raise ValueError(f"--plan {words}: {word!r} means nothing here. Such as: {WORDS}")
     others = fields.get("tp", 1) * fields.get("pp", 1) * fields.get("cp", 1)

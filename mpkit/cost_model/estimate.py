@@ -26,6 +26,7 @@ from mpkit.cost_model.stack import Stack, stack_of
 from mpkit.cost_model.step import StepTime, step_time
 from mpkit.devices.catalogue import hardware as machine_of
 from mpkit.devices.hardware import Hardware
+from mpkit.plan.checks import call_of
 from mpkit.plan.plan import Plan
 from mpkit.support.tracebacks import public
 from mpkit.support.units import percent, seconds
@@ -153,7 +154,8 @@ class Estimate:
         return "\n".join(
             [
                 f"{name} ({self.model.parameters / 1e9:.3g} B parameters), {self.plan!r}",
-                f"on {self.hardware.name}, {self.layout.global_batch} samples of {self.sequence} tokens per step",
+                f"on {self.hardware.name} in {8 * self.stack.element} bits, {self.layout.global_batch} samples of "
+                f"{self.sequence} tokens per step",
                 f"step        {seconds(self.step_time)}, {seconds(low)} to {seconds(high)} ({origin})",
                 f"            {self.tokens_per_second:,.0f} tokens/s, {self.tflops_per_gpu:.0f} TFLOP/s per device, "
                 f"MFU {percent(self.mfu)}",
@@ -174,8 +176,8 @@ def estimate(
 ) -> Estimate:  # fmt: skip
     """Predict the time and memory of a step of training with Adam.
 
-    An architecture has no dtype: products are taken to run in 16 bits, with master weights in 32; for 32 bits ask for
-    `stack="pytorch-fp32"`.
+    The plan's precision decides: "full" is 32 bits, since an architecture has no dtype; "bf16" and "fp16" compute in 16
+    bits, with master weights in 32. A stack that is asked for by name has a precision of its own.
 
     Args:
         model: a model of transformers or mpkit's GPT, a config, the path of a config.json, a known name such as
@@ -198,17 +200,37 @@ def estimate(
     """
     machine = machine_of(hardware)
     check_plan(plan)
-    return estimated(
-        architecture_of(model), plan, machine, global_batch, sequence, _stack(stack, plan), preset, trainable
-    )
+    chosen, plan = stack_for(plan, stack)
+    return estimated(architecture_of(model), plan, machine, global_batch, sequence, chosen, preset, trainable)
 
 
-def _stack(stack: str | Stack | None, plan: Plan) -> Stack:
-    if isinstance(stack, Stack):
-        return stack
-    if stack is None:  # PyTorch's buckets are the plan's
-        return stack_of(None, bucket=plan.bucket_mb * 2**20)
-    return stack_of(stack)
+def stack_for(plan: Plan, stack: str | Stack | None = None) -> tuple[Stack, Plan]:
+    """Return the software that runs a plan, and the plan in its precision.
+
+    Args:
+        plan: the plan.
+        stack: what is asked for; None: PyTorch, in the plan's precision and with its buckets.
+
+    Raises:
+        ValueError: there is no such stack, or the plan computes in 16 bits and the stack does not.
+
+    >>> [stack_for(Plan(dp=2, precision=how))[0].name for how in ("full", "bf16")]
+    ['pytorch-fp32', 'pytorch']
+    >>> stack_for(Plan(dp=2), "llm-foundry")[1]
+    Plan(dp=2, precision='bf16')
+    """
+    narrow = plan.precision != "full"
+    if stack is None:
+        return stack_of("pytorch" if narrow else "pytorch-fp32", bucket=plan.bucket_mb * 2**20), plan
+    chosen = stack_of(stack)
+    if narrow and chosen.name == "mpkit":
+        return replace(chosen, element=2, gradient=2, reduced=2, states=12, logits=10), plan
+    if narrow and chosen.element == 4:
+        raise ValueError(
+            f"stack={chosen.name!r} computes in 32 bits, and the plan in {plan.precision!r}: leave stack= out, or ask "
+            f"for {call_of(plan, {'precision': 'full'})}"
+        )
+    return chosen, plan if narrow or chosen.element == 4 else replace(plan, precision="bf16")
 
 
 def estimated(

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mpkit.cost_model.estimate import Estimate, estimate, estimated
+from mpkit.cost_model.estimate import Estimate, estimate, estimated, stack_for
 from mpkit.cost_model.memory import CATEGORIES
+from mpkit.cost_model.preset import Preset
 from mpkit.cost_model.stack import Stack
 from mpkit.devices.catalogue import hardware as machine_of
 from mpkit.devices.hardware import Hardware
@@ -57,6 +58,9 @@ class Remedy:
     plan: Plan
     change: str
     estimate: Estimate
+
+FOLLOW: dict[str, str | None] = {"pytorch": None, "pytorch-fp32": None, "mpkit": "mpkit"}
+"""The stacks whose precision is the plan's, by name, with what to ask for in another precision."""
 
 
 @dataclass(frozen=True)
@@ -139,13 +143,14 @@ class Fits(Drawn):
         >>> gpt2 = {"layers": 12, "hidden": 768, "heads": 12, "vocabulary": 50257}
         >>> mine = fits(gpt2, Plan(dp=8, zero=3), "8x-a100-nvlink", batch=8, sequence=1024, stack="deepspeed")
         >>> print(mine.against(Plan(dp=8, zero=2)).splitlines()[0])
-        Plan(dp=8, zero=3) needs 0.1 GiB more than Plan(dp=8, zero=2)
+        Plan(dp=8, zero=3, precision='bf16') needs 0.1 GiB more than Plan(dp=8, zero=2, precision='bf16')
         """
         theirs = Fits(self._estimate(other, self.estimate.layout.global_batch))
         mine, their = self.memory[self.fullest], theirs.memory[theirs.fullest]
         more = (sum(mine.values()) - sum(their.values())) / GIB
         lines = [
-            f"{self.estimate.plan!r} needs {abs(more):.1f} GiB {'more' if more > 0 else 'less'} than {other!r}"
+            f"{self.estimate.plan!r} needs {abs(more):.1f} GiB {'more' if more > 0 else 'less'} than "
+            f"{theirs.estimate.plan!r}"
         ]
         changes = sorted(CATEGORIES, key=lambda name: -abs(mine[name] - their[name]))
         for name in changes:
@@ -158,6 +163,8 @@ class Fits(Drawn):
         """Yield the plans that differ from one in one thing."""
         layout = self.estimate.layout
         for change, values in changes(plan, layout.microbatch):
+            if "precision" in values and self.estimate.stack.name not in FOLLOW:
+                continue
             with suppress(ValueError):  # this plan or batch cannot be changed so
                 changed = replace(plan, **values)
                 yield Remedy(changed, change, self._estimate(changed, layout.global_batch))
@@ -167,7 +174,13 @@ class Fits(Drawn):
 
     def _estimate(self, plan: Plan, batch: int) -> Estimate:
         e = self.estimate
-        return estimated(e.model, plan, e.hardware, batch, e.sequence, e.stack, e.preset, e.layout.trainable)
+        stack: Stack = e.stack
+        preset: Preset | None = e.preset
+        if stack.name not in FOLLOW:
+            plan = replace(plan, precision=e.plan.precision)
+        elif plan.precision != e.plan.precision:
+            stack, preset = stack_for(plan, FOLLOW[stack.name])[0], None
+        return estimated(e.model, plan, e.hardware, batch, e.sequence, stack, preset, e.layout.trainable)
 
     def margin(self, memory: dict[str, float]) -> float:
         """Return the bytes that fragmentation takes beside this memory."""
@@ -227,6 +240,8 @@ def changes(plan: Plan, microbatch: int) -> list[tuple[str, dict[str, Any]]]:
         options += [(f'recompute="{how}"', {"recompute": how}) for how in ("selective", "every=2", "full")]
     elif plan.recompute != "full":
         options.append(('recompute="full"', {"recompute": "full"}))
+    if plan.precision == "full":
+        options.append(('precision="bf16"', {"precision": "bf16"}))
     if plan.dp * plan.cp > 1:
         options += [(f"zero={stage}", {"zero": stage}) for stage in range(plan.zero + 1, 4)]
     if plan.tp > 1 and not plan.sequence_parallel:

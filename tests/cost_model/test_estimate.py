@@ -112,14 +112,41 @@ def test_recomputation_saves_memory_and_costs_at_most_a_forward(plan: mk.Plan) -
 @settings(max_examples=20, deadline=None)
 def test_states_are_the_formulas(n: int, zero: int) -> None:
     """The ZeRO paper's formulas, which `mpkit.plan.model_states` holds."""
-    found = mk.estimate(
-        {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 512}, mk.Plan(dp=n, zero=zero), H100,
-        global_batch=n, sequence=64,
-    )  # fmt: skip
-    theirs = formula(mk.Plan(dp=n, zero=zero, precision="bf16"), found.model.parameters, itemsize=2)
-    held = found.memory[0]
-    for name in ("params", "grads", "optimizer"):
-        assert held[name] == pytest.approx(theirs[name], rel=1e-9), name
+    for precision, itemsize in (("full", 4), ("bf16", 2), ("fp16", 2)):
+        plan = mk.Plan(dp=n, zero=zero, precision=precision)
+        model = {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 512}
+        found = mk.estimate(model, plan, H100, global_batch=n, sequence=64)
+        theirs = formula(plan, found.model.parameters, itemsize=itemsize)
+        held = found.memory[0]
+        for name in ("params", "grads", "optimizer"):
+            assert held[name] == pytest.approx(theirs[name], rel=1e-9), name
+
+
+def test_the_plans_precision_is_read() -> None:
+    plans = [mk.Plan(dp=8, zero=3, precision=precision) for precision in ("full", "bf16", "fp16")]
+    full, bf16, fp16 = (_estimate(plan) for plan in plans)
+    assert full.step_time > 2 * bf16.step_time and full.peak_memory > bf16.peak_memory
+    assert (bf16.step_time, bf16.peak_memory) == (fp16.step_time, fp16.peak_memory)
+    assert "in 32 bits" in str(full) and "in 16 bits" in str(bf16)
+    named = _estimate(mk.Plan(dp=8, zero=3), stack="llm-foundry")
+    assert named.plan.precision == "bf16" and named.stack.element == 2
+    with pytest.raises(
+        ValueError, match=r"computes in 32 bits, and the plan in 'bf16'.*Plan\(dp=8, zero=3\)"
+    ):
+        _estimate(plans[1], stack="pytorch-fp32")
+
+
+def test_16_bits_are_a_remedy() -> None:
+    tight = mk.fits("llama3-8b", mk.Plan(dp=8, zero=3), "8x-a100-nvlink", batch=16, sequence=8192)
+    changed = {remedy.change for remedy in tight._changed(tight.estimate.plan)}
+    assert 'precision="bf16"' in changed
+    assert not [
+        c
+        for c in mk.fits(
+            "llama3-8b", mk.Plan(dp=8), "8x-a100-nvlink", sequence=64, stack="megatron"
+        )._changed(mk.Plan(dp=8))
+        if "precision" in c.change
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
@@ -262,7 +289,7 @@ def test_steps_that_are_faster_than_the_device_can_be_are_no_calibration() -> No
         mk.estimate(LLAMA, plan, "8x-h200-nvlink", global_batch=16, sequence=s) for s in (1024, 2048, 4096)
     ]
     with pytest.raises(
-        ValueError, match=r"faster than H200 SXM can be: they ask for 1\d\d% of its peak in products of 16"
+        ValueError, match=r"faster than H200 SXM can be: they ask for 1\d\d% of its peak in products of 32"
     ):
         mk.calibrate([(guess, guess.step_time / 2) for guess in guesses])
 
