@@ -71,7 +71,7 @@ def test_every_machine_has_sane_figures_and_their_sources(name: str) -> None:
     assert device.rate("bfloat16") >= device.rate()
     assert device.rate("no such dtype") == device.rate()
     for source in [*device.sources.values(), *(s for link in links for s in link.sources.values())]:
-        assert any(mark in source for mark in ("published", "fitted", "assumed")), source
+        assert any(mark in source for mark in ("published", "reported", "fitted", "assumed")), source
 
 
 def test_rates_are_those_reached_not_those_of_the_data_sheet() -> None:

@@ -59,6 +59,7 @@ class Remedy:
     change: str
     estimate: Estimate
 
+
 FOLLOW: dict[str, str | None] = {"pytorch": None, "pytorch-fp32": None, "mpkit": "mpkit"}
 """The stacks whose precision is the plan's, by name, with what to ask for in another precision."""
 

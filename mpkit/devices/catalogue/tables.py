@@ -1,6 +1,6 @@
 """The tables of the catalogue, and the links that are fitted to them.
 
-    devices.csv         peak rates, memory and link rates as published
+    devices.csv         peak rates, memory and link rates as published; memory_GiB as drivers report it
     mamf.csv            the rate that large matrix products really reach
     links.csv           link rates, one direction
     collectives.csv     nccl-tests sweeps: payload, time, bus bandwidth

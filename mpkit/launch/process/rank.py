@@ -140,15 +140,7 @@ def device_of(rank: int, settings: Settings) -> torch.device:
     numbers = settings.numbers or list(range(settings.devices))
     device = torch.device(settings.device, numbers[rank % len(numbers)])
     getattr(torch, settings.device).set_device(device)
-    if settings.device == "cuda":
-        _enter_context(device)
     return device
-
-
-def _enter_context(device: torch.device) -> None:
-    """Let autograd's thread for this GPU enter its context: cuBLAS warns if it has to do that itself."""
-    x = torch.ones((), device=device, requires_grad=True)
-    (x * x).backward()
 
 
 def meet(rank: int, settings: Settings, folder: Path) -> Any:
@@ -179,7 +171,15 @@ def context_of(
     comm = Communicator(Wire(rank, settings.ranks, recorder, device, settings.backend, checks))
     context = Context(rank, settings.ranks, device, comm, recorder)
     joined(comm)
+    if device.type == "cuda":
+        _enter_context(device)
     return context
+
+
+def _enter_context(device: torch.device) -> None:
+    """Let autograd's thread for this GPU enter its context: cuBLAS warns if it has to do that itself."""
+    x = torch.ones((), device=device, requires_grad=True)
+    (x * x).backward()
 
 
 def work(context: Context, folder: Path) -> None:
