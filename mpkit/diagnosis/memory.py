@@ -78,6 +78,8 @@ def useless_recomputation(evidence: Evidence, before: Sequence[Finding]) -> Iter
     if not evidence.worth(gain):
         return
     peaks = [peak["total"] for peak in evidence.whole.peak_memory_of_run]
+    if not all(peaks):  # an imported trace without the allocator's events: nothing is known of memory
+        return
     kept = [_kept(evidence, rank) for rank in range(evidence.graph.world_size)]
     memory = [evidence.machine.device_of(r).memory if evidence.machine else 0 for r in range(len(peaks))]
     fits = [

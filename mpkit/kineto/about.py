@@ -88,9 +88,11 @@ def about(header: Mapping[str, Any], path: Path, device: int = 0) -> About:
         devices = _parsed(devices)
     listed = devices if isinstance(devices, list) else ()
     names = {str(each.get("id")): str(each.get("name", "")) for each in listed if isinstance(each, Mapping)}
-    return About(
-        rank, world, str(said.get("backend", "")), groups, axes, names.get(str(device), ""), path.name
-    )
+    only = (
+        next(iter(names.values())) if len(names) == 1 else ""
+    )  # ranks that see one GPU may list it by another id
+    gpu = names.get(str(device), only)
+    return About(rank, world, str(said.get("backend", "")), groups, axes, gpu, path.name)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

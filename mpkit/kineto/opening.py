@@ -18,7 +18,7 @@ from mpkit.errors import TraceError
 from mpkit.kineto.imported import import_traces
 from mpkit.kineto.inference.mesh_fit import plan_of_mesh
 from mpkit.kineto.opened import OpenedTrace
-from mpkit.kineto.read import looks_like_json
+from mpkit.kineto.read import looks_like_json, looks_like_trace, other_kind
 from mpkit.support.tracebacks import public
 from mpkit.trace import Trace
 
@@ -26,6 +26,11 @@ __all__ = ["open"]
 
 _LARGE = 32 << 20
 """Bytes from which on reading shows a progress bar."""
+
+TAKES = (
+    "mk.open takes .json and .json.gz files of torch.profiler (export_chrome_trace), a folder of them, and what "
+    "trace.save wrote"
+)
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -38,7 +43,8 @@ def open(path: Paths) -> OpenedTrace:
     what was mended, how clocks were aligned) is in `notes`.
 
     Args:
-        path: a file, a folder of files with one per rank, or several files. JSON may be zipped by gzip.
+        path: a file, a folder of files with one per rank, a folder of such folders with one file each, or several
+            files. JSON may be zipped by gzip; JSON in a folder that is no trace is left out.
 
     Raises:
         TraceError: there is no such file, or it cannot be read as a trace.
@@ -56,11 +62,7 @@ def open(path: Paths) -> OpenedTrace:
         return OpenedTrace(own.ranks, own.meta)
     files = [file for each in asked for file in _files(Path(each))]
     if not files:
-        where = ", ".join(str(each) for each in asked) or "an empty list"
-        raise TraceError(
-            f"{where}: no trace. mk.open takes .json and .json.gz files of torch.profiler (export_chrome_trace), a "
-            "folder of them, and what trace.save wrote"
-        )
+        raise TraceError(f"an empty list: no trace. {TAKES}")
     with _progress(files) as progress:
         trace = import_traces(files, progress)
     opened = OpenedTrace(trace.ranks, trace.meta)
@@ -83,22 +85,37 @@ def _own(path: Path) -> Trace | None:
         return Trace.read(path) if own else None
     if path.is_file() and looks_like_json(path):
         return None
+    if path.is_file() and (kind := other_kind(path)):
+        raise TraceError(f"{path} is {kind}. {TAKES}")
     return Trace.load(path)
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files of JSON that a path names.
+    """Return the files of JSON that a path names: a folder's own, or one from each of its folders.
 
     Raises:
-        TraceError: there is no such file.
+        TraceError: there is no such file, no trace, or there are several folders of several traces.
     """
-    if path.is_dir():
-        return sorted(
-            file for pattern in ("*.json", "*.json.gz") for file in path.glob(pattern) if file.is_file()
-        )
-    if not path.is_file():
-        raise TraceError(f"{path}: no such file or folder")
-    return [path]
+    if not path.is_dir():
+        if not path.is_file():
+            raise TraceError(f"{path}: no such file or folder")
+        return [path]
+    own = _traces_in(path)
+    below = {} if own else {each: _traces_in(each) for each in sorted(path.iterdir()) if each.is_dir()}
+    found = {folder: files for folder, files in below.items() if files}
+    if len(found) > 1 and any(len(files) > 1 for files in found.values()):
+        several = ", ".join(f"mk.open({str(folder)!r})" for folder in found)
+        raise TraceError(f"{path}: its folders have traces of several runs; open one of them: {several}")
+    files = own or [file for files in found.values() for file in files]
+    if not files:
+        raise TraceError(f"{path}: no trace. {TAKES}")
+    return files
+
+
+def _traces_in(folder: Path) -> list[Path]:
+    """Return the traces in a folder, without what else is written in JSON there, such as configurations."""
+    files = [file for pattern in ("*.json", "*.json.gz") for file in folder.glob(pattern) if file.is_file()]
+    return sorted(file for file in files if looks_like_trace(file))
 
 
 @contextmanager

@@ -117,7 +117,9 @@ def _actions(events: Events, work: Work, actions: Sequence[Action]) -> list[Row]
         ends = work.end[action.first : action.last]
         end = max(int(ends.max()), start)
         starts = work.start[action.first : action.last]
-        busy = length(covered(np.maximum(starts, start), ends)) if events.on_device else 0
+        # Work of another stream may have ended before this action begins.
+        seen = np.maximum(starts, start), np.maximum(ends, start)
+        busy = length(covered(*seen)) if events.on_device else 0
         place = action.step, action.stage, action.microbatch
         rows.append(
             Row(start, end, action.kind, 0, *place, action.name, busy=min(busy, end - start) or end - start)
@@ -231,8 +233,12 @@ def _written(events: Events, rows: Sequence[Row], shift: int) -> RankTrace:
 
 
 def _memory(events: Events, ops: Array, shift: int) -> Array:
-    """Return the allocator's events, those of the GPU if it has any; nothing tells what the memory is for."""
-    changes = events.memory[events.memory[:, 2] == (1 if (events.memory[:, 2] == 1).any() else 0)]
+    """Return the allocator's events, those of the accelerator if it has any; nothing tells what the memory is for."""
+    kinds = events.memory[:, 2].astype(
+        np.int64
+    )  # c10::DeviceType: 0 is the host, 1 CUDA, 6 HIP, 12 XPU, 19 MTIA
+    away = kinds[kinds > 0]
+    changes = events.memory[kinds == (np.bincount(away).argmax() if len(away) else 0)]
     changes = changes[np.argsort(changes[:, 0], kind="stable")]
     memory = np.zeros(len(changes), MEMORY)
     memory["time"], memory["delta"] = changes[:, 0] + shift, changes[:, 1]

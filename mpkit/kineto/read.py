@@ -23,7 +23,7 @@ from typing import Any
 from mpkit.errors import TraceError
 from mpkit.support.unzip import Unzip
 
-__all__ = ["EventStream", "looks_like_json"]
+__all__ = ["EventStream", "looks_like_json", "looks_like_trace", "other_kind"]
 
 PIECE = 4 << 20
 """Characters that are read at a time."""
@@ -36,17 +36,58 @@ _EMPTY = re.compile(r'(?<!\\)("\s*:)\s*(?=[,}\]])')
 _BACKSLASH = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
 _NEXT_EVENT = re.compile(r"\}\s*,\s*(?=\{)")
 
+MARKS = (b'"traceEvents"', b'"ph"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
+"""What one of the first 64 kB of a trace has: in front of the events lie devices and groups, which can be long."""
+
 
 def looks_like_json(path: Path) -> bool:
     """Say whether a file holds JSON, zipped by gzip or not, from its first characters."""
+    return _head(path, 64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
+
+
+def looks_like_trace(path: Path) -> bool:
+    """Say whether a file of JSON begins as a trace does; one that is damaged from the beginning counts as one."""
+    head = _head(path, 1 << 16)
+    return not looks_like_json(path) or any(word in head for word in MARKS)
+
+
+def other_kind(path: Path) -> str:
+    """Say what a file is that is neither JSON nor a zip archive, as far as its first bytes tell; "" if they do not.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     other_kind(Path(file.name))
+    'empty'
+    """
     with path.open("rb") as file:
-        head = file.read(2)
-    opened: Any = gzip.open if head == b"\x1f\x8b" else open
+        raw = file.read(64)
+    text = _head(path, 512)
+    if not raw:
+        return "empty"
+    if raw.startswith((b"PK", b"\x1f\x8b")) and text[257:262] != b"ustar":
+        return ""
+    kinds = {
+        "a pointer of Git LFS to a file that is not here: `git lfs pull` fetches it": raw.startswith(
+            b"version https://git-lfs"
+        ),
+        "UTF-16, and a trace is UTF-8": raw.startswith((b"\xff\xfe", b"\xfe\xff")),
+        "a tar archive: unpack it, and open its folder": text[257:262] == b"ustar",
+        "a page of HTML, not the file that it shows": text.lstrip()[:1] == b"<",
+        "text, and not JSON": text.isascii() and b"\0" not in text,
+    }
+    return next((kind for kind, it_is in kinds.items() if it_is), "neither JSON nor a trace of mpkit")
+
+
+def _head(path: Path, length: int) -> bytes:
+    """Return the first bytes of a file, unzipped; as many as can be read."""
+    with path.open("rb") as file:
+        zipped = file.read(2) == b"\x1f\x8b"
+    opened: Any = gzip.open if zipped else open
     with opened(path, "rb") as file:
         try:
-            return bytes(file.read(64)).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
+            return bytes(file.read(length))
         except (EOFError, zlib.error, gzip.BadGzipFile):
-            return False
+            return b""
 
 
 class EventStream:

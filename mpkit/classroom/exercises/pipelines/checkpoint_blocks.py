@@ -26,14 +26,13 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.classroom.framework.by_hand import calls_the_library, checkpoint_by_hand
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
 from mpkit.classroom.framework.measures import peak
 from mpkit.classroom.framework.memory import Memory
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.seen import Seen
 from mpkit.classroom.framework.serial import fill
-from mpkit.classroom.framework.staged import staged
+from mpkit.classroom.framework.staged import calls_the_library, checkpoint_by_hand, staged
 from mpkit.trace import Kind
 
 

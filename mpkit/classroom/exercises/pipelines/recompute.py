@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.classroom.framework.by_hand import calls_the_library, checkpoint_by_hand
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
 from mpkit.classroom.framework.measures import peak
 from mpkit.classroom.framework.memory import Memory
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.serial import fill
-from mpkit.classroom.framework.staged import staged
+from mpkit.classroom.framework.staged import calls_the_library, checkpoint_by_hand, staged
 
 
 # %% answer

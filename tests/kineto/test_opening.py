@@ -1,0 +1,140 @@
+"""What `mk.open` takes for a trace: folders, folders of folders, other files, other devices."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpkit as mk
+from mpkit.errors import TraceError
+from mpkit.trace import CATEGORIES, Kind
+
+
+def span(name: str, start: float, length: float, **more: Any) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": name,
+        "pid": 1,
+        "tid": 1,
+        "ts": start,
+        "dur": length,
+        "args": {},
+    } | more
+
+
+def traced(path: Path, *events: dict[str, Any], **header: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**header, "traceEvents": events or [span("aten::mm", 1, 2)]}))
+    return path
+
+
+def test_json_in_a_folder_that_is_no_trace_is_left_out(tmp_path: Path) -> None:
+    traced(tmp_path / "rank0.json")
+    (tmp_path / "config.json").write_text('{"hidden": 3}')
+    (tmp_path / "notes.json").write_text('["a note"]')
+    assert mk.open(tmp_path).world_size == 1
+
+
+def test_a_header_longer_than_what_is_looked_at_is_a_trace(tmp_path: Path) -> None:
+    groups = [{"pg_name": str(n), "ranks": [n], "pg_size": 1} for n in range(5000)]
+    traced(tmp_path / "rank0.json", distributedInfo={"rank": 0, "world_size": 1, "pg_config": groups})
+    assert mk.open(tmp_path).world_size == 1
+
+
+def test_a_folder_of_folders(tmp_path: Path) -> None:
+    for rank in range(2):
+        traced(tmp_path / "log" / f"rank{rank}" / f"rank{rank}.json")
+    assert mk.open(tmp_path / "log").world_size == 2
+    for rank in range(2):
+        traced(tmp_path / "runs" / "before" / f"rank{rank}.json")
+    assert mk.open(tmp_path / "runs").world_size == 2
+    traced(tmp_path / "runs" / "after" / "rank0.json")
+    with pytest.raises(
+        TraceError, match=r"traces of several runs; open one of them: mk.open\('.*after'\), mk.open"
+    ):
+        mk.open(tmp_path / "runs")
+    with pytest.raises(TraceError, match=r"no trace\. mk.open takes"):
+        (tmp_path / "empty").mkdir()
+        mk.open(tmp_path / "empty")
+
+
+def tar() -> bytes:
+    to = io.BytesIO()
+    with tarfile.open(fileobj=to, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("rank0.json"))
+    return gzip.compress(to.getvalue(), mtime=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"", "empty"),
+        (b"null", "text, and not JSON"),
+        (b"42", "text, and not JSON"),
+        ("{}".encode("utf-16"), "UTF-16"),
+        (b"<!DOCTYPE html><p>404", "a page of HTML"),
+        (b"// comment\n{}", "text, and not JSON"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS"),
+        (tar(), "a tar archive: unpack it"),
+        (b"\x0a\xf3\x01\x08\x00perfetto", "neither JSON nor a trace of mpkit"),
+    ],
+    ids=["empty", "null", "number", "utf-16", "html", "comments", "lfs", "tar", "protobuf"],
+)
+def test_a_file_that_is_no_trace_is_called_what_it_is(tmp_path: Path, content: bytes, kind: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=rf"trace\.json is {re.escape(kind)}.*mk.open takes"):
+        mk.open(path)
+
+
+@pytest.mark.parametrize("device", [1, 6, 12, 19])
+def test_memory_is_the_accelerators_whichever_it_is(tmp_path: Path, device: int) -> None:
+    def held(nbytes: int, kind: int) -> dict[str, Any]:
+        args = {"Bytes": nbytes, "Device Type": kind, "Device Id": 0, "Total Allocated": nbytes, "Addr": 1}
+        return {"ph": "i", "name": "[memory]", "ts": 1, "pid": 1, "tid": 1, "s": "t", "args": args}
+
+    path = traced(
+        tmp_path / "rank0.json", span("aten::mm", 0, 2), held(7000, device), held(10, 0), held(10, 0)
+    )
+    memory = mk.open(path).ranks[0].memory
+    assert memory["delta"].sum() == 7000
+    assert set(memory["category"]) == {CATEGORIES.index("buffers")}
+
+
+def test_the_only_gpu_listed_is_the_ranks_whatever_its_number(tmp_path: Path) -> None:
+    kernel = span("gemm", 3, 2, cat="kernel", args={"device": 5, "stream": 7, "correlation": 1})
+    launch = span("hipLaunchKernel", 1, 1, cat="cuda_runtime", args={"correlation": 1})
+    path = traced(
+        tmp_path / "rank0.json", launch, kernel, deviceProperties=[{"id": 0, "name": "AMD Instinct MI300X"}]
+    )
+    assert "MI300X" in str(mk.open(path).meta["imported"])
+
+
+def test_streams_that_overlap_leave_no_action_of_negative_length(tmp_path: Path) -> None:
+    """A kernel of a forward runs, and ends, while one of the backward before it goes on."""
+    events = [
+        span("autograd::engine::evaluate_function: MmBackward0", 0, 5, tid=2),
+        span("cudaLaunchKernel", 1, 1, cat="cuda_runtime", tid=2, args={"correlation": 1}),
+        span("gemm_backward", 25, 40, cat="kernel", args={"device": 0, "stream": 23, "correlation": 1}),
+        span("aten::mm", 10, 5),
+        span("cudaLaunchKernel", 11, 1, cat="cuda_runtime", args={"correlation": 2}),
+        span("gemm_forward", 35, 10, cat="kernel", args={"device": 0, "stream": 7, "correlation": 2}),
+    ]
+    path = traced(
+        tmp_path / "rank0.json", *events, deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3"}]
+    )
+    trace = mk.open(path)
+    for timeline in (trace.timeline(), trace.timeline("8x-h100-nvlink")):
+        spans = timeline.spans
+        assert (spans["end"] >= spans["start"]).all()
+        assert Kind.BACKWARD in spans["kind"]
+    assert np.isfinite(trace.timeline("8x-h100-nvlink").step_time)
