@@ -210,7 +210,7 @@ class Run(RunResults):
                 self._proving.finish()
                 self._look_at_proof()
                 if self._launch.leads and self._launch.error in (None, self._proving.error):
-                    self._proving.note_losses()
+                    self._proving.note_first_times()
                     self._launch.trace.meta["proof"] = self.proof.to_dict()
                 if self._saves_alone is not None:
                     self._saves_alone.release()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mpkit.launch.process.folder import part
+from mpkit.models.python_state import Remembered
 from mpkit.parallel.runtime.evidence import digest_of, evidence_of
 from mpkit.parallel.stage.shard import Shard
 
@@ -62,6 +63,8 @@ class Assembled:
         digests: (rank, name, shard, dtype, digest, before) of each parameter that a rank computes with.
         buffers, buffers_before: by rank, by name.
         draws: what each rank drew at random, by stage and micro-batch.
+        remembered: what model and loss remember in Python from earlier steps, of the first rank that does.
+        other_memory: the places of what they remember that cannot be sent.
         other_draws: whether a forward drew random numbers that are not torch's.
         frozen: elements of parameters that are not trained, where the step before was not verified.
         missing: names of parameters of which no rank updates some elements.
@@ -80,6 +83,8 @@ class Assembled:
     draws: list[dict[tuple[int, int], list[Tensor]]] = field(default_factory=list)
     frozen: list[tuple[Elements, Tensor]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    remembered: Remembered = field(default_factory=dict)
+    other_memory: list[str] = field(default_factory=list)
     other_draws: bool = False
     scale: float = 1.0
     skipped: bool = False
@@ -159,6 +164,9 @@ def assembled(paths: list[Path], shapes: dict[str, torch.Size], trained: Collect
         found.draws.append(file["draws"])
         found.buffers.append(file["buffers"])
         found.buffers_before.append(file["buffers_before"])
+        values, others = file["remembered"]
+        found.remembered = values | found.remembered
+        found.other_memory += [place for place in others if place not in found.other_memory]
     found.missing = [name for name, mask in filled.items() if not bool(mask.all())]
     found.other_draws = any(file["other_draws"] for file in files)
     found.scale, found.skipped = files[0]["scale"], files[0]["skipped"]

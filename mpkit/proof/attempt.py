@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mpkit.data.microbatch import Value, part
 from mpkit.models.heard_draws import GivenDraws
+from mpkit.models.python_state import PythonState
 from mpkit.prepare.travel import ready_to_travel
 from mpkit.proof.draws import CannotReplay, StepDraws
 from mpkit.proof.rounding import SPREADS, Rounded, coarsest, distance
@@ -40,6 +41,7 @@ class Attempt:
         batch: inputs and targets.
         draws: the random numbers of the step.
         scale: the loss scale.
+        loss_state: what the loss remembers.
     """
 
     serial: Serial
@@ -47,11 +49,16 @@ class Attempt:
     batch: tuple[Value, Value]
     draws: StepDraws
     scale: float
+    loss_state: PythonState
+
+    def __post_init__(self) -> None:
+        self._loss_remembers = self.loss_state.changed()[0]
 
     def again(self) -> Serial:
         """Return the training at the beginning of the step once more, to be changed at will."""
         serial = copy.copy(self.serial)
         serial.model = copy_of(self.model)
+        self.loss_state.restore(self._loss_remembers)
         return serial
 
     def drawing(self) -> AbstractContextManager[Any]:

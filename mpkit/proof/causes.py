@@ -4,6 +4,7 @@ draws        ranks share random numbers, or do not share those that are common
 replicas     a rank computes with weights that are not the ones that were updated
 parameters   the loss uses the model's parameters by itself, and not only its outputs
 norms        BatchNorm takes its statistics over a part of the batch
+memory       the result of a forward depends on how many there were before, and ranks do another number of them
 parts        the parts of the batch do not add up to it: a layer or the loss looks at other samples
 mode         the ranks computed in another mode, training or evaluation
 factor       all gradients are the same number of times as large
@@ -46,7 +47,7 @@ def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None
         gradients: those of the ranks, by name.
     """
     untold = []
-    for kind in (_parameters, _norms, _parts, _mode, _factor, _share):
+    for kind in (_parameters, _norms, _memory, _parts, _mode, _factor, _share):
         try:
             found = kind(job, attempt, gradients)
         except Exception as error:
@@ -112,6 +113,21 @@ def _norm_parts(job: TrainJob) -> str:
     if plan.dp > 1 and (plan.batchnorm == "local" or plan.data_parallel == "dp"):
         return "each rank's samples"
     return f"each of {plan.microbatches} micro-batches"
+
+
+def _memory(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
+    count, serial = job.plan.microbatches, attempt.again()
+    if count == 1 and job.plan.recompute == "none":
+        return ""
+    (loss, first), (later, second) = attempt.run(serial), attempt.run(serial)
+    if distance(loss, later) <= CLOSE * largest(loss) and _equal(first, second):
+        return ""
+    why = f"a step has {count} of them" if count > 1 else "recomputation does some twice"
+    return (
+        f"The model or the loss remembers something from one forward to the next (a counter, a list), and {why}. What "
+        "works: one micro-batch and recompute='none'; or what depends on the step is computed from the step, not from "
+        "how often a forward was called"
+    )
 
 
 def _parts(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:

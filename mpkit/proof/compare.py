@@ -26,6 +26,9 @@ class Difference(Exception):
     says: str
     cause: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.says}. {self.cause}"
+
 
 def same(what: str, got: Tensor, wanted: Tensor, few: float, more: Callable[[], float] = lambda: 0.0) -> None:
     """Compare two tensors.

@@ -28,6 +28,9 @@ CHANCE = 1e-9
 class SharedDraws(Exception):
     """Ranks drew the same numbers for different things, different ones for the same, or not as often as serially."""
 
+    def __str__(self) -> str:
+        return f"{super().__str__()}."
+
 
 class CannotReplay(Exception):
     """What the ranks drew cannot be put together for the whole batch."""

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpkit.data.microbatch import Value, batch_size, leaves
 from mpkit.errors import NotSerial
 from mpkit.launch.packing.packing import dumps
 from mpkit.models.hooks import register
+from mpkit.models.python_state import PythonState
 from mpkit.parallel.job.feed import Source
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.evidence import lost_of
@@ -58,6 +59,7 @@ class Prover:
             model, loss, function.of, lr_schedule=schedule, max_grad_norm=job.how.max_grad_norm,
             dtype=PRECISIONS.get(job.plan.precision),
         )  # fmt: skip
+        self._state, self._loss_state = PythonState(model, loss), PythonState(nn.Module(), loss)
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._last = job.how.first_step - 1 if job.how.resume is None else None
         # What the ranks' weights have to be before the next step.
@@ -88,15 +90,17 @@ class Prover:
         """
         if lost := [rank for rank, path in enumerate(self._lost(step)) if path.exists()]:
             raise CannotReplay(f"there was no space left for what rank {lost[0]} has of it")
+        found = assembled(self._files(step), self._shapes, self._serial.weights)
         try:
-            found = assembled(self._files(step), self._shapes, self._serial.weights)
             self._compare(step, loss, found)
-        except SharedDraws as error:
-            raise NotSerial(
-                f"step {step + 1} is not that of serial training: {error}.", step=step + 1
-            ) from None
-        except Difference as difference:
-            raise self._explained(step, difference) from None
+        except (SharedDraws, Difference) as difference:
+            if found.other_memory:  # which may be why, and which serial training cannot begin with
+                raise CannotReplay(
+                    f"{found.other_memory[0]} keeps something from step to step that is neither a buffer nor a number. "
+                    'A buffer or a number would do; so would verify="all", which compares step after step'
+                ) from None
+            says = f"step {step + 1} is not that of serial training: {difference}".rstrip()
+            raise NotSerial(says, step=step + 1) from None
         self._last, self._known = step, found.after
 
     def _compare(self, step: int, loss: float, found: Assembled) -> None:
@@ -110,9 +114,10 @@ class Prover:
         self._start(step, found)
         # ---- gradients
         draws = StepDraws(self._job.plan, batch_size(batch[0]), found.draws)
-        attempt = Attempt(serial, copy_of(serial.model), batch, draws, found.scale)
+        attempt = Attempt(serial, copy_of(serial.model), batch, draws, found.scale, self._loss_state)
         eps = torch.finfo(coarsest(serial.model, [t for value in batch for t in leaves(value)])).eps
         value, gradients = attempt.run(serial)
+        loss_remembers = self._loss_state.changed()[0]
         while attempt.scale > 1 and not found.skipped and not _finite(gradients):
             attempt.scale /= 2  # what overflows at once does not in parts
             value, gradients = attempt.run(attempt.again())
@@ -132,6 +137,7 @@ class Prover:
         # ---- compare weights and buffers
         weights = compare_weights(self._job, serial, found)
         parted = compare_buffers(self._job, serial, found, attempt, noise, eps)
+        self._loss_state.restore(loss_remembers)  # whatever was repeated since
         off = abs(loss - float(value)) / max(abs(float(value)), torch.finfo(torch.float64).tiny)
         proof = self.proof
         self.proof = replace(
@@ -167,15 +173,10 @@ class Prover:
                 serial.optimizer.state.clear()
                 for name, states in (found.states or {}).items():
                     serial.optimizer.state[serial.weights[name]] = dict(states)
+                found.other_memory += self._state.restore(found.remembered)
         serial.refresh()
         for rank, name in found.other_replicas(after=False):
             raise Difference(f"rank {rank} begins the step with another {name} than the one that was updated")
-
-    def _explained(self, step: int, difference: Difference) -> NotSerial:
-        return NotSerial(
-            f"step {step + 1} is not that of serial training: {difference.says}. {difference.cause}".rstrip(),
-            step=step + 1,
-        )
 
 
 def _finite(gradients: dict[str, Tensor | None]) -> bool:

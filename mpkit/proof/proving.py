@@ -10,9 +10,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from mpkit.data.stream import Stream
 from mpkit.errors import NotSerial
+from mpkit.launch.process.folder import part
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.evidence import verdict_of
+from mpkit.parallel.runtime.first_times import FIRST_TIMES, first_unverified
 from mpkit.proof.draws import CannotReplay
 from mpkit.proof.prover import Prover
 from mpkit.support.caught import one_line
@@ -66,18 +69,32 @@ class Proving:
         if self._thread is not None:
             self._thread.join()
 
-    def note_losses(self) -> None:
-        """Say so if the loss ceased to be finite in a step that was not compared."""
+    def note_first_times(self) -> None:
+        """Say what happened for the first time in a step that was not compared, and which step to compare."""
+        known = self._proof
+        if self._thread is None or known.difference or len(known.steps) < len(self._due()):
+            return  # what is said is why not even these steps were compared
+        notes = [known.why_not] if known.why_not else []
         losses = enumerate(self._losses(), self._job.how.first_step + 1)
         step, loss = next((pair for pair in losses if not math.isfinite(pair[1])), (0, 0.0))
-        known = self._proof
-        if (
-            self._thread is not None
-            and step
-            and not (step in known.steps or known.why_not or known.difference)
-        ):
-            why = f"the loss is {loss} from step {step} on: train(..., verify=({step},)) compares that step"
-            self._know(replace(known, why_not=why))
+        if step and step not in known.steps:
+            notes.append(f"the loss is {loss} from step {step} on: {self._compares(step)}")
+        ranks = range(self._job.plan.ranks)
+        first, facts = first_unverified(part(self._folder, rank, FIRST_TIMES) for rank in ranks)
+        if facts:
+            more = f" (and {len(facts) - 1} more such changes)" if len(facts) > 1 else ""
+            notes.append(f"from step {first + 1} on {facts[0]}{more}: {self._compares(first + 1)}")
+        self._know(replace(known, why_not="; ".join(notes)))
+
+    def _due(self) -> list[int]:
+        """Return the steps to verify among those that were done."""
+        done = self._job.how.first_step + len(self._losses())
+        return [step for step in self._job.how.verified if step < done]
+
+    def _compares(self, step: int) -> str:
+        if isinstance(self._job.what.batches, Stream):
+            return "of a stream, only the first steps can be compared"
+        return f"train(..., verify=({step},)) compares that step"
 
     def _work(self) -> None:
         for step in self._job.how.verified:

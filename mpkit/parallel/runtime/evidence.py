@@ -1,13 +1,14 @@
 """Evidence: what a rank holds of a step that is verified, in files that the caller's process compares.
 
     begin       before the step: digests of the weights that the rank computes with; the elements that it updates, and
-                their optimizer states where the step before was not verified
+                their optimizer states, and what model and loss remember, where the step before was not verified
                 from here on, what forwards draw at random is heard
-    gradients   as the optimizer will see them, before they are clipped
+    gradients   as the optimizer will see them, before they are clipped; in any step, which parameters have one for
+                the first time (`first_times`)
     end         after the step: the elements that it updates, digests as above, and the buffers; the file is complete
 
-Nothing is sent: each rank writes what it has. In steps that are not verified, each phase is one comparison of numbers.
-`mpkit.proof` reads the files.
+Nothing is sent: each rank writes what it has. In steps that are not verified, `begin` and `end` are one comparison of
+numbers. `mpkit.proof` reads the files.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from torch import Tensor
 
 from mpkit.launch.process.folder import part
 from mpkit.models.heard_draws import Heard
+from mpkit.models.python_state import PythonState
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.checkpoint_state import buffers
+from mpkit.parallel.runtime.first_times import FIRST_TIMES, FirstTimes
 from mpkit.parallel.stage.gradient_sync import Piece, named_parameters
 from mpkit.parallel.stage.shard import Shard
 from mpkit.support.disk import FULL, write_whole
@@ -70,12 +73,19 @@ class Evidence:
         self._now: dict[str, Any] | None = None
         self._heard = Heard()
         self._last: int | None = None  # the latest step that was verified
+        self._step = 0
+        if self._steps:
+            path, modules = part(self._folder, self._rank, FIRST_TIMES), dict(job.what.model.named_modules())
+            self._first_times = FirstTimes(path, modules)
+            self._remembered = PythonState(job.what.model, job.what.given_loss or job.what.loss)
 
     def begin(self, step: int) -> None:
         """Note what the step starts from, if it is verified."""
+        self._step = step
         if step not in self._steps:
             return
-        states = self._last != step - 1 and self._training.update.optimizer is not None
+        anew = self._last != step - 1
+        states = anew and self._training.update.optimizer is not None
         pieces = [self._elements(piece, states=states) for piece in self._training.sync.pieces]
         held = {name: tensor.clone() for name, tensor in self._buffers().items()}
         self._heard = Heard()
@@ -85,12 +95,16 @@ class Evidence:
         ]  # fmt: skip
         self._now = {
             "pieces": pieces, "frozen": frozen, "before": self._digests(), "buffers_before": held,
-            "gradients": {},
+            "gradients": {}, "remembered": self._remembered.changed() if anew else ({}, []),
         }  # fmt: skip
         self._training.pipeline.listen(self._heard)
 
     def gradients(self, gradients: Mapping[Piece, Tensor]) -> None:
         """Note the gradients of the whole batch, before they are clipped."""
+        if self._steps:
+            used = (self._name(piece.name) for piece in gradients)
+            trained = (self._name(piece.name) for piece in self._training.sync.pieces)
+            self._first_times.note(self._step, used, trained, compared=self._now is not None)
         if self._now is not None:
             held = {self._name(piece.name): gradient.clone() for piece, gradient in gradients.items()}
             self._now["gradients"] = held

@@ -1,0 +1,123 @@
+"""What model and loss remember in Python from one forward to the next: counters, factors, modes.
+
+Neither parameters nor buffers are meant. A step that is computed again, later and by another process, has to begin with the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CellType, FunctionType, MethodType
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+__all__ = ["PythonState", "Remembered"]
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+CONTAINERS = (list, dict, set, tuple)
+OWN = frozenset(vars(nn.Module())) - {"training"}
+"""What torch itself keeps in a module."""
+
+Remembered: TypeAlias = "dict[tuple[str, str], Any]"
+"""Values by their holder's place and their name, such as ("block.0", "calls")."""
+
+
+class PythonState:
+    """What model and loss remember.
+
+    Args:
+        model: the model.
+        loss: the loss: a function, which remembers in the variables around it, or an object.
+
+    >>> model = nn.Sequential(nn.Dropout())
+    >>> state = PythonState(model, None)
+    >>> _ = model[0].eval()
+    >>> state.changed()
+    ({('0', 'training'): False}, [])
+    """
+
+    def __init__(self, model: nn.Module, loss: Any) -> None:
+        self._holders = dict(_holders("", model, set())) | dict(_holders("loss", loss, set()))
+        self._first = dict(self._values())
+        self._marks = {place: _mark(value) for place, value in self._first.items()}
+
+    def changed(self) -> tuple[Remembered, list[str]]:
+        """Return what has changed since this was made: values that can be sent, and in words the places of others."""
+        values: Remembered = {}
+        others = []
+        for place, value in self._values():
+            if place in self._marks and self._marks[place] == _mark(value):
+                continue
+            if isinstance(value, PLAIN):
+                values[place] = value
+            elif isinstance(value, Tensor):
+                values[place] = value.detach().cpu().clone()
+            else:
+                others.append(_words(place))
+        return values, others
+
+    def restore(self, values: Remembered) -> list[str]:
+        """Begin with what another process remembers; return in words the places of what has another shape here."""
+        others = []
+        for place, value in {
+            p: v for p, v in (self._first | values).items() if p in values or _plain(v)
+        }.items():
+            holder, name = self._holders.get(place[0], {}), place[1]
+            here = holder.get(name)
+            if isinstance(value, Tensor) and getattr(here, "shape", None) != value.shape:
+                others.append(_words(place))
+            elif isinstance(here, CellType):
+                here.cell_contents = value
+            else:
+                holder[name] = value
+        return others
+
+    def _values(self) -> Iterator[tuple[tuple[str, str], Any]]:
+        for path, holder in self._holders.items():
+            for name, held in holder.items():
+                value = held.cell_contents if isinstance(held, CellType) else held
+                if name not in OWN and (_plain(value) or _remembers(value)):
+                    yield (path, name), value
+
+
+def _holders(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the variables of a module and its parts, or of an object or function and what it calls, by their place."""
+    if isinstance(value, MethodType):
+        value = value.__self__
+    if id(value) in seen or isinstance(value, (type, Tensor)):
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        for name, module in value.named_modules(prefix=path):
+            yield name, vars(module)
+    elif isinstance(value, FunctionType):
+        cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+        yield path, cells
+        for name, cell in cells.items():
+            yield from _holders(f"{path}.{name}", cell.cell_contents, seen)
+    elif callable(value) and hasattr(value, "__dict__"):
+        yield path, vars(value)
+        for name, held in list(vars(value).items()):
+            yield from _holders(f"{path}.{name}", held, seen)
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, PLAIN)
+
+
+def _remembers(value: Any) -> bool:
+    """Return whether a value that is not plain may remember something, and is neither a weight nor made of weights."""
+    if isinstance(value, CONTAINERS):
+        return not any(isinstance(each, (nn.Parameter, nn.Module)) for each in value)
+    return isinstance(value, Tensor) and not value.requires_grad
+
+
+def _mark(value: Any) -> Any:
+    """Return what is different once a value has changed."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    return (id(value), len(value)) if isinstance(value, CONTAINERS) else value
+
+
+def _words(place: tuple[str, str]) -> str:
+    return ".".join(part for part in place if part)

@@ -1,0 +1,138 @@
+"""Steps that depend on earlier ones: branches, modes, and what model and loss remember in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+
+pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
+
+Clusters = Callable[[int], mk.Cluster]
+DDP = mk.Plan.ddp(2, unused="allow")
+
+
+def train(
+    clusters: Clusters, model: nn.Module, plan: mk.Plan, loss: Any = F.mse_loss, **how: Any
+) -> mk.Proof:
+    made = torch.Generator().manual_seed(1)
+    data = [(torch.randn(8, 4, generator=made), torch.randn(8, 2, generator=made)) for _ in range(8)]
+    given: dict[str, Any] = {
+        "optimizer": lambda p: torch.optim.AdamW(p, lr=0.1),
+        "steps": 8,
+        "verify": (1, 2, 6),
+    }
+    return clusters(plan.ranks).train(model, data, plan, loss=loss, **given | how).wait().proof
+
+
+class Branch(nn.Module):
+    """From the fifth forward on, `late` is used, or is not used any more; `drop` leaves training mode."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls = kind, 0
+        self.first, self.late, self.last = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 2)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.first(x)
+        if self.kind == ("begins" if self.calls > 4 else "ends"):
+            y = y + self.late(x)
+        if self.kind == "mode" and self.calls > 4:
+            self.drop.eval()
+        made: Tensor = self.last(self.drop(torch.tanh(y)))
+        return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("begins", "from step 5 on late.weight gets a gradient"),
+        ("ends", "from step 5 on late.weight gets no gradient"),
+        ("mode", "from step 5 on drop is in evaluation mode"),
+    ],
+)
+def test_what_happens_first_in_a_step_that_was_not_compared(clusters: Clusters, kind: str, says: str) -> None:
+    proof = train(clusters, Branch(kind), DDP, verify=(1,))
+    assert proof.why_not == f"{says}: train(..., verify=(5,)) compares that step"
+    proof = train(clusters, Branch(kind), mk.Plan.zero(3, 2, unused="allow"), verify=(1, 5))
+    assert (proof.steps, proof.why_not) == ((1, 5), ""), "the branch depends on a counter in Python"
+    assert train(clusters, Branch(kind), DDP, verify=(1, 7)).why_not == "", "a later step has the same"
+
+
+class Annealed:
+    """A loss whose factor grows with each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(outputs, targets) * min(1.0, self.calls / 5)
+
+
+class AnnealedModule(Annealed, nn.Module):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        Annealed.__init__(self)
+
+
+def annealed() -> Callable[[Tensor, Tensor], Tensor]:
+    calls = 0
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return F.mse_loss(outputs, targets) * min(1.0, calls / 5)
+
+    return loss
+
+
+@pytest.mark.parametrize("loss", [Annealed, AnnealedModule, annealed])
+def test_a_loss_that_counts_its_calls(clusters: Clusters, loss: Callable[[], Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    for plan in (DDP, mk.Plan.gpipe(2, 1)):
+        assert train(clusters, model, plan, loss()).steps == (1, 2, 6)
+    with pytest.raises(
+        mk.NotSerial, match=r"remembers something from one forward to the next.*a step has 2 of them"
+    ):
+        train(clusters, model, mk.Plan.serial(2), loss())
+
+
+class Keeps(nn.Module):
+    """Keeps a list, a tensor or a part of its output, which the next forward uses."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(4, 2)
+        self.list, self.tensor, self.carry = [1.0], torch.ones(()), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x) * len(self.list) * self.tensor + self.carry
+        if self.kind == "list":
+            self.list.append(1.0)
+        if self.kind == "tensor":
+            self.tensor = self.tensor + 1.0
+        if self.kind == "carry":
+            self.carry = made.detach() * 0.1
+        return made
+
+
+@pytest.mark.parametrize("kind", ["list", "tensor", "carry"])
+def test_what_a_module_keeps(clusters: Clusters, kind: str) -> None:
+    proof = train(clusters, Keeps(kind), DDP)
+    if kind == "tensor":
+        assert proof.steps == (1, 2, 6)
+    else:
+        assert proof.steps == (1, 2)
+        assert proof.why_not.startswith(
+            f"step 6 cannot be repeated: {kind} keeps something from step to step"
+        )
+    assert train(clusters, Keeps(kind), DDP, verify="all").steps == tuple(range(1, 9))
