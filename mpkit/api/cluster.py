@@ -335,10 +335,10 @@ class Cluster:
 
                 warn_of_memory(job, self._chosen, self.ranks)
             return job
-        from mpkit.api.launched_cluster import facts_in_common, warn_of_nodes
+        from mpkit.api.launched_cluster import facts_in_common, verified_alike, warn_of_nodes
 
         job = self._session.same("this training", partial(prepare, *args, **kwargs), facts_in_common)
-        job = job.without_proof("a launcher started the ranks, and they have no folder in common")
+        job = verified_alike(job, self._session)
         warn_if_unwise(job.plan)
         warn_of_nodes(job.plan, self._session.nodes, self._session.place.rank)
         return job

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.data.stream import Stream
 from mpkit.devices.unwise import spans_nodes
+from mpkit.launch.external.rendezvous import wait_for
 from mpkit.plan.plan import Plan
 from mpkit.support.caught import report
 from mpkit.support.units import percent, seconds
 
 if TYPE_CHECKING:
     from mpkit.api.run import Run
+    from mpkit.launch.external.external_launch import ExternalLaunch
+    from mpkit.launch.external.session import Session
     from mpkit.prepare.prepare import TrainJob
     from mpkit.timeline.live_timeline import LiveFeed
 
-__all__ = ["ProgressLine", "facts_in_common", "warn_of_nodes"]
+__all__ = ["ProgressLine", "facts_in_common", "provable_here", "verified_alike", "warn_of_nodes"]
 
 LINE_EVERY = 1.0, 30.0
 """Seconds between two lines: in a terminal, where each replaces the last one; elsewhere, as in a job's log."""
@@ -47,6 +52,26 @@ def facts_in_common(job: TrainJob) -> dict[str, Any]:
 
         facts["data"] = data_digest(*job.what.batches[0])  # type: ignore[index]
     return facts
+
+
+def verified_alike(job: TrainJob, session: Session) -> TrainJob:
+    """Return the job with the verified steps of rank 0, where one of them is drawn."""
+    store = session.part("verified")
+    if session.rank == 0:
+        store.set("steps", json.dumps(job.how.verified))
+    wait_for(store, ["steps"], session.names[:1])
+    return replace(job, how=replace(job.how, verified=tuple(json.loads(store.get("steps")))))
+
+
+def provable_here(job: TrainJob, launch: ExternalLaunch) -> TrainJob:
+    """Return the job as it is if this process can compare its steps, and otherwise without steps, and why."""
+    if launch.apart:
+        return job.without_proof(
+            "a launcher started the ranks, and they do not all write into rank 0's folder"
+        )
+    return (
+        job if launch.leads else job.without_proof("rank 0's process compares the steps, and has `run.proof`")
+    )
 
 
 def warn_of_nodes(plan: Plan, nodes: Sequence[str], rank: int) -> None:
@@ -90,7 +115,7 @@ class ProgressLine:
 
     def end(self, run: Run) -> None:
         """Show how the run ended."""
-        self._write(run, "\n")
+        self._write(run, "\n" if run.proof.difference else f"; {run.proof}\n")
 
     def _write(self, run: Run, after: str) -> None:
         losses = list(run.losses)

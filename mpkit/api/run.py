@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from mpkit.api.launched_cluster import ProgressLine
+from mpkit.api.launched_cluster import ProgressLine, provable_here
 from mpkit.api.observer import Observer, Observers
 from mpkit.api.run_list import keep
 from mpkit.api.run_results import RunResults
@@ -88,6 +88,8 @@ class Run(RunResults):
         self._dashboard: Any = None
         try:
             self._saves_alone = self._lock()
+            if isinstance(launch, ExternalLaunch):
+                job = provable_here(job, launch)
             self._proving = Proving(job, launch.folder, lambda: launch.losses)
             self._feeder = self._fed_by(job)
             if isinstance(launch, ExternalLaunch):

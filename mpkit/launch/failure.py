@@ -11,11 +11,11 @@ import signal
 from pathlib import Path
 from typing import Any, TypedDict
 
-from mpkit.errors import CommMismatch, RankFailed
+from mpkit.errors import CommMismatch, NotSerial, RankFailed
 from mpkit.launch.hang.cells import in_cells
 from mpkit.launch.hang.unmatched import first_mismatch
 from mpkit.launch.out_of_memory import out_of_memory_text
-from mpkit.launch.process.folder import UNREPORTED, part, read_error
+from mpkit.launch.process.folder import UNREPORTED, part, read_difference, read_error
 from mpkit.support.disk import full_disk
 from mpkit.support.tracebacks import fold_stack, internals_shown
 from mpkit.trace import Kind, RankTrace, Trace
@@ -31,7 +31,7 @@ class Place(TypedDict):
     microbatch: int | None
 
 
-def failure(folder: Path, statuses: dict[int, int], trace: Trace) -> RankFailed | None:
+def failure(folder: Path, statuses: dict[int, int], trace: Trace) -> RankFailed | NotSerial | None:
     """Return the error of a launch whose ranks have all exited, or None if all of them finished.
 
     Args:
@@ -41,6 +41,9 @@ def failure(folder: Path, statuses: dict[int, int], trace: Trace) -> RankFailed 
     """
     if statuses and all(status == 0 for status in statuses.values()) and _all_finished(trace):
         return None
+    difference = read_difference(folder)
+    if difference is not None:
+        return difference
     errors = {rank: error for rank in statuses if (error := read_error(folder, rank)) is not None}
     causes = {rank: error for rank, error in errors.items() if not error["secondary"]}
     if causes:

@@ -1,6 +1,7 @@
 """What model and loss remember in Python from one forward to the next: counters, factors, modes.
 
-Neither parameters nor buffers are meant. A step that is computed again, later and by another process, has to begin with the same.
+A step that is computed again, later and by another process, has to begin with the same. Parameters and buffers are not
+meant.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def _holders(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, dict[
             yield name, vars(module)
     elif isinstance(value, FunctionType):
         cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+        cells = {name: cell for name, cell in cells.items() if cell != CellType()}  # which is empty
         yield path, cells
         for name, cell in cells.items():
             yield from _holders(f"{path}.{name}", cell.cell_contents, seen)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpkit.data.stream import Stream
 from mpkit.errors import NotSerial
-from mpkit.launch.process.folder import part
+from mpkit.launch.process.folder import part, write_difference
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.evidence import verdict_of
 from mpkit.parallel.runtime.first_times import FIRST_TIMES, first_unverified
@@ -104,6 +104,7 @@ class Proving:
             except NotSerial as error:
                 self._know(replace(self._prover.proof, difference=str(error)))
                 self.error = error
+                write_difference(self._folder, error)
                 return
             except Exception as error:  # the model, the loss or the optimizer raises in plain PyTorch
                 why = f"step {step + 1} fails in plain PyTorch, in this process: {one_line(error)}"

@@ -53,7 +53,7 @@ if __name__ == "__main__":
     for name in names:
         plan = plans[name]
         run = cluster.train(plan=plan, **job())
-        told[name] = {"losses": list(run.losses), "status": run.status}
+        told[name] = {"losses": list(run.losses), "status": run.status, "proof": str(run.proof)}
         if cluster.rank == 0:
             told[name]["bubble"] = run.timeline().bubble
             told[name]["states"] = [rank.state for rank in run.trace.ranks]

@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -33,7 +34,29 @@ def work(ctx: mk.Context, how: str, folder: str) -> None:
         time.sleep(0.05)
 
 
+class Elsewhere(torch.nn.Module):
+    """Computes something else in a rank, which the main thread is, from the second forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = torch.nn.Linear(4, 2), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        there = threading.current_thread() is threading.main_thread() and self.calls > 1
+        return self.layer(x) + float(there)
+
+
+def train_something_else(cluster: mk.Cluster) -> None:
+    torch.manual_seed(0)
+    data = [(torch.randn(8, 4), torch.randn(8, 2))]
+    loss, optimizer = torch.nn.functional.mse_loss, lambda params: torch.optim.SGD(params, lr=0.1)
+    cluster.train(Elsewhere(), data, mk.Plan.ddp(4), loss=loss, optimizer=optimizer, steps=100_000)
+
+
 if __name__ == "__main__":
     how, folder = sys.argv[1:]
     cluster = mk.Cluster.from_env(device="cpu")
+    if how == "not serial":
+        train_something_else(cluster)
     cluster.run(work, how, folder, timeout=10 if how == "cut" else None)

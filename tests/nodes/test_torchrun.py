@@ -56,6 +56,23 @@ def test_plans_of_the_demo_equal_serial(told: list[dict[str, Any]], cluster: mk.
         assert 0 <= told[0][name]["bubble"] < 1
 
 
+def test_rank_0_compares_with_plain_pytorch(told: list[dict[str, Any]]) -> None:
+    for name in ("zero2", "3d"):
+        assert told[0][name]["proof"].startswith("equal to serial training in steps 1 and 2: loss within")
+        assert (
+            told[3][name]["proof"] == "not verified: rank 0's process compares the steps, and has `run.proof`"
+        )
+
+
+@pytest.mark.parametrize("launch", LAUNCHERS)
+def test_a_step_that_is_not_serial_ends_all_ranks(launch: Launch, tmp_path: Path) -> None:
+    job = launch(4, HERE / "fail.py", "not serial", str(tmp_path))
+    assert all(job.wait())
+    assert "mpkit.errors.NotSerial: step 2 is not that of serial training: the loss is" in job.outputs[0]
+    says = re.findall(r"(?:NotSerial|rank \d of 4.* is ended): step 2 is not that of serial", job.outputs[0])
+    assert len(says) == 4, job.outputs[0]  # a rank that is stuck in a collective is ended
+
+
 def test_results_are_the_same_on_every_rank(told: list[dict[str, Any]]) -> None:
     for each in told:
         assert each["results"] == [[rank, 8.0] for rank in range(4)]

@@ -67,6 +67,7 @@ def test_equals_serial(trained: dict[str, Any], cluster: mk.Cluster, name: str) 
     for told in trained["ranks"]:  # every rank has the losses and the weights
         assert told["ranks"] == [[rank, 4] for rank in range(4)]
         assert told[name]["status"] == "finished"
+        assert "they do not all write into rank 0's folder" in told[name]["proof"]
         assert told[name]["losses"] == pytest.approx(list(serial.losses), rel=1e-5)
         assert told[name]["sums"] == pytest.approx(sums, abs=1e-4)
 

@@ -49,7 +49,7 @@ if __name__ == "__main__":
             continue
         run = cluster.train(plan=PLANS[name], **job(256 if "wide" in name else 16))
         sums = {key: value.double().sum().item() for key, value in run.state_dict().items()}
-        told[name] = {"losses": list(run.losses), "sums": sums, "status": run.status}
+        told[name] = {"losses": list(run.losses), "sums": sums, "status": run.status, "proof": str(run.proof)}
         if cluster.rank == 0:
             run.trace.save(folder / f"{name}.mpkit")
     (folder / f"told{cluster.rank}.json").write_text(json.dumps(told))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.trace.proof import Proof
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 
@@ -18,9 +19,7 @@ Clusters = Callable[[int], mk.Cluster]
 DDP = mk.Plan.ddp(2, unused="allow")
 
 
-def train(
-    clusters: Clusters, model: nn.Module, plan: mk.Plan, loss: Any = F.mse_loss, **how: Any
-) -> mk.Proof:
+def train(clusters: Clusters, model: nn.Module, plan: mk.Plan, loss: Any = F.mse_loss, **how: Any) -> Proof:
     made = torch.Generator().manual_seed(1)
     data = [(torch.randn(8, 4, generator=made), torch.randn(8, 2, generator=made)) for _ in range(8)]
     given: dict[str, Any] = {

@@ -29,7 +29,7 @@ from mpkit.launch.external.run_folders import Folders, clocks_in_words, measure,
 from mpkit.launch.external.session import Session
 from mpkit.launch.external.verdict import Verdict
 from mpkit.launch.hang.hang import GRACE
-from mpkit.launch.process.folder import Settings, read_error, write_error
+from mpkit.launch.process.folder import APART, LAUNCHED, TOGETHER, Settings, read_error, write_error
 from mpkit.launch.process.rank import report
 from mpkit.support.disk import write_whole
 from mpkit.trace import Trace
@@ -52,6 +52,7 @@ class ExternalLaunch:
         folder: where this rank writes; on rank 0, where all traces come together.
         feeds: the number of ranks that this process reads streamed data for.
         leads: whether this is rank 0, which has the trace of all ranks.
+        apart: whether some ranks write into another folder than rank 0.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class ExternalLaunch:
         self._store = session.part("launch")
         self._folders = open_folders(session, self._store)
         self.folder, self.feeds = self._folders.folder, len(self._folders.local)
+        self.apart = bool(self._folders.remote)
+        (self.folder / LAUNCHED).write_text(APART if self.apart else TOGETHER)
         self._results = Results(session.seal)
         self._remove = weakref.finalize(self, _free, self._folders, self._results)
         self._settings = dataclasses.replace(

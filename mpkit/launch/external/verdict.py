@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpkit.errors import CommMismatch, Deadlock, MpkitError, RankFailed
+from mpkit.errors import CommMismatch, Deadlock, MpkitError, NotSerial, RankFailed
 
 __all__ = ["Verdict"]
 
@@ -31,6 +31,8 @@ class Verdict:
         if error is None:
             return json.dumps({})
         facts: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
+        if isinstance(error, NotSerial):
+            facts["step"] = error.step
         if isinstance(error, RankFailed):
             facts |= {name: getattr(error, name) for name in PLACE}
             facts |= {
@@ -53,6 +55,8 @@ def _error(facts: dict[str, Any]) -> Exception:
     kind, message = facts["kind"], facts["message"]
     if kind == "CommMismatch":
         return CommMismatch(message, rank=facts["rank"], other=facts["other"], **place)
+    if kind == "NotSerial":
+        return NotSerial(message, step=facts["step"])
     if kind in ("RankFailed", "Deadlock"):
         known = Deadlock if kind == "Deadlock" else RankFailed
         return known(

@@ -11,6 +11,8 @@ store            where ranks find each other
 rank3.stack      Python stacks, written on request
 rank3.ask        a pipe for these requests
 rank3.ops ...    its trace: see mpkit.trace
+launched         whether ranks that a launcher started all write here
+difference       what a step has that serial training has not: JSON
 rank3.messages   fingerprints of its messages, and calls.* those of each group's collectives: mpkit.comm.call_checks
 """
 
@@ -24,6 +26,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpkit.errors import NotSerial
+from mpkit.support.disk import write_whole
 from mpkit.support.private import NO_LINK, create
 
 MAGIC = b"\xff\xfe\xff\xfd"
@@ -37,6 +41,11 @@ OUTPUT_LIMIT = 10_000_000
 
 UNREPORTED = 71
 """Exit status of a rank that failed and could not write its error."""
+
+LAUNCHED, APART, TOGETHER = "launched", "apart", "together"
+"""The file in the folder of ranks that a launcher started, and what it says: whether all ranks write there."""
+
+DIFFERENCE = "difference"
 
 RESERVED = {"error": 32768, "note": 1024}
 """Bytes reserved on the disk for each rank beforehand, so that errors can be reported even when the disk is full."""
@@ -129,6 +138,17 @@ def read_error(folder: Path, rank: int) -> dict[str, Any] | None:
         return dict(json.loads(_written(part(folder, rank, "error"))))
     except ValueError:
         return None
+
+
+def write_difference(folder: Path, error: NotSerial) -> None:
+    """Let the ranks know that a step is not that of serial training."""
+    write_whole(folder / DIFFERENCE, json.dumps({"message": str(error), "step": error.step}).encode())
+
+
+def read_difference(folder: Path) -> NotSerial | None:
+    """Return what `write_difference` wrote, or None."""
+    path = folder / DIFFERENCE
+    return NotSerial(**json.loads(path.read_bytes())) if path.exists() else None
 
 
 def write_note(folder: Path, rank: int, text: str) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpkit.launch.process.folder import part
+from mpkit.launch.process.folder import APART, LAUNCHED, part, read_difference
 from mpkit.models.heard_draws import Heard
 from mpkit.models.python_state import PythonState
 from mpkit.parallel.job.job import TrainJob
@@ -61,6 +61,9 @@ def verdict_of(step: int) -> str:
 class Evidence:
     """One rank's evidence.
 
+    Ranks that a launcher started cannot be ended from outside. So they look for the difference that was found, and wait
+    at the end until nothing is left to compare. Where they have no folder in common, there is no evidence.
+
     Args:
         context: this rank's context.
         job: read for the steps that are verified.
@@ -69,7 +72,9 @@ class Evidence:
 
     def __init__(self, context: Context, job: TrainJob, training: Training) -> None:
         self._folder, self._rank = context.record.folder, context.rank
-        self._training, self._steps = training, job.how.verified
+        launched = self._folder / LAUNCHED
+        self._launched = launched.read_text() if launched.exists() else ""
+        self._training, self._steps = training, () if self._launched == APART else job.how.verified
         self._now: dict[str, Any] | None = None
         self._heard = Heard()
         self._last: int | None = None  # the latest step that was verified
@@ -82,6 +87,8 @@ class Evidence:
     def begin(self, step: int) -> None:
         """Note what the step starts from, if it is verified."""
         self._step = step
+        if self._launched:
+            self._raise_difference()
         if step not in self._steps:
             return
         anew = self._last != step - 1
@@ -144,7 +151,19 @@ class Evidence:
         for verified in self._steps:
             if verified <= step:
                 while not (self._folder / verdict_of(verified)).exists():
+                    self._raise_difference()
                     time.sleep(LOOK_EVERY)
+
+    def finish(self) -> None:
+        """End the evidence; called after the last step."""
+        if self._launched:
+            self.wait(self._step)
+            self._raise_difference()
+
+    def _raise_difference(self) -> None:
+        difference = read_difference(self._folder)
+        if difference is not None:
+            raise difference
 
     # ---- what this rank holds -----------------------------------------------------------------------------
 

@@ -87,6 +87,7 @@ def _train(context: Context, job: TrainJob, checks: CallChecks | None = None) ->
         training.checkpoints.after(step)
         if stops:
             break
+    training.evidence.finish()
     if training.sync_cost is not None:
         training.sync_cost.end()
     training.feed.close()
