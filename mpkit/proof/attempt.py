@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +16,12 @@ from mpkit.data.microbatch import Value, part
 from mpkit.models.heard_draws import GivenDraws
 from mpkit.models.python_state import PythonState
 from mpkit.prepare.travel import ready_to_travel
-from mpkit.proof.draws import CannotReplay, StepDraws
+from mpkit.proof.draws import CannotReplay, SharedDraws, StepDraws
 from mpkit.proof.rounding import SPREADS, Rounded, coarsest, distance
 from mpkit.reference.serial import Serial
+from mpkit.support.caught import one_line
 
-__all__ = ["Attempt", "Found", "Noise", "copy_of"]
+__all__ = ["Attempt", "Found", "Noise", "copy_of", "running"]
 
 Found = tuple[Tensor, dict[str, Tensor | None]]
 """The loss, and the gradients by name."""
@@ -131,13 +134,34 @@ class Attempt:
 
     def _run(self, serial: Serial, batch: tuple[Value, Value], draws: StepDraws) -> Found:
         draws.begin()
-        with GivenDraws(draws.give):
+        with running("the step"), GivenDraws(draws.give):
             return serial.gradients(*batch, scale=self.scale)
 
 
 def copy_of(model: nn.Module) -> nn.Module:
     """Return a copy of a model, also of one that keeps tensors of its latest forward."""
-    return copy.deepcopy(ready_to_travel(model))
+    with running("copying the model"):
+        return copy.deepcopy(ready_to_travel(model))
+
+
+@contextmanager
+def running(what: str) -> Iterator[None]:
+    """Run code of the user's, which may raise anything; an error that is raised in this package is mpkit's own.
+
+    Raises:
+        CannotReplay: the user's code raises, or an operator that it calls.
+    """
+    try:
+        yield
+    except (CannotReplay, SharedDraws):
+        raise
+    except Exception as error:
+        where = traceback.walk_tb(error.__traceback__)
+        if [frame.f_globals.get("__name__", "") for frame, _ in where][-1].startswith(
+            ("mpkit.proof.", "mpkit.wrap.")
+        ):
+            raise
+        raise CannotReplay(f"{what} fails in plain PyTorch: {one_line(error)}") from error
 
 
 class Noise:

@@ -29,7 +29,7 @@ from mpkit.parallel.runtime.evidence import lost_of
 from mpkit.parallel.stage.stage import PRECISIONS
 from mpkit.parallel.update.optimizer import described
 from mpkit.proof.assembled import Assembled, assembled, files_of
-from mpkit.proof.attempt import Attempt, Noise, copy_of
+from mpkit.proof.attempt import Attempt, Noise, copy_of, running
 from mpkit.proof.causes import cause_of
 from mpkit.proof.compare import Difference, compare_buffers, compare_gradients, compare_weights, same
 from mpkit.proof.draws import CannotReplay, SharedDraws, StepDraws
@@ -133,7 +133,8 @@ class Prover:
             raise
         if not found.skipped:
             # ---- update
-            serial.update(step, found.gradients)
+            with running("the update"):
+                serial.update(step, found.gradients)
         # ---- compare weights and buffers
         weights = compare_weights(self._job, serial, found)
         parted = compare_buffers(self._job, serial, found, attempt, noise, eps)

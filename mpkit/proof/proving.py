@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from mpkit.data.stream import Stream
-from mpkit.errors import NotSerial
+from mpkit.errors import MpkitError, NotSerial
 from mpkit.launch.process.folder import part, write_difference
+from mpkit.launch.process.memory_picture import is_out_of_memory
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.evidence import verdict_of
 from mpkit.parallel.runtime.first_times import FIRST_TIMES, first_unverified
@@ -38,13 +39,13 @@ class Proving:
         losses: returns the losses of the steps so far.
 
     Attributes:
-        error: the error of a step that is not that of serial training; None so far.
+        error: ends the run: a step that is not that of serial training, or a defect of the comparison; None so far.
     """
 
     def __init__(self, job: TrainJob, folder: Path, losses: Callable[[], list[float]]) -> None:
         self._job, self._folder, self._losses = job, folder, losses
         self._know(Proof(why_not=job.how.unverified))
-        self.error: NotSerial | None = None
+        self.error: MpkitError | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         if job.how.verified:
@@ -106,10 +107,14 @@ class Proving:
                 self.error = error
                 write_difference(self._folder, error)
                 return
-            except Exception as error:  # the model, the loss or the optimizer raises in plain PyTorch
-                why = f"step {step + 1} fails in plain PyTorch, in this process: {one_line(error)}"
-                if isinstance(error, CannotReplay):
+            except Exception as error:
+                if is_out_of_memory(error):
+                    why = f"there is not enough memory to repeat step {step + 1} in this process"
+                elif isinstance(error, CannotReplay):
                     why = f"step {step + 1} cannot be repeated: {error}"
+                else:  # a defect of mpkit's: the thread raises in the one that waits for the run
+                    self.error = _defect(step, error)
+                    return
                 self._know(replace(self._prover.proof, why_not=why))
                 for later in self._job.how.verified:
                     (self._folder / verdict_of(later)).touch()
@@ -130,3 +135,12 @@ class Proving:
             if ended:
                 return False
             self._ended.wait(LOOK_EVERY)
+
+
+def _defect(step: int, error: Exception) -> MpkitError:
+    defect = MpkitError(
+        f"comparing step {step + 1} with plain PyTorch failed: {one_line(error)}. This is a defect of mpkit, and "
+        "whether the run is right is not known. train(..., verify=False) trains without the comparison"
+    )
+    defect.__cause__ = error
+    return defect

@@ -22,8 +22,8 @@ from mpkit.models.nested import flatten, is_opaque
 from mpkit.parallel.runtime.evidence import digest_of
 from mpkit.parallel.tensor.logits import DividedLogits
 from mpkit.plan.plan import Plan
+from mpkit.proof.attempt import running
 from mpkit.proof.draws import CannotReplay, SharedDraws, StepDraws
-from mpkit.support.caught import one_line
 from mpkit.trace.proof import numbered, power
 from mpkit.wrap.loop_proof.agreement import Agreement
 from mpkit.wrap.loop_proof.attributes import kept_of_graph, tensors_of
@@ -163,12 +163,11 @@ class LoopProof:
         """Repeat a forward, and compare; return whether that is possible."""
         if not self._why_not:
             try:
-                seen.outputs = self._plain.forward(seen)
+                with running("forward"):
+                    seen.outputs = self._plain.forward(seen)
                 self._ranks.findings += compare_forward(self._plain, seen, self._module, got)
             except (CannotReplay, SharedDraws) as error:
                 self._why_not = str(error)
-            except Exception as error:  # a model's own
-                self._why_not = f"forward fails in plain PyTorch: {one_line(error)}"
         return not self._why_not
 
     # ---- backward, step
@@ -192,11 +191,10 @@ class LoopProof:
         if not self.active:
             return
         try:
-            self._gradients.end(scale)
+            with running("backward"):
+                self._gradients.end(scale)
         except CannotReplay as error:
             self._why_not = str(error)
-        except Exception as error:  # a model's own
-            self._why_not = f"backward fails in plain PyTorch: {one_line(error)}"
         self._why_not = self._why_not or self._gradients.why_not
         if last:
             self._compare(scale, dropped)

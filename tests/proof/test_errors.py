@@ -1,0 +1,88 @@
+"""What the comparison raises: the user's own code, too little memory, and defects of mpkit's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+
+Clusters = Callable[[int], mk.Cluster]
+
+
+def proving() -> bool:
+    return threading.current_thread().name == "mpkit-proof"
+
+
+class Refuses(nn.Module):
+    def __init__(self, error: type[Exception], *says: object) -> None:
+        super().__init__()
+        self.error, self.says = error, says
+
+    def forward(self, x: Tensor) -> Tensor:
+        if proving():
+            raise self.error(*self.says)
+        return x
+
+
+class WrongShape(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.ones(3, 3) if proving() else x
+
+
+class CannotBeCopied(nn.Module):
+    def __deepcopy__(self, memo: Any) -> Any:
+        if proving():
+            raise TypeError("a handle cannot be copied")
+        return type(self)()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Optimizer(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if proving():
+            raise ArithmeticError("no step here")
+        return super().step(closure)
+
+
+def train(clusters: Clusters, layer: nn.Module, optimizer: Any = torch.optim.SGD) -> str:
+    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Dropout(0.1), nn.Linear(4, 2))
+    data = [(torch.randn(8, 4), torch.randn(8, 2))]
+    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": lambda p: optimizer(p, lr=0.1), "steps": 2}
+    return str(clusters(2).train(model, data, mk.Plan.ddp(2), **how).wait().proof)
+
+
+FAILS = "not verified: step 1 cannot be repeated: the step fails in plain PyTorch: "
+
+
+@pytest.mark.parametrize(
+    ("layer", "optimizer", "says"),
+    [
+        (Refuses(KeyError, "key"), torch.optim.SGD, f"{FAILS}KeyError: 'key'"),
+        (WrongShape(), torch.optim.SGD, f"{FAILS}RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        (CannotBeCopied(), torch.optim.SGD, "copying the model fails in plain PyTorch: TypeError"),
+        (nn.Identity(), Optimizer, "the update fails in plain PyTorch: ArithmeticError"),
+        (Refuses(MemoryError), torch.optim.SGD, "not enough memory to repeat step 1 in this process"),
+    ],
+    ids=["raises", "shapes", "no copy", "optimizer", "memory"],
+)
+def test_what_the_users_code_raises_is_said(
+    clusters: Clusters, layer: nn.Module, optimizer: Any, says: str
+) -> None:
+    assert says in train(clusters, layer, optimizer)
+
+
+@pytest.mark.parametrize("where", ["mpkit.proof.prover.compare_weights", "mpkit.proof.draws.shares"])
+def test_a_defect_is_loud(clusters: Clusters, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Beside the forward, or in the middle of a dropout in it, for which draws are put together."""
+    monkeypatch.setattr(where, lambda *_: [][0] if "weights" in where else [])
+    with pytest.raises(mk.MpkitError, match=r"comparing step 1 .* failed: IndexError.*defect of mpkit"):
+        train(clusters, nn.Identity())
