@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from mpkit.data.microbatch import batch_size, part
+from mpkit.data.microbatch import batch_size, leaves, part
 from mpkit.loss.quotient import as_pair
 from mpkit.parallel.data_parallel.sync_batchnorm import batch_norms
 from mpkit.parallel.job.job import TrainJob
@@ -29,13 +29,19 @@ from mpkit.prepare.probe.explain import explain
 from mpkit.prepare.probe.parts import scattered
 from mpkit.prepare.probe.trial import Trial
 from mpkit.proof.attempt import Attempt
-from mpkit.proof.rounding import distance, largest
+from mpkit.proof.rounding import coarsest, distance, largest
 from mpkit.support.caught import one_line
 
 __all__ = ["cause_of", "cause_of_update"]
 
-CLOSE = 1e-3
-"""The relative difference up to which a repeated computation explains what the ranks have."""
+
+def close(attempt: Attempt) -> float:
+    """Return the relative difference up to which a repeated computation explains what the ranks have: half the digits.
+
+    A cause that changes less than that is not told from rounding.
+    """
+    data = [leaf for value in attempt.batch for leaf in leaves(value)]
+    return float(torch.finfo(coarsest(attempt.model, data)).eps ** 0.5)
 
 
 def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
@@ -120,7 +126,7 @@ def _memory(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]
     if count == 1 and job.plan.recompute == "none":
         return ""
     (loss, first), (later, second) = attempt.run(serial), attempt.run(serial)
-    if distance(loss, later) <= CLOSE * largest(loss) and _equal(first, second):
+    if distance(loss, later) <= close(attempt) * largest(loss) and _equal(attempt, first, second):
         return ""
     why = f"a step has {count} of them" if count > 1 else "recomputation does some twice"
     return (
@@ -138,37 +144,38 @@ def _parts(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None])
         return ""
     whole = trial.run([list(range(size))], gradients=True)
     split = trial.run(parts, gradients=True)
-    return explain(job.plan, trial, whole, split, parts, size) if are_apart(whole, split, CLOSE) else ""
+    return (
+        explain(job.plan, trial, whole, split, parts, size) if are_apart(whole, split, close(attempt)) else ""
+    )
 
 
 def _mode(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    if _equal(attempt.run(attempt.again())[1], gradients):
+    if _equal(attempt, attempt.run(attempt.again())[1], gradients):
         return ""
     for name, change in (("evaluation", nn.Module.eval), ("training", nn.Module.train)):
         serial = attempt.again()
         change(serial.model)
         _, found = attempt.run(serial)
-        if _equal(found, gradients):
+        if _equal(attempt, found, gradients):
             return f"The ranks computed in {name} mode, in which serial training is not."
     return ""
 
 
 def _factor(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
     _, found = attempt.run(attempt.again())
-    factors = []
+    product = square = 0.0
     for name, wanted in found.items():
         got = gradients[name]
-        if wanted is not None and got is not None and largest(wanted) > 0:
-            at = int(wanted.abs().reshape(-1).argmax())
-            factors.append(float(got.reshape(-1)[at]) / float(wanted.reshape(-1)[at]))
-    if not factors or abs(factors[0] - 1.0) < CLOSE:
+        if wanted is not None and got is not None:
+            product += float((got.double() * wanted.double()).sum())
+            square += float(wanted.double().square().sum())
+    factor = product / square if square else 1.0
+    if abs(factor - 1.0) < close(attempt):
         return ""
-    scaled = {name: None if g is None else g * factors[0] for name, g in found.items()}
-    if not _equal(scaled, gradients):
+    scaled = {name: None if g is None else g * factor for name, g in found.items()}
+    if not _equal(attempt, scaled, gradients):
         return ""
-    return (
-        f"All gradients are {factors[0]:.6g} times the serial ones: a sum in place of a mean, or the reverse."
-    )
+    return f"All gradients are {factor:.4g} times the serial ones: a sum in place of a mean, or the reverse."
 
 
 def _share(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
@@ -177,12 +184,14 @@ def _share(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None])
         _, found = attempt.run(attempt.again(), (inputs, targets), draws)
         for weight in (1.0, share):
             scaled = {name: None if g is None else g * weight for name, g in found.items()}
-            if _equal(scaled, gradients):
+            if _equal(attempt, scaled, gradients):
                 return f"The gradients are those of part {number} of the batch alone: the sum over parts is missing."
     return ""
 
 
-def _equal(ones: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> bool:
+def _equal(attempt: Attempt, ones: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> bool:
+    tolerance = close(attempt)
+
     def pairs() -> Iterator[bool]:
         for name, one in ones.items():
             other = others[name]
@@ -190,6 +199,6 @@ def _equal(ones: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> 
                 there = one if other is None else other
                 yield there is None or largest(there) == 0.0
             else:
-                yield distance(one, other) <= CLOSE * largest(one)
+                yield distance(one, other) <= tolerance * largest(one)
 
     return all(pairs())

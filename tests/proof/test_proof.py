@@ -184,6 +184,14 @@ def test_a_step_that_is_not_serial_is_never_saved(clusters: Clusters, tmp_path: 
     assert not list(tmp_path.glob("step-*"))
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_cause_is_found_in_16_bits(clusters: Clusters, precision: str) -> None:
+    torch.manual_seed(0)
+    loss = Planted(F.cross_entropy, "twice the gradient")
+    with pytest.raises(mk.NotSerial, match=r"All gradients are (2|2\.0\d*|1\.99\d*) times the serial ones"):
+        train(clusters, Net(), mk.Plan.ddp(2, precision=precision), loss=loss).wait()
+
+
 def test_nothing_is_written_after_the_verified_steps(
     clusters: Clusters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
