@@ -39,6 +39,19 @@ class Proof:
             return "not equal"
         return "equal" if self.steps else "not verified"
 
+    @property
+    def badge(self) -> str:
+        """The status in a few words; "" as long as nothing is known.
+
+        >>> Proof((1, 2)).badge, Proof(why_not="verify=False").badge, Proof().badge
+        ('equal to serial training in steps 1 and 2', 'not verified: verify=False', '')
+        """
+        if self.difference:
+            return "not equal to serial training"
+        if self.steps:
+            return f"equal to serial training in {numbered(self.steps)}"
+        return f"not verified: {self.why_not}" if self.why_not else ""
+
     def __str__(self) -> str:
         if self.difference:
             return self.difference

@@ -11,6 +11,7 @@ import pytest
 
 import mpkit as mk
 from mpkit.plan.mesh import Mesh
+from mpkit.trace.proof import Proof
 from mpkit.views.dashboard.html import head, output, progress, sparkline, trouble
 from mpkit.views.dashboard.pace import Pace
 from mpkit.views.dashboard.widget import Dashboard
@@ -43,6 +44,21 @@ def test_a_run_from_its_start_to_its_end(gpipe: mk.Timeline) -> None:
     assert bundle["text/html"].count("<img alt=") == 2  # timeline and memory
     assert "GPU 0 │0░1░" in bundle["text/plain"]
     json.dumps(bundle)
+
+
+def test_the_head_has_the_proof_in_words(gpipe: mk.Timeline) -> None:
+    board = Dashboard("GPipe", LABELS, steps=3, on_stop=None)
+    board.set_proof(Proof())
+    assert "serial" not in board._head.value and "verified" not in board._head.value
+    board.add_spans(gpipe.spans[:100], gpipe.names)
+    board.set_proof(Proof((1, 2), 1e-9, 1e-9))
+    assert (
+        "running" in board._head.value and ">equal to serial training in steps 1 and 2<" in board._head.value
+    )
+    board.set_proof(Proof(why_not="<b>too large</b>"))
+    board.finish(gpipe)
+    for shown in (board._head.value, board.mimebundle()["text/html"]):
+        assert "finished" in shown and ">not verified: &lt;b&gt;too large&lt;/b&gt;<" in shown
 
 
 def test_ranks_of_a_mesh_are_grouped_from_the_start(meshed) -> None:

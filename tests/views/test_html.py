@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+import torch
 
 import mpkit as mk
 from mpkit.views.page.html import html
@@ -73,6 +74,18 @@ def test_the_summary_compares_strategies() -> None:
     )
     words = Page(html({"naive": naive, "GPipe": gpipe}, facts={"GPipe": {"in theory": "27.3 %"}})).words
     assert {"75.0 %", "27.3 %", "2.91 ×", "8 micro-batches", "in theory"} <= set(words)
+
+
+def test_a_badge_says_whether_a_run_is_equal_to_serial_training(cluster: mk.Cluster) -> None:
+    data = [(torch.randn(4, 2), torch.randn(4, 1))]
+    how = {
+        "loss": torch.nn.functional.mse_loss,
+        "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
+        "steps": 2,
+    }
+    run = cluster.resized(1).train(torch.nn.Linear(2, 1), data, **how).wait()
+    assert "equal to serial training in steps 1 and 2" in Page(html(run.timeline())).words
+    assert not any("serial training" in words for words in Page(html(run.timeline("8x-h100-pcie"))).words)
 
 
 def test_strings_stay_strings(hostile: mk.Timeline) -> None:

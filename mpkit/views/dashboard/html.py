@@ -9,6 +9,8 @@ from mpkit.support.display import image
 from mpkit.support.units import percent
 from mpkit.support.visible import escape
 from mpkit.timeline.timeline import Timeline
+from mpkit.trace.proof import Proof
+from mpkit.views.drawing.badge import badge
 from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.memory.svg import memory_svg
 from mpkit.views.timeline.picture import picture
@@ -34,8 +36,8 @@ _FAINT = "color:var(--jp-ui-font-color2,#656d76)"
 _MONO = "font:12px/1.45 ui-monospace,SFMono-Regular,Menlo,'DejaVu Sans Mono',monospace"
 
 
-def head(title: str, status: str) -> str:
-    """Return the title and the run's status.
+def head(title: str, status: str, proof: Proof | None = None) -> str:
+    """Return the title, the run's status and the badge of its proof.
 
     >>> "&lt;b&gt;" in head("<b>", "running")
     True
@@ -46,7 +48,7 @@ def head(title: str, status: str) -> str:
     )
     return (
         f'<div style="font-size:15px;font-weight:600;line-height:1.7">{escape(title)}'
-        f'<span style="{chip};font-weight:500">{escape(status)}</span></div>'
+        f'<span style="{chip};font-weight:500">{escape(status)}</span> {badge(proof)}</div>'
     )
 
 
@@ -134,9 +136,10 @@ def static(
     timeline: Timeline,
     lines: Sequence[str],
     charted: str = "",
+    proof: Proof | None = None,
 ) -> str:
     """Return the whole dashboard without a kernel: pictures as images, for a saved notebook."""
-    drawn = [head(title, status), words, trouble(message), charted]
+    drawn = [head(title, status, proof), words, trouble(message), charted]
     fold = timeline.world_size > FOLDED
     drawn.append(image(svg(timeline, fold=fold), summary(picture(timeline, fold=fold))))
     if len(timeline.held):

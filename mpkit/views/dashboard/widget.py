@@ -20,6 +20,7 @@ import numpy.typing as npt
 from mpkit.support.needs import needs_notebook
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace.metrics import Metrics
+from mpkit.trace.proof import Proof
 from mpkit.views.dashboard import html as parts
 from mpkit.views.dashboard.charts import charts_svg
 from mpkit.views.dashboard.pace import Background, Pace
@@ -78,6 +79,7 @@ class Dashboard:
         self._handle: Any = None
         self._losses: list[float] = []
         self._started = False
+        self._proof: Proof | None = None
         self._head = ipywidgets.HTML(parts.head(title, parts.starting(len(labels))))
         self._bar = ipywidgets.IntProgress(value=0, max=max(steps or 1, 1), layout={"width": "220px"})
         if steps is None:
@@ -108,8 +110,15 @@ class Dashboard:
         """Add operations, in the form that `TimelineView.append` takes."""
         if not self._started and len(spans):
             self._started = True
-            self._head.value = parts.head(self.title, "running")
+            self._head.value = parts.head(self.title, "running", self._proof)
         self.timeline.append(spans, names)
+
+    def set_proof(self, proof: Proof) -> None:
+        """Show what is known of the run's equality with serial training."""
+        if proof != self._proof:
+            self._proof = proof
+            if self._started and self._static is None:
+                self._head.value = parts.head(self.title, "running", proof)
 
     def set_progress(self, step: int, losses: Sequence[float], note: str = "") -> None:
         """Show how far the run has come: the number of finished steps, and the loss of each."""
@@ -157,7 +166,7 @@ class Dashboard:
                 self.set_memory(timeline)
             else:
                 self.timeline.tracks_head = {}
-            self._head.value = parts.head(self.title, status)
+            self._head.value = parts.head(self.title, status, self._proof)
             self._trouble.value = parts.trouble(message)
             self._bar.bar_style = {"finished": "success", "failed": "danger"}.get(status, "warning")
             self._stop.layout.visibility = "hidden"  # keeps its place: what stands beside it does not move
@@ -166,7 +175,9 @@ class Dashboard:
             )
             words = parts.progress(len(self._losses), self.steps, self._losses)
             self._static = (
-                parts.static(self.title, status, words, message, timeline, self._lines, self._charted),
+                parts.static(
+                    self.title, status, words, message, timeline, self._lines, self._charted, self._proof
+                ),
                 "\n".join(
                     filter(
                         None,
@@ -194,7 +205,9 @@ class Dashboard:
         with self._lock:
             static = self._static or (
                 parts.head(
-                    self.title, "running" if self._started else parts.starting(len(self.timeline.labels))
+                    self.title,
+                    "running" if self._started else parts.starting(len(self.timeline.labels)),
+                    self._proof,
                 ),
                 f"{self.title}: running, in a widget that this front end does not show",
             )
@@ -267,6 +280,8 @@ class RunView:
         return self.dashboard.mimebundle()
 
     def _progress(self, run: Run | WatchedRun) -> None:
+        if isinstance(proof := getattr(run, "proof", None), Proof):  # a watched program has none
+            self.dashboard.set_proof(proof)
         losses = run.losses
         self.dashboard.set_progress(run.first_step + len(losses), losses)
         self.dashboard.set_charts(losses, run.first_step, run.metrics)

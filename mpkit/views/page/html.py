@@ -23,8 +23,11 @@ from typing import Any
 from mpkit.support.units import bytes_text, percent, seconds
 from mpkit.support.visible import escape
 from mpkit.timeline import metrics
+from mpkit.timeline.proof_notes import proof_notes
 from mpkit.timeline.timeline import Timeline
+from mpkit.trace.proof import Proof
 from mpkit.views.browser import TRIAL, css, esm
+from mpkit.views.drawing.badge import badge
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.lanes import FOLDED, groups_of, groups_trait, rank_label, widest_label
 from mpkit.views.memory.held import held_text
@@ -149,6 +152,10 @@ def _section(
         tracks += f'<script type="text/plain" data-path="{number}">{_packed(slack)}</script>'
     still = svg(timeline, fold=timeline.world_size > FOLDED)
     heading = f"<h2>{escape(name)}</h2>" if name else ""
+    if proof_notes(timeline.meta) and set(proof_notes(timeline.meta)) <= set(
+        timeline.notes
+    ):  # not of a prediction
+        heading += f"<p class='intro'>{badge(Proof.of(timeline.meta['proof']))}</p>"
     heading += f"<p class='intro'>{escape(caption)}</p>" if caption else ""
     memory = _memory(timeline, highest) if len(timeline.held) else ""
     return (
