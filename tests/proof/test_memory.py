@@ -53,9 +53,9 @@ class Branch(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("begins", "from step 5 on late.weight gets a gradient"),
-        ("ends", "from step 5 on late.weight gets no gradient"),
-        ("mode", "from step 5 on drop is in evaluation mode"),
+        ("begins", "late.weight gets a gradient for the first time in step 5"),
+        ("ends", "late.weight gets no gradient for the first time in step 5"),
+        ("mode", "drop is in evaluation mode for the first time in step 5"),
     ],
 )
 def test_what_happens_first_in_a_step_that_was_not_compared(clusters: Clusters, kind: str, says: str) -> None:
