@@ -133,16 +133,8 @@ class Estimate:
 
     def measured(self, seconds: float, memory: float = 0.0) -> Observation:
         """Return this step with its measured time, for `mk.calibrate`."""
-        return Observation(
-            self.model.name or "a step",
-            self.model,
-            self.layout,
-            self.sequence,
-            self.hardware,
-            self.stack,
-            seconds,
-            memory,
-        )
+        name, e = self.model.name or "a step", self
+        return Observation(name, e.model, e.layout, e.sequence, e.hardware, e.stack, seconds, memory)
 
     def __str__(self) -> str:
         low, high = self.band
