@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import mpkit as mk
+from mpkit.classroom import lab
 
 PACKAGE = Path(mk.__file__).parent
 
@@ -130,6 +131,99 @@ def test_the_explorer_follows_its_sliders() -> None:
     before, after, *said = out.splitlines()
     assert float(before.split()[0]) > float(after.split()[0])
     assert "needs PyTorch to run or read models" in said[0]
+
+
+WRONG = {
+    "which-collective": "gather-or-all-gather",
+    "count-the-bytes": "divides-everything",
+    "one-f-one-b": None,
+    "balance": "equal-numbers-of-layers",
+    "choose-the-degrees": None,
+    "double-the-link": "halves-the-step",
+    "an-uneven-pipeline": "counts-stages-from-1",
+    "ring-or-tree": "one-way-ring",
+}
+"""Exercises that need no torch, one or more of each family, and a mistake of each; None: the first one."""
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the browser edition has it: with the traces of runs that an exercise reads."""
+    folder = tmp_path_factory.mktemp("course")
+    for letter in "ABC":
+        lab.puzzle("double-the-link", letter, "ABC")
+    (folder / lab.SAVED).mkdir()
+    lab.save_runs(folder / lab.SAVED)
+    return folder
+
+
+def test_exercises_that_need_no_ranks_are_checked(course: Path) -> None:
+    out = printed(
+        f"""
+        import os
+        from mpkit.classroom.catalogue import find
+        from mpkit.classroom.framework.source import run_cell
+
+        os.chdir(sys.argv[1])
+        for name, mistake in {WRONG!r}.items():
+            entry = find(name)
+            chosen = next(each for each in entry.exercise.mistakes if mistake in (None, each.name))
+            for code in (entry.source.plain, entry.source.stub, entry.source.wrong(chosen)):
+                answer = run_cell(code, entry.exercise.name_of_answer, "a cell", entry.given)
+                checked = mk.check(name, answer)
+                print(name, checked.passed, checked.mistake, checked.mistake == chosen.name)
+                assert checked._repr_mimebundle_()["text/html"]
+        print(mk.progress())
+        """,
+        str(course),
+    )
+    judged, _, progress = out.partition("\nRanks and messages: 1 of 1")
+    rows = [line.split() for line in judged.splitlines()]
+    assert [row[1] for row in rows] == ["True", "False", "False"] * len(WRONG)
+    assert all(row[-1] == "True" for row in rows[2::3]), judged
+    assert "Pipelines: 2 of 9" in progress and "Reading lab: 2 of 7" in progress
+    assert "pass-the-token" not in progress
+
+
+def test_an_error_in_an_answer_is_said_with_its_line(tmp_path: Path) -> None:
+    out = printed(
+        """
+        import os
+        from mpkit.classroom.framework.source import run_cell
+
+        os.chdir(sys.argv[1])
+        code = "def balance(seconds, p):\\n    print('cut', p)\\n    return seconds[len(second):]\\n"
+        checked = mk.check("balance", run_cell(code, "balance", "a cell"))
+        print(checked, checked.printed)
+        """,
+        str(tmp_path),
+    )
+    assert "NameError: name 'second' is not defined" in out
+    assert "line 3 of the cell, in balance: return seconds[len(second):]" in out
+    assert "('cut 3',)" in out and "rank 0" not in out
+
+
+@pytest.mark.parametrize("name", ["pass-the-token", "loss-scale", "zero-3", "one-device"])
+def test_an_exercise_that_needs_torch_says_so(name: str) -> None:
+    done = run(f"def lesson():\n    mk.check({name!r}, print)\n\nlesson()")
+    *above, frame = done.stderr.partition("mpkit.errors.NeedsTorch: ")[0].splitlines()
+    assert f"NeedsTorch: mk.check('{name}', ...) runs answers with PyTorch" in done.stderr
+    assert "mk.progress() lists the exercises that work here" in done.stderr
+    assert "in lesson" in frame and not any("mpkit" in line for line in above)
+
+
+def test_notebooks_have_the_exercises_that_work_here() -> None:
+    out = printed("""
+        from mpkit.classroom.notebooks import notebooks
+
+        for path, book in notebooks():
+            checks = [cell.source for cell in book.cells if "mk.check(" in cell.source]
+            assert "import torch" not in next(cell.source for cell in book.cells if cell.id == "imports")
+            print(path, len(checks))
+    """)
+    students = [line.split() for line in out.splitlines() if "/" not in line]
+    assert ["4-pipelines.ipynb", "9"] in students and ["9-reading-lab.ipynb", "7"] in students
+    assert not any(name.startswith("7-hang-lab") for name, _ in students)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ catalogue    finds exercises by name
 seen         Seen: what an answer did in one case; budgets measure it, and mistakes are recognized in it
 on_ranks     exercises whose answer runs on ranks
 room         ranks for a check, with seeded delays, limits, and an explanation of every hang
+here         in place of ranks this process, where there is no torch, such as in a browser
 lesson       a failure on ranks, as a lesson
 judge        from an answer to a verdict: the rows, and the hint
 check        mk.check and mk.progress

@@ -57,7 +57,8 @@ def beside_serial(name: str, answer: Any = None) -> BesideSerial:
         Deadlock: The answer hangs.
     """
     from mpkit.classroom.catalogue import find
-    from mpkit.classroom.framework.room import Answer, shared_room
+    from mpkit.classroom.framework.here import shared_room
+    from mpkit.classroom.framework.room import Answer
 
     exercise = find(name).exercise
     if not isinstance(exercise, OnRanks) or "steps" not in exercise.cases[0].sizes:

@@ -3,6 +3,8 @@
 In an exam, students install an mpkit whose exercises have no solutions (`scripts/exam`). The distribution
 mpkit-solutions has the same modules whole; where it is installed, they are used.
 
+Where there is no torch, such as in a browser, the catalogue has the exercises that need none.
+
 A family is a package. Its docstring is the beginning of the notebook: a title, then Markdown. The code after
 `# %% given` is used by all of its exercises.
 """
@@ -22,6 +24,7 @@ from types import ModuleType
 from mpkit.classroom.framework.exercise import HOMES, Exercise
 from mpkit.classroom.framework.source import Source, given_in
 from mpkit.classroom.framework.variants import Variant, varied, varies
+from mpkit.support.needs import lacks_torch
 
 __all__ = ["Entry", "families", "find", "of_family", "solution_folders"]
 
@@ -77,20 +80,34 @@ class Entry:
         return bool(varies(import_module(self.module)))
 
     @property
+    def runs_here(self) -> bool:
+        """Whether it can be checked in this Python: without torch there are no ranks."""
+        if find_spec("torch") is not None:
+            return True
+        try:
+            return not self.exercise.needs_ranks
+        except ModuleNotFoundError as error:
+            if lacks_torch(error):
+                return False
+            raise
+
+    @property
     def _file(self) -> tuple[ModuleType, str]:
         return varied(self.module, self.variant)
 
 
 def families() -> list[ModuleType]:
-    """Return the families' packages, in the order of the course."""
-    home = _home()
-    packages = [import_module(f"{home.__name__}.{each.name}") for each in pkgutil.iter_modules(home.__path__)]
+    """Return the packages of the families that have exercises here, in the order of the course."""
+    names = {entry.family for entry in _entries() if entry.runs_here}
+    packages = [import_module(f"{_home().__name__}.{name}") for name in names]
     return sorted(packages, key=lambda package: package.PLACE)
 
 
 def of_family(family: str, variant: str = "") -> list[Entry]:
     """Return the exercises of a family, in their order; `variant` says whose numbers they have."""
-    entries = [replace(entry, variant=variant) for entry in _entries() if entry.family == family]
+    entries = [
+        replace(entry, variant=variant) for entry in _entries() if entry.family == family and entry.runs_here
+    ]
     return sorted(entries, key=lambda entry: (entry.exercise.place, entry.name))
 
 

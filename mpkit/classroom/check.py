@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpkit.api.cluster import Cluster
 from mpkit.classroom.catalogue import families, find, of_family
-from mpkit.classroom.framework.room import Answer, Room, shared_room
+from mpkit.classroom.framework.here import shared_room
+from mpkit.classroom.framework.room import Answer, Room
 from mpkit.classroom.judge import UNCOUNTED, Checked, is_stub, judge, look
 from mpkit.classroom.overview import Overview
 from mpkit.classroom.progress import Done, Progress
+from mpkit.errors import NeedsTorch
+from mpkit.support.tracebacks import public
+
+if TYPE_CHECKING:
+    from mpkit.api.cluster import Cluster
 
 __all__ = ["check", "progress"]
 
 
+@public
 def check(
     name: str, answer: Any, *, variant: str = "", exam: bool = False, cluster: Cluster | None = None
 ) -> Checked:
@@ -40,8 +46,15 @@ def check(
 
     Raises:
         ValueError: There is no such exercise, the variant is not yours, or the answer cannot be sent to ranks.
+        NeedsTorch: The exercise needs PyTorch, and this Python has none, such as in a browser.
     """
     entry = find(name, variant)
+    if not entry.runs_here:
+        raise NeedsTorch(
+            f"mk.check({name!r}, ...) runs answers with PyTorch, most of them on several ranks, and this Python has no "
+            "PyTorch (in a browser there is none to install). mk.progress() lists the exercises that work here. On a "
+            "computer of your own, pip install mpkit brings PyTorch."
+        )
     packed = Answer.of(answer)
     done = Progress.read()
     if entry.varies:

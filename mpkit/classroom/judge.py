@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from mpkit.classroom.answered import answered_row
 from mpkit.classroom.catalogue import Entry
 from mpkit.classroom.framework.exercise import UNFORESEEN, Exercise, Mistake, Row
-from mpkit.classroom.framework.lesson import lesson
+from mpkit.classroom.framework.on_ranks import UNDIVIDED
 from mpkit.classroom.framework.room import Answer, Room
 from mpkit.classroom.framework.seen import Seen
 from mpkit.classroom.framework.source import run_cell
-from mpkit.classroom.framework.work import UNDIVIDED
+from mpkit.classroom.lesson import lesson
 from mpkit.errors import MpkitError
 from mpkit.trace import Lane
 

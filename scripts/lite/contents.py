@@ -1,19 +1,29 @@
 """What a reader of the browser edition finds: notebooks with their stored outputs, and traces of real runs.
 
-start.ipynb       what works without an installation, to be run cell by cell
-00-*.ipynb ...    the tutorials, to be read; their trainings need PyTorch
-traces/*.mpkit    one small run per strategy, recorded on this machine while the site is built
+start.ipynb           what works without an installation, to be run cell by cell
+00-*.ipynb ...        the tutorials: their trainings need PyTorch, and cells beside them open what was recorded
+exercises/*.ipynb     the exercises that need no PyTorch
+traces/*.mpkit        one small run per strategy, recorded on this machine while the site is built
+traces/00-*/*.mpkit   the runs of each tutorial (`tutorials`)
 """
 
 from __future__ import annotations
 
-import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import nbformat
 import torch
+import tutorials
 
 import mpkit as mk
+from mpkit.classroom import lab
+from mpkit.classroom.catalogue import of_family
+from mpkit.classroom.exercises.reading_lab import read_the_memory
+from mpkit.classroom.framework.here import shared_room
+from mpkit.classroom.framework.questions import Questions
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,11 +38,31 @@ def write_contents(folder: Path) -> None:
     """Write the notebooks and traces."""
     folder.mkdir(parents=True)
     shutil.copy(Path(__file__).parent / "start.ipynb", folder)
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        notebook = json.loads(path.read_text(encoding="utf-8"))
-        notebook["metadata"]["kernelspec"] = KERNEL
-        (folder / path.name).write_text(json.dumps(notebook, ensure_ascii=False), encoding="utf-8")
     record(folder / "traces")
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        book = nbformat.read(path, as_version=4)
+        recorded = tutorials.record(path)
+        tutorials.add(book, recorded, path.stem)
+        shutil.copytree(recorded, folder / "traces" / path.stem, ignore=shutil.ignore_patterns("*.json"))
+        nbformat.write(book, folder / path.name)
+    write_exercises(folder / "exercises")
+    for path in folder.rglob("*.ipynb"):
+        book = nbformat.read(path, as_version=4)
+        book.metadata["kernelspec"] = KERNEL
+        nbformat.write(book, path)
+
+
+def write_exercises(folder: Path) -> None:
+    """Write the exercises that need no torch, and the traces of the runs that are read in them."""
+    (folder / lab.SAVED).mkdir(parents=True)
+    for entry in of_family("reading_lab"):
+        assert isinstance(entry.exercise, Questions)
+        entry.exercise.truth(shared_room())  # plays the runs that the check reads
+    for letter in read_the_memory.SHEET:
+        read_the_memory.held(letter)  # and this those that only students read
+    lab.save_runs(folder / lab.SAVED)
+    shared_room().close()
+    subprocess.run([sys.executable, Path(__file__).parent / "exercises.py", folder], check=True)
 
 
 def record(folder: Path) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
 from numbers import Number
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-__all__ = ["WHOLE", "difference", "mapped", "spell", "wrong_call"]
+__all__ = ["WHOLE", "difference", "is_tensor", "mapped", "spell", "wrong_call"]
 
 WHOLE = 100
 """So many items of a list are shown where a result is shown whole."""
@@ -21,6 +23,7 @@ RTOL, ATOL = 1e-4, 1e-6
 def difference(expected: Any, got: Any, at: str = "") -> str | None:
     """Return where `got` differs from `expected`, in words; None if it does not.
 
+    >>> import torch
     >>> difference([torch.ones(2), 3], [torch.ones(2), 4])
     '[1] is 4, not 3'
     >>> difference({"losses": [0.5, 0.4], "w.0": 1}, {"losses": [0.5, 0.3], "w.0": 1})
@@ -36,25 +39,19 @@ def difference(expected: Any, got: Any, at: str = "") -> str | None:
     'group(0) gave [0, 1], should be [0, 2]'
     """
     it = at or "it"
-    if isinstance(expected, Tensor):
+    if is_tensor(expected):
         return _tensors(expected, got, it)
     if isinstance(expected, bool) or not isinstance(expected, Number | list | tuple | dict):
         same = type(got) is type(expected) and got == expected
         return None if same else f"{it} is {spell(got)}, not {spell(expected)}"
     if isinstance(expected, Number):
-        if isinstance(got, Tensor) and got.numel() == 1:
+        if is_tensor(got) and got.numel() == 1:
             got = got.item()
         if isinstance(got, bool) or not isinstance(got, Number):
             return f"{it} is {spell(got)}, not {spell(expected)}"
-        near = torch.isclose(
-            torch.tensor(got), torch.tensor(expected, dtype=torch.tensor(got).dtype), RTOL, ATOL
-        )
         exact = isinstance(expected, int) and isinstance(got, int)
-        return (
-            None
-            if (got == expected if exact else bool(near))
-            else f"{it} is {spell(got)}, not {spell(expected)}"
-        )
+        same = got == expected or (not exact and _near(expected, got))
+        return None if same else f"{it} is {spell(got)}, not {spell(expected)}"
     kind = dict if isinstance(expected, dict) else (list, tuple)
     if not isinstance(got, kind):
         return f"{it} is {spell(got)}, not {_kind(expected)}"
@@ -91,8 +88,23 @@ def _gave(call: str, expected: Any, got: Any) -> str:
     return f"{call} gave {spell(got[call], WHOLE)}, should be {spell(expected[call], WHOLE)}"
 
 
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor; there is none before torch is imported, which a browser never does.
+
+    >>> is_tensor(1.0)
+    False
+    """
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def _near(expected: Any, got: Any) -> bool:
+    return bool(abs(got - expected) <= ATOL + RTOL * abs(expected) < math.inf)
+
+
 def _tensors(expected: Tensor, got: Any, it: str) -> str | None:
-    if not isinstance(got, Tensor):
+    import torch
+
+    if not is_tensor(got):
         return f"{it} is {spell(got)}, not a tensor"
     if got.shape != expected.shape:
         return f"{it} has shape {list(got.shape)}, not {list(expected.shape)}"
@@ -113,19 +125,21 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
         return {key: mapped(change, each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(mapped(change, each) for each in value)
-    return change(value) if isinstance(value, Tensor | Number) and not isinstance(value, bool) else value
+    number = isinstance(value, Number) and not isinstance(value, bool)
+    return change(value) if number or is_tensor(value) else value
 
 
 def spell(value: Any, most: int = 4) -> str:
     """Return a result in a few words, with `most` items of each list; `most=100` shows all that a cell can hold.
 
+    >>> import torch
     >>> spell(torch.arange(6.0)), spell([1, 2, 3, 4, 5, 6]), spell(None)
     ('[0, 1, 2, 3, ...]', '[1, 2, 3, 4, ...]', 'None')
     >>> spell([1, 2, 3, 4, 5, 6], most=100)
     '[1, 2, 3, 4, 5, 6]'
     """
     longest = 60 if most < WHOLE else 1000
-    if isinstance(value, Tensor):
+    if is_tensor(value):
         flat = value.detach().flatten()
         first = ", ".join(f"{each:.4g}" for each in flat[:most].tolist())
         shape = f" of shape {list(value.shape)}" if value.dim() > 1 else ""

@@ -182,6 +182,11 @@ class Exercise(ABC):
         """The name that the student's cell gives to the answer."""
         return self.called or str(self.solution.__name__)
 
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether an answer runs on several ranks; in a browser there are none."""
+        return False
+
     @abstractmethod
     def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
         """Try the answer; yield a row for each thing checked, up to the first that is wrong."""

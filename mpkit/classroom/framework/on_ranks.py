@@ -6,6 +6,9 @@ For each case:
     result    compare the result of every rank with the expected one
     budgets   compare what the answer used with what a right answer may use
     work      in the last case, compare how much each rank computes with what the solution's ranks compute
+
+Serial training on every rank gives right results and is no parallelism. It computes as many times too much as there
+are ranks; so does an answer that gathers everything first, and one whose ranks leave the work to one of them.
 """
 
 from __future__ import annotations
@@ -15,15 +18,30 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.classroom.framework.equal import WHOLE, difference, spell, wrong_call
-from mpkit.classroom.framework.exercise import UNFORESEEN, Budget, Case, Exercise, Row
+from mpkit.classroom.framework.exercise import UNFORESEEN, Budget, Case, Exercise, Mistake, Row
 from mpkit.classroom.framework.room import Answer, Room
 from mpkit.classroom.framework.seen import Seen
-from mpkit.classroom.framework.work import work_row
 
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
 
-__all__ = ["OnRanks"]
+__all__ = ["UNDIVIDED", "OnRanks"]
+
+ROOM = 1.75
+"""How many times the work of the solution's busiest rank a rank may do: a forward twice, and not all of two shares."""
+
+WHAT = "work of the busiest rank"
+
+UNDIVIDED = Mistake(
+    name="work-not-divided",
+    hints=(
+        "The results are right. How many samples, layers or columns does each rank compute, and how many are there?",
+        "A rank computes about as much as all ranks together should. Then nothing is gained by having several: each "
+        "has to compute its own part only, and to send what the others need of it.",
+    ),
+    wrong=(),
+    when=lambda seen: seen.budget == WHAT,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +65,11 @@ class OnRanks(Exercise):
     budgets: Sequence[Budget] = ()
     together: Callable[[Case, list[Any]], list[Any]] | None = None
 
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether some case has several ranks."""
+        return any(case.ranks > 1 for case in self.cases)
+
     def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
         """Try the answer case by case."""
         for case in self.cases:
@@ -60,7 +83,7 @@ class OnRanks(Exercise):
             if not all(row.ok for row in rows):
                 return
             if case is self.cases[-1]:
-                divided = work_row(seen, self.again(Answer.of(self.solution), seen, room))
+                divided = _work_row(seen, self.again(Answer.of(self.solution), seen, room))
                 if divided is not None:
                     yield divided
 
@@ -94,3 +117,18 @@ class OnRanks(Exercise):
                     return Row(what, f"{call} is {spell(expected[call], WHOLE)}", wrong, False, seen)
                 return Row(what, spell(expected), f"rank {rank}: {wrong}", False, seen)
         return Row(what, first, "equal on every rank", True, seen)
+
+
+def _work_row(seen: Seen, target: Seen) -> Row | None:
+    """Check that no rank computes much more than the solution's busiest one; None if the solution computes nothing."""
+    most = max(target.work, default=0.0)
+    if most == 0.0:
+        return None
+    times = max(seen.work) / most
+    return Row(
+        f"{WHAT}, on {seen.case}",
+        f"at most {ROOM:g} times that of a right answer",
+        f"{times:.2g} times",
+        times <= ROOM,
+        replace(seen, budget=WHAT, target=target),
+    )

@@ -14,7 +14,6 @@ data (`mpkit.classroom.framework.sealed`).
 
 from __future__ import annotations
 
-import functools
 import pickle
 import re
 import sys
@@ -25,24 +24,21 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from mpkit.api.cluster import Cluster
 from mpkit.classroom.framework.exercise import HOMES, Case
 from mpkit.classroom.framework.fingerprint import fingerprint
 from mpkit.classroom.framework.sealed import sealed, unsealed
 from mpkit.classroom.framework.seen import Seen
-from mpkit.classroom.framework.work import Work
 from mpkit.errors import CommMismatch, Deadlock, RankFailed
-from mpkit.launch.launch import Launch
-from mpkit.launch.process.fair_clock import FairClock
-from mpkit.watch.compared import compared
 
 if TYPE_CHECKING:
+    from mpkit.api.cluster import Cluster
     from mpkit.launch.process.context import Context
 
-__all__ = ["Answer", "Limits", "Room", "limit_memory", "shared_room"]
+__all__ = ["Answer", "Limits", "Play", "Room", "error_and_line", "limit_memory"]
 
-Play = Callable[["Context", Any, Case], Any]
-"""The function that runs on a rank: takes the rank's context, the answer and the case; returns the result to check."""
+Play = Callable[[Any, Any, Case], Any]
+"""The function that runs on a rank: takes the rank's context (None in `Here`), the answer and the case;
+returns the result to check."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +98,20 @@ class Room:
         limits: the limits on each case.
     """
 
+    has_ranks = True
+    """Whether there are ranks at all."""
+
     def __init__(self, cluster: Cluster | None = None, limits: Limits | None = None) -> None:
+        from mpkit.api.cluster import Cluster
+
         self._own = cluster is None
         self._cluster = cluster if cluster is not None else Cluster(ranks=1, device="cpu")
         self.limits = limits if limits is not None else Limits()
 
     def cluster(self, ranks: int) -> Cluster:
         """Return a cluster of the given number of ranks, forked from the one helper process."""
+        from mpkit.api.cluster import Cluster
+
         if self._own and self._cluster.fork_server_pid is None:  # an answer has ended it
             self._cluster.close()
             self._cluster = Cluster(ranks=1, device="cpu")
@@ -132,6 +135,9 @@ class Room:
             answer: the packed answer.
             case: the case, which has the number of ranks.
         """
+        from mpkit.launch.launch import Launch
+        from mpkit.launch.process.fair_clock import FairClock
+
         printed: list[str] = []
         _send_exercises_by_value()
         launch = self.cluster(case.ranks).launch(
@@ -157,7 +163,12 @@ class Room:
         except CommMismatch as error:
             return Seen(error=str(error), mismatch=str(error), **evidence)
         except RankFailed as error:
-            return Seen(**{**evidence, **_said(error)})
+            said = (
+                error_and_line(f"rank {error.rank}: ", error.traceback)
+                if error.traceback
+                else {"error": str(error)}
+            )
+            return Seen(**{**evidence, **said})
         except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError, TypeError) as error:
             return Seen(error=f"its result cannot be read: {type(error).__name__}: {error}", **evidence)
 
@@ -171,6 +182,9 @@ def _send_exercises_by_value() -> None:
 
 def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:
     """Run the answer on this rank, under the limits."""
+    from mpkit.classroom.framework.memory import Work
+    from mpkit.watch.compared import compared
+
     # ---- limit
     limit_memory(limits.memory)
     # ---- delay
@@ -204,14 +218,15 @@ def _delays(case: Case, rank: int, longest: float) -> Callable[[], None]:
     return lambda: time.sleep(longest * draw.random() ** 3)
 
 
-def _said(error: RankFailed) -> dict[str, str]:
-    """Return the error in one line, and the last line of the student's own code that led to it."""
-    if not error.traceback:
-        return {"error": str(error)}
-    last = [
-        line for line in error.traceback.rstrip().splitlines() if line and not line.startswith((" ", "|"))
-    ][-1]
-    places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n(?:    (?! *File)(.*)\n)?', error.traceback)
+def error_and_line(rank: str, frames: str) -> dict[str, str]:
+    """Return the error in one line, after the rank, and the last line of the student's own code that led to it.
+
+    Args:
+        rank: which rank it was on, in words.
+        frames: the traceback.
+    """
+    last = [line for line in frames.rstrip().splitlines() if line and not line.startswith((" ", "|"))][-1]
+    places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n(?:    (?! *File)(.*)\n)?', frames)
     own = [
         place for place in places if not re.search(r"[/\\](mpkit|torch|lib[/\\]python[\d.]+)[/\\]", place[0])
     ]
@@ -219,10 +234,4 @@ def _said(error: RankFailed) -> dict[str, str]:
     if own:
         _, line, function, text = own[-1]
         where = f"line {line} of the cell, in {function}" + (f": {text.strip()}" if text else "")
-    return {"error": f"rank {error.rank}: {last}", "where": where}
-
-
-@functools.cache
-def shared_room() -> Room:
-    """Return the default room; its helper process stays warm from check to check, until Python ends."""
-    return Room()
+    return {"error": f"{rank}{last}", "where": where}

@@ -12,26 +12,27 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-__all__ = ["sealed", "unsealed"]
+from mpkit.classroom.framework.equal import is_tensor
+
+__all__ = ["plain", "sealed", "unsealed"]
 
 _KINDS: tuple[Any, ...] = (bool, int, float, str, bytes)
 
 
 def sealed(value: Any) -> bytes:
-    """Return a result as bytes: tensors, numbers, strings, lists, tuples, dicts; of anything else the type's name.
+    """Return a result, made plain, as bytes.
 
-    NumPy's numbers and arrays become Python's, as do ranges, so that values from a data frame are accepted.
-
+    >>> import torch
     >>> unsealed(io.BytesIO(pickle.dumps(sealed({"sum": torch.ones(2), "odd": object}))))
     {'sum': tensor([1., 1.]), 'odd': '<type>'}
     >>> unsealed(io.BytesIO(pickle.dumps(sealed({np.int64(1): np.float64(0.5), "all": np.arange(2), "r": range(2)}))))
     {1: 0.5, 'all': [0, 1], 'r': [0, 1]}
     """
+    import torch
+
     file = io.BytesIO()
-    torch.save(_plain(value), file)
+    torch.save(plain(value), file)
     return file.getvalue()
 
 
@@ -41,6 +42,8 @@ def unsealed(file: IO[bytes]) -> Any:
     Raises:
         pickle.UnpicklingError: The file was not made by `sealed`.
     """
+    import torch
+
     content = _NamesNothing(file).load()
     if not isinstance(content, bytes):
         raise pickle.UnpicklingError("a rank left something else than a sealed result")
@@ -52,18 +55,24 @@ class _NamesNothing(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a result that wants {module}.{name}")
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
+def plain(value: Any) -> Any:
+    """Return a result as tensors, numbers, strings, lists, tuples and dicts; of anything else the type's name.
+
+    NumPy's numbers and arrays become Python's, as do ranges, so that values from a data frame are accepted.
+    """
+    if is_tensor(value):
+        from torch import Tensor
+
         return value.detach().cpu().clone().as_subclass(Tensor)
     if isinstance(value, np.generic):
         number = value.item()
-        return f"<{type(value).__name__}>" if isinstance(number, np.generic) else _plain(number)
+        return f"<{type(value).__name__}>" if isinstance(number, np.generic) else plain(number)
     if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(each) for key, each in value.items()}
+        return {plain(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | range):
-        items = [_plain(each) for each in value]
+        items = [plain(each) for each in value]
         return tuple(items) if type(value) is tuple else items
     if isinstance(value, bool | int | float | str | bytes):
         # An instance of a subclass is reduced to its plain value: the pickle may not name a class.

@@ -13,6 +13,7 @@ import inspect
 import linecache
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -24,20 +25,22 @@ __all__ = ["BEGIN", "END", "Source", "given_in", "run_cell"]
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 """nbgrader's own markers."""
 
-IMPORTS = """\
+OF_TORCH = """\
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+"""
+IMPORTS = f"""\
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import mpkit as mk
+{OF_TORCH if find_spec("torch") is not None else ""}import mpkit as mk
 """
-"""The first cell of every exercise notebook: all imports that cells use. (Annotations are never evaluated, because
-IPython applies the `from __future__` of one cell to the cells after it.)"""
+"""The first cell of every exercise notebook: all imports that cells use, torch's where there is torch. (Annotations are
+never evaluated, because IPython applies the `from __future__` of one cell to the cells after it.)"""
 
 
 @dataclass(frozen=True)

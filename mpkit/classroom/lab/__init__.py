@@ -1,30 +1,30 @@
 """The timelines of the reading lab, also on machines with a faster link.
 
 Runs use tensors without content (`mpkit.fake`) and are replayed on catalogued machines, so they take a second, and have
-the same result each time.
+the same result each time. Without torch they cannot be played; the browser edition has their traces (`save_runs`).
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
 from mpkit.devices.catalogue import hardware
-from mpkit.fake import trace_fake
 from mpkit.plan.plan import Plan
+from mpkit.support.needs import needs_torch
 from mpkit.timeline.timeline import Timeline
+from mpkit.trace import Trace
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from mpkit.classroom.framework.room import Room
     from mpkit.classroom.framework.seen import Seen
     from mpkit.devices.hardware import Hardware
-    from mpkit.trace import Trace
 
-__all__ = ["PUZZLES", "RUNS", "given", "near", "puzzle", "timeline"]
+__all__ = ["PUZZLES", "RUNS", "SAVED", "given", "near", "puzzle", "save_runs", "timeline"]
 
 WIDTH = 4096
 
@@ -116,24 +116,50 @@ def near(seen: Seen, question: str, value: float, within: float = 0.02) -> bool:
     )
 
 
-_TRACES: dict[tuple[str, int | None, float], Trace] = {}
+SAVED = "traces"
+"""The folder beside a notebook that has the runs' traces, where there is no torch."""
+
+_TRACES: dict[str, Trace] = {}
+
+
+def save_runs(folder: Path) -> None:
+    """Save the traces of all runs that were played so far, for a place without torch."""
+    for name, trace in _TRACES.items():
+        trace.save(folder / name)
 
 
 def _played(name: str, layers: int | None, host: float, room: Room | None) -> Trace:
     """Return the trace of two steps of a run; after its first step, DDP rebuilds its buckets."""
-    from mpkit.classroom.framework.room import shared_room
+    from mpkit.classroom.framework.here import shared_room
 
-    key = name, layers, host
-    if key not in _TRACES:
-        plan, many, samples, _ = RUNS[name]
-        batch = torch.empty(samples, WIDTH, device="meta")
-        _TRACES[key] = trace_fake(
-            functools.partial(_model, layers or many), plan, batch=(batch, batch), loss=nn.functional.mse_loss,
-            optimizer=torch.optim.Adam, steps=2, hardware=_machine(name, 1.0, host),
-            cluster=(room or shared_room()).cluster(1),
-        )  # fmt: skip
-    return _TRACES[key]
+    room, layers = room or shared_room(), layers or RUNS[name][1]
+    file = f"{name}-{layers}-{host:g}.mpkit".replace(" ", "-")
+    if file not in _TRACES:
+        _TRACES[file] = _play(name, layers, host, room) if room.has_ranks else _saved(file)
+    return _TRACES[file]
+
+
+def _saved(file: str) -> Trace:
+    path = Path(SAVED, file)
+    if not path.is_file():
+        raise needs_torch(f"this run, whose trace would be {path},")
+    return Trace.load(path)
+
+
+def _play(name: str, layers: int, host: float, room: Room) -> Trace:
+    import torch
+
+    from mpkit.fake import trace_fake
+
+    plan, _, samples, _ = RUNS[name]
+    batch = torch.empty(samples, WIDTH, device="meta")
+    return trace_fake(
+        functools.partial(_model, layers), plan, batch=(batch, batch), loss=torch.nn.functional.mse_loss,
+        optimizer=torch.optim.Adam, steps=2, hardware=_machine(name, 1.0, host), cluster=room.cluster(1),
+    )  # fmt: skip
 
 
 def _model(layers: int) -> nn.Module:
+    from torch import nn
+
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))

@@ -55,14 +55,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 import mpkit as mk
 from mpkit.classroom.framework.exercise import Mistake
 from mpkit.classroom.framework.questions import Questions
 from mpkit.classroom.framework.room import Room
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # %% answer
 answers = {
@@ -111,6 +112,8 @@ def _numbers(row: str) -> list[list[float]]:
 
 def every_collective(ctx: mk.Context, befores: list[list[list[float]]]) -> list[dict[str, list[float]]]:
     """Return, for each question, what this rank has after each collective; for those with a root, for every root."""
+    import torch
+
     return [_after(ctx, torch.tensor(before[ctx.rank])) for before in befores]
 
 
@@ -125,7 +128,12 @@ def _after(ctx: mk.Context, mine: Tensor) -> dict[str, list[float]]:
 
 
 def truth(room: Room) -> Mapping[str, str]:
-    """Run every collective on ranks, and return for each question the one whose outcome is in the table."""
+    """Run every collective on ranks, and return for each question the one whose outcome is in the table.
+
+    Where there are no ranks, the solution is right: a test compares it with what ranks do.
+    """
+    if not room.has_ranks:
+        return answers
     asked = tables(__doc__ or "")
     done = room.cluster(RANKS).run(every_collective, [before for before, _ in asked.values()])
     right = {}

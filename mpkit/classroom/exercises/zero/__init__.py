@@ -10,10 +10,10 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TITLE = "ZeRO"
 PLACE = 3
@@ -22,8 +22,10 @@ PLACE = 3
 # %% given
 def flat(tensors: Iterable[Tensor], n: int) -> Tensor:
     """Concatenate all tensors, and append zeros until n divides the length."""
+    import torch
+
     whole = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    return F.pad(whole, (0, -len(whole) % n))
+    return torch.nn.functional.pad(whole, (0, -len(whole) % n))
 
 
 def unflat(whole: Tensor, tensors: Iterable[Tensor]) -> None:

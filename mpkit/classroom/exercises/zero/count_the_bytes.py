@@ -18,15 +18,16 @@ Source: Rajbhandari et al., SC 2020, sections 3.1 and 5, figure 1.
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 import mpkit as mk
 from mpkit.classroom.framework.equal import difference, spell
 from mpkit.classroom.framework.exercise import Case, Mistake, Row
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.room import Answer, Room
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 # %% answer
@@ -66,11 +67,19 @@ def formula(psi: int, n: int, stage: int) -> dict[str, float]:
 
 def measured(n: int, stage: int, room: Room) -> dict[str, float]:
     """Return the fullest rank's peak bytes while n real ranks train a small model in bf16."""
+    import torch
+
     model = small()
     x = torch.randn(n, WIDTH)
     plan = mk.Plan.zero(stage, n, precision="bf16") if stage else mk.Plan.ddp(n, precision="bf16")
     run = room.cluster(n).train(
-        model, [(x, x)], plan, loss=nn.functional.mse_loss, optimizer=torch.optim.Adam, steps=2, show=False
+        model,
+        [(x, x)],
+        plan,
+        loss=torch.nn.functional.mse_loss,
+        optimizer=torch.optim.Adam,
+        steps=2,
+        show=False,
     )
     held = run.wait().timeline().peak_memory
     return {name: max(float(rank[name]) for rank in held) for name in ("params", "grads", "optimizer")}
@@ -78,6 +87,8 @@ def measured(n: int, stage: int, room: Room) -> dict[str, float]:
 
 def small() -> nn.Sequential:
     """Return layers whose parameters 2 and 4 ranks divide evenly."""
+    from torch import nn
+
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
@@ -101,6 +112,8 @@ class Formula(OnRanks):
             yield row
             if not row.ok:
                 return
+        if not room.has_ranks:
+            return
         psi = sum(weight.numel() for weight in small().parameters())
         for n, stage in ((2, 1), (4, 2), (4, 3)):
             case = Case(1, sizes={"psi": psi, "n": n, "stage": stage})
