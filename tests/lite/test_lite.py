@@ -1,4 +1,4 @@
-"""The browser edition, from a plain file server: no request leaves it, and its start notebook does what it says."""
+"""The browser edition, from a plain file server: no request leaves it, and its notebooks do what they say."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from nbformat import read
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
+from mpkit.classroom.catalogue import find
+
 ROOT = Path(__file__).parents[2]
+TESTED = ROOT / "build" / "lite" / "tested"
 SCREENSHOTS = ROOT / "build" / "lite" / "screenshots"
 FIRST_PICTURE = 20.0
 """Seconds from the page's address to the first timeline, on two cores that do nothing else."""
@@ -27,6 +31,14 @@ FIRST_PICTURE = 20.0
 RUN_ALL = """() => {
   window.ran = undefined;
   window.jupyterapp.commands.execute('notebook:run-all-cells').then((ok) => { window.ran = ok; });
+}"""
+
+RUN_ONE = """([index, source]) => {
+  const book = window.jupyterapp.shell.currentWidget.content;
+  if (source !== null) book.widgets[index].model.sharedModel.setSource(source);
+  book.activeCellIndex = index;
+  window.ran = undefined;
+  window.jupyterapp.commands.execute('notebook:run-cell').then((ok) => { window.ran = ok; });
 }"""
 
 ERRORS = """() => window.jupyterapp.shell.currentWidget.content.widgets
@@ -45,9 +57,8 @@ class Quiet(SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
     """The address of the site, built from the working tree as it is now."""
-    folder = ROOT / "build" / "lite" / "tested"
-    subprocess.run([sys.executable, ROOT / "scripts" / "lite" / "build.py", "--out", folder], check=True)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    subprocess.run([sys.executable, ROOT / "scripts" / "lite" / "build.py", "--out", TESTED], check=True)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(TESTED)))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -75,10 +86,7 @@ def start(site: str) -> Iterator[tuple[Page, float, list[str]]]:
             ),
         )
         begun = time.monotonic()
-        page.goto(f"{site}/lab/index.html?path=start.ipynb")
-        page.wait_for_function(
-            "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
-        )
+        open_notebook(page, site, "start.ipynb")
         page.evaluate(RUN_ALL)
         expect(page.locator(".mpkit-timeline").first).to_be_visible(timeout=60_000)
         seconds = time.monotonic() - begun
@@ -87,12 +95,33 @@ def start(site: str) -> Iterator[tuple[Page, float, list[str]]]:
         browser.close()
 
 
-def output_of(page: Page, code: str) -> Locator:
-    """What the cell with this code shows, scrolled into view: JupyterLab draws no cell that is out of it."""
+def open_notebook(page: Page, site: str, path: str) -> None:
+    """Open a notebook of the site, and wait for its kernel."""
+    page.goto(f"{site}/lab/index.html?path={path}")
+    page.wait_for_function(
+        "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
+    )
+
+
+def index_of(page: Page, code: str) -> int:
+    """The index of the first code cell with this code."""
     where = "(code) => window.jupyterapp.shell.currentWidget.content.widgets.findIndex("
     index = page.evaluate(
         f"{where}(c) => c.model.type === 'code' && c.model.sharedModel.source.includes(code))", code
     )
+    assert index >= 0, f"no cell has {code!r}"
+    return int(index)
+
+
+def run_cell(page: Page, index: int, source: str | None = None) -> None:
+    """Run a cell, with other code if some is given."""
+    page.evaluate(RUN_ONE, [index, source])
+    page.wait_for_function("window.ran !== undefined")
+
+
+def output_of(page: Page, code: str) -> Locator:
+    """What the cell with this code shows, scrolled into view: JupyterLab draws no cell that is out of it."""
+    index = index_of(page, code)
     page.evaluate("(i) => window.jupyterapp.shell.currentWidget.content.scrollToItem(i, 'start')", index)
     return page.locator(f'.jp-Cell[data-windowed-list-index="{index}"] .jp-OutputArea-output')
 
@@ -172,15 +201,62 @@ def test_axe_finds_nothing_serious_in_what_mpkit_draws(start: Start) -> None:
 
 def test_what_trains_is_refused_at_the_readers_line(start: Start) -> None:
     page, _, _ = start
-    page.evaluate("""() => {
-      const book = window.jupyterapp.shell.currentWidget.content;
-      book.activeCellIndex = book.widgets.length - 1;
-      book.activeCell.model.sharedModel.setSource('mk.Cluster(ranks=4)');
-      window.ran = undefined;
-      window.jupyterapp.commands.execute('notebook:run-cell').then(() => { window.ran = true; });
-    }""")
-    page.wait_for_function("window.ran !== undefined")
+    run_cell(page, index_of(page, "# mk.Cluster(ranks=4)"), "mk.Cluster(ranks=4)")
     [said] = page.evaluate(ERRORS)
     assert said.startswith("mk.Cluster needs PyTorch to run or read models, and this Python has none")
     output_of(page, "mk.Cluster(ranks=4)")
     picture(page, "refused")
+
+
+@pytest.mark.timeout(400)
+def test_a_tutorial_opens_what_its_cells_recorded(start: Start, site: str) -> None:
+    page, _, elsewhere = start
+    open_notebook(page, site, "03-zero.ipynb")
+    code = (
+        "# In the browser: the run that the cell above recorded",
+        "# In the browser: the same on eight A100",
+    )
+    steps = []
+    for each in code:
+        run_cell(page, index_of(page, each))
+        output = output_of(page, each)
+        expect(output.locator(".mpkit-timeline")).to_be_visible(timeout=60_000)
+        steps.append(output.locator(".mpkit-figure", has_text="step time").inner_text())
+    picture(page, "tutorial")
+    recorded, replayed = steps
+    assert "ms" in recorded and "µs" in replayed
+    assert elsewhere == []
+
+
+def test_each_tutorial_that_trains_has_what_it_recorded(site: str) -> None:
+    """The start, 09 and 10 say what fits and plan; all others train or communicate in most of their cells."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        added = [
+            cell
+            for cell in read(TESTED / "files" / path.name, 4).cells
+            if cell.id.startswith("in-the-browser-")
+        ]
+        named = re.findall(r'mk\.open\("(.*?)"\)', "\n".join(cell.source for cell in added))
+        assert named, path.name
+        assert all((TESTED / "files" / name).is_file() for name in named)
+        assert len(named) == len(list((TESTED / "files" / "traces" / path.stem).iterdir()))
+
+
+@pytest.mark.timeout(400)
+def test_an_exercise_is_solved(start: Start, site: str) -> None:
+    page, _, elsewhere = start
+    entry = find("double-the-link")  # its runs are among the traces
+    open_notebook(page, site, "exercises/9-reading-lab.ipynb")
+    run_cell(page, index_of(page, "import mpkit as mk"))
+    run_cell(page, index_of(page, 'return puzzle("double-the-link"'))
+    answer, check = index_of(page, "seconds_of_a_step = {"), 'mk.check("double-the-link"'
+    wrong = entry.source.wrong(next(one for one in entry.exercise.mistakes if one.name == "halves-the-step"))
+    for code, verdict in ((wrong, "not yet"), (entry.source.plain, "solved")):
+        run_cell(page, answer, code)
+        run_cell(page, index_of(page, check))
+        expect(output_of(page, check).get_by_text(verdict).first).to_be_visible(timeout=60_000)
+        picture(page, verdict.replace(" ", "-"))
+    run_cell(page, index_of(page, "mk.progress()"))
+    expect(output_of(page, "mk.progress()").get_by_text("Reading lab: 1 of 7")).to_be_visible()
+    assert page.evaluate(ERRORS) == []
+    assert elsewhere == []
