@@ -28,6 +28,8 @@ def difference(expected: Any, got: Any, at: str = "") -> str | None:
     '[1] is 4, not 3'
     >>> difference({"losses": [0.5, 0.4], "w.0": 1}, {"losses": [0.5, 0.3], "w.0": 1})
     'losses[1] is 0.3, not 0.4'
+    >>> difference(3.7, 3)
+    'it is 3, not 3.7'
     >>> difference(torch.zeros(2), torch.zeros(3))
     'it has shape [3], not [2]'
     >>> difference({"w": 1.0}, {"w": 1.0 + 1e-9}) is None
