@@ -61,20 +61,20 @@ class Recorder:
         self.cell += 1
 
     def save(self, folder: str) -> None:
-        """Save the traces that have something to show, and an index: each one's cell, name and plan in words."""
+        """Save the traces that have something to show, and an index: each one's cell, name and plan."""
         index = []
         for each in self.found:
             what = each["what"]
             if isinstance(what, Launch) and (not what.over or what.error is not None):
                 continue
             trace: Trace = what.trace if isinstance(what, Launch) else what
-            if not Timeline.of(trace).makespan:
+            if not len(Timeline.of(trace).spans):
                 continue
             path = trace.save(Path(folder, f"{len(index) + 1}.mpkit"))
             if path.stat().st_size > MOST:
                 path.unlink()
                 continue
             plan = trace.meta.get("plan")
-            words = Plan.from_json(plan).describe().split(". ")[0].rstrip(".") if plan else ""
-            index.append({"cell": each["cell"], "name": each["name"], "plan": words})
+            plan = repr(Plan.from_json(plan)) if plan else ""
+            index.append({"cell": each["cell"], "name": each["name"], "plan": plan})
         Path(folder, "index.json").write_text(json.dumps(index))

@@ -3,8 +3,8 @@
 record    run a tutorial on this machine, and keep the traces of its runs (`recorder`)
 add       put in the cells that open them, play them on other hardware, and need no PyTorch
 
-A tutorial takes up to some minutes, so traces are kept in build/lite/recorded, for as long as its code, mpkit's version
-and the format of traces are the same. Remove that folder to record all of them anew.
+A tutorial takes up to some minutes, so its traces are kept in build/lite/recorded, for as long as its code, mpkit's
+version, the recorder and the format of traces are the same. Remove that folder to record all of them anew.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ and play the same run on other hardware.
 
 
 def record(path: Path) -> Path:
-    """Return the folder with a tutorial's traces and their index, after running it if need be."""
+    """Return the folder with a tutorial's traces and their index, after running it if it changed."""
     book = nbformat.read(path, as_version=4)
     code = [cell.source for cell in book.cells if cell.cell_type == "code"]
-    key = hashlib.sha256(json.dumps([mpkit.__version__, VERSION, code]).encode()).hexdigest()[:12]
+    recorder = (HERE / "recorder.py").read_text(encoding="utf-8")
+    key = hashlib.sha256(json.dumps([mpkit.__version__, VERSION, recorder, code]).encode()).hexdigest()[:12]
     folder = RECORDED / f"{path.stem}-{key}"
     if folder.is_dir():
         return folder
@@ -88,18 +89,18 @@ def sources(traces: list[dict[str, Any]], first: bool) -> Iterator[str]:
     """Yield the code of the cells after one that recorded these traces; the first ones are played elsewhere as well."""
     if not traces:
         return
-    lines = []
-    named = [each for each in traces if each["name"]]
-    nameless = [each for each in traces if not each["name"]]
-    for each in named:
-        lines.append(f'{each["name"]} = mk.open("{each["file"]}")  # {each["plan"]}'.removesuffix("  # "))
-    if nameless:
-        files = "".join(
-            f'    mk.open("{e["file"]}"),  # {e["plan"]}'.removesuffix("  # ") + "\n" for e in nameless
-        )
-        lines.append(f"runs = [\n{files}]")
-    shown = named[-1]["name"] if named else "runs[0]"
-    words = "what the cell above recorded" if len(traces) > 1 else "the run that the cell above recorded"
+    opened = {each["file"]: f'mk.open("{each["file"]}")' for each in traces}
+    comments = {each["file"]: f"  # {each['plan']}" * bool(each["plan"]) for each in traces}
+    if len(traces) == 1 or all(each["name"] for each in traces):
+        names = [each["name"] or "run" for each in traces]
+        lines = [f"{name} = {opened[file]}{comments[file]}" for name, file in zip(names, opened, strict=True)]
+        shown = names[-1]
+    else:
+        lines = ["runs = [", *(f"    {opened[file]},{comments[file]}" for file in opened), "]"]
+        shown = "runs[-1]"
+    words = (
+        "the runs that the cell above recorded" if len(traces) > 1 else "the run that the cell above recorded"
+    )
     yield "\n".join([f"# In the browser: {words}", "import mpkit as mk", "", *lines, f"{shown}.timeline()"])
     if first:
-        yield f'# In the browser: the same on eight A100\n{shown}.timeline(hardware="8x-a100-nvlink")'
+        yield f'# In the browser: the same on eight A100s\n{shown}.timeline(hardware="8x-a100-nvlink")'

@@ -214,7 +214,7 @@ def test_a_tutorial_opens_what_its_cells_recorded(start: Start, site: str) -> No
     open_notebook(page, site, "03-zero.ipynb")
     code = (
         "# In the browser: the run that the cell above recorded",
-        "# In the browser: the same on eight A100",
+        "# In the browser: the same on eight A100s",
     )
     steps = []
     for each in code:
