@@ -228,8 +228,7 @@ def test_a_tutorial_opens_what_its_cells_recorded(start: Start, site: str) -> No
     assert elsewhere == []
 
 
-def test_each_tutorial_that_trains_has_what_it_recorded(site: str) -> None:
-    """The start, 09 and 10 say what fits and plan; all others train or communicate in most of their cells."""
+def test_each_tutorial_has_what_it_recorded(site: str) -> None:
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         added = [
             cell
