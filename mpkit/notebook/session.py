@@ -5,8 +5,7 @@ and an idle group is no hang. While a cell runs, the notebook's own thread looks
 
     ask         write the request, wake the chosen ranks
     wait        show their output; look for hangs; collect answers
-    interrupt   the kernel's stop button is an interrupt of the cell on the ranks; a rank that does not end within some
-                seconds (it waits in C++ code for a peer) is ended, and the session with it
+    interrupt   interrupt the cell on the ranks; a rank that goes on for long (in C++ code) is ended, with the session
 
 A session is ended, and its variables are gone, when a rank dies or the ranks hang. The next cell starts a new one.
 """
