@@ -84,7 +84,9 @@ class Proving:
         first, facts = first_unverified(part(self._folder, rank, FIRST_TIMES) for rank in ranks)
         if facts:
             more = f" (and {len(facts) - 1} more such changes)" if len(facts) > 1 else ""
-            notes.append(f"{facts[0]} for the first time in step {first + 1}{more}: {self._compares(first + 1)}")
+            notes.append(
+                f"{facts[0]} for the first time in step {first + 1}{more}: {self._compares(first + 1)}"
+            )
         self._know(replace(known, why_not="; ".join(notes)))
 
     def _due(self) -> list[int]:
