@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.data.microbatch import Value, batch_size, leaves
+from mpkit.data.stream import Stream
 from mpkit.errors import NotSerial
 from mpkit.launch.packing.packing import dumps
 from mpkit.models.hooks import register
@@ -147,8 +148,10 @@ class Prover:
         )  # fmt: skip
 
     def _batch(self, step: int) -> tuple[Value, Value]:
-        source = cast(Source, self._job.what.batches)
-        return source.part(step, slice(0, source.size(step)))
+        source = self._job.what.batches
+        if isinstance(source, Stream):  # of which `mpkit.prepare.verify` asks for no other steps
+            return source.first[step]
+        return cast(Source, source).part(step, slice(0, source.size(step)))
 
     def _start(self, step: int, found: Assembled) -> None:
         serial = self._serial

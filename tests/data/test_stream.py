@@ -66,6 +66,7 @@ def test_a_stream_trains_as_a_list_does(clusters: Clusters, plan: mk.Plan) -> No
     listed = clusters(2).train(net(), [batch(i) for i in range(4)], plan, steps=4, **HOW).wait()
     run = clusters(2).train(net(), Source().one_by_one(), plan, steps=4, **HOW).wait()
     assert run.losses == listed.losses and run.data_digest == listed.data_digest
+    assert run.proof.status == listed.proof.status == "equal"
     spans = run.timeline().spans
     assert set(spans["step"][spans["kind"] == Kind.DATA].tolist()) == {0, 1, 2, 3}
 
