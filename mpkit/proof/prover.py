@@ -110,7 +110,9 @@ class Prover:
                 "the forward draws random numbers from Python's or NumPy's generators, which nobody hears; torch.rand "
                 "draws those that are repeated here"
             )
-        serial, batch = self._serial, self._batch(step)
+        with running("the data"):
+            batch = self._batch(step)
+        serial = self._serial
         # ---- start
         self._start(step, found)
         # ---- gradients

@@ -54,8 +54,8 @@ class Here(Room):
         with contextlib.redirect_stdout(printed):
             try:
                 outcome["got"] = [plain(play(None, pickle.loads(answer.packed), case))]
-            except Exception:  # whatever the student's code raises
-                outcome.update(error_and_line("", traceback.format_exc()))
+            except Exception as error:  # whatever the student's code raises
+                outcome.update(error_and_line("", "".join(traceback.format_exception(error))))
         return Seen(case=case, printed=printed.getvalue().splitlines(), **outcome)
 
 
