@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.schedule import NAMES
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
+from mpkit.trace import Kind, Lane, lane_of
+from tests.kineto.test_given_traces import GIVEN
+from tests.test_timeline import timeline
 
 IMBALANCE, COMMUNICATION = CAUSES.index("imbalance"), CAUSES.index("communication")
 TIMES = st.sampled_from([0.5, 1.0, 1.37, 2.0])
@@ -46,14 +50,70 @@ def test_equal_stages_have_no_imbalance(name: str) -> None:
     np.testing.assert_allclose(idle_by_cause(mk.simulate(plan_of(name)))[:, COMMUNICATION], 0, atol=1e-9)
 
 
-def test_imbalance_is_what_a_balanced_cut_would_save() -> None:
-    plan = mk.Plan.gpipe(4, 8)
-    slow = mk.simulate(plan, forward=[1, 1, 2, 1], input_grad=[1, 1, 2, 1], weight_grad=[1, 1, 2, 1])
-    even = mk.simulate(plan, forward=1.25, input_grad=1.25, weight_grad=1.25)
-    found = idle_by_cause(slow)
-    for rank in (0, 1, 3):
-        assert found[rank, IMBALANCE] == pytest.approx(slow.idle[rank] - even.idle[rank])
-    assert found[2, IMBALANCE] == 0  # the others wait for it
+@settings(max_examples=60)
+@given(st.sampled_from(NAMES), st.integers(2, 4), st.data(), st.sampled_from([0.0, 0.1, 0.37]))
+def test_imbalance_is_what_a_balanced_cut_would_save(
+    name: str, p: int, data: st.DataObject, hop: float
+) -> None:
+    plan = plan_of(name, p, 2 * p)
+    times = [data.draw(st.lists(TIMES, min_size=plan.stages, max_size=plan.stages)) for _ in range(3)]
+    slow, even = mk.simulate(plan, *times, hop=hop), mk.simulate(plan, *map(np.mean, times), hop=hop)
+    saved = np.array(slow.idle) - np.array(even.idle)  # less than nothing on a rank that the others wait for
+    np.testing.assert_allclose(idle_by_cause(slow)[:, IMBALANCE], np.maximum(saved, 0), atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_communication_is_what_links_without_latency_would_save(name: str) -> None:
+    plan = plan_of(name)
+    forward = [1.0, 2.0] * (plan.stages // 2)
+    slow, fast = (mk.simulate(plan, forward=forward, hop=hop) for hop in (3.0, 0.0))
+    of_slow, of_fast = idle_by_cause(slow), idle_by_cause(fast)
+    for rank in range(4):
+        if of_slow[rank, IMBALANCE] == of_fast[rank, IMBALANCE] == 0:
+            assert of_slow[rank, COMMUNICATION] == pytest.approx(slow.makespan - fast.makespan)
+    rest = [causes.sum() - causes[:, [IMBALANCE, COMMUNICATION]].sum() for causes in (of_slow, of_fast)]
+    assert rest[0] == pytest.approx(rest[1])
+
+
+@pytest.mark.parametrize("path", sorted(GIVEN.glob("*.json.gz")), ids=lambda path: path.name.split(".")[0])
+def test_of_imported_traces_they_add_up_too(path: Path) -> None:
+    t = mk.open(path).timeline()
+    found = idle_by_cause(t)
+    np.testing.assert_allclose(found.sum(axis=1), t.idle, atol=1e-9)
+    assert (found >= -1e-12).all()
+
+
+SPANS = [
+    st.lists(
+        st.tuples(
+            st.integers(0, 1),
+            st.sampled_from([Kind.FORWARD, Kind.BACKWARD, Kind.WAIT, Kind.ALL_REDUCE, beside]),
+            st.integers(0, 9), st.integers(1, 6),
+        ),
+        min_size=1, max_size=12,
+    )
+    for beside in (Kind.DATA, Kind.COPY_TO_HOST)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("clock", ["virtual", "measured"])
+@given(spans=st.one_of(SPANS))
+def test_whatever_overlaps_they_add_up(spans: list[tuple[int, Kind, int, int]], clock: str) -> None:
+    rows, until = [], {0: 0, 1: 0}
+    for rank, kind, pause, length in spans:
+        start = pause
+        if lane_of(kind) == Lane.COMPUTE:  # a rank computes one thing at a time; whatever else overlaps with it
+            start, until[rank] = until[rank] + pause // 4, until[rank] + pause // 4 + length
+        rows.append((rank, kind, float(start), float(start + length)))
+    t = timeline(*rows, clock=clock)
+    found = idle_by_cause(t)
+    np.testing.assert_allclose(found.sum(axis=1), t.idle, atol=1e-9)
+    assert (found >= -1e-9).all()
+
+
+def test_loading_beside_work_costs_what_work_does_not_hide() -> None:
+    t = timeline((0, Kind.DATA, 0.0, 4.0), (0, Kind.FORWARD, 3.0, 6.0), (0, Kind.DATA, 5.0, 7.0), ranks=1)
+    assert idle_by_cause(t)[0, CAUSES.index("data")] == t.idle[0] == 4.0
 
 
 @pytest.mark.soak

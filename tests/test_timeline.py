@@ -18,7 +18,9 @@ from mpkit.trace import CATEGORIES, Kind, lane_of
 Span = tuple[int, Kind, float, float]  # rank, kind, start, end
 
 
-def timeline(*rows: Span, step: int = -1, ranks: int = 2, held: Any = None, **columns: Any) -> Timeline:
+def timeline(
+    *rows: Span, step: int = -1, ranks: int = 2, held: Any = None, clock: str = "virtual", **columns: Any
+) -> Timeline:
     spans = np.zeros(len(rows), SPAN)
     for row, (rank, kind, start, end) in enumerate(rows):
         spans[row]["rank"], spans[row]["kind"], spans[row]["lane"] = rank, kind, lane_of(kind)
@@ -26,7 +28,7 @@ def timeline(*rows: Span, step: int = -1, ranks: int = 2, held: Any = None, **co
     spans["step"], spans["cause"] = step, -1
     for column, value in columns.items():
         spans[column] = value
-    return Timeline(spans, [""], np.zeros(0, HELD) if held is None else held, ranks, "virtual")
+    return Timeline(spans, [""], np.zeros(0, HELD) if held is None else held, ranks, clock)
 
 
 F, B, WAIT, SEND, RECV, REDUCE = Kind.FORWARD, Kind.BACKWARD, Kind.WAIT, Kind.SEND, Kind.RECV, Kind.ALL_REDUCE

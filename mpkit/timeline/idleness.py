@@ -1,34 +1,37 @@
-"""Why a rank is idle: the time that it does not work, split by cause.
+"""Why a rank is idle: the time of a step in which it does not work, split by cause.
 
-    warm-up         before its first action: nothing has arrived yet
-    message         between its actions: another rank has not yet computed what it waits for
-    communication   also between its actions, but the result has been computed and is under way
-    cool-down       after its last action: other ranks still work
-    data            how much of all this would vanish if every rank had its share of the batch immediately
+    data            how much would vanish if every rank had its share of the batch immediately
     imbalance       how much of the rest would vanish if all actions of a kind took their mean time on every rank
+    communication   how much of the rest would vanish if communication took no time
+    warm-up         of what is left, the time before a rank's first action: nothing has arrived yet
+    message         between its actions: another rank has not yet computed what it waits for
+    cool-down       after its last action: other ranks still work
     other           no known cause: a copy, or time between ops on the measured clock
 
-A different schedule changes the first two and the cool-down, a faster link the communication, more workers the data,
-and a better cut the imbalance. Data and imbalance are found by playing the step again, without loading and with
-equal actions: the dependencies stay the same, and only the durations change.
+More workers change the data, a better cut the imbalance, a faster link the communication, and a different schedule
+warm-up, message and cool-down.
 
-    pieces    what each rank does, in order, and which communication it waits for before each piece
-    played    when each piece would begin and end, given how long it takes
-    causes    the gaps between the pieces, by cause, for the actual times and for equal ones
+    step       the graph of the step (`mpkit.timeline.dependencies`): the pieces of each rank, and what each waits for
+    split      what each rank waits for from the step's begin to its end, played with the recorded times
+    charged    to each of the first three causes what the step saves if it is played without it; the order of the work
+               and who waits for whom do not change
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpkit.timeline import metrics
+from mpkit.timeline.dependencies.build import graph_of
+from mpkit.timeline.dependencies.graph import Node, StepGraph
+from mpkit.timeline.dependencies.lane import within
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import Kind
+from mpkit.trace import Kind, Lane
 
 __all__ = ["CAUSES", "idle_by_cause"]
 
@@ -36,6 +39,7 @@ Array = npt.NDArray[Any]
 
 CAUSES = ("warm-up", "message", "imbalance", "communication", "data", "cool-down", "other")
 WARM_UP, MESSAGE, IMBALANCE, COMMUNICATION, DATA, COOL_DOWN, OTHER = range(len(CAUSES))
+CHARGED = (DATA, IMBALANCE, COMMUNICATION)
 
 
 def idle_by_cause(timeline: Timeline) -> Array:
@@ -47,218 +51,156 @@ def idle_by_cause(timeline: Timeline) -> Array:
     >>> t = mk.simulate(mk.Plan.gpipe(3, 4), forward=[1, 1, 2], hop=0.25)
     >>> for rank, seconds in enumerate(idle_by_cause(t).round(2).tolist()):
     ...     print(rank, {cause: s for cause, s in zip(CAUSES, seconds) if s})
-    0 {'message': 7.42, 'imbalance': 3.33, 'communication': 0.25}
-    1 {'warm-up': 1.58, 'message': 3.58, 'imbalance': 3.33, 'communication': 0.25, 'cool-down': 2.25}
-    2 {'warm-up': 2.5, 'cool-down': 4.5}
+    0 {'message': 6.67, 'imbalance': 3.33, 'communication': 1.0}
+    1 {'warm-up': 1.33, 'message': 3.33, 'imbalance': 3.33, 'communication': 1.0, 'cool-down': 2.0}
+    2 {'warm-up': 2.0, 'communication': 1.0, 'cool-down': 4.0}
     """
     one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
-    graph = _Graph(one.spans, timeline.world_size)
-    causes = graph.causes(graph.play(1.0))
-    if graph.loads:
-        at_once = graph.causes(graph.play(1.0, data=False), data=False)
-        at_once[:, DATA] = np.maximum(causes.sum(axis=1) - at_once.sum(axis=1), 0.0)
-        causes = at_once
-    equal = graph.causes(graph.play(0.0, data=False), data=False)
-    equal[:, DATA] = causes[:, DATA]
-    # The slowest rank would wait longer if all were equal: its idle time stays as it is.
-    excess = causes.sum(axis=1) - equal.sum(axis=1)
-    less = excess > 1e-12 * max(float(causes.sum()), 1e-30)
-    causes[less] = equal[less]
-    causes[less, IMBALANCE] = excess[less]
+    step = _Step(graph_of(one.spans, one.world_size, one.clock), one.spans)
+    causes = step.split(step.graph.took)
+    if step.loads.any():
+        _charge(causes, DATA, step.split(step.loaded_at_once))
+    # The slowest rank would wait longer if all were equal: it keeps its times.
+    equal = _charge(causes, IMBALANCE, step.split(step.equal))
+    at_once = [step.split(np.where(step.transfers, 0.0, took)) for took in (step.loaded_at_once, step.equal)]
+    _charge(causes, COMMUNICATION, np.where(equal[:, None], at_once[1], at_once[0]))
     return causes
 
 
-@dataclass
-class _Piece:
-    """A part of an action that no wait interrupts.
-
-    Attributes:
-        rank: the rank that runs it.
-        start, took: its start and its duration in seconds.
-        usual: seconds that it would take if all actions of its kind took equally long.
-        pause: seconds before it in which its rank did nothing known.
-        data: seconds before it in which its rank got its share of the batch.
-        needs: the communication that its rank waits for before it.
-    """
-
-    rank: int
-    start: float
-    took: float
-    usual: float
-    pause: float = 0.0
-    data: float = 0.0
-    needs: list[_Message] = field(default_factory=list)
-
-
-@dataclass
-class _Message:
-    """A communication: it begins when the last of its senders has issued it.
-
-    Attributes:
-        issued: for each sender, when it issued the communication: the number of a piece, the fraction of the piece that
-            is done by then, and the seconds after that; piece -1 means before all work, with the time itself.
-        took: seconds from its beginning to its end.
-    """
-
-    issued: list[tuple[int, float, float]]
-    took: float
-
-
-class _Graph:
-    """What each rank does, and what each of its pieces waits for.
+def _charge(causes: Array, cause: int, without: Array) -> Array:
+    """Charge to a cause what ranks save without it, in place; return (ranks,) whether each saves something.
 
     Args:
-        spans: the spans of one step.
-        world_size: the number of ranks.
+        causes: (ranks, causes) seconds so far.
+        cause: of CHARGED.
+        without: (ranks, causes) seconds of the step played without this cause and those that were charged before.
+    """
+    earlier = CHARGED[: CHARGED.index(cause)]
+    before = causes[:, earlier]
+    saved = causes.sum(axis=1) - before.sum(axis=1) - without.sum(axis=1)
+    less = saved > 1e-12 * max(float(causes.sum()), 1e-30)
+    causes[less] = without[less]
+    causes[np.ix_(less, earlier)] += before[less]
+    causes[less, cause] += saved[less]
+    return np.asarray(less)
+
+
+@dataclass
+class _Step:
+    """A step's graph of n pieces, and which of these are work.
+
+    Attributes:
+        graph: the pieces.
+        spans: of the step, one row for each of `graph.row`.
     """
 
-    def __init__(self, spans: Array, world_size: int) -> None:
-        self._world_size = world_size
-        work, waits = metrics.work(spans), spans[spans["kind"] == Kind.WAIT]
-        data = metrics.loading(spans)
-        self.loads = len(data) > 0
-        begin = self._begin = metrics.extent(metrics.done(spans))[0]
-        took = np.zeros(len(work))
-        for rank in range(world_size):
-            took[work["rank"] == rank] = metrics.worked(spans[spans["rank"] == rank])
-        usual = {kind: float(took[work["kind"] == kind].mean()) for kind in np.unique(work["kind"]).tolist()}
-        # ---- pieces, sorted by start, so that whatever a piece needs comes before it
-        self._pieces: list[_Piece] = []
-        causes: list[list[int]] = []
-        for rank in range(world_size):
-            mine, own_waits = work["rank"] == rank, waits[waits["rank"] == rank]
-            own_data = data[data["rank"] == rank]
-            at, before = begin, None
-            for action, whole in zip(work[mine], took[mine].tolist(), strict=True):
-                share = usual[int(action["kind"])] / whole if whole > 0 else 1.0
-                for start, end in _uninterrupted(action, own_waits):
-                    gap = own_waits[(own_waits["end"] > at) & (own_waits["start"] < start)]
-                    waited = metrics.length(metrics.covered(_clipped(gap, at, start)))
-                    loaded = metrics.length(metrics.covered(_clipped(own_data, at, start)))
-                    pause = 0.0 if before is None else max(start - at - waited - loaded, 0.0)
-                    before = _Piece(rank, start, end - start, (end - start) * share, pause, loaded)
-                    self._pieces.append(before)
-                    causes.append([int(cause) for cause in gap["cause"] if cause >= 0])
-                    at = end
-        order = sorted(range(len(self._pieces)), key=lambda i: (self._pieces[i].start, self._pieces[i].took))
-        self._pieces = [self._pieces[i] for i in order]
-        self._of = [
-            [i for i, piece in enumerate(self._pieces) if piece.rank == rank] for rank in range(world_size)
-        ]
-        self._starts = [np.array([self._pieces[i].start for i in numbers]) for numbers in self._of]
-        # ---- what they need
-        known: dict[int, _Message] = {}
-        for number, old in enumerate(order):
-            for cause in causes[old]:
-                if cause not in known:
-                    known[cause] = self._message(spans, cause)
-                self._pieces[number].needs.append(known[cause])
+    graph: StepGraph
+    spans: Array
 
-    def _message(self, spans: Array, cause: int) -> _Message:
-        """Return a communication, with the points in its senders' work at which it was issued."""
-        comm = spans[cause]
-        began = float(comm["start"])
-        if comm["kind"] in (Kind.SEND, Kind.RECV):
-            issued = [(int(comm["peer"]), began)]
-        else:
-            same = (
-                (spans["kind"] == comm["kind"])
-                & (spans["group"] == comm["group"])
-                & (spans["start"] == began)
-            )
-            issued = [(int(each["rank"]), min(float(each["issued"]), began)) for each in spans[same]]
-        issued = [(rank, time) for rank, time in issued if 0 <= rank < self._world_size]
-        queued = began - max(
-            (time for _, time in issued), default=began
-        )  # behind what the link was busy with
-        places = [self._place(rank, time) for rank, time in issued]
-        return _Message(
-            [(n, share, after + queued) for n, share, after in places], float(comm["end"]) - began
-        )
+    @cached_property
+    def work(self) -> Array:
+        """(n,) whether a piece is a part of an action, or a copy within one."""
+        actions = (self.spans["lane"] == Lane.COMPUTE) & (self.spans["depth"] == 0) & (self.spans["kind"] != Kind.WAIT)
+        return (self.graph.kind == Node.WORK) & self._with_copies(actions)
 
-    def _place(self, rank: int, time: float) -> tuple[int, float, float]:
-        """Locate a time in a rank's work: a piece, the fraction of it that is done, and the seconds after it.
+    @cached_property
+    def loads(self) -> Array:
+        """(n,) whether a piece loads the rank's share of the batch, or is a copy within that."""
+        return (self.graph.kind == Node.WORK) & self._with_copies(self.spans["lane"] == Lane.DATA)
 
-        Before all work of the rank, the piece is -1 and the seconds are the time itself.
+    @property
+    def transfers(self) -> Array:
+        """(n,) whether a piece is communication under way."""
+        return np.asarray(self.graph.kind == Node.TRANSFER)
+
+    def _with_copies(self, these: Array) -> Array:
+        """Return (n,) whether a piece belongs to one of these spans, or is a copy within one of the same rank."""
+        copies = self.spans["lane"] == Lane.HOST
+        found: Array = these.copy()
+        for rank in range(self.graph.world_size):
+            mine = np.flatnonzero(self.spans["rank"] == rank)
+            found[mine] |= within(self.spans[mine], copies[mine], these[mine])
+        return found[self.graph.row]
+
+    @cached_property
+    def loaded_at_once(self) -> Array:
+        """(n,) seconds of the pieces if loading took no time."""
+        return np.where(self.loads, 0.0, self.graph.took)
+
+    @cached_property
+    def equal(self) -> Array:
+        """(n,) seconds of the pieces if, beside this, all ranks began at once and an action took its kind's mean.
+
+        The mean is taken on each rank for each stage, and then over these, since a schedule may split the backwards of
+        one stage more often than those of another.
         """
-        at = int(np.searchsorted(self._starts[rank], time, side="right")) - 1
-        if at > 0:  # the next piece may begin just as one ends: what is issued then belongs to the first
-            before = self._pieces[self._of[rank][at - 1]]
-            at -= before.start + before.took >= time
-        if at < 0:
-            return -1, 0.0, time
-        number = self._of[rank][at]
-        piece = self._pieces[number]
-        done = time - piece.start
-        if done <= piece.took:
-            return number, done / piece.took if piece.took else 1.0, 0.0
-        return number, 1.0, done - piece.took
+        took, row = self.loaded_at_once, self.graph.row[self.work]
+        of_row = np.bincount(row, took[self.work], len(self.spans))
+        rows = np.unique(row)
+        kind = self.spans["kind"][rows]
+        where = np.stack([kind, self.spans["rank"][rows], self.spans["stage"][rows]], axis=1)
+        places, place_of = np.unique(where, axis=0, return_inverse=True)
+        by_place = _means(of_row[rows], place_of.ravel(), len(places))
+        mean = _means(by_place, places[:, 0], len(Kind))
+        scale = np.ones(len(self.spans))
+        scale[rows] = np.divide(mean[kind], of_row[rows], out=np.ones(len(rows)), where=of_row[rows] > 0)
+        took = np.where(self.graph.kind == Node.BEFORE, 0.0, took)
+        took[self.work] *= scale[row]
+        return took
 
-    def play(self, real: float, *, data: bool = True) -> list[tuple[_Piece, float, float, float, float]]:
-        """Play the pieces: return (piece, when its rank was free, when the last message it needs began, start, end) for
-        each.
+    @cached_property
+    def hidden(self) -> tuple[float, float]:
+        """Seconds by which the step's extent is longer than its pieces: loading at its begin or end, beside a wait."""
+        graph, done = self.graph, self.work | self.loads
+        start, end = metrics.extent(metrics.done(self.spans))
+        begins = graph.ends - graph.took
+        return begins[done].min() - (start - graph.begin), end - graph.begin - graph.ends[done].max()
+
+    def split(self, took: Array) -> Array:
+        """Return seconds of idle time, (ranks, causes), if the pieces take so long.
 
         Args:
-            real: 1 for the actual times, 0 for equal ones.
-            data: whether data has to be loaded or is there already.
+            took: (n,) seconds.
         """
-        begin = self._begin
-        played: list[tuple[_Piece, float, float, float, float]] = []
-        free: dict[int, float] = {}
-        for piece in self._pieces:
-            first = piece.rank not in free
-            at = free.get(piece.rank, begin) + piece.data * data
-            ready = at if not first or piece.needs else at + real * (piece.start - begin - piece.data)
-            began = ready
-            for message in piece.needs:
-                starts = [
-                    after + (played[n][3] + share * (played[n][4] - played[n][3]) if n >= 0 else 0.0)
-                    for n, share, after in message.issued
-                ]
-                there = max(starts, default=ready)
-                if there + message.took > ready:
-                    began, ready = there, there + message.took
-            start = ready + piece.pause
-            end = start + (piece.took if real else piece.usual)
-            free[piece.rank] = end
-            played.append((piece, at, min(max(began, at), ready), start, end))
-        return played
-
-    def causes(self, played: list[tuple[_Piece, float, float, float, float]], *, data: bool = True) -> Array:
-        """Return seconds, (ranks, causes), of what was played with loading of data or without."""
-        causes = np.zeros((self._world_size, len(CAUSES)))
-        if not played:
+        graph, causes = self.graph, np.zeros((self.graph.world_size, len(CAUSES)))
+        ends = graph.play(took)
+        done = self.work | (self.loads & (took > 0))
+        if not done.any():
             return causes
-        begin = self._begin if data else min(p[3] for p in played)
-        end = max(p[4] for p in played)
-        last = np.full(self._world_size, np.nan)
-        for piece, free, began, start, stop in played:
-            rank = piece.rank
-            causes[rank, DATA] += piece.data * data
-            if np.isnan(last[rank]):
-                causes[rank, WARM_UP] += start - begin - piece.data * data
-            else:
-                causes[rank, MESSAGE] += began - free
-                causes[rank, COMMUNICATION] += start - piece.pause - began
-                causes[rank, OTHER] += piece.pause
-            last[rank] = stop
-        causes[:, COOL_DOWN] = np.where(np.isnan(last), 0.0, end - last)
-        causes[np.isnan(last), OTHER] = end - begin
+        begin, end = (ends - took)[done].min(), ends[done].max()
+        if (self.loads & done).any():
+            begin, end = begin - self.hidden[0], end + self.hidden[1]
+        on_lane = np.isin(graph.kind, (Node.WORK, Node.WAIT, Node.GAP, Node.BEFORE))
+        for rank in range(graph.world_size):
+            pieces = np.flatnonzero(on_lane & (graph.rank == rank))
+            worked = np.flatnonzero(self.work[pieces])
+            if not len(worked):
+                causes[rank, OTHER] = end - begin
+                continue
+            at = begin
+            for number, piece in enumerate(pieces[: worked[-1] + 1].tolist()):
+                waiting = WARM_UP if number < worked[0] else MESSAGE
+                for cause, until in self._parts(piece, ends, waiting):
+                    if cause >= 0:
+                        causes[rank, cause] += max(until - at, 0.0)
+                    at = max(at, until)
+            causes[rank, COOL_DOWN] = end - at
         return causes
 
+    def _parts(self, piece: int, ends: Array, waiting: int) -> list[tuple[int, float]]:
+        """Return of what a piece consists, in order: the cause, -1 for work, and when it ends."""
+        end = float(ends[piece])
+        if self.work[piece]:
+            return [(-1, end)]
+        if self.loads[piece]:
+            return [(DATA, end)]
+        if self.graph.kind[piece] == Node.BEFORE:
+            return [(WARM_UP, end)]
+        ready, arrived = self.graph.arrival(piece, ends)
+        return [(waiting, min(ready, end)), (COMMUNICATION, min(arrived, end)), (OTHER, end)]
 
-def _uninterrupted(action: Array, waits: Array) -> Iterator[tuple[float, float]]:
-    """Yield the parts of an action during which its rank does not wait."""
-    start, end = float(action["start"]), float(action["end"])
-    for a, b in metrics.covered(_clipped(waits[waits["depth"] > 0], start, end)).tolist():
-        if a > start:
-            yield start, a
-        start = b
-    yield start, end
 
-
-def _clipped(spans: Array, start: float, end: float) -> Array:
-    """Return the spans that overlap the time between `start` and `end`, clipped to it."""
-    cut = spans[(spans["start"] < end) & (spans["end"] > start)].copy()
-    cut["start"], cut["end"] = np.maximum(cut["start"], start), np.minimum(cut["end"], end)
-    return cut
+def _means(values: Array, of: Array, groups: int) -> Array:
+    """Return the mean of the values of each group, (groups,)."""
+    count = np.bincount(of, minlength=groups)
+    return np.asarray(np.bincount(of, values, groups) / np.maximum(count, 1))

@@ -140,6 +140,17 @@ class StepGraph:
             if self.kind[ready] == Node.READY
         }
 
+    def arrival(self, piece: int, ends: Array) -> tuple[float, float]:
+        """Return when the communication that a piece waits for was ready, and when it had arrived; 0 if there is none.
+
+        Args:
+            piece: a WAIT, or a GAP that began with one.
+            ends: (n,) seconds at which each piece ends, as played.
+        """
+        transfers = [need for need in self.needs[piece] if self.kind[need] == Node.TRANSFER]
+        ready = (float(ends[self.ready_of[each]]) for each in transfers if each in self.ready_of)
+        return max(ready, default=0.0), max((float(ends[each]) for each in transfers), default=0.0)
+
     @cached_property
     def _together(self) -> dict[int, list[int]]:
         """By TRANSFER, all that belong to the same message or collective."""

@@ -1,6 +1,7 @@
 """Lane: what one rank did in a step, in order.
 
-    pieces    the parts of its operations that nothing interrupts: no wait, and no copy within an action
+    pieces    the parts of its operations that nothing interrupts: no wait, and no copy within an action; of other
+              copies what no action hides, and of loading what neither hides
     waits     the points at which it waited for a communication
     issues    the points at which it issued one; a piece is cut there
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from mpkit.trace import Kind, Lane
 
-__all__ = ["ISSUE", "PIECE", "WAIT", "Item", "items_of"]
+__all__ = ["ISSUE", "PIECE", "WAIT", "Item", "items_of", "within"]
 
 Array = npt.NDArray[Any]
 
@@ -48,9 +49,11 @@ def items_of(spans: Array, rows: Array, measured: bool) -> list[Item]:
     waits = kind == Kind.WAIT
     actions = (lane == Lane.COMPUTE) & (depth == 0) & ~waits
     copies, loads, comm = lane == Lane.HOST, lane == Lane.DATA, lane == Lane.COMM
-    inside = _within(mine, copies, actions)
+    inside = within(mine, copies, actions)
     waited = _Cover(mine["start"][waits], mine["end"][waits])
-    copied = _Cover(mine["start"][copies & ~inside], mine["end"][copies & ~inside])
+    acted, busy = (
+        _Cover(mine["start"][these], mine["end"][these]) for these in (actions, actions | (copies & ~inside))
+    )
     cuts = np.sort(mine["issued"][comm]).tolist()
     own = _Cover(mine["start"][inside], mine["end"][inside])
     items: list[Item] = []
@@ -59,8 +62,8 @@ def items_of(spans: Array, rows: Array, measured: bool) -> list[Item]:
         free = waited.rest(float(span["start"]), float(span["end"]))
         if actions[at] and not measured:
             free = [part for a, b in free for part in own.rest(a, b)]
-        if loads[at]:
-            free = [part for a, b in free for part in copied.rest(a, b)]
+        elif loads[at] or (copies[at] and not inside[at]):
+            free = [part for a, b in free for part in (busy if loads[at] else acted).rest(a, b) if b > a]
         for a, b in free:
             items += _cut(int(rows[at]), a, b, cuts)
     items += [
@@ -85,7 +88,7 @@ def _cut(row: int, start: float, end: float, cuts: list[float]) -> list[Item]:
     return [Item(PIECE, row, a, b) for a, b in pairwise(bounds)]
 
 
-def _within(spans: Array, these: Array, actions: Array) -> Array:
+def within(spans: Array, these: Array, actions: Array) -> Array:
     """Return which of these spans lie within an action of the same rank."""
     starts, ends = spans["start"][actions], spans["end"][actions]
     order = np.argsort(starts, kind="stable")
