@@ -14,7 +14,7 @@ from mpkit.advice.near_misses import NearMiss, near_misses
 from mpkit.advice.objective import TIME, Objective, objective_of
 from mpkit.advice.resharding import resharding_bytes
 from mpkit.advice.rules import Rule, rules_of
-from mpkit.advice.search import Found, Priced
+from mpkit.advice.search import SHOWN, Found, Priced
 from mpkit.advice.space import Question
 from mpkit.advice.summary import change_since, summary_of
 from mpkit.advice.why_not import why_not
@@ -71,7 +71,7 @@ class Advice(HasChart):
     @cached_property
     def plans(self) -> list[Plan]:
         """The 20 best plans that fit."""
-        return [plan_of(each.layout) for each in self.found[:20]]
+        return [plan_of(each.layout) for each in self.found[:SHOWN]]
 
     @cached_property
     def frontier(self) -> list[Plan]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from mpkit.advice.offers import Offers, offers_of
 from mpkit.advice.search import Priced
 from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.step import step_time
+from mpkit.cost_model.step import StepTime
 from mpkit.support.units import percent, seconds
 
 __all__ = ["NearMiss", "near_misses"]
@@ -49,40 +49,43 @@ class NearMiss:
 
 def near_misses(priced: Priced, best: Layout) -> list[NearMiss]:
     """Return the near misses: those that would be faster by how little they are out, then the others by time."""
-    room, took = float(priced.hardware.device.memory), priced.seconds(best)
-    found: dict[str, NearMiss] = {}
+    room, took = float(priced.hardware.device.memory), priced.screened(best)
+    nearest: dict[str, tuple[bool, float, float, Layout]] = {}
     for change, layout in _changes(priced, best, offers_of(priced.stack.name)):
-        seconds_ = priced.seconds(layout)
-        excess = priced.memory(layout) - room
-        if excess > 0 and seconds_ < took:
-            why = f"out by {excess / GIB:.1f} GiB; it would take {seconds(seconds_)} per step"
-        elif excess <= 0 and seconds_ > took:
-            why = _slower(priced, best, layout)
-        else:
+        seconds_, excess = priced.screened(layout), priced.memory(layout) - room
+        if seconds_ >= took if excess > 0 else seconds_ <= took:
             continue  # it neither fits nor is faster; or it is as good as the best
-        miss = NearMiss(layout, change, seconds_, excess, why)
-        if change not in found or (miss.excess > 0, miss.seconds) < (
-            found[change].excess > 0,
-            found[change].seconds,
-        ):
-            found[change] = miss
-    return sorted(found.values(), key=lambda miss: (miss.excess <= 0, max(0.0, miss.excess), miss.seconds))
+        this = excess > 0, seconds_, excess, layout
+        nearest[change] = min(nearest.get(change, this), this, key=lambda each: each[:2])
+    here = priced.step(best)
+    found = [_near_miss(priced, here, change, *of[2:]) for change, of in nearest.items()]
+    return sorted(found, key=lambda miss: (miss.excess <= 0, max(0.0, miss.excess), miss.seconds))
 
 
-def _slower(priced: Priced, best: Layout, layout: Layout) -> str:
-    """Say why a layout that fits takes longer: what grows most, or how much communication nothing hides."""
-    asked = priced.asked
-    here, there = (
-        step_time(asked.model, each, asked.sequence, priced.hardware, priced.stack, priced.preset.constants)
-        for each in (best, layout)
-    )
+def _near_miss(priced: Priced, here: StepTime, change: str, excess: float, layout: Layout) -> NearMiss:
+    """Say what stands against a layout: memory, or what grows most, or how much communication nothing hides.
+
+    Args:
+        priced: what was asked.
+        here: the best layout's step.
+        change: what differs from it.
+        excess: bytes by which the layout does not fit.
+        layout: the layout.
+    """
+    there = priced.step(layout)
+    if excess > 0:
+        why = f"out by {excess / GIB:.1f} GiB; it would take {seconds(there.seconds)} per step"
+        return NearMiss(layout, change, there.seconds, excess, why)
     words = f"{percent(there.seconds / here.seconds - 1)} longer"
     exposed = sum(there.because.get(cause, 0.0) for cause in EXPOSED)
     if exposed > 0.2 * there.seconds:
-        return f"{words}; {percent(exposed / there.seconds)} of the step is communication that nothing hides"
-    more = {cause: took - here.because.get(cause, 0.0) for cause, took in there.because.items()}
-    cause = max(more, key=more.__getitem__)
-    return f"{words}; {cause} takes {seconds(more[cause])} more"
+        share = percent(exposed / there.seconds)
+        why = f"{words}; {share} of the step is communication that nothing hides"
+    else:
+        more = {cause: took - here.because.get(cause, 0.0) for cause, took in there.because.items()}
+        cause = max(more, key=more.__getitem__)
+        why = f"{words}; {cause} takes {seconds(more[cause])} more"
+    return NearMiss(layout, change, there.seconds, excess, why)
 
 
 def _changes(priced: Priced, best: Layout, offers: Offers) -> Iterator[tuple[str, Layout]]:

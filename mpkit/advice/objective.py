@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from mpkit.advice.search import Found, Priced, search
+from mpkit.advice.search import Found, Priced, best_played, search
 from mpkit.advice.space import divisors
 from mpkit.support.units import percent, seconds
 
@@ -44,17 +44,15 @@ class Objective:
     def search(self, priced: Priced) -> tuple[list[Found], int]:
         """Return the layouts that fit, the best first, and the number that were considered."""
         machine = priced.hardware
-        if self.by == "time":
-            return search(priced, machine.devices)
         found: list[Found] = []
         considered = 0
-        for devices in sizes(machine.nodes, machine.per_node):
+        for devices in [machine.devices] if self.by == "time" else sizes(machine.nodes, machine.per_node):
             some, tried = search(priced, devices)
             found += some
             considered += tried
             if some and self.by == "devices":
                 break
-        return sorted(found, key=lambda each: self.of(each.seconds, each.layout.ranks)), considered
+        return best_played(priced, found, lambda each: self.of(each.seconds, each.layout.ranks)), considered
 
     def words(self, best: Found, devices: int) -> str:
         """Say what the best plan comes to, of a machine with so many devices."""

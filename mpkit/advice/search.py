@@ -5,7 +5,7 @@ For a family of layouts, which differ in the samples of a micro-batch only:
     relief     offload and recomputation, in the order of what they cost: the cheapest that fits is the best of them
     prune      activations and logits grow with the micro-batch, so when not even the most relief makes one fit, none of
                the larger ones fits
-    time       priced for what fits only
+    time       priced for what fits only; a formula stands for the pipeline, and the best layouts are then played
 
 What is left out is never better than what is kept, so the best layout found is the best there is;
 tests/advice/test_search.py compares the two.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
+from typing import Any
 
 from mpkit.advice.offers import Offers, offers_of
 from mpkit.advice.space import Question, families
@@ -26,11 +27,18 @@ from mpkit.cost_model.memory import fullest_stages, stage_memory
 from mpkit.cost_model.preset import Preset
 from mpkit.cost_model.shares import Shares
 from mpkit.cost_model.stack import Stack
-from mpkit.cost_model.step import step_time
+from mpkit.cost_model.step import StepTime, screened_time, step_time
 from mpkit.devices.hardware import Hardware
 from mpkit.schedule import Schedule
 
-__all__ = ["Found", "Priced", "search"]
+__all__ = ["SHOWN", "Found", "Priced", "best_played", "search"]
+
+SHOWN = 20
+"""The plans of an advice."""
+PLAYED = 25
+"""The layouts that are played, for the order of those that are shown."""
+LONGEST = 4096
+"""The most actions of a schedule that are played for them; `mk.estimate` plays more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +94,23 @@ class Priced:
 
         return lambda layout: shares(layout.pp, layout.tp, layout.zero, layout.replicas, layout.schedule)
 
-    def seconds(self, layout: Layout) -> float:
-        """Return the seconds per step."""
+    def step(self, layout: Layout) -> StepTime:
+        """Return the time of a step."""
+        return step_time(*self._asked(layout), LONGEST)
+
+    def screened(self, layout: Layout) -> float:
+        """Return about the seconds per step, in a fraction of the time."""
+        return screened_time(*self._asked(layout))
+
+    def _asked(self, layout: Layout) -> tuple[Any, ...]:
         asked = self.asked
-        return step_time(
-            asked.model, layout, asked.sequence, self.hardware, self.stack, self.preset.constants,
-            self._shares(layout),
-        ).seconds  # fmt: skip
+        return (
+            asked.model, layout, asked.sequence, self.hardware, self.stack, self.preset.constants, self._shares(layout),
+        )  # fmt: skip
 
 
 def search(priced: Priced, devices: int) -> tuple[list[Found], int]:
-    """Return the layouts that fit so many devices, the fastest first, and the number that were considered."""
+    """Return the layouts that fit so many devices, with about their seconds, and the number that were considered."""
     room = float(priced.hardware.device.memory)
     found: list[Found] = []
     considered = 0
@@ -109,8 +123,21 @@ def search(priced: Priced, devices: int) -> tuple[list[Found], int]:
             if priced.memory(most) > room:
                 break
             fitting = _fitting(priced, layout, reliefs, room)
-            found += [Found(each, priced.seconds(each), memory) for each, memory in fitting]
-    return sorted(found, key=lambda each: each.seconds), considered
+            found += [Found(each, priced.screened(each), memory) for each, memory in fitting]
+    return found, considered
+
+
+def best_played(priced: Priced, found: Sequence[Found], least: Callable[[Found], Any]) -> list[Found]:
+    """Return the layouts found, the best first, with the pipelines of the best ones played.
+
+    Args:
+        priced: what was asked.
+        found: the layouts, as `search` returns them.
+        least: what is least for the best.
+    """
+    ordered = sorted(found, key=least)
+    best = [replace(each, seconds=priced.step(each.layout).seconds) for each in ordered[:PLAYED]]
+    return [*sorted(best, key=least), *ordered[PLAYED:]]
 
 
 def _reliefs(layout: Layout, offers: Offers, stack: Stack) -> list[tuple[str, str]]:

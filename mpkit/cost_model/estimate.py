@@ -30,6 +30,7 @@ from mpkit.plan.checks import call_of
 from mpkit.plan.plan import Plan
 from mpkit.support.tracebacks import public
 from mpkit.support.units import percent, seconds
+from mpkit.trace import Kind
 
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
@@ -119,17 +120,23 @@ class Estimate:
     # ---- pictures
 
     def timeline(self) -> Timeline:
-        """Return the step as a simulated Timeline, one row per stage."""
+        """Return the step as a simulated Timeline, one row per rank of a pipeline; it takes `step_time`.
+
+        What nothing hides of the reduction of gradients, the optimizer and the wait for the slowest node come last.
+        """
+        from mpkit.timeline.played_schedule import followed_by
         from mpkit.timeline.simulation import simulate
 
         plan = Plan(
             pp=self.plan.pp, schedule=self.plan.schedule, microbatches=self.plan.microbatches,
             virtual_stages=self.plan.virtual_stages,
         )  # fmt: skip
-        on = self.plan.build().stage_to_rank
-        forward = [self.step.forward[rank] / on.count(rank) for rank in on]
-        halves = [self.step.backward[rank] / on.count(rank) / 2 for rank in on]
-        return simulate(plan, forward, halves, halves, self.step.hop)
+        forward, backward, hop = self.step.played
+        halves = [time / 2 for time in backward]
+        reduces = Kind.REDUCE_SCATTER if self.plan.zero else Kind.ALL_REDUCE
+        kinds = {"replicas": reduces, "optimizer": Kind.OPTIMIZER, "stragglers": Kind.BARRIER}
+        after = [(phase, kinds[phase], time) for phase, time in self.step.after.items() if time]
+        return followed_by(simulate(plan, forward, halves, halves, hop), after)
 
     def measured(self, seconds: float, memory: float = 0.0) -> Observation:
         """Return this step with its measured time, for `mk.calibrate`."""

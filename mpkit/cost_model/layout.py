@@ -10,7 +10,7 @@ from math import gcd
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.schedule import Schedule
-from mpkit.schedule.summary import last_rank
+from mpkit.schedule.summary import stage_ranks
 
 __all__ = ["Layout", "layout_of", "plan_of"]
 
@@ -71,7 +71,7 @@ class Layout:
     @cached_property
     def last(self) -> int:
         """The rank, along pp, that holds the last stage: the head and the loss are there."""
-        return last_rank(self.schedule, self.pp)
+        return stage_ranks(self.schedule, self.pp)[-1]
 
     @property
     def shards(self) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.schedule.action import Action
 from mpkit.schedule.activations import live
+from mpkit.schedule.play import Order, needs_of, order_of
 from mpkit.schedule.read import Read, called, holders, read
 from mpkit.schedule.torch_csv import lines_of, text_of
 from mpkit.support.disk import write_whole
@@ -97,6 +98,11 @@ class Schedule:
         return 1 + max((action.microbatch for row in self.rows for action in row), default=-1)
 
     @cached_property
+    def order(self) -> Order:
+        """The actions, each after all that it needs."""
+        return order_of(self, self._actions)
+
+    @cached_property
     def _actions(self) -> frozenset[Action]:
         return frozenset(action for row in self.rows for action in row)
 
@@ -111,19 +117,7 @@ class Schedule:
         >>> s.needs(Action.parse("0B0"))
         [0F0, 1B0]
         """
-        kind, s, m = action
-        if kind == "F":
-            return [Action("F", s - 1, m)] if s else []
-        if kind == "W":
-            return [Action("I", s, m)]
-        assert kind in ("B", "I"), f"{action} is a message: only compute is asked for"
-        forward = Action("F", s, m)
-        return [forward] if s == self.stages - 1 else [forward, self.input_grad(s + 1, m)]
-
-    def input_grad(self, stage: int, microbatch: int) -> Action:
-        """Return the action that makes the gradient of a stage's input: I where its backward is split, else B."""
-        split = Action("I", stage, microbatch)
-        return split if split in self._actions else Action("B", stage, microbatch)
+        return needs_of(action, self.stages, self._actions)
 
     @property
     def peak_live(self) -> list[float]:

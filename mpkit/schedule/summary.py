@@ -1,4 +1,4 @@
-"""A schedule in three answers, for plans by the thousand: its bubble, what its ranks hold, and where the loss is.
+"""A schedule in a few answers, for plans by the thousand: its bubble, its time, what its ranks hold, where stages are.
 
 Once a pipeline is full its ranks repeat themselves every p micro-batches. So a schedule of many micro-batches holds as
 much as one of few, and need not be built.
@@ -6,16 +6,22 @@ much as one of few, and need not be built.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from mpkit.schedule.catalogue import LOOPED, V_SHAPED, named
 from mpkit.schedule.core import Schedule
-from mpkit.schedule.play import play
+from mpkit.schedule.play import Order, end_times, lengths_of, play
+from mpkit.schedule.stage_to_rank import loops, vee
 from mpkit.schedule.theory import bubble_in_theory
 
-__all__ = ["bubble", "last_rank", "peak_live"]
+__all__ = ["bubble", "makespan", "peak_live", "stage_ranks"]
 
 HOLDS_ALL = ("gpipe", "looped_bfs")
+FULL = 4
+"""Times p micro-batches after which a pipeline mostly repeats itself."""
+LONG = 2**16
+"""Actions of the longest schedule that is played to its end."""
 
 
 def bubble(schedule: str | Schedule, p: int, m: int, v: int = 1) -> float:
@@ -34,6 +40,41 @@ def _played_bubble(schedule: str | Schedule, p: int, m: int, v: int) -> float:
     placed = play(built).placed
     busy = sum(one.end - one.start for one in placed)
     return 1 - busy / (built.ranks * (max(one.end for one in placed) - placed[0].start))
+
+
+def makespan(
+    schedule: str | Schedule, p: int, m: int, v: int, slots: Mapping[str, Sequence[float]], hop: float,
+    longest: int = LONG,
+) -> float:  # fmt: skip
+    """Return the seconds from the first action of a schedule to the end of the last.
+
+    Args:
+        schedule: a name in the catalogue, or a schedule, which has p and m of its own.
+        p, m, v: ranks, micro-batches, stages per rank.
+        slots: seconds of an action, by kind (F, B, I, W) and stage.
+        hop: seconds until a result has got to another rank.
+        longest: the actions that are played; a schedule with more goes on at the pace that it has by then. Where one
+            rank is but little slower than another, that may be 1 % too fast.
+
+    >>> makespan("gpipe", 2, 3, 1, {"F": [1.0, 1.0], "B": [2.0, 2.0]}, hop=0.5)
+    13.0
+    """
+    lengths = lengths_of(slots, len(slots["F"]))
+    lead = [0.0] * len(lengths)
+    if isinstance(schedule, Schedule):
+        return max(end_times(schedule.order, lengths, hop, lead))
+    periods = max(0, m // p - max(FULL, longest // (2 * p * p * v)))
+    first = m - periods * p
+    took = max(end_times(_order(schedule, p, first, v), lengths, hop, lead))
+    if not periods:
+        return took
+    longer = max(end_times(_order(schedule, p, first + p, v), lengths, hop, lead))
+    return took + periods * (longer - took)
+
+
+@lru_cache(64)
+def _order(name: str, p: int, m: int, v: int) -> Order:
+    return named(name, p, m, v).order
 
 
 def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[float, ...]:
@@ -67,12 +108,12 @@ def _peak_live(name: str, p: int, m: int, v: int) -> tuple[float, ...]:
     return tuple(held / v for held in named(name, p, m, v).peak_live)
 
 
-def last_rank(schedule: str | Schedule, p: int) -> int:
-    """Return the rank that holds the last stage, and so the head and the loss.
+def stage_ranks(schedule: str | Schedule, p: int, v: int = 1) -> tuple[int, ...]:
+    """Return the rank of each stage; the last one has the head and the loss.
 
-    >>> last_rank("1f1b", 4), last_rank("zbv", 4)
-    (3, 0)
+    >>> stage_ranks("1f1b", 4), stage_ranks("zbv", 2, 2)
+    ((0, 1, 2, 3), (0, 1, 1, 0))
     """
     if isinstance(schedule, Schedule):
-        return schedule.stage_to_rank[-1]
-    return 0 if schedule in V_SHAPED else p - 1
+        return schedule.stage_to_rank
+    return vee(p) if schedule in V_SHAPED else loops(p, v if schedule in LOOPED else 1)

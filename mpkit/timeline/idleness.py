@@ -100,13 +100,17 @@ class _Step:
     @cached_property
     def work(self) -> Array:
         """(n,) whether a piece is a part of an action, or a copy within one."""
-        actions = (self.spans["lane"] == Lane.COMPUTE) & (self.spans["depth"] == 0) & (self.spans["kind"] != Kind.WAIT)
-        return (self.graph.kind == Node.WORK) & self._with_copies(actions)
+        actions = (
+            (self.spans["lane"] == Lane.COMPUTE)
+            & (self.spans["depth"] == 0)
+            & (self.spans["kind"] != Kind.WAIT)
+        )
+        return np.asarray((self.graph.kind == Node.WORK) & self._with_copies(actions))
 
     @cached_property
     def loads(self) -> Array:
         """(n,) whether a piece loads the rank's share of the batch, or is a copy within that."""
-        return (self.graph.kind == Node.WORK) & self._with_copies(self.spans["lane"] == Lane.DATA)
+        return np.asarray((self.graph.kind == Node.WORK) & self._with_copies(self.spans["lane"] == Lane.DATA))
 
     @property
     def transfers(self) -> Array:

@@ -3,11 +3,14 @@
 done     the actions of all ranks with their times, one column per field
 spans    these actions, the messages between ranks, the waits for them and the recomputed forwards
 held     activations, one for each micro-batch between its forward and its backward on a stage
+after    what all ranks do when their micro-batches are done: collectives, and the optimizer
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +18,12 @@ import numpy.typing as npt
 from mpkit.schedule import Schedule
 from mpkit.schedule.play import Timed
 from mpkit.timeline.replay.spans import HELD, SPAN
-from mpkit.trace import CATEGORIES, Kind, lane_of
+from mpkit.trace import CATEGORIES, Kind, Lane, lane_of
 
-__all__ = ["Done", "held", "spans"]
+if TYPE_CHECKING:
+    from mpkit.timeline.timeline import Timeline
+
+__all__ = ["Done", "followed_by", "held", "spans"]
 
 Array = npt.NDArray[Any]
 
@@ -120,6 +126,43 @@ def held(done: Done) -> Array:
     changed["category"] = CATEGORIES.index("activations")
     changed["total"] = np.cumsum(np.where(adds[changes], 1, -1))  # a rank ends with 0
     return changed
+
+
+def followed_by(timeline: Timeline, phases: Iterable[tuple[str, Kind, float]]) -> Timeline:
+    """Return a timeline of one step whose ranks do some more, each when it is done with what it has done before.
+
+    Args:
+        timeline: the step.
+        phases: in order: the name, the kind and the seconds. A collective of all ranks begins when the last has come.
+    """
+    spans, names = timeline.spans, list(timeline.names)
+    ranks = np.arange(timeline.world_size)
+    ends = np.array([spans["end"][spans["rank"] == rank].max(initial=0.0) for rank in ranks])
+    parts = [spans]
+    for name, kind, seconds in phases:
+        names.append(name)
+        collective = lane_of(kind) == Lane.COMM
+        starts = np.full(len(ranks), ends.max()) if collective else ends
+        part = _part(
+            kind, ranks, starts, starts + seconds, 0, (-1, -1), name=np.full(len(ranks), len(names) - 1)
+        )[0]
+        if collective:
+            part["issued"], part["group"] = ends, len(names) - 1
+            wait = _part(Kind.WAIT, ranks, ends, starts + seconds, 0, (-1, -1))[0]
+            wait["cause"] = sum(map(len, parts)) + ranks
+            part = np.concatenate([part, wait])
+        ends = starts + seconds
+        parts.append(part)
+    whole = np.concatenate(parts)
+    whole["step"] = spans["step"].max(initial=0)
+    steps = whole["kind"] == Kind.STEP
+    whole["end"][steps] = ends[whole["rank"][steps]]
+    order = np.argsort(whole["rank"], kind="stable")
+    row = np.empty(len(order), int)
+    row[order] = np.arange(len(order))
+    caused = whole["cause"] >= 0
+    whole["cause"][caused] = row[whole["cause"][caused]]
+    return replace(timeline, spans=whole[order], names=names)
 
 
 def _part(

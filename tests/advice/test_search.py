@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.advice.advice import advised, plan_of
+from mpkit.advice.objective import TIME
 from mpkit.advice.offers import offers_of
-from mpkit.advice.search import Found, Priced, search
+from mpkit.advice.search import Found, Priced
 from mpkit.advice.space import Question, families
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.fits import FRAGMENTATION
@@ -69,7 +70,7 @@ def every(asked: Priced) -> list[Found]:
 @pytest.mark.parametrize("stack", ["pytorch", "megatron-2021"])
 def test_the_best_is_best_by_exhaustive_evaluation(name: str, memory: float, stack: str) -> None:
     asked = priced(name, machine(memory), stack)
-    found, considered = search(asked, asked.hardware.devices)
+    found, considered = TIME.search(asked)
     tried = every(asked)
     assert bool(found) == bool(tried)
     alike = [each for each in tried if asked.stack.fused and each.layout.recompute == "selective"]
@@ -97,7 +98,7 @@ def test_more_memory_or_bandwidth_never_makes_the_best_plan_slower(
     quicker = replace(here, link=replace(here.link, bandwidth=here.link.bandwidth * faster, bus={
         kind: rate * faster for kind, rate in here.link.bus.items()
     }))  # fmt: skip
-    best = [search(priced(name, each, stack, batch=4), each.devices)[0] for each in (here, larger, quicker)]
+    best = [TIME.search(priced(name, each, stack, batch=4))[0] for each in (here, larger, quicker)]
     if best[0]:
         for found in best[1:]:
             assert found[0].seconds <= best[0][0].seconds * (1 + 1e-12)

@@ -73,10 +73,3 @@ def test_a_replay_takes_as_long_for_a_collective_as_an_estimate(
     nodes = min(nodes, machine.nodes)
     ranks = [node * machine.per_node + place for node in range(nodes) for place in range(inside)]
     assert machine.time(kind, nbytes, ranks) == Network(machine).time(kind, nbytes, len(ranks), inside)
-
-
-def test_an_estimate_of_stages_is_what_a_simulation_of_its_times_takes() -> None:
-    for schedule, virtual_stages in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1)):
-        plan = mk.Plan(pp=4, schedule=schedule, microbatches=8, virtual_stages=virtual_stages)
-        found = mk.estimate("llama3-8b", plan, "8x-a100-nvlink", global_batch=8, sequence=4096)
-        assert found.timeline().step_time == pytest.approx(found.step_time, rel=0.05), schedule

@@ -248,5 +248,6 @@ def test_a_loss_of_many_operators_takes_its_bytes(steps: list[Observation]) -> N
     ]
     bandwidth = STREAM * step.hardware.device.bandwidth / constants.traffic
     assert heads[0] - heads[1] == pytest.approx(4096 * 131_072 * (52 - 16) / bandwidth)
-    assert step.predicted(constants) < 1.02 * fused.predicted(constants)  # the first stage paces the pipeline
+    # The first stage paces the pipeline: a slower head counts while it fills and drains, and not for all of m = 8.
+    assert step.predicted(constants) - fused.predicted(constants) < 3 * (heads[0] - heads[1])
     assert one.predicted(constants) > 1.04 * one_fused.predicted(constants)
