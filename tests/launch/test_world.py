@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,15 @@ def test_nothing_is_a_patch_where_nothing_was_patched(clusters: Clusters) -> Non
     assert not [str(patch) for patch in find_patches() if patch.users]
     x = torch.tensor([-1.0, 0.5, 2.0])
     assert clusters(2).run(silu) == [F.silu(x).tolist()] * 2  # nor after another launch was patched
+
+
+def test_the_program_under_its_second_name_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing calls a program __mp_main__ as well, and a notebook's own functions were taken for patches."""
+    program = types.ModuleType("__main__")
+    exec("import torch\ndef mine(): pass", vars(program))
+    for name in ("__main__", "__mp_main__"):
+        monkeypatch.setitem(sys.modules, name, program)
+    assert not [str(patch) for patch in find_patches() if patch.users]
 
 
 def test_what_a_library_adds_for_itself_does_not_import_it_on_ranks(

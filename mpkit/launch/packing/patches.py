@@ -91,7 +91,10 @@ def find_patches(modules: Collection[str] = ()) -> list[Patch]:
         modules: those that define the model's classes.
     """
     found: list[Patch] = []
+    program = sys.modules["__main__"]  # multiprocessing calls it __mp_main__ as well
     for name, module in list(sys.modules.items()):
+        if module is program:
+            continue
         if name == "torch" or name.startswith(TORCH) or name in modules:
             found += _in_module(name, module)
         elif name.partition(".")[0] not in OTHERS and getattr(module, "torch", None) is torch:
