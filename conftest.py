@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from pytest import MonkeyPatch
 
 from mpkit.launch.process.fork_server_client import ForkServerClient
@@ -25,6 +26,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             mark = item.get_closest_marker("timeout")
             seconds = mark.args[0] if mark else float(config.getini("timeout"))
             item.add_marker(pytest.mark.timeout(seconds * limits.SCALE), append=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Compute on one thread: torch's threads spin while they wait for each other, and the cores are shared.
+
+    Beside three busy processes on two cores, 90 steps of three small models take 39 s on two threads and 3 s on one.
+    """
+    torch.set_num_threads(1)
 
 
 class SharedForkServer(ForkServerClient):

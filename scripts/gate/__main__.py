@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 MINUTES = float(os.environ.get("MPKIT_GATE_MINUTES", "75"))
 """The limit of the whole gate, from its start."""
 
-SLICE = 240.0
+SLICE = 180.0
 """Seconds of the soak, of which the last quarter is for tests that run alone."""
 
 SAMPLE = 60.0
