@@ -184,8 +184,44 @@ def _simumax(row: Row) -> Iterator[Observation]:
     )  # fmt: skip
     memory = float(row.get("real_alloc_GiB") or 0) * 2**30
     yield Observation(
-        case, model, layout, sequence, cluster_of("b200"), stack_of("megatron"), float(row["real_ms"]) / 1e3, memory
+        case, model, layout, sequence, cluster_of("b200"), stack_of("megatron", overlap=False),
+        float(row["real_ms"]) / 1e3, memory,
     )  # fmt: skip
+
+
+def _bridge(row: Row) -> Iterator[Observation]:
+    """Megatron-Bridge's performance summary: Llama 3 in 8 and 4 bits, each with the switches of its recipe.
+
+    Gradients are reduced in 16 bits beside the backward, weights gathered beside the forward, interleaved stages post
+    their messages ahead, and tensor parallelism runs beside its products but for NVFP4; the first and the last stage of
+    126 layers have a layer less; on H100 stages of 70 B have those of its recipe, and 8 B computes 5 of 32 layers again
+    (Megatron-Bridge at 067f987d, src/megatron/bridge/perf_recipes/llama).
+    """
+    gpus, batch, mbs, sequence, tp, pp, cp = _ints(row, "gpus", "gbs", "mbs", "seq", "tp", "pp", "cp")
+    model = known_models()[row["model"].lower().replace("_", "-").replace("3.1", "3")]
+    device, precision = row["system"].removeprefix("DGX-").lower(), row["precision"]
+    chunks, dp = int(row["vp"]) if row["vp"].isdigit() else 1, gpus // (tp * pp * cp)
+    cut = tuple(-(-model.layers // pp) - (stage in (0, pp - 1)) for stage in range(pp)) if model.layers % pp else ()
+    if device == "h100" and model.layers == 80:
+        cut = (10, 10, 10, 11, 10, 10, 10, 9)
+    layout = Layout(
+        pp=pp, dp=dp, cp=cp, tp=tp, zero=3 if int(row["fsdp"] or 0) else 1, microbatch=mbs,
+        microbatches=batch // dp // mbs, virtual_stages=chunks, cut=cut, sequence_parallel=tp > 1,
+        schedule="interleaved_1f1b" if chunks > 1 else "1f1b",
+        recompute="every=6" if device == "h100" and model.layers == 32 else "none",
+    )  # fmt: skip
+    fp4 = precision == "NVFP4"
+    stack = stack_of(
+        "megatron", gradient=2, reduced=2, userbuffers=not fp4, fp8=not fp4, fp4=fp4, blocking_p2p=chunks == 1,
+        scaling="block" if fp4 or precision.startswith("MX") else "tensor",
+    )  # fmt: skip
+    per_node = min(gpus, 64 if device.startswith("gb") else 8)  # a rack of GB200 is one domain of NVLink
+    machine = cluster_of(
+        device, nodes=gpus // per_node, per_node=per_node, nic="xdr" if device == "gb300" else "ndr"
+    )
+    seconds = batch * sequence / gpus / float(row["tok_per_s_per_gpu"].split("(")[0])
+    name = f"{model.name} {precision} tp{tp} pp{pp} cp{cp} on {gpus} {device}"
+    yield Observation(name, model, layout, sequence, machine, stack, seconds)
 
 
 def _torchtitan(row: Row) -> Iterator[Observation]:
@@ -230,6 +266,7 @@ FORMATS: list[tuple[set[str], Callable[[Row], Iterator[Observation]]]] = [
     ({"n_layers", "d_model", "sharding", "tok_per_s_per_gpu"}, _llm_foundry),
     ({"layers", "dp", "tp", "pp", "grad_accum", "mfu_pct"}, _nanotron),
     ({"case", "real_ms"}, _simumax),
+    ({"release", "system", "precision", "vp", "tok_per_s_per_gpu"}, _bridge),
     ({"fsdp", "local_batch", "tok_per_s_per_gpu"}, _torchtitan),
     ({"op", "shape", "efficiency"}, _nothing_measured),
     ({"mem_err_pct", "tflops_err_pct"}, _nothing_measured),

@@ -29,6 +29,10 @@ LAUNCH = 8e-6
 """Seconds per product of a group that is run one after the other: experts."""
 FP8 = 0.9
 """What products in 8 bits reach of their peak, relative to what those in 16 bits reach of theirs."""
+CONVERTED = {"tensor": 2.5, "row": 5.0, "block": 2.0}
+"""What is moved to convert an operand, in units of its bytes, by what shares a scale. A tensor's largest value is read
+before its values, which are written in half as many bytes. Rows are other ones in each direction in which an operand is
+read, so that is done twice. A block is scaled as it is read, and written in both directions."""
 
 
 class Kernels:
@@ -37,43 +41,45 @@ class Kernels:
     Args:
         device: the device; its `peak` by dtype counts, not the rate that its best shape reaches.
         stack, constants: what the stack does, and how well.
+        microbatches: of a step.
     """
 
-    def __init__(self, device: Device, stack: Stack, constants: Constants) -> None:
+    def __init__(self, device: Device, stack: Stack, constants: Constants, microbatches: int = 1) -> None:
         dtype = "bfloat16" if stack.element == 2 else "float32"
         self.peak = peak_of(device, dtype)
-        self.peak8 = device.peak.get("float8", self.peak) if stack.fp8 else self.peak
+        self.narrow = stack.fp8 or stack.fp4
+        self.narrow_peak = device.peak.get("float4" if stack.fp4 else "float8", self.peak)
         self.stack, self.constants = stack, constants
+        self._conversions = 1 / microbatches if stack.converts_once else 1.0  # of a weight, per micro-batch
         self.bandwidth = STREAM * device.bandwidth
         self._table = device.name if device.name in _measured() else ""
         self._better = constants.matmul / 0.72
 
-    def product(self, tokens: float, k: int, n: int, *, eight_bits: bool = False) -> tuple[float, float]:
+    def product(self, tokens: float, k: int, n: int, *, can_narrow: bool = False) -> tuple[float, float]:
         """Return the seconds of the forward, and of the backward's two products.
 
         Args:
             tokens, k, n: the product is of [tokens, k] and [k, n].
-            eight_bits: whether it runs in 8 bits, if the stack does that. Its operands are converted before.
+            can_narrow: whether it runs in 8 or 4 bits, if the stack does that. Its operands are converted before.
         """
         flops = 2.0 * tokens * k * n
-        eight = eight_bits and self.stack.fp8
+        narrow = can_narrow and self.narrow
         size = self.stack.element
         moved = size * (tokens * k + k * n + tokens * n) / self.bandwidth * STREAM
-        if self._table and not eight:
+        if self._table and not narrow:
             at_peak, shares = flops / self.peak / self._better, (tokens, k, n)
             forward = at_peak / measured_share(self._table, "TN", *shares)
             back = at_peak / measured_share(self._table, "NN", tokens, n, k)
             return forward, back + at_peak / measured_share(self._table, "NT", n, tokens, k)
         accumulated = self.stack.gradient * k * n / self.bandwidth * STREAM
-        if not eight:
+        if not narrow:
             forward = flops / (self.peak * self.constants.matmul) + moved
             return forward, 2 * forward + accumulated
-        # Operands are read twice (their largest value, then the values) and written in 8 bits.
-        converted = 2.5 * size * (tokens * k + k * n) / self.bandwidth
-        forward = flops / (self.peak8 * self.constants.matmul * FP8) + moved / 2
+        converted = CONVERTED[self.stack.scaling] * size / self.bandwidth
+        forward = flops / (self.narrow_peak * self.constants.matmul * FP8) + moved / 2
         return (
-            forward + converted,
-            2 * forward + accumulated + 2.5 * size * tokens * n / self.bandwidth,
+            forward + converted * (tokens * k + k * n * self._conversions),
+            2 * forward + accumulated + converted * tokens * n,
         )
 
     def attention(self, flops: float, scores: float, sequence: int) -> tuple[float, float]:

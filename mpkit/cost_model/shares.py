@@ -6,7 +6,7 @@ from math import ceil
 
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.stack import Stack
+from mpkit.cost_model.stack import STACKS, Stack
 
 __all__ = ["Shares"]
 
@@ -63,8 +63,16 @@ class Shares:
     def calls(self, nbytes: float, layout: Layout) -> int:
         """Return how many collectives send gradients or weights of so many bytes.
 
-        PyTorch's FSDP makes one per layer, DeepSpeed one per `partition` of elements, DDP one per bucket.
+        PyTorch's FSDP makes one per layer, DeepSpeed one per `partition` of elements, Megatron and DDP one per bucket.
+
+        >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257, positions=1024, tied=True, bias=True)
+        >>> layout = Layout(dp=8, zero=1)
+        >>> [Shares(gpt2, layout, STACKS[name]).calls(500e6, layout) for name in ("pytorch", "megatron")]
+        [20, 4]
         """
+        if self.stack.bucket_by_replicas:
+            bucket = max(40e6, 1e6 * layout.replicas) if self.stack.overlap else self.parameters
+            return max(1, ceil(self.parameters / bucket))
         if self.stack.partition:
             return max(1, ceil(self.parameters / self.stack.partition))
         return self._layers if layout.zero == 2 else max(1, ceil(nbytes / self.stack.bucket))

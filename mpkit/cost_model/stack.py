@@ -51,6 +51,9 @@ class Stack:
         name: by which it is asked for.
         element: bytes per element of activations and of the weights that products read.
         fp8: whether products with weights run in 8 bits.
+        fp4: whether they run in 4 bits (NVFP4).
+        converts_once: whether weights are converted to 8 or 4 bits once per step and not once per micro-batch.
+        scaling: what shares a scale where they do: a whole "tensor", a "row", or a "block" of 16 or 32 (MXFP8, NVFP4).
         eager: whether each elementwise operator is a kernel of its own, as without torch.compile or special ones.
         fused: whether attention is fused (FlashAttention: Dao et al. 2022), so that its s x s scores never leave the
             chip.
@@ -61,7 +64,12 @@ class Stack:
         overlap: whether communication of replicas runs beside compute.
         staged_overlap: whether it does so in a pipeline too.
         async_tp: whether tensor-parallel communication is cut up and runs beside the product that needs it.
+        userbuffers: whether that is so for all of it, in parts as many as ranks (Transformer Engine).
+        gathers_ahead: the lowest stage of ZeRO whose new weights are gathered beside the next forward; stages below
+            gather them after the update.
         bucket: bytes that are reduced or gathered at once under ZeRO 0 to 2; ZeRO-3 gathers by layer.
+        bucket_by_replicas: whether a bucket has max(40 M, 1 M x replicas) parameters instead, as Megatron's has where
+            it overlaps; where it does not, all gradients are one bucket.
         partition: elements of the flat buffers that DeepSpeed keeps (`reduce_bucket_size`, 5e8); 0 for others.
         logits: bytes per logit at the peak of the loss: the logits, their copy in 32 bits, its gradient.
         loss: bytes per logit that the loss moves, forward and backward; 16 where it is fused.
@@ -82,6 +90,9 @@ class Stack:
     name: str
     element: int = 2
     fp8: bool = False
+    fp4: bool = False
+    converts_once: bool = False
+    scaling: str = "tensor"
     eager: bool = False
     fused: bool = True
     gradient: float = 2.0
@@ -91,7 +102,10 @@ class Stack:
     overlap: bool = True
     staged_overlap: bool = True
     async_tp: bool = False
+    userbuffers: bool = False
+    gathers_ahead: int = 2
     bucket: float = 25 * MIB
+    bucket_by_replicas: bool = False
     partition: float = 0.0
     logits: float = 10.0
     loss: float = 16.0
@@ -110,7 +124,7 @@ STACKS = {
     stack.name: stack
     for stack in (
         Stack("pytorch", eager=True, early_stop=True),
-        Stack("mpkit", element=4, gradient=4, reduced=4, states=8, logits=12),
+        Stack("mpkit", element=4, gradient=4, reduced=4, states=8, logits=12, gathers_ahead=3),
         Stack(
             "pytorch-fp32", eager=True, element=4, gradient=4, reduced=4, states=8, logits=12, early_stop=True
         ),
@@ -119,6 +133,7 @@ STACKS = {
             "megatron-2021",
             fused=False,
             staged_overlap=False,
+            gathers_ahead=3,
             converted=4,
             dropout=True,
             loss=EAGER_LOSS,
@@ -129,14 +144,16 @@ STACKS = {
             "megatron",
             gradient=4,
             reduced=4,
-            overlap=False,
+            gathers_ahead=1,
+            bucket_by_replicas=True,
+            converts_once=True,
             blocking_p2p=True,
             logits=6,
             gates=3,
             placeholders=True,
         ),
-        Stack("deepspeed-2021", fused=False, partition=5e8, dropout=True),
-        Stack("deepspeed", partition=5e8),
+        Stack("deepspeed-2021", fused=False, partition=5e8, dropout=True, gathers_ahead=3),
+        Stack("deepspeed", partition=5e8, gathers_ahead=3),
         Stack("llm-foundry", gradient=4, reduced=4, early_stop=True),
         Stack("llm-foundry-pure", states=4, early_stop=True),
         Stack(
@@ -144,6 +161,7 @@ STACKS = {
             gradient=4,
             reduced=4,
             async_tp=True,
+            gathers_ahead=3,
             blocking_p2p=True,
             copies=2,
             loss=EAGER_LOSS,

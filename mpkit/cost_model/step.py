@@ -3,7 +3,8 @@
     stages       their layers, forward, recomputation and backward, the first with the embedding, the last with the
                  head. Under ZeRO-3 each layer waits for its parameters, which are gathered beside the layer before
     pipeline     the schedule played with these times, message by message
-    replicas     gradients reduced beside the last backward, or after it; under ZeRO-1 and -2 new weights gathered
+    replicas     gradients reduced beside the last backward, or after it; under ZeRO-1 and -2 new weights
+                 gathered, beside the next forward or before it
     optimizer    the bytes that Adam moves
     stragglers   all wait for the slowest node
 
@@ -20,7 +21,7 @@ from functools import cached_property
 from math import log2
 
 from mpkit.cost_model.architecture import Architecture
-from mpkit.cost_model.communication import Network
+from mpkit.cost_model.communication import Network, overlapped
 from mpkit.cost_model.kernels import Kernels
 from mpkit.cost_model.layer import CAUSES, LayerTime, head_time, layer_time
 from mpkit.cost_model.layout import Layout
@@ -30,10 +31,8 @@ from mpkit.devices.hardware import Hardware
 from mpkit.schedule.summary import LONG, bubble, makespan, stage_ranks
 from mpkit.trace import Kind
 
-__all__ = ["KAPPA", "StepTime", "overlapped", "screened_time", "step_time"]
+__all__ = ["StepTime", "screened_time", "step_time"]
 
-KAPPA = 0.3
-"""How much of the time that communication shares with compute is lost; fitted to all published rows at once."""
 HOST_ADAM = 4e9
 """Parameters per second that the processors of a node update; ZeRO-Offload (Ren et al. 2021), table 4: 1 B in .22 s,
 10 B in 2.57 s."""
@@ -96,15 +95,6 @@ class StepTime:
         return forward, [self.backward[0], *(time + self.hop for time in self.backward[1:])], 0.0
 
 
-def overlapped(compute: float, communication: float) -> float:
-    """Return the seconds that both take side by side.
-
-    >>> overlapped(1.0, 0.5), overlapped(1.0, 2.0)
-    (1.15, 2.0)
-    """
-    return max(compute + KAPPA * min(compute, communication), communication)
-
-
 def step_time(
     model: Architecture, layout: Layout, sequence: int, hardware: Hardware, stack: Stack, constants: Constants,
     shares: Shares | None = None, longest: int = LONG,
@@ -120,7 +110,7 @@ def step_time(
         shares: the parameters of the ranks, if they are known already.
         longest: the most actions of a schedule that are played, as for `makespan`.
     """
-    kernels, network = Kernels(hardware.device, stack, constants), Network(hardware)
+    kernels, network = Kernels(hardware.device, stack, constants, layout.microbatches), Network(hardware)
     shares = shares or Shares(model, layout, stack)
     stages = _stages(model, layout, sequence, kernels, network, shares)
     hop = _hop(model, layout, sequence, hardware, network, stack)
@@ -145,7 +135,7 @@ def screened_time(
     It is exact without a pipeline; else m times the slowest rank, the bubble of equal stages, and messages. Of the
     layouts of a search it is at most 2 % shorter than `step_time` and 10 % longer.
     """
-    kernels, network = Kernels(hardware.device, stack, constants), Network(hardware)
+    kernels, network = Kernels(hardware.device, stack, constants, layout.microbatches), Network(hardware)
     stages = _stages(model, layout, sequence, kernels, network, shares)
     m, pp, v, times = layout.microbatches, layout.pp, layout.virtual_stages, stages.times
     slowest = max(times)
@@ -166,8 +156,8 @@ def _after(
     shares: Shares,
 ) -> dict[str, float]:  # fmt: skip
     """Return the seconds of what follows the pipeline, in order."""
-    last = stages.of_rank(stages.slowest)[1]
-    reduced = _reduced(layout, shares, network, kernels.stack, last, layout.microbatches * last)
+    forward, backward = stages.of_rank(stages.slowest)
+    reduced = _reduced(layout, shares, network, kernels.stack, forward, backward)
     optimizer = _optimizer(layout, shares, hardware, kernels)
     doublings = log2(max(1.0, layout.ranks / hardware.per_node))
     late = (pipeline + reduced + optimizer) * kernels.constants.straggle * doublings
@@ -333,14 +323,14 @@ def _hop(
 
 
 def _reduced(
-    layout: Layout, shares: Shares, network: Network, stack: Stack, last: float, backwards: float
+    layout: Layout, shares: Shares, network: Network, stack: Stack, forward: float, backward: float
 ) -> float:
     """Return the exposed seconds in which replicas make their gradients, and then their weights, equal.
 
     Args:
         layout, shares, network, stack: as for the step.
-        last: seconds of the last micro-batch's backward, beside which gradients are reduced.
-        backwards: seconds of all backwards, beside which ZeRO-2 reduces each micro-batch's.
+        forward, backward: seconds of a micro-batch. Gradients are reduced beside the last backward, under ZeRO-2 beside
+            each; new weights are gathered beside the first forward, or after the update (`Stack.gathers_ahead`).
     """
     n, inside = layout.replicas, layout.per_node("replicas", network.per_node)
     if n < 2 or layout.zero == 3:
@@ -351,10 +341,12 @@ def _reduced(
         reduce, gather = network.time(Kind.ALL_REDUCE, gradients, n, inside, calls), 0.0
     else:
         times = layout.microbatches if layout.zero == 2 else 1
-        last = backwards if layout.zero == 2 else last
+        backward = times * backward
         reduce = times * network.time(Kind.REDUCE_SCATTER, gradients, n, inside, calls)
         weights = stack.element * shares.parameters * layout.trainable
         gather = network.time(Kind.ALL_GATHER, weights, n, inside, shares.calls(weights, layout))
     if not stack.overlap or (layout.pp > 1 and not stack.staged_overlap):
         return reduce + gather
-    return overlapped(last, reduce) - last + gather
+    if layout.zero >= stack.gathers_ahead:
+        gather = overlapped(forward, gather) - forward
+    return overlapped(backward, reduce) - backward + gather

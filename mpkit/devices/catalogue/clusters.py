@@ -32,6 +32,7 @@ DEVICES: Mapping[str, tuple[str, str | None]] = {
     "gaudi2": ("Intel Gaudi 2", "Intel Gaudi 2"),
     "gaudi3": ("Intel Gaudi 3", "Intel Gaudi 3"),
     "gb200": ("GB200 (per GPU)", "GB200 SXM"),
+    "gb300": ("GB300 (per GPU)", "GB200 SXM"),
     "h100": ("H100 SXM", "H100 SXM"),
     "h100-hbm2e": ("H100 SXM 96GB HBM2e", "H100 SXM"),
     "h100-pcie": ("H100 PCIe", "H100 SXM"),
@@ -139,7 +140,7 @@ def _device(short: str) -> tuple[Device, Link]:
     measured: dict[str, Callable[[], Hardware]] = {
         "a100": machines.a100, "a100-40": machines.a100, "h100": machines.h100, "h100-hbm2e": machines.h100,
         "h200": machines.h200, "b200": machines.b200, "b300": machines.b200, "gb200": machines.b200,
-        "h100-pcie": machines.h100_pcie,
+        "gb300": machines.b200, "h100-pcie": machines.h100_pcie,
     }  # fmt: skip
     if short in measured:
         return device, measured[short]().link

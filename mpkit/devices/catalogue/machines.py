@@ -39,6 +39,7 @@ def gpu(name: str, mamf: str | None, guess: float = 0.8) -> Device:
         "tfloat32": "tfloat32_tflops",
         "bfloat16": "bfloat16_tflops",
         "float8": "float8_tflops",
+        "float4": "float4_tflops",
     }
     rates = {dtype: float(row[column]) * 1e12 * share for dtype, column in columns.items() if row[column]}
     rates["float16"] = rates["bfloat16"]
