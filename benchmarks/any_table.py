@@ -80,7 +80,7 @@ def observation_of(row: Row) -> Observation:
     chunks = given.whole("chunks", 1)
     machine, stack = _machine(given.row, gpus), _stack(given.row)
     layout = Layout(
-        pp=pp, dp=dp, cp=cp, tp=tp, zero=given.whole("zero", 3 if "fsdp" in given.row else 0), microbatch=mbs,
+        pp=pp, dp=dp, cp=cp, tp=tp, zero=given.whole("zero", _sharding(given, stack)), microbatch=mbs,
         microbatches=max(1, batch // (dp * mbs)), virtual_stages=chunks, recompute=_recompute(given.row),
         schedule="interleaved_1f1b" if chunks > 1 else "1f1b", sequence_parallel=_sequence_parallel(given.row, tp),
         head=model.head_in_layers if stack.by_weight else 0.0,
@@ -132,6 +132,11 @@ def _model(given: _Given) -> Architecture:
     )  # fmt: skip
 
 
+def _sharding(given: _Given, stack: Stack) -> int:
+    """Return the stage of ZeRO where no column says it: Megatron shards the optimizer where it overlaps."""
+    return 3 if given.row.get("fsdp", "0") != "0" else int(stack.name == "megatron" and stack.overlap)
+
+
 def _recompute(row: Row) -> str:
     """Return what is computed again; Megatron on A100 did so with everything where the table does not say."""
     said = next(
@@ -154,7 +159,7 @@ def _sequence_parallel(row: Row, tp: int) -> bool:
 
 def _machine(row: Row, gpus: int) -> Hardware:
     said = " ".join(
-        (row.get("gpu", row.get("device", row.get("hardware", ""))), row.get("source", ""))
+        (row.get("gpu", row.get("device", row.get("hardware", row.get("system", "")))), row.get("source", ""))
     ).lower()
     plain = re.sub(r"[^a-z0-9]", "", said)
     found = [
@@ -165,18 +170,36 @@ def _machine(row: Row, gpus: int) -> Hardware:
         raise ValueError(f"gpu={row.get('gpu')!r}: none of {', '.join(DEVICES)}")
     usual = "efa" if "nanotron" in said else "hdr" if short.startswith(("a100", "v100")) else "ndr"
     nic = next((nic for nic in NICS if nic in (row.get("nic") or "").lower()), usual)
-    return cluster_of(short, nodes=max(1, gpus // 8), per_node=min(8, gpus), nic=nic)
+    per_node = min(gpus, 64 if short.startswith("gb") else 8)  # a rack of GB200 is one domain of NVLink
+    return cluster_of(short, nodes=max(1, gpus // per_node), per_node=per_node, nic=nic)
 
 
 def _stack(row: Row) -> Stack:
     said = " ".join((row.get("stack", ""), row.get("framework", ""), row.get("source", ""))).lower()
+    narrow = _narrow(row)
     if any(name in said for name in ("megatron", "mt-nlg", "turing", "korthikanti", "nvidia")):
-        old = any(name in str(dict(row)).lower() for name in ("a100", "v100"))
-        return stack_of("megatron-2021" if old else "megatron")
+        if any(name in str(dict(row)).lower() for name in ("a100", "v100")):
+            return stack_of("megatron-2021")
+        # The README of Megatron-LM names the flag by which its steps overlap tensor-parallel communication.
+        switched = row.get("tp_comm_overlap", row.get("async_tp", "1" if "readme" in said else "0"))
+        chunks = _Given(row).whole("chunks", 1)
+        return stack_of(
+            "megatron", overlap=row.get("overlap", "1") != "0", userbuffers=switched not in {"0", ""},
+            blocking_p2p=chunks == 1, **narrow,
+        )  # fmt: skip
     for name in sorted(STACKS, key=len, reverse=True):
         if name in said:
-            return stack_of(name)
-    return stack_of("llm-foundry") if "mosaic" in said else stack_of(None)
+            return stack_of(name, **narrow)
+    return stack_of("llm-foundry", **narrow) if "mosaic" in said else stack_of(None, **narrow)
+
+
+def _narrow(row: Row) -> dict[str, object]:
+    """Return how products run in 8 or 4 bits."""
+    said = " ".join(row.get(name, "") for name in ("precision", "dtype", "float8", "fp8")).lower()
+    if "fp4" in said:
+        return {"fp4": True, "scaling": "block"}
+    eight = "fp8" in said or row.get("float8", row.get("fp8", "")) in {"1", "true"}
+    return {"fp8": eight, "scaling": "block" if "mx" in said else "row" if "row" in said else "tensor"}
 
 
 def _seconds(given: _Given, model: Architecture, layout: Layout, sequence: int, machine: Hardware) -> float:

@@ -34,6 +34,9 @@ PRESETS = Path(__file__).parents[1] / "mpkit" / "cost_model" / "presets.csv"
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- python -m benchmarks.published benchmarks/rows --readme -->", "<!-- end -->"
 
+RESERVED = {"torchtitan": "reserved"}
+"""Tables that publish what the allocator has reserved: more than is allocated at the peak."""
+
 Key = tuple[str, str]
 
 LIKE: dict[Key, Key] = {
@@ -41,6 +44,7 @@ LIKE: dict[Key, Key] = {
     ("A100 SXM 80GB", "deepspeed-2021"): ("A100 SXM 80GB", "megatron-2021"),
     ("A100 SXM 40GB", "megatron-2021"): ("A100 SXM 80GB", "megatron-2021"),
     ("H100 SXM 96GB HBM2e", "torchtitan"): ("H100 SXM 96GB HBM2e", "torchtitan-compile"),
+    ("GB300 (per GPU)", "megatron"): ("GB200 (per GPU)", "megatron"),
     ("H200 SXM", "torchtitan-compile"): ("H100 SXM 96GB HBM2e", "torchtitan-compile"),
 }
 """Where few rows are at hand: the preset that is the prior of this one."""
@@ -229,15 +233,16 @@ def _memory(console: Console, steps: list[Observation]) -> None:
     known = [step for step in steps if step.memory]
     if not known:
         return
-    table = Table(title="Predicted peak memory against measured (allocated by torch)", title_justify="left")
-    for name in ("step", "measured GiB", "predicted GiB", "error"):
-        table.add_column(name, justify="left" if name == "step" else "right")
+    table = Table(title="Predicted peak memory, allocated by torch, against measured", title_justify="left")
+    for name in ("step", "measured", "GiB", "predicted GiB", "error"):
+        table.add_column(name, justify="left" if name in {"step", "measured"} else "right")
     by_stack: dict[str, list[float]] = defaultdict(list)
     for step in known:
         error = allocated(step) / step.memory - 1
-        by_stack[step.stack.name].append(abs(error))
+        what = RESERVED.get(step.source, "allocated")
+        by_stack[f"{step.stack.name}, {what}"].append(abs(error))
         table.add_row(
-            step.name, f"{step.memory / 2**30:.1f}", f"{allocated(step) / 2**30:.1f}", f"{error:+.1%}"
+            step.name, what, f"{step.memory / 2**30:.1f}", f"{allocated(step) / 2**30:.1f}", f"{error:+.1%}"
         )
     console.print(table)
     for stack, errors in by_stack.items():

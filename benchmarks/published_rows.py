@@ -71,7 +71,10 @@ def megatron_flops(model: Architecture, batch: int, sequence: int) -> float:
 
 
 def _megatron(row: Row) -> Iterator[Observation]:
-    """SC'21, table 1: interleaved where a rank has several chunks."""
+    """SC'21, table 1: interleaved where a rank has several chunks. Rows of other GPUs are not of that table."""
+    if "a100" not in row.get("gpu", "a100").lower():
+        yield observation_of(row)
+        return
     layers, hidden, heads, tp, pp, mbs, batch, gpus = _ints(
         row, "layers", "hidden", "heads", "tp", "pp", "mbs", "gbs", "gpus"
     )
@@ -201,7 +204,11 @@ def _bridge(row: Row) -> Iterator[Observation]:
     model = known_models()[row["model"].lower().replace("_", "-").replace("3.1", "3")]
     device, precision = row["system"].removeprefix("DGX-").lower(), row["precision"]
     chunks, dp = int(row["vp"]) if row["vp"].isdigit() else 1, gpus // (tp * pp * cp)
-    cut = tuple(-(-model.layers // pp) - (stage in (0, pp - 1)) for stage in range(pp)) if model.layers % pp else ()
+    cut = (
+        tuple(-(-model.layers // pp) - (stage in (0, pp - 1)) for stage in range(pp))
+        if model.layers % pp
+        else ()
+    )
     if device == "h100" and model.layers == 80:
         cut = (10, 10, 10, 11, 10, 10, 10, 9)
     layout = Layout(
@@ -241,6 +248,7 @@ def _torchtitan(row: Row) -> Iterator[Observation]:
     stack = stack_of(
         "torchtitan-compile" if row["compile"] == "1" else "torchtitan",
         fp8=row["float8"] not in {"0", "none", ""},
+        scaling="row" if "rowwise" in row["float8"] else "tensor",
         async_tp=row["async_tp"] not in {"0", ""},
     )
     device = "h200" if row["gpu"] == "H200" else "h100-hbm2e"

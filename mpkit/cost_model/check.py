@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpkit.cost_model.architecture import Architecture
+from mpkit.cost_model.kernels import CONVERTED
 from mpkit.cost_model.layout import Layout, layout_of
-from mpkit.devices.hardware import Hardware
+from mpkit.cost_model.stack import Stack
+from mpkit.devices.hardware import Device, Hardware
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 
-__all__ = ["check_plan", "checked_layout"]
+__all__ = ["check_plan", "check_products", "checked_layout"]
 
 
 def check_plan(plan: object) -> None:
@@ -21,6 +23,24 @@ def check_plan(plan: object) -> None:
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"plan={plan!r}: give a Plan, such as mk.Plan.zero(3, 8)")
+
+
+def check_products(stack: Stack, device: Device) -> None:
+    """Check that a device computes in the 8 or 4 bits of a stack.
+
+    Raises:
+        ValueError: it does not, or both are asked for.
+    """
+    dtype, switch = ("float4", "fp4") if stack.fp4 else ("float8", "fp8")
+    if stack.fp8 and stack.fp4:
+        raise ValueError("stack_of(fp8=True, fp4=True): products run in one of them; fp4=True alone is NVFP4")
+    if stack.scaling not in CONVERTED:
+        raise ValueError(f"stack_of(scaling={stack.scaling!r}): one of {', '.join(map(repr, CONVERTED))}")
+    if (stack.fp8 or stack.fp4) and dtype not in device.peak:
+        raise ValueError(
+            f"stack={stack.name!r} with {switch}=True multiplies in {dtype}, and no rate of {device.name} in it is "
+            f"known: {switch}=False, or hardware={'8x-b200-nvlink' if stack.fp4 else '8x-h100-nvlink'!r}"
+        )
 
 
 def checked_layout(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.calibrate import Observation
-from mpkit.cost_model.check import check_plan, checked_layout
+from mpkit.cost_model.check import check_plan, check_products, checked_layout
 from mpkit.cost_model.kernels import peak_of
 from mpkit.cost_model.known_models import architecture_of
 from mpkit.cost_model.layout import Layout
@@ -241,6 +241,7 @@ def estimated(
     Raises:
         ValueError: the plan cannot work.
     """
+    check_products(stack, hardware.device)
     layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable, stack.shard_within)
     if stack.by_weight:
         layout = replace(layout, head=model.head_in_layers)

@@ -17,8 +17,8 @@ from mpkit.trace import Kind
 __all__ = ["LayerTime", "head_time", "layer_time"]
 
 ASYNC = 0.7
-"""The share of tensor-parallel communication that remains exposed where it runs beside its product; fitted to the rows of
-nanotron and torchtitan."""
+"""The share of tensor-parallel communication that remains exposed where it runs beside its product; fitted to the rows
+of nanotron and torchtitan."""
 
 CAUSES = (
     "products",

@@ -6,7 +6,7 @@ from math import ceil
 
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.stack import STACKS, Stack
+from mpkit.cost_model.stack import Stack
 
 __all__ = ["Shares"]
 

@@ -34,7 +34,7 @@ H200 = ROWS.parent / "gpu" / "h200.json"
 @pytest.fixture(scope="module")
 def steps() -> list[Observation]:
     found, left = read_folder(ROWS)
-    assert not left and len(found) == 115
+    assert not left and len(found) == 142
     return found
 
 
@@ -76,7 +76,7 @@ def test_a_stack_that_is_not_known_is_predicted_within_15_percent_in_the_mean(
 
 
 def test_where_nothing_was_fitted_no_single_device_decides() -> None:
-    unknown = [preset_for(device, "megatron") for device in ("H100 SXM", "GB200", "L40S")]
+    unknown = [preset_for(device, "megatron") for device in ("MI300X", "A10G", "L40S")]
     assert {one.constants for one in unknown} == {prior_of("megatron", presets().values())}
     assert unknown[0].rows == 0 and unknown[0].band == UNFITTED
     few = [preset for preset in presets().values() if preset.rows < 4]
@@ -148,6 +148,37 @@ def test_the_report_names_every_source(
 
 def test_the_table_in_the_readme_is_what_the_rows_give(steps: list[Observation]) -> None:
     assert readme_table(steps) in README.read_text(encoding="utf-8")
+
+
+def test_bridge_rows_say_which_switches_their_recipes_set(steps: list[Observation]) -> None:
+    rows = {step.name: step for step in steps if step.source == "megatron_bridge_llama3"}
+    four = rows["llama3-405b NVFP4 tp4 pp16 cp1 on 256 gb200"]
+    assert (four.stack.fp4, four.stack.fp8, four.stack.userbuffers) == (True, False, False)
+    eight = rows["llama3-405b FP8 tp8 pp8 cp2 on 1024 h100"]
+    assert (
+        eight.stack.fp8 and eight.stack.userbuffers and not eight.stack.blocking_p2p and eight.stack.overlap
+    )
+    assert eight.layout.stage_layers(126) == [15, 16, 16, 16, 16, 16, 16, 15]
+    assert (four.hardware.per_node, eight.hardware.per_node) == (64, 8)
+    assert not any(step.stack.overlap for step in steps if step.source == "simumax_b200")
+
+
+def test_a_megatron_table_of_another_gpu_is_not_read_as_a100(tmp_path: Path) -> None:
+    head = "model,layers,hidden,heads,tp,pp,mbs,gbs,gpus,tflops_per_gpu,gpu,source\n"
+    row = "175B,96,12288,96,8,4,1,1152,96,465,{},{}\n"
+    (tmp_path / "one.csv").write_text(head + row.format("H100", "NVIDIA/Megatron-LM README.md"))
+    (tmp_path / "two.csv").write_text(head + row.format("A100-80GB", "SC'21"))
+    (new, old), left = read_folder(tmp_path)
+    assert not left and [step.hardware.device.name for step in (new, old)] == ["H100 SXM", "A100 SXM 80GB"]
+    assert (new.stack.name, new.stack.userbuffers, new.layout.zero, new.layout.recompute) == (
+        "megatron",
+        True,
+        1,
+        "none",
+    )
+    assert (old.stack.name, old.layout.zero, old.layout.recompute) == ("megatron-2021", 0, "full")
+    flops = 3 * 1152 * new.model.forward_flops(2048, causal=False)  # nothing is computed again
+    assert new.seconds == pytest.approx(flops / 96 / 465e12)
 
 
 def test_a_table_of_no_known_format_is_named(tmp_path: Path) -> None:

@@ -34,14 +34,9 @@ def gpu(name: str, mamf: str | None, guess: float = 0.8) -> Device:
         how = f"published peak, times {share:.3f}, which is reached in bfloat16 ({best['source']})"
     else:
         share, how = guess, f"published peak, times {guess}, which is assumed: no measurement is at hand"
-    columns = {
-        "float32": "float32_tflops",
-        "tfloat32": "tfloat32_tflops",
-        "bfloat16": "bfloat16_tflops",
-        "float8": "float8_tflops",
-        "float4": "float4_tflops",
-    }
-    rates = {dtype: float(row[column]) * 1e12 * share for dtype, column in columns.items() if row[column]}
+    dtypes = ("float32", "tfloat32", "bfloat16", "float8", "float4")
+    published_rates = {dtype: row[f"{dtype}_tflops"] for dtype in dtypes}
+    rates = {dtype: float(rate) * 1e12 * share for dtype, rate in published_rates.items() if rate}
     rates["float16"] = rates["bfloat16"]
     rates.setdefault("float32", rates["bfloat16"] / 4)  # not published: matrix units work in 16 bits
     peak = {dtype: rate / share for dtype, rate in rates.items()}
