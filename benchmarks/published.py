@@ -225,7 +225,9 @@ def _order(rows: list[Observation], errors: dict[int, float]) -> str:
 def allocated(step: Observation) -> float:
     """Return the predicted bytes that the rank with most has allocated by torch at its peak."""
     shares = Shares(step.model, step.layout, step.stack)
-    stages = stage_memory(step.model, step.layout, step.sequence, step.stack, shares)
+    stages = stage_memory(
+        step.model, step.layout, step.sequence, step.stack, shares, device=step.hardware.device
+    )
     return max(sum(memory.values()) - memory["context"] for memory in stages)
 
 

@@ -79,8 +79,9 @@ class Priced:
         asked = self.asked
         shares = self._shares(layout)
         stages = stage_memory(
-            asked.model, layout, asked.sequence, self.stack, shares, fullest_stages(asked.model, layout)
-        )
+            asked.model, layout, asked.sequence, self.stack, shares, fullest_stages(asked.model, layout),
+            self.hardware.device,
+        )  # fmt: skip
         return max(sum(stage.values()) for stage in stages) * (1 + FRAGMENTATION)
 
     @cached_property

@@ -70,6 +70,7 @@ class Architecture:
         experts, top_k, expert_ffn, shared_ffn, dense: experts per layer, those that a token visits, the width of each,
             of those that all tokens visit, and the number of first layers without experts.
         q_rank, kv_rank, rope_dim, v_dim: the ranks of latent attention, the rotary part and the values' width.
+        qk_norm: whether queries and keys are normalized (Qwen3).
         name: what it is called.
 
     >>> llama = Architecture(32, 4096, 32, kv_heads=8, ffn=14336, vocabulary=128256, gated=True)
@@ -100,6 +101,7 @@ class Architecture:
     kv_rank: int = 0
     rope_dim: int = 0
     v_dim: int = 0
+    qk_norm: bool = False
     name: str = ""
 
     def __post_init__(self) -> None:

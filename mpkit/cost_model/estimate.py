@@ -104,7 +104,9 @@ class Estimate:
     def stage_memory(self) -> list[dict[str, float]]:
         """Bytes by category for a rank of each stage."""
         shares = Shares(self.model, self.layout, self.stack)
-        return stage_memory(self.model, self.layout, self.sequence, self.stack, shares)
+        return stage_memory(
+            self.model, self.layout, self.sequence, self.stack, shares, device=self.hardware.device
+        )
 
     @property
     def memory(self) -> Sequence[dict[str, float]]:

@@ -31,7 +31,7 @@ def known_models() -> Mapping[str, Architecture]:
     >>> round(known_models()["llama3-70b"].parameters / 1e9, 1)
     70.6
     """
-    flags = {"gated", "causal", "tied", "bias"}
+    flags = {"gated", "causal", "tied", "bias", "qk_norm"}
     found = {}
     with files("mpkit.cost_model").joinpath("known_models.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -163,5 +163,6 @@ def _of_config(config: Mapping[str, Any]) -> Architecture:
         experts=number("num_local_experts", "num_experts", "n_routed_experts"),
         top_k=number("num_experts_per_tok"),
         expert_ffn=number("moe_intermediate_size"),
+        qk_norm=kind in {"qwen3", "qwen3_moe"},
         name=kind,
     )  # fmt: skip

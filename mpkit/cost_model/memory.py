@@ -16,21 +16,45 @@ Transformer Models", 2022, section 4 (activations); both extended to gated MLPs,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
+from functools import cache
 
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.shares import Shares
-from mpkit.cost_model.stack import Stack
+from mpkit.cost_model.stack import MIB, Stack
+from mpkit.devices.device import Device
 from mpkit.schedule.summary import peak_live
 
-__all__ = ["CATEGORIES", "activations", "fullest_stages", "stage_memory"]
+__all__ = ["CATEGORIES", "activations", "fullest_stages", "stage_memory", "workspaces"]
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "gathered", "buffers", "context")
 
 GIB = 2**30
 CONTEXT = 1.0 * GIB
 NCCL = 0.5 * GIB
+
+
+@cache
+def workspaces(stack: Stack, device: Device) -> float:
+    """Return the bytes that cuBLAS and Transformer Engine keep within torch's allocator.
+
+    cuBLAS keeps one workspace for each of the two threads that multiply, of the forward and of the backward: what
+    CUBLAS_WORKSPACE_CONFIG says (:4096:8 is 32 MiB), else 32 MiB on Hopper and 8.1 MiB on other GPUs of NVIDIA.
+    Transformer Engine keeps another one: 32 MiB, or 4 before Hopper.
+
+    Source: torch/aten/src/ATen/cuda/CublasHandlePool.cpp; transformer_engine/pytorch/module/base.py.
+
+    >>> from mpkit.devices.catalogue import cluster_of
+    >>> [workspaces(Stack("any"), cluster_of(name).device) / MIB for name in ("a100", "h100", "gb200", "mi300x")]
+    [16.25, 64.0, 16.25, 0.0]
+    """
+    if not re.match(r"(A|V|T|L|H|B|GH|GB)\d|RTX|TITAN", device.name) or stack.name == "mpkit":
+        return 0.0
+    cublas = stack.cublas_workspace or (32 if re.match(r"G?H\d", device.name) else 8.125) * MIB
+    engine = (32 if "float8" in device.peak else 4) * MIB if stack.transformer_engine else 0.0
+    return 2 * cublas + engine
 
 
 def activations(model: Architecture, layer: int, layout: Layout, sequence: int, stack: Stack) -> float:
@@ -61,7 +85,9 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
         inside = e * a * (2 * model.qk_dim + model.v_dim)
     else:
         inside = e * (a + 2 * model.kv_heads) * model.head_dim
-    inside += e * a * model.v_dim  # the attention's output
+    inside += stack.attention_outputs * e * a * model.v_dim
+    if model.qk_norm:  # queries and keys before and after their norms
+        inside += e * (a + model.kv_heads) * model.head_dim
     if stack.fused:
         inside += 4 * a  # the logarithms of the sums of its scores
     else:
@@ -105,7 +131,7 @@ def kept(model: Architecture, layer: int, layout: Layout, sequence: int, stack: 
 
 def stage_memory(
     model: Architecture, layout: Layout, sequence: int, stack: Stack, shares: Shares,
-    stages: Collection[int] | None = None,
+    stages: Collection[int] | None = None, device: Device | None = None,
 ) -> list[dict[str, float]]:  # fmt: skip
     """Return bytes by category for a rank of each stage.
 
@@ -113,11 +139,14 @@ def stage_memory(
         model, layout, sequence, stack: as in `activations`.
         shares: the parameters of the ranks.
         stages: only of these; None: of all.
+        device: whose libraries keep workspaces; None: those are left out.
     """
+    kept_by_libraries = workspaces(stack, device) if device else 0.0
     n, tokens = layout.shards, layout.microbatch * sequence / layout.cp
     kinds = [
         (first, first + count, kept(model, first, layout, sequence, stack)) for first, count in model.kinds()
     ]
+    border = stack.element * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
     working = max(activations(model, first, layout, sequence, stack) for first, _ in model.kinds())
     working = working if layout.recompute != "none" else _gradients_within(model, tokens, layout, stack)
     held, begin, out = layout.stage_layers(model.layers), 0, []
@@ -128,10 +157,13 @@ def stage_memory(
             begin = end
             continue
         layers = sum(each * max(0, min(end, last) - max(begin, first)) for first, last, each in kinds)
-        begin = end
+        begin = end  # beside the logits
+        head = 2 * border if stage == layout.last else 0.0  # what the last norm reads, and the head
         updated, trained = shares.updated_on(stage, layout), whole * layout.trainable
         held_params = whole / (n if layout.zero == 3 else 1)
-        logits = stack.logits * tokens * model.vocabulary / layout.tp if stage == layout.last else 0.0
+        deferred = min(stack.deferred, layout.microbatches) * stack.element
+        per_token = (stack.logits + deferred) * model.vocabulary / layout.tp + deferred * model.hidden
+        logits = tokens * per_token if stage == layout.last else 0.0
         if model.patch:
             logits = 0.0
         gathered = 0.0
@@ -141,10 +173,10 @@ def stage_memory(
             "params": 0.0 if layout.offload == "params" else stack.element * held_params,
             "grads": stack.gradient * (updated if layout.zero >= 2 else trained),
             "optimizer": stack.states * updated if layout.offload == "none" else 0.0,
-            "activations": layers * in_flight[stage] + max(0.0, working - logits),
+            "activations": layers * in_flight[stage] + max(head, working - logits),
             "logits": logits,
             "gathered": gathered,
-            "buffers": _buffers(model, layout, stack, shares, stage),
+            "buffers": _buffers(model, layout, stack, shares, stage) + kept_by_libraries,
             "context": CONTEXT + (NCCL if layout.ranks > 1 else 0.0),
         }
         converted = stack.converted * updated
@@ -194,6 +226,6 @@ def _buffers(model: Architecture, layout: Layout, stack: Stack, shares: Shares, 
         return float(stack.element * (sum(shapes.values()) + head) / layout.tp)
     if layout.replicas > 1 and stack.copies:
         return stack.copies * shares.stages[stage]
-    if layout.replicas > 1 and layout.zero < 3:
+    if layout.replicas > 1 and layout.zero < 3 and not stack.bucket_by_replicas:
         return min(stack.bucket, stack.reduced * shares.parameters)
     return 0.0

@@ -94,7 +94,7 @@ def prior_of(stack: str, known: Iterable[Preset]) -> Constants:
     count as if they moved `EAGER` times less.
 
     >>> round(prior_of("pytorch", presets().values()).matmul, 2)
-    0.66
+    0.65
     """
     by_stack: dict[str, list[Preset]] = defaultdict(list)
     for preset in known:

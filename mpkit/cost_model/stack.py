@@ -72,9 +72,13 @@ class Stack:
             it overlaps; where it does not, all gradients are one bucket.
         partition: elements of the flat buffers that DeepSpeed keeps (`reduce_bucket_size`, 5e8); 0 for others.
         logits: bytes per logit at the peak of the loss: the logits, their copy in 32 bits, its gradient.
+        deferred: micro-batches whose gradient of the logits waits until the pipeline drains, for the gradient of the
+            head's weight (Megatron's defer_embedding_wgrad_compute).
         loss: bytes per logit that the loss moves, forward and backward; 16 where it is fused.
         gates: tensors of the MLP's width that a gated MLP keeps: the gate, what it is multiplied with and the product;
             eager code keeps the gate's activation as well.
+        attention_outputs: tensors of an attention's output that are kept: two where the attention and the product after
+            it read it in different layouts (FlashAttention 2 in Megatron).
         copies: bytes per parameter of DDP's buckets where gradients are not views of them.
         dropout: whether dropout masks are kept.
         early_stop: whether recomputation ends before the last product, whose output nobody needs
@@ -83,6 +87,8 @@ class Stack:
         scatter_gather: whether each rank of a stage sends 1/t of a message, and the next stage gathers it.
         placeholders: whether the backward allocates a gradient for each shape of weight beside the accumulated one
             (Transformer Engine's fused accumulation).
+        transformer_engine: whether it multiplies with Transformer Engine, which keeps a workspace.
+        cublas_workspace: bytes that CUBLAS_WORKSPACE_CONFIG asks for; 0: cuBLAS decides.
         by_weight: whether a pipeline's stages are cut by the weights of their layers, the head included.
         shard_within: whether ZeRO-3 shards inside a node, and nodes hold replicas (HSDP).
     """
@@ -108,14 +114,18 @@ class Stack:
     bucket_by_replicas: bool = False
     partition: float = 0.0
     logits: float = 10.0
+    deferred: int = 0
     loss: float = 16.0
     gates: int = 4
+    attention_outputs: int = 1
     copies: float = 0.0
     dropout: bool = False
     early_stop: bool = False
     blocking_p2p: bool = False
     scatter_gather: bool = False
     placeholders: bool = False
+    transformer_engine: bool = False
+    cublas_workspace: float = 0.0
     by_weight: bool = False
     shard_within: bool = False
 
@@ -151,6 +161,7 @@ STACKS = {
             logits=6,
             gates=3,
             placeholders=True,
+            transformer_engine=True,
         ),
         Stack("deepspeed-2021", fused=False, partition=5e8, dropout=True, gathers_ahead=3),
         Stack("deepspeed", partition=5e8, gathers_ahead=3),
