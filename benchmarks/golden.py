@@ -249,7 +249,8 @@ def _stack(row: Mapping[str, str], name: str) -> Stack:
     flash = fused and not ring and (device == "a100" or (device == "gb200" and not free))  # else cuDNN's
     return stack_of(
         "megatron", fused=fused, attention_outputs=1 + flash, dropout=not (ring or "reruns" in name),
-        gradient=2 if half else 4, states=16 if half else 12, placeholders=deferred, deferred=2 * deferred, transformer_engine=engine,
+        gradient=2 if half else 4, states=16 if half else 12, placeholders=deferred, deferred=2 * deferred,
+        transformer_engine=engine,
         cublas_workspace=0 if free else 32 * MIB, overlap=row["overlap-grad-reduce"] == "true",
     )  # fmt: skip
 

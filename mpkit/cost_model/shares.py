@@ -65,9 +65,10 @@ class Shares:
 
         PyTorch's FSDP makes one per layer, DeepSpeed one per `partition` of elements, Megatron and DDP one per bucket.
 
+        >>> from mpkit.cost_model.stack import stack_of
         >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257, positions=1024, tied=True, bias=True)
         >>> layout = Layout(dp=8, zero=1)
-        >>> [Shares(gpt2, layout, STACKS[name]).calls(500e6, layout) for name in ("pytorch", "megatron")]
+        >>> [Shares(gpt2, layout, stack_of(name)).calls(500e6, layout) for name in ("pytorch", "megatron")]
         [20, 4]
         """
         if self.stack.bucket_by_replicas:
