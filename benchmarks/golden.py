@@ -36,9 +36,9 @@ MIB = 2**20
 GPT2_TOKENS = 50257
 LARGE = 0.05
 NAMED = (
-    "average_in_collective", "decoupled_lr", "defer_embedding", "disable_bias", "frozen", "mla", "multi_dist_optimizer",
-    "nondeterministic", "per_token_loss", "qk_layernorm", "reruns", "reshard", "rope", "swiglu", "tunable_overlap",
-    "uneven_pipeline", "uninstall_te", "untie",
+    "average_in_collective", "decoupled_lr", "defer_embedding", "disable_bias", "frozen", "loss_fusion", "mla",
+    "multi_dist_optimizer", "nondeterministic", "per_token_loss", "qk_layernorm", "reruns", "reshard", "rope", "swiglu",
+    "tunable_overlap", "uneven_pipeline", "uninstall_te", "untie",
 )  # fmt: skip
 """Switches that only the names of cases tell."""
 OLDER = "dracooci"
@@ -250,7 +250,7 @@ def _stack(row: Mapping[str, str], name: str) -> Stack:
     return stack_of(
         "megatron", fused=fused, attention_outputs=1 + flash, dropout=not (ring or "reruns" in name),
         gradient=2 if half else 4, states=16 if half else 12, placeholders=deferred, deferred=2 * deferred,
-        transformer_engine=engine,
+        transformer_engine=engine, logits=10 if "loss_fusion" in name else 6,
         cublas_workspace=0 if free else 32 * MIB, overlap=row["overlap-grad-reduce"] == "true",
     )  # fmt: skip
 
