@@ -1,6 +1,6 @@
 """Peak memory of training steps: predicted on tensors without content, beside torch.profiler's account of real ranks.
 
-python -m benchmarks.memory            six models, each plain, recomputed and under ZeRO-3 on 2 ranks: a table
+python -m benchmarks.memory            eight models, each plain, recomputed and under ZeRO-3 on 2 ranks: a table
 python -m benchmarks.memory ViT zero3  those with one of these words in their model's or plan's name
 
 Ends with exit code 1 where a prediction is more than 3 % off. Both are peaks over the same three steps of AdamW, from
@@ -90,6 +90,32 @@ def vit() -> nn.Module:
     return ViTForImageClassification(config)
 
 
+def mixtral() -> nn.Module:
+    """Return transformers' Mixtral, whose experts are one grouped product."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
+        num_attention_heads=HEADS, num_key_value_heads=2, num_local_experts=4, max_position_embeddings=LENGTH,
+        use_cache=False,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+class LSTM(nn.Module):
+    """A language model of two recurrent layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits of a batch of tokens."""
+        logits: Tensor = self.head(self.layers(self.embedding(x))[0])
+        return logits
+
+
 # ---- data and losses
 
 
@@ -128,6 +154,8 @@ CASES = {
     "HF BERT": Case(bert, tokens, of_logits),
     "ResNet": Case(resnet, lambda: pictures(32), F.cross_entropy),
     "HF ViT": Case(vit, lambda: pictures(64), of_logits),
+    "HF Mixtral": Case(mixtral, tokens, of_logits),
+    "LSTM": Case(LSTM, tokens, next_token_loss),
 }
 PLANS = {"plain": mk.Plan.serial(), "recomputed": mk.Plan(recompute="full"), "zero3": mk.Plan.zero(3, 2)}
 

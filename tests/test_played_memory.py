@@ -33,7 +33,7 @@ Clusters = Callable[[int], mk.Cluster]
 
 # ---- beside torch.profiler ---------------------------------------------------------------------------------------
 
-FAST = {("ResNet", "recomputed")}
+FAST = {("ResNet", "recomputed"), ("HF Mixtral", "plain"), ("LSTM", "plain")}
 ALL = [(model, plan) for model in CASES for plan in PLANS]
 
 

@@ -6,7 +6,7 @@ gathered layer, an optimizer's square root) is in the peak if that is when the p
 this to torch.profiler's account of the real training.
 
 Not counted: the batch itself, which lies in the host's memory; what a driver, a communication library or a kernel keeps
-for itself, except for convolutions on CPUs (`mpkit.record.workspace`); and an allocator's fragmentation.
+for itself, except for convolutions and LSTMs on CPUs (`mpkit.record.workspace`); and an allocator's fragmentation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def played_memory(
     Args:
         model_fn, plan, batch, loss, optimizer: as for `mk.trace_fake`.
         steps: the steps in which the peak is looked for; an optimizer's states are there from the second on.
-        hardware: the machine; on "cpu" the memory that oneDNN's convolutions take for themselves is counted.
+        hardware: the machine; on "cpu" the memory that oneDNN's convolutions and LSTMs take is counted.
         cluster: as for `mk.trace_fake`.
     """
     trace = trace_fake(

@@ -2,11 +2,10 @@
 
 Phases:
 
-    build     the model and its batches, under torch's FakeTensorMode: shapes and no memory
+    build     the model and its batches, under the mode of no content: shapes and no memory
     join      leave the real process group, and join a fake one of as many ranks as the plan takes
     count     every operator advances the rank's clock by its time on the device (`mpkit.record.counted`)
-    train     the strategy's own code, the same that real ranks run; communication takes no time here, the replay puts
-              it on the clock
+    train     the strategy's own code, as real ranks run it; the replay puts communication on the clock
 
 In the fake group (torch.testing._internal.distributed.fake_pg) every call returns at once and changes nothing.
 """
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private; a test guards both
+from torch._subclasses.fake_tensor import FakeTensor  # private; a test guards it
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -39,6 +38,7 @@ from mpkit.parallel.runtime.train import train
 from mpkit.plan.plan import Plan
 from mpkit.prepare.prepare import TrainJob, prepare
 from mpkit.record.counted import CountedRecorder, Counting
+from mpkit.record.fake_mode import FakeMode
 from mpkit.support.process_wide import LOCK
 from mpkit.support.replaced import Replaced
 from mpkit.trace import RankTrace
@@ -153,7 +153,7 @@ class FakeCommunicator(Communicator):
         return whole
 
 
-def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeTensorMode, said: Said) -> RankTrace:
+def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeMode, said: Said) -> RankTrace:
     plan, device = script.plan, torch.device("cpu")
     counting = Counting(script.device)
     with tempfile.TemporaryDirectory(prefix="mpkit-fake-") as folder:
@@ -206,17 +206,17 @@ def _made(model_fn: Callable[[], nn.Module]) -> nn.Module:
         return model_fn()
 
 
-def _without_content() -> FakeTensorMode:
+def _without_content() -> FakeMode:
     """Return a mode in which tensors have no content.
 
-    Torch's own mode keeps a weak reference to each tensor that it makes, which prevents moving or casting their module.
+    Torch's keeps a weak reference to each tensor that it makes, which prevents moving or casting their module.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode()
     mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
     return mode
 
 
-def _job(script: Script, mode: FakeTensorMode) -> TrainJob:
+def _job(script: Script, mode: FakeMode) -> TrainJob:
     """Prepare a training on tensors without content, checked and cut like a real one."""
     return prepare(
         _made(script.model_fn),
@@ -230,7 +230,7 @@ def _job(script: Script, mode: FakeTensorMode) -> TrainJob:
     )
 
 
-def _batch_of(script: Script, mode: FakeTensorMode) -> tuple[Value, Value]:
+def _batch_of(script: Script, mode: FakeMode) -> tuple[Value, Value]:
     """Return the batch without its content; called under the fake mode."""
     pair = script.batch() if callable(script.batch) else script.batch
     if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -244,7 +244,7 @@ def _batch_of(script: Script, mode: FakeTensorMode) -> tuple[Value, Value]:
     return inputs, targets
 
 
-def _faked(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+def _faked(tensor: Tensor, mode: FakeMode) -> Tensor:
     if isinstance(tensor, FakeTensor):
         return tensor
     return mode.from_tensor(tensor) if not tensor.is_meta else torch.empty(tensor.shape, dtype=tensor.dtype)

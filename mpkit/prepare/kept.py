@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +27,7 @@ from mpkit.parallel.stage.block_recompute import blocks_to_recompute, without_ca
 from mpkit.parallel.stage.stage import call
 from mpkit.plan.checks import call_of
 from mpkit.prepare.dry_run.copying import copied, without_content
+from mpkit.record.fake_mode import FakeMode
 from mpkit.support.caught import fakes_or_real
 
 __all__ = ["check_kept"]
@@ -60,7 +60,7 @@ def check_kept(model: nn.Module, inputs: Value, resolved: ResolvedPlan) -> None:
             call(model, inputs, first=True)
 
     def on_fakes() -> None:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with FakeMode() as mode:
             run(without_content(model, mode), map_tensors(mode.from_tensor, few))
 
     try:

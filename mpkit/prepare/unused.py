@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpkit.data.microbatch import Value, map_tensors, part
 from mpkit.parallel.data_parallel.unused import unused_message
 from mpkit.parallel.stage.stage import call
 from mpkit.plan.plan import Plan
 from mpkit.prepare.dry_run.copying import without_content
+from mpkit.record.fake_mode import FakeMode
 from mpkit.support.caught import needs_content, one_line, report
 
 __all__ = ["check_unused"]
@@ -37,7 +37,7 @@ def check_unused(
     """
     if plan.dp == 1 or plan.unused != "error":
         return
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode()
     few = slice(0, 2)  # BatchNorm needs two samples
     try:
         with mode, torch.enable_grad():

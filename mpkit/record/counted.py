@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from mpkit.record.ledger import Ledger
 from mpkit.record.operators import flops_of, moved_by, tensors_in
 from mpkit.record.recorder import Recorder
-from mpkit.record.workspace import workspace_of
+from mpkit.record.workspace import with_workspace, workspace_of
 from mpkit.trace import HEADER, OP, Kind
 
 __all__ = ["CountedRecorder", "Counting", "Roofline"]
@@ -102,6 +102,8 @@ class Counting(TorchDispatchMode):
         if func.overloadpacket is _ITEM:
             return self._answer(args[0])
         out = func(*args, **kwargs)
+        if self.device.blocked_convolutions:
+            out = with_workspace(func, args, out)
         if func.overloadpacket is _FROM_NUMBERS:
             self._numbers[out.untyped_storage()] = args[0]
         elif len(self._numbers) and func._schema.is_mutable:

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (  # private: tests/record/test_flops.py guards it
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.module_tracker import ModuleTracker
 
+from mpkit.record.fake_mode import FakeMode
 from mpkit.record.operators import flops_of, moved_by, tensors_in
 from mpkit.support.process_wide import LOCK
 from mpkit.trace import Kind
@@ -122,7 +122,7 @@ def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:
         # The input of a module must not be a leaf: the counter cannot follow those through autograd.grad.
         return copied.view_as(copied) if tensor.requires_grad else copied
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode()
     within = ModuleTracker()
     forward, backward, input_grad = (_Costs(mode, within) for _ in range(3))
     with mode, torch.enable_grad():

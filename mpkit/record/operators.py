@@ -64,9 +64,19 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
     return int(sdpa_backward_flop_count(gradient, query, key, value))
 
 
+def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of a grouped product: each row of a meets one matrix of b, whatever the groups are."""
+    matrices = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
+    return int(2 * matrices * a.shape[-2] * a.shape[-1] * b.shape[-1])
+
+
 # PyTorch counts its GPU kernels for attention but, as of 2.13, not the one for CPUs.
 _ATTENTION_ON_CPU = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-_FORMULAS = {**flop_registry, **{op: shape_wrapper(f) for op, f in _ATTENTION_ON_CPU.items()}}
+_FORMULAS = {
+    **flop_registry,
+    **{op: shape_wrapper(f) for op, f in _ATTENTION_ON_CPU.items()},
+    torch.ops.aten._grouped_mm: _grouped,
+}

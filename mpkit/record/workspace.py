@@ -1,13 +1,17 @@
 """Workspace: what a kernel allocates for itself, and frees before it returns.
 
-Operators are all that a dispatch mode sees, so a kernel's own temporaries are known by rule. There is one for CPUs:
+Operators are all that a dispatch mode sees, so a kernel's own temporaries are known by rule. There are two for CPUs.
 oneDNN computes convolutions on copies of their tensors whose channels lie in blocks of 16 (nChw16c),
 
     forward     copies of input x, weight w and output y; then y is copied to its plain layout
     backward    of the input: copies of dy, w and dx; of the weight: copies of dy, x and dw, beside the plain dx
 
 An input of less than 16 channels, such as an image, is read as it is, and so is what already has its channels last.
-A GPU's convolutions choose among algorithms with workspaces of very different sizes; none is counted for them.
+And its LSTM keeps gates and states of all steps for the backward, in a workspace that is one of its results; without
+content that one is empty (`with_workspace`).
+
+A GPU's convolutions choose among algorithms with workspaces of very different sizes; none is counted for them, nor
+what cuDNN keeps of an LSTM.
 
 Source: oneDNN developer guide, "Memory Format Propagation" and "Understanding Memory Formats"; sizes as torch.profiler
 shows them for torch's CPU build (`benchmarks/memory.py` holds them to it).
@@ -21,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["workspace_of"]
+__all__ = ["with_workspace", "workspace_of"]
 
-BLOCK = 16
+BLOCK, PAGE = 16, 4096
 
 
 def workspace_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
@@ -62,3 +66,32 @@ def _blocked(x: Tensor) -> int:
 
 def _blocked_weight(w: Tensor) -> int:
     return int(w.nbytes)
+
+
+def with_workspace(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """Return the results of an LSTM's layer on a CPU with a workspace as large as oneDNN's, and others as they are.
+
+    Gates, states of the layer and of the step and their gradients, the hidden state before its projection, and cell
+    states with their gradients, in 32 bits; rows are padded to 64 bytes and buffers to pages.
+
+    >>> x, hidden = torch.empty(16, 8, 100), torch.empty(8, 100)
+    >>> w = torch.empty(400, 100), torch.empty(400, 100), torch.empty(400), torch.empty(400)
+    >>> layer = torch.ops.aten.mkldnn_rnn_layer.default
+    >>> given = (x, *w, hidden, hidden, False, [], 2, 100, 1, True, False, False, True)
+    >>> with_workspace(layer, given, (x, hidden, hidden, torch.empty(0)))[3].numel()
+    851968
+    """
+    if func is not torch.ops.aten.mkldnn_rnn_layer.default or out[3].numel() or not args[-1]:
+        return out
+    (steps, batch, width), hidden = args[0].shape, args[1].shape[0] // 4
+    wide = _row(max(width, hidden))
+    rows = [steps * _row(4 * hidden), steps * _row(hidden)]
+    rows += [(steps + 1) * 2 * each for each in (wide, wide, wide, hidden, hidden)]
+    nbytes = sum(ceil(4 * batch * row / PAGE) * PAGE for row in rows)
+    return *out[:3], torch.empty(nbytes, dtype=torch.uint8, device=out[3].device)
+
+
+def _row(width: int) -> int:
+    """Return the elements of a row in memory: of 64 bytes, and not a multiple of 256 elements."""
+    padded = BLOCK * ceil(width / BLOCK)
+    return padded + BLOCK if padded % 256 == 0 else padded

@@ -23,6 +23,7 @@ from mpkit.parallel.context.inside import ContextParallel
 from mpkit.parallel.context.positions import shift_positions
 from mpkit.parallel.context.sequence import check_sequences, sequence_part
 from mpkit.parallel.stage.stage import call
+from mpkit.record.fake_mode import FakeMode
 from mpkit.support.caught import fakes_or_real, one_line
 
 __all__ = ["check_context_parallel", "without_content"]
@@ -53,7 +54,7 @@ def check_context_parallel(
     sample = part(inputs, slice(0, 1))
 
     def on_fakes() -> None:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with FakeMode() as mode:
             fakes = map_tensors(mode.from_tensor, sample)
             _check_forward(without_content(model, mode), fakes, n, order)
 

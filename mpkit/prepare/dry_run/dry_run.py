@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.data.microbatch import Value, map_tensors
@@ -26,6 +25,7 @@ from mpkit.prepare.arguments.arguments import CROSS_ENTROPY
 from mpkit.prepare.dry_run.copying import copied, without_content
 from mpkit.prepare.dry_run.count import Passed, count_layers
 from mpkit.prepare.dry_run.quiet import quiet
+from mpkit.record.fake_mode import FakeMode
 from mpkit.record.flops import Flops
 from mpkit.support.caught import fakes_or_real, one_line
 
@@ -112,7 +112,7 @@ class _Fakes:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = FakeMode()
         self._copy: nn.Module | None = None
 
     def walk(self, inputs: Value, targets: Value, loss: Loss) -> list[Passed]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -21,6 +20,7 @@ from mpkit.models.chain import layers_of
 from mpkit.parallel.context.checks import without_content
 from mpkit.parallel.stage.stage import call
 from mpkit.prepare.dry_run.quiet import quiet
+from mpkit.record.fake_mode import FakeMode
 from mpkit.support.caught import fakes_or_real
 
 __all__ = ["keys_and_values"]
@@ -43,7 +43,7 @@ def keys_and_values(model: nn.Module, inputs: Value, held: Sequence[Sequence[str
     sample = part(inputs, slice(0, 1))
 
     def on_fakes() -> list[tuple[str, int]]:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with FakeMode() as mode:
             return _walk(without_content(model, mode), map_tensors(mode.from_tensor, sample))
 
     sums = [0] * len(held)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpkit.data.microbatch import Value, map_tensors
 from mpkit.models.hooks import with_backward_hooks
@@ -31,6 +30,7 @@ from mpkit.prepare.partition.divide import divide
 from mpkit.prepare.partition.hold import hold
 from mpkit.prepare.partition.record import record
 from mpkit.prepare.partition.refusals import CannotCut, Entered, tell_if_entered
+from mpkit.record.fake_mode import FakeMode
 from mpkit.support.caught import fakes_or_real, one_line, report
 
 __all__ = ["partition_for_draws", "partition_model"]
@@ -154,7 +154,7 @@ class _DryRuns:
 
     def __init__(self, model: nn.Module, choice: PartitionChoice) -> None:
         self._model, self._choice = model, choice
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = FakeMode()
         self._fake: nn.Module | None = None
         self._true: nn.Module | None = None
 
