@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,21 @@ def test_every_file_that_it_names_is_there() -> None:
         path = next(part for part in name if part)
         if path != "benchmarks/results.json":  # made by make bench
             assert (README.parent / path).exists(), path
+
+
+def test_the_readme_names_every_constant_that_was_fitted() -> None:
+    """A constant whose docstring says so is in the README's table, by its name."""
+    text, named = README.read_text(encoding="utf-8"), set()
+    for folder in ("cost_model", "devices"):
+        for path in (README.parent / "mpkit" / folder).rglob("*.py"):
+            body = ast.parse(path.read_text(encoding="utf-8")).body
+            for assigned, said in pairwise(body):
+                if (
+                    isinstance(assigned, ast.Assign)
+                    and isinstance(said, ast.Expr)
+                    and "fitted" in ast.unparse(said)
+                ):
+                    names = [each.id for each in ast.walk(assigned.targets[0]) if isinstance(each, ast.Name)]
+                    assert any(f"`{name}" in text for name in names), (path.name, names)
+                    named.update(names)
+    assert {"KAPPA", "ASYNC", "TILE", "RAMP", "EFA", "CONVERTED"} <= named

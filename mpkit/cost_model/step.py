@@ -341,12 +341,30 @@ def _reduced(
         reduce, gather = network.time(Kind.ALL_REDUCE, gradients, n, inside, calls), 0.0
     else:
         times = layout.microbatches if layout.zero == 2 else 1
-        backward = times * backward
         reduce = times * network.time(Kind.REDUCE_SCATTER, gradients, n, inside, calls)
         weights = stack.element * shares.parameters * layout.trainable
         gather = network.time(Kind.ALL_GATHER, weights, n, inside, shares.calls(weights, layout))
     if not stack.overlap or (layout.pp > 1 and not stack.staged_overlap):
         return reduce + gather
+    beside = _micro_batches_beside(layout)
+    forward, backward = beside * forward, max(beside, layout.microbatches * (layout.zero == 2)) * backward
     if layout.zero >= stack.gathers_ahead:
         gather = overlapped(forward, gather) - forward
     return overlapped(backward, reduce) - backward + gather
+
+
+def _micro_batches_beside(layout: Layout) -> float:
+    """Return how many micro-batches' backwards the last gradients are reduced beside; as many forwards gather weights.
+
+    Of one stage per rank that is the last one. Of v interleaved ones, the last stage's gradients are complete when pp
+    micro-batches have still to go through each of the others.
+
+    >>> _micro_batches_beside(Layout(pp=4, microbatches=8))
+    1
+    >>> _micro_batches_beside(Layout(pp=4, microbatches=8, virtual_stages=2, schedule="interleaved_1f1b"))
+    2.5
+    """
+    v = layout.virtual_stages
+    if v == 1 or layout.schedule != "interleaved_1f1b":
+        return 1
+    return 1 / v + (v - 1) / v * min(layout.pp, layout.microbatches)
