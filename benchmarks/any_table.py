@@ -182,10 +182,8 @@ def _stack(row: Row) -> Stack:
             return stack_of("megatron-2021")
         # The README of Megatron-LM names the flag by which its steps overlap tensor-parallel communication.
         switched = row.get("tp_comm_overlap", row.get("async_tp", "1" if "readme" in said else "0"))
-        chunks = _Given(row).whole("chunks", 1)
         return stack_of(
-            "megatron", overlap=row.get("overlap", "1") != "0", userbuffers=switched not in {"0", ""},
-            blocking_p2p=chunks == 1, **narrow,
+            "megatron", overlap=row.get("overlap", "1") != "0", userbuffers=switched not in {"0", ""}, **narrow,
         )  # fmt: skip
     for name in sorted(STACKS, key=len, reverse=True):
         if name in said:

@@ -219,7 +219,7 @@ def _bridge(row: Row) -> Iterator[Observation]:
     )  # fmt: skip
     fp4 = precision == "NVFP4"
     stack = stack_of(
-        "megatron", gradient=2, reduced=2, userbuffers=not fp4, fp8=not fp4, fp4=fp4, blocking_p2p=chunks == 1,
+        "megatron", gradient=2, reduced=2, userbuffers=not fp4, fp8=not fp4, fp4=fp4,
         scaling="block" if fp4 or precision.startswith("MX") else "tensor",
     )  # fmt: skip
     per_node = min(gpus, 64 if device.startswith("gb") else 8)  # a rack of GB200 is one domain of NVLink

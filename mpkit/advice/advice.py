@@ -130,7 +130,7 @@ class Advice(HasChart):
 
         >>> advice = advise("llama3-8b", "8x-a100-nvlink", global_batch=64, sequence=4096)
         >>> print(advice.why_not(Plan.ddp(8)))
-        Plan(dp=8) does not fit: it needs 340.7 GiB of 79.1, out by 261.5 GiB; the largest part is activations.
+        Plan(dp=8) does not fit: it needs 341.2 GiB of 79.1, out by 262.1 GiB; the largest part is activations.
         """
         return why_not(self, plan)
 

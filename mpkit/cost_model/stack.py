@@ -84,6 +84,7 @@ class Stack:
         early_stop: whether recomputation ends before the last product, whose output nobody needs
             (torch.utils.checkpoint with use_reentrant=False).
         blocking_p2p: whether a stage waits for its messages to be sent.
+        posts_ahead: whether it does not where stages are interleaved (Megatron's overlap_p2p_comm).
         scatter_gather: whether each rank of a stage sends 1/t of a message, and the next stage gathers it.
         placeholders: whether the backward allocates a gradient for each shape of weight beside the accumulated one
             (Transformer Engine's fused accumulation).
@@ -122,12 +123,21 @@ class Stack:
     dropout: bool = False
     early_stop: bool = False
     blocking_p2p: bool = False
+    posts_ahead: bool = False
     scatter_gather: bool = False
     placeholders: bool = False
     transformer_engine: bool = False
     cublas_workspace: float = 0.0
     by_weight: bool = False
     shard_within: bool = False
+
+    def blocks(self, virtual_stages: int) -> bool:
+        """Return whether a stage waits for its messages to be sent, of so many stages per rank.
+
+        >>> [STACKS[name].blocks(v) for name in ("megatron", "megatron-2021") for v in (1, 2)]
+        [True, False, True, True]
+        """
+        return self.blocking_p2p and not (self.posts_ahead and virtual_stages > 1)
 
 
 STACKS = {
@@ -158,6 +168,7 @@ STACKS = {
             bucket_by_replicas=True,
             converts_once=True,
             blocking_p2p=True,
+            posts_ahead=True,
             logits=6,
             gates=3,
             placeholders=True,

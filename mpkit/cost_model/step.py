@@ -118,7 +118,9 @@ def step_time(
     # ---- pipeline
     forward, backward = stages.of_stages(stage_ranks(layout.schedule, layout.pp, layout.virtual_stages))
     steady = stages.causes(layout.microbatches)
-    found = StepTime(layout, forward, backward, hop, stack.blocking_p2p, 0.0, {}, steady, longest)
+    found = StepTime(
+        layout, forward, backward, hop, stack.blocks(layout.virtual_stages), 0.0, {}, steady, longest
+    )
     pipeline = _played(layout, *found.played, longest)
 
     # ---- replicas, optimizer, stragglers
@@ -145,7 +147,7 @@ def screened_time(
         ideal = share / (1 - share) * m  # in times of a rank
         # A rank sends each micro-batch once per virtual stage, forward and backward; interleaving makes v times as many
         # messages (Narayanan et al. 2021, section 2.2.2). A stack whose sends block waits for all of them.
-        exposed = 2.0 * m * v if stack.blocking_p2p else 2.0 * m * (v - 1) / v
+        exposed = 2.0 * m * v if stack.blocks(v) else 2.0 * m * (v - 1) / v
         hop = _hop(model, layout, sequence, hardware, network, stack)
         pipeline += (sum(times) - slowest) * ideal / (pp - 1) + (2 * (pp - 1) + exposed) * hop
     return pipeline + sum(_after(pipeline, stages, layout, hardware, kernels, network, shares).values())

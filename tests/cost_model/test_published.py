@@ -155,9 +155,7 @@ def test_bridge_rows_say_which_switches_their_recipes_set(steps: list[Observatio
     four = rows["llama3-405b NVFP4 tp4 pp16 cp1 on 256 gb200"]
     assert (four.stack.fp4, four.stack.fp8, four.stack.userbuffers) == (True, False, False)
     eight = rows["llama3-405b FP8 tp8 pp8 cp2 on 1024 h100"]
-    assert (
-        eight.stack.fp8 and eight.stack.userbuffers and not eight.stack.blocking_p2p and eight.stack.overlap
-    )
+    assert eight.stack.fp8 and eight.stack.userbuffers and not eight.stack.blocks(8) and eight.stack.overlap
     assert eight.layout.stage_layers(126) == [15, 16, 16, 16, 16, 16, 16, 15]
     assert (four.hardware.per_node, eight.hardware.per_node) == (64, 8)
     assert not any(step.stack.overlap for step in steps if step.source == "simumax_b200")
