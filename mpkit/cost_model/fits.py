@@ -40,7 +40,7 @@ MEANING = {
     "activations": "what forwards keep for their backwards",
     "logits": "the logits, their copy in 32 bits and its gradient",
     "gathered": "the whole layers that ZeRO-3 gathers",
-    "buffers": "what the framework keeps for communication",
+    "buffers": "what the framework and libraries keep",
     "context": "the CUDA context and NCCL",
 }
 

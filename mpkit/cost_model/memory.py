@@ -7,7 +7,7 @@
     activations   what the backward needs of each micro-batch in flight, and the largest layer's working set
     logits        of the last stage: logits, their copy in 32 bits and its gradient, whose peak is before the backward
     gathered      under ZeRO-3: whole parameters of the layer at work and the next one, and a whole gradient
-    buffers       what the framework keeps: buckets, placeholders
+    buffers       what the framework and libraries keep: buckets, placeholders, workspaces
     context       outside torch's allocator: the CUDA context and NCCL's channels
 
 Sources: Rajbhandari et al., "ZeRO", SC 2020 (states); Korthikanti et al., "Reducing Activation Recomputation in Large

@@ -179,6 +179,28 @@ def test_a_megatron_table_of_another_gpu_is_not_read_as_a100(tmp_path: Path) -> 
     assert new.seconds == pytest.approx(flops / 96 / 465e12)
 
 
+def test_tables_say_in_how_many_bits_products_run(tmp_path: Path) -> None:
+    titan = (ROWS / "torchtitan.csv").read_text().splitlines()
+    tensorwise = next(line for line in titan if "fp8-tensorwise" in line)
+    (tmp_path / "1.csv").write_text(
+        "\n".join([titan[0], tensorwise.replace("fp8-tensorwise", "fp8-rowwise")])
+    )
+    head = "model,gpus,tp,pp,mbs,gbs,seq_len,gpu,precision,ms,source\n"
+    row = "llama3-70b,64,4,2,1,64,8192,{},{},900,NVIDIA\n"
+    for number, given in enumerate((("GB300", "NVFP4"), ("GB200", "MXFP8"), ("H100", "BF16")), 2):
+        (tmp_path / f"{number}.csv").write_text(head + row.format(*given))
+    found, left = read_folder(tmp_path)
+    assert not left
+    bits = [(step.stack.fp8, step.stack.fp4, step.stack.scaling) for step in found]
+    assert bits == [
+        (True, False, "row"),
+        (False, True, "block"),
+        (True, False, "block"),
+        (False, False, "tensor"),
+    ]
+    assert [step.hardware.per_node for step in found[1:]] == [64, 64, 8]
+
+
 def test_a_table_of_no_known_format_is_named(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     found, left = read_folder(tmp_path)
