@@ -46,7 +46,7 @@ OLDER = "dracooci"
 OLD = "a recording of software that did not fuse attention, as the peak shows"
 CAUSES = {
     "reruns": "the peak that was recorded is what the case holds between steps",
-    "context parallel": "cuBLAS keeps 48 MiB more on GB200 where the case is not named nondeterministic",
+    "context parallel": "deterministic attention keeps 48 MiB more on GB200, also between steps; not modelled",
     "uninstall_te": "torch's own LayerNorm in place of Apex's keeps more; not modelled",
     "frozen": OLD, "sequence parallel": OLD,
 }  # fmt: skip
