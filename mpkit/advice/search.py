@@ -97,7 +97,7 @@ class Priced:
 
     def step(self, layout: Layout) -> StepTime:
         """Return the time of a step."""
-        return step_time(*self._asked(layout), LONGEST)
+        return step_time(*self._asked(layout), longest=LONGEST)
 
     def screened(self, layout: Layout) -> float:
         """Return about the seconds per step, in a fraction of the time."""
