@@ -301,4 +301,4 @@ def test_a_loss_of_many_operators_takes_its_bytes(steps: list[Observation]) -> N
     assert heads[0] - heads[1] == pytest.approx(4096 * 131_072 * (52 - 16) / bandwidth)
     # The first stage paces the pipeline: a slower head counts while it fills and drains, and not for all of m = 8.
     assert step.predicted(constants) - fused.predicted(constants) < 3 * (heads[0] - heads[1])
-    assert one.predicted(constants) > 1.04 * one_fused.predicted(constants)
+    assert one.predicted(constants) > 1.03 * one_fused.predicted(constants)
