@@ -21,12 +21,13 @@ from typing import Any
 
 from mpkit.advice.offers import Offers, offers_of
 from mpkit.advice.space import Question, families
+from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.fits import FRAGMENTATION
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.memory import fullest_stages, stage_memory
 from mpkit.cost_model.preset import Preset
 from mpkit.cost_model.shares import Shares
-from mpkit.cost_model.stack import Stack
+from mpkit.cost_model.stack import Constants, Stack
 from mpkit.cost_model.step import StepTime, screened_time, step_time
 from mpkit.devices.hardware import Hardware
 from mpkit.schedule import Schedule
@@ -97,13 +98,13 @@ class Priced:
 
     def step(self, layout: Layout) -> StepTime:
         """Return the time of a step."""
-        return step_time(*self._asked(layout), longest=LONGEST)
+        return step_time(*self._asked(layout), LONGEST)
 
     def screened(self, layout: Layout) -> float:
         """Return about the seconds per step, in a fraction of the time."""
         return screened_time(*self._asked(layout))
 
-    def _asked(self, layout: Layout) -> tuple[Any, ...]:
+    def _asked(self, layout: Layout) -> tuple[Architecture, Layout, int, Hardware, Stack, Constants, Shares]:
         asked = self.asked
         return (
             asked.model, layout, asked.sequence, self.hardware, self.stack, self.preset.constants, self._shares(layout),
