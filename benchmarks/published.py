@@ -27,7 +27,7 @@ from mpkit.cost_model.preset import EAGER, UNFITTED, Preset, preset_for, presets
 from mpkit.cost_model.shares import Shares
 from mpkit.cost_model.stack import PRIOR, Constants
 
-__all__ = ["allocated", "fit_all", "key_of", "main", "readme_table", "stacks_left_out"]
+__all__ = ["allocated", "fit_all", "key_of", "main", "memory_table", "readme_table", "stacks_left_out"]
 
 PRESETS = Path(__file__).parents[1] / "mpkit" / "cost_model" / "presets.csv"
 
@@ -170,7 +170,7 @@ def _report(steps: list[Observation], left: list[str]) -> None:
     add("all", steps)
     console.print(table)
     _worst(console, steps, shipped)
-    _memory(console, steps)
+    memory_table(console, steps)
     errors = stacks_left_out(steps)
     console.print(
         f"Each stack left out, with its variants: {errors.mean():.1%} off in the mean, 90 % within "
@@ -231,7 +231,8 @@ def allocated(step: Observation) -> float:
     return max(sum(memory.values()) - memory["context"] for memory in stages)
 
 
-def _memory(console: Console, steps: list[Observation]) -> None:
+def memory_table(console: Console, steps: list[Observation]) -> None:
+    """Print predicted peaks beside measured ones, and whether these are what was allocated or reserved."""
     known = [step for step in steps if step.memory]
     if not known:
         return

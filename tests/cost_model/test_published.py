@@ -11,10 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from benchmarks.bench_advise import published_beside_found
 from benchmarks.gpu.one_gpu import GPTS
-from benchmarks.published import README, allocated, fit_all, key_of, main, readme_table, stacks_left_out
+from benchmarks.published import (
+    README,
+    allocated,
+    fit_all,
+    key_of,
+    main,
+    memory_table,
+    readme_table,
+    stacks_left_out,
+)
 from benchmarks.published_rows import megatron_flops, read_folder
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.calibrate import Observation, left_out
@@ -144,6 +154,16 @@ def test_the_report_names_every_source(
     assert main([str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert all(path.stem in told for path in tmp_path.iterdir()) and "Not expressed" not in told
+
+
+def test_memory_that_an_allocator_reserved_is_not_called_allocated(steps: list[Observation]) -> None:
+    console = Console(width=130, record=True)
+    memory_table(
+        console, [step for step in steps if step.memory and step.source in {"simumax_b200", "torchtitan"}]
+    )
+    told = console.export_text()
+    assert told.count("│ allocated") == 15 and told.count("│ reserved") == 7
+    assert "memory, torchtitan-compile, reserved" in told
 
 
 def test_the_table_in_the_readme_is_what_the_rows_give(steps: list[Observation]) -> None:
