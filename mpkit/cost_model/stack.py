@@ -71,9 +71,9 @@ class Stack:
         bucket_by_replicas: whether a bucket has max(40 M, 1 M x replicas) parameters instead, as Megatron's has where
             it overlaps; where it does not, all gradients are one bucket.
         partition: elements of the flat buffers that DeepSpeed keeps (`reduce_bucket_size`, 5e8); 0 for others.
-        logits: bytes per logit at the peak of the loss: the logits, their copy in 32 bits, its gradient. In Megatron the
-            gradient is written over the copy; its own fused loss has two copies (10), and Transformer Engine's writes
-            the gradient over the logits (2).
+        logits: bytes per logit at the peak of the loss: the logits, their copy in 32 bits, its gradient. In Megatron
+            that is written over the copy; its own fused loss has two copies (10), and Transformer Engine's writes the
+            gradient over the logits (2).
         deferred: micro-batches whose gradient of the logits waits until the pipeline drains, for the gradient of the
             head's weight (Megatron's defer_embedding_wgrad_compute).
         loss: bytes per logit that the loss moves, forward and backward; 16 where it is fused.
