@@ -36,7 +36,7 @@ _BYTES = {
 _KERNEL = re.compile(
     r"nccl(?:Dev)?Kernel|rccl|nccl.*(?:AllReduce|AllGather|ReduceScatter|SendRecv)|oneccl", re.I
 )
-_ENDS = re.compile(r"(\d+)\s*(->|<-)\s*(\d+)")
+_ENDS = re.compile(r"([0-9]{1,6})\s*(->|<-)\s*([0-9]{1,6})")
 
 
 class Call(NamedTuple):
@@ -96,7 +96,7 @@ def call_of(args: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]], axes
     (<Kind.ALL_REDUCE: 34>, 16, (0, 1))
     """
     name = str(args.get("Collective name", ""))
-    elements = max(int(args.get("In msg nelems", 0) or 0), int(args.get("Out msg nelems", 0) or 0))
+    elements = max(int(args.get("In msg nelems", 0) or 0), int(args.get("Out msg nelems", 0) or 0), 0)
     dtype = str(args.get("dtype", ""))
     members = members_of(args, groups)
     kind = kind_of(name)

@@ -19,6 +19,7 @@ from mpkit.kineto.about import About
 from mpkit.kineto.collectives import Call, call_of, ends_of, kind_of, payload_of_shapes
 from mpkit.kineto.events import Events
 from mpkit.kineto.lanes import communication_kernels
+from mpkit.kineto.sound_event import whole_of
 from mpkit.trace import Kind
 
 __all__ = ["Comm", "communications"]
@@ -168,8 +169,8 @@ def _of_operator(events: Events, about: About, row: int, run: int) -> Comm:
     nbytes, elements, dtype = payload_of_shapes(args, dtype)
     kind, peer = kind_of(name), -1
     if kind in (Kind.SEND, Kind.RECV):
-        numbers = [text for text in args.get("Concrete Inputs", ()) if str(text).isdigit()]
-        peer = int(numbers[0]) if numbers else -1
+        numbers = (whole_of(text) for text in args.get("Concrete Inputs", ()))
+        peer = next((number for number in numbers if number is not None), -1)
     start, end = int(ops.start[row]), int(ops.end[row])
     if run >= 0:
         start, end = max(start, int(said.start[run])), max(end, int(said.end[run]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ import numpy.typing as npt
 
 from mpkit.errors import TraceError
 from mpkit.kineto.read import EventStream
-from mpkit.kineto.sound_event import count_of, time_of
+from mpkit.kineto.sound_event import count_of, is_text, shown, text_of, time_of
 from mpkit.kineto.table import Table
 
-__all__ = ["DEVICE", "Events", "Table", "read_events"]
+__all__ = ["DEVICE", "STEP", "Events", "Table", "read_events"]
 
 Array = npt.NDArray[Any]
 
@@ -40,6 +41,8 @@ MOST_OPEN = 100_000
 """The most spans that have begun and not ended."""
 LONGEST = 1e15
 """The longest time from a file's first event to its last, in us: 31 years."""
+STEP = re.compile(r"ProfilerStep#([0-9]{1,9})$")
+"""The annotation of a profiled step."""
 _COMMUNICATES = ("Collective name", "Process Group Name", "In msg nelems")
 _CALLS = re.compile(
     r"torch::autograd::AccumulateGrad|c10d::|record_param_comms|gloo:|nccl:|rccl:|ucc:|xccl:|mpi:"
@@ -56,7 +59,9 @@ class Events:
         memory: (m, 5) of int64: ns, bytes (negative: freed), device type, total allocated, total reserved.
         header: what the file says beside its events.
         origin: ns of the machine's clock at which the times begin; Kineto's clock where there is no other.
-        repairs: what was mended in the file, with how often.
+        repairs: what was mended in the file's JSON, with how often.
+        assumed: what was left out or assumed of its events, with how often.
+        phases: how many events there are of each phase ("ph") that is not drawn.
     """
 
     def __init__(self) -> None:
@@ -67,6 +72,8 @@ class Events:
         self.header: dict[str, Any] = {}
         self.origin = 0
         self.repairs: dict[str, int] = {}
+        self.assumed: dict[str, int] = {}
+        self.phases: dict[str, int] = {}
 
     def __getitem__(self, word: str) -> Table:
         return self.tables[word]
@@ -80,6 +87,18 @@ class Events:
     def on_device(self) -> bool:
         """Whether anything ran on a GPU."""
         return any(len(self[word]) for word in DEVICE)
+
+    def notes(self, source: str) -> list[str]:
+        """Return sentences on what was mended, left out or assumed in the file of this name."""
+        kinds = {
+            "was not valid JSON and was mended": self.repairs,
+            "has events that no tool writes": self.assumed,
+        }
+        return [
+            f"{source} {what}: " + ", ".join(f"{each} ({count:,})" for each, count in counted.items()) + "."
+            for what, counted in kinds.items()
+            if counted
+        ]
 
     def launches(self, word: str) -> Array:
         """Return, for each event of a device's table, the row of the runtime's call that launched it; -1: unknown."""
@@ -118,12 +137,15 @@ def read_events(path: Path, progress: Callable[[int], None] = lambda done: None)
             reader.take(event)
         except (ValueError, TypeError) as error:
             raise TraceError(
-                f"{path}: event {number:,} cannot be read: {error}. It is {event!r:.200}"
+                f"{path}: event {number:,} ({shown(event.get('name'))}) cannot be read: {error}. It is "
+                f"{shown(event):.300}"
             ) from None
     events.header = stream.header
     events.repairs = {what: count for what, count in stream.repairs.items() if count}
+    events.phases = dict(reader.phases)
     try:
         reader.close()
+        events.assumed = dict(reader.assumed)
     except (ValueError, TypeError) as error:
         raise TraceError(f"{path}: {error}") from None
     return events
@@ -144,6 +166,8 @@ class _Reader:
         self._memory = array("q")
         self._opened: dict[tuple[str, str], list[dict[str, Any]]] = {}  # of B, until its E
         self._depth = 0
+        self.phases: Counter[str] = Counter()
+        self.assumed: Counter[str] = Counter()
 
     def take(self, event: dict[str, Any]) -> None:
         """Add an event, if it is of a kind that is drawn.
@@ -153,7 +177,7 @@ class _Reader:
         """
         phase = event.get("ph")
         if phase == "X":
-            category, name = str(event.get("cat")), str(event.get("name", ""))
+            category, name = self._text(event, "cat"), self._text(event, "name")
             word = self._kinds.get(category)
             if word is None:
                 word = self._kinds[category] = CATEGORIES.get(category.lower(), "other")
@@ -161,9 +185,12 @@ class _Reader:
             if not (
                 is_frame or (word == "other" and category == "Trace") or category == "gpu_user_annotation"
             ):
-                self._add(word, event)
+                self._add(word, name, event)
         elif phase == "i" and event.get("name") == "[memory]":
             args = _args_of(event)
+            if not self._has(event, "ts") or "Bytes" not in args:
+                self.assumed["[memory] without its time or bytes, left out"] += 1
+                return
             self._memory.extend((
                 _ns(time_of(event, "ts")), count_of(args, "Bytes", 0), count_of(args, "Device Type", 0),
                 count_of(args, "Total Allocated", -1), count_of(args, "Total Reserved", -1),
@@ -172,20 +199,54 @@ class _Reader:
             self._depth += 1
             if self._depth > MOST_OPEN:
                 raise ValueError(f"more than {MOST_OPEN:,} spans are open")
-            self._opened.setdefault((str(event.get("pid")), str(event.get("tid"))), []).append(event)
-        elif phase == "E" and (begun := self._opened.get((str(event.get("pid")), str(event.get("tid"))))):
+            _args_of(event)
+            time_of(event, "ts")
+            self._opened.setdefault((self._text(event, "pid"), self._text(event, "tid")), []).append(event)
+        elif phase == "E":
+            begun = self._opened.get((self._text(event, "pid"), self._text(event, "tid")))
+            if not begun:
+                self.assumed["end of a span that never began, left out"] += 1
+                return
             self._depth -= 1
             began = begun.pop()
+            if not (self._has(event, "ts") and self._has(began, "ts")):
+                self.assumed["event without a time, left out"] += 1
+                return
             took = time_of(event, "ts") - time_of(began, "ts")
-            self._add("other", {**began, "dur": took})
+            self._add("other", self._text(began, "name"), {**began, "dur": took})
+        elif phase != "M":
+            self.phases[text_of(phase)] += 1
 
-    def _add(self, word: str, event: dict[str, Any]) -> None:
-        args, name = _args_of(event), str(event.get("name", ""))
-        place = event.get("pid"), event.get("tid")
+    def _text(self, event: dict[str, Any], key: str) -> str:
+        """Return a name that an event has; what is none is written out, and counted."""
+        value = event.get(key)
+        if type(value) is str:
+            return value
+        if is_text(value):
+            return str(value)
+        self.assumed[f"{key} that is no text"] += 1
+        return shown(value)
+
+    def _has(self, event: dict[str, Any], key: str) -> bool:
+        return event.get(key) is not None
+
+    def _add(self, word: str, name: str, event: dict[str, Any]) -> None:
+        if not self._has(event, "ts"):
+            self.assumed["event without a time, left out"] += 1
+            return
+        if not self._has(event, "dur"):
+            self.assumed["span without an end, taken as one of no length"] += 1
+        args = _args_of(event)
+        if word == "annotation" and name.startswith("ProfilerStep#") and not STEP.match(name):
+            self.assumed["ProfilerStep whose number no run reaches, not taken for a step"] += 1
+        place = self._text(event, "pid"), self._text(event, "tid")
         if word in DEVICE:
-            place = args.get("device", place[0]), args.get("stream", place[1])
+            place = (
+                self._text(args, "device") if "device" in args else place[0],
+                self._text(args, "stream") if "stream" in args else place[1],
+            )
         number = self._names.setdefault(name, len(self._names))
-        thread = self._threads.setdefault((str(place[0]), str(place[1])), len(self._threads))
+        thread = self._threads.setdefault(place, len(self._threads))
         whole = (
             _CALLS.match(name) is not None
             if word in ("op", "annotation")
@@ -201,6 +262,8 @@ class _Reader:
             ValueError: they are further apart than any run is long.
         """
         events = self._events
+        if left := sum(map(len, self._opened.values())):
+            self.assumed["span without an end, left out"] += left
         events.names, events.threads = list(self._names), list(self._threads)
         tables = events.tables.values()
         first = min((min(table._times[0]) for table in tables if len(table)), default=0.0)
@@ -215,9 +278,11 @@ class _Reader:
 
 
 def _args_of(event: dict[str, Any]) -> dict[str, Any]:
-    args = event.get("args") or {}
+    args = event.get("args")
+    if args is None:
+        return {}
     if not isinstance(args, dict):
-        raise TypeError(f"args={args!r:.60} are no names and values")
+        raise TypeError(f"args={shown(args)} are no names and values")
     return args
 
 

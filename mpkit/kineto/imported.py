@@ -25,6 +25,7 @@ from mpkit.kineto.lanes import gpu_time
 from mpkit.kineto.plain import plain_trace
 from mpkit.kineto.rank import MOST, rank_trace
 from mpkit.kineto.said import said_by
+from mpkit.kineto.sound_event import text_of, whole_of
 from mpkit.support.units import seconds
 from mpkit.trace import Kind, RankTrace, Trace
 
@@ -97,11 +98,11 @@ def _gpu_of(events: Events) -> int:
     """Return the number of the GPU that most kernels ran on."""
     counted = Counter(events.threads[stream][0] for stream in events["kernel"].thread.tolist())
     device = counted.most_common(1)[0][0] if counted else "0"
-    return int(device) if device.isdigit() else 0
+    return whole_of(device) or 0
 
 
 def _host(events: Events) -> str:
-    return str(events.header.get("host_name", ""))
+    return text_of(events.header.get("host_name"))
 
 
 # ---- facts
@@ -167,10 +168,7 @@ def _notes(
             f"{len(parts)} of {world} ranks: rank{many} {there}. What the others do is not known, and on other "
             "hardware a communication takes the time that it takes among the ranks that are here."
         )
-    for (who, _), repairs in zip(parts, imported["repairs"], strict=True):
-        if repairs:
-            what = ", ".join(f"{what} ({count:,})" for what, count in repairs.items())
-            notes.append(f"{who.source} was not valid JSON and was mended: {what}.")
+    notes += [note for who, events in parts for note in events.notes(who.source)]
     moved = [clock for clock in clocks if clock.shared]
     if moved:
         worst = max(clock.residual for clock in moved) * 1e-9

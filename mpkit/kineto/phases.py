@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.kineto.events import Events
+from mpkit.kineto.events import STEP, Events
 from mpkit.kineto.lanes import covered, within
 from mpkit.trace import Kind
 
@@ -35,7 +35,6 @@ _ACTIONS = {
     "Forward": Kind.FORWARD, "Backward": Kind.BACKWARD,
 }  # fmt: skip
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.RECOMPUTE)
-_STEP = re.compile(r"ProfilerStep#([0-9]{1,9})$")
 
 
 def place_of(events: Events, asked: Array) -> Array:
@@ -89,7 +88,7 @@ def place_of(events: Events, asked: Array) -> Array:
             Kind.RECOMPUTE if place["kind"][at] == Kind.RECOMPUTE and kind != Kind.FORWARD else kind
         )
     # ---- steps
-    numbers = {i: int(found[1]) for i, word in enumerate(words) if (found := _STEP.match(word))}
+    numbers = {i: int(found[1]) for i, word in enumerate(words) if (found := STEP.match(word))}
     here, which = mark(list(numbers))
     place["step"][here] = [numbers[int(row)] for row in which[here]]
     if not numbers:

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.kineto.events import Events
+from mpkit.kineto.events import STEP, Events
 from mpkit.kineto.lanes import within
 
 __all__ = ["said_by"]
 
 _FSDP = re.compile(r"FSDP::(all_gather|post_backward_reduce) \((.*)\)$")
-_STEP = re.compile(r"ProfilerStep#\d+$")
 
 
 def said_by(events: Events) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def said_by(events: Events) -> dict[str, Any]:
     for word, count in words.items():
         if found := _FSDP.match(word):
             (gathers if found[1] == "all_gather" else reduces)[found[2]] = count
-    on_host = [i for i, number in enumerate(table.name.tolist()) if _STEP.match(events.names[number])]
+    on_host = [i for i, number in enumerate(table.name.tolist()) if STEP.match(events.names[number])]
     optimizers = [
         word[15:-5] for word in words if word.startswith("Optimizer.step#") and word.endswith(".step")
     ]

@@ -6,12 +6,14 @@ Each check raises ValueError with what is wrong; `read_events` adds the file and
 from __future__ import annotations
 
 import math
+import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpkit.trace.sound import MOST_RANKS
 
-__all__ = ["count_of", "sound_args", "time_of"]
+__all__ = ["count_of", "is_text", "shown", "sound_args", "text_of", "time_of", "whole_of"]
 
 LATEST = 9e15
 """Latest time, in us since 1970: that of the year 2255. int64 holds as many ns."""
@@ -23,6 +25,48 @@ _COUNTS = {
     "Global rank start": MOST_RANKS, "Dst Rank": MOST_RANKS, "Src Rank": MOST_RANKS, "Seq": 2**31 - 1,
 }  # fmt: skip
 _LISTS = ("Input Dims", "Input type", "Concrete Inputs")
+_WORDS = ("Collective name", "dtype", "Process Group Name", "Process Group Description")
+_WHOLE = re.compile(r"[0-9]{1,15}")
+
+
+def shown(value: Any) -> str:
+    """Return a value of a file as Python writes it, however long and deep it is.
+
+    >>> shown({"ph": "X", "args": {"a": [[[[[[[1]]]]]]], "b": "x" * 1000}})
+    "{'ph': 'X', 'args': {'a': [[[[[...]]]]], 'b': 'xxxxxxxxxxxx...xxxxxxxxxxxxx'}}"
+    """
+    if isinstance(value, dict):  # in the order of the file
+        return (
+            "{" + ", ".join(f"{key!r:.60}: {reprlib.repr(each)}" for key, each in [*value.items()][:12]) + "}"
+        )
+    return reprlib.repr(value)
+
+
+def is_text(value: Any) -> bool:
+    """Say whether a value is a text, or a number, which is as good as one for a name.
+
+    >>> is_text("stream 7"), is_text(7), is_text([7])
+    (True, True, False)
+    """
+    return value is None or isinstance(value, str | int | float)
+
+
+def text_of(value: Any) -> str:
+    """Return a name that a file has; "" for what is none.
+
+    >>> text_of("nccl"), text_of(3), text_of(None), text_of({"a": 1})
+    ('nccl', '3', '', '')
+    """
+    return str(value) if value is not None and is_text(value) else ""
+
+
+def whole_of(text: str) -> int | None:
+    """Return the number that a text consists of; None if it has anything else, or more digits than any number here.
+
+    >>> whole_of("17"), whole_of("-1"), whole_of("9" * 20)
+    (17, None, None)
+    """
+    return int(text) if _WHOLE.fullmatch(text) else None
 
 
 def time_of(event: Mapping[str, Any], name: str, *, least: float = -LATEST) -> float:
@@ -35,7 +79,9 @@ def time_of(event: Mapping[str, Any], name: str, *, least: float = -LATEST) -> f
         ...
     ValueError: dur=-1 is no time
     """
-    value = event.get(name) or 0
+    value = event.get(name)
+    if value is None:
+        return 0.0
     if isinstance(value, str | int | float):
         try:
             time = float(value)
@@ -43,20 +89,32 @@ def time_of(event: Mapping[str, Any], name: str, *, least: float = -LATEST) -> f
             time = math.nan
         if least <= time <= LATEST:  # nan is not
             return time
-    raise ValueError(f"{name}={value!r:.60} is no time")
+    raise ValueError(f"{name}={shown(value)} is no time")
 
 
-def count_of(args: Mapping[str, Any], name: str, default: int, most: int = MOST) -> int:
-    """Return a whole number among an event's arguments, of this size at most; negative ones mean that there is none."""
-    value = args.get(name, default) or 0
+def count_of(
+    args: Mapping[str, Any], name: str, default: int, most: int = MOST, *, least: int | None = None
+) -> int:
+    """Return a whole number among an event's arguments, of this size at most.
+
+    Args:
+        args: the arguments.
+        name: which of them.
+        default: the number if there is none.
+        most: the largest number that there can be.
+        least: the smallest one; None: -most.
+    """
+    value = args.get(name)
+    if value is None or value == "":  # an empty value that was mended
+        return default
     if isinstance(value, str | int | float):
         try:
             count = int(value)
         except (ValueError, OverflowError):
             count = most + 1
-        if -most <= count <= most:
+        if (-most if least is None else least) <= count <= most:
             return count
-    raise ValueError(f"{name}={value!r:.60} is no number up to {most:,}")
+    raise ValueError(f"{name}={shown(value)} is no number up to {most:,}")
 
 
 def sound_args(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,14 +125,24 @@ def sound_args(args: Mapping[str, Any]) -> dict[str, Any]:
             sound[name] = count_of(args, name, -1, most)
     for name in _LISTS:
         if not isinstance(args.get(name, []), list):
-            raise ValueError(f"{name}={args[name]!r:.60} is no list")
+            raise ValueError(f"{name}={shown(args[name])} is no list")
     for shape in args.get("Input Dims", []):
         _check_shape(shape)
     if "Input Dims" in args and len(args.get("Input type", args["Input Dims"])) > MOST_RANKS:
         raise ValueError("Input type is too long")
+    for name in _WORDS:
+        if not is_text(args.get(name)):
+            raise ValueError(f"{name}={shown(args[name])} is no name")
+    for name in _LISTS[1:]:
+        if name in args:
+            sound[name] = [text_of(each) for each in args[name]]
     listed = args.get("Process Group Ranks", "")
-    if not isinstance(listed, str | list) or len(listed) > 8 * MOST_RANKS:
-        raise ValueError(f"Process Group Ranks={listed!r:.60} are no ranks")
+    if (
+        not isinstance(listed, str | list)
+        or len(listed) > 8 * MOST_RANKS
+        or (isinstance(listed, list) and not all(type(rank) in (int, str) for rank in listed))
+    ):
+        raise ValueError(f"Process Group Ranks={shown(listed)} are no ranks")
     return sound
 
 
@@ -87,4 +155,4 @@ def _check_shape(shape: Any) -> None:
             not all(type(length) is int and 0 <= length <= MOST for length in lengths)
             or math.prod(lengths) > MOST
         ):
-            raise ValueError(f"Input Dims: {each!r:.60} is no shape")
+            raise ValueError(f"Input Dims: {shown(each)} is no shape")

@@ -44,7 +44,7 @@ class Table:
         """Add an event; `ts` and `took` in us, `whole`: keep its arguments."""
         correlation = count_of(args, "correlation", -1, 2**63 - 1)
         external = count_of(args, "External id" if "External id" in args else "external id", -1, 2**63 - 1)
-        nbytes = count_of(args, "bytes" if "bytes" in args else "Bytes", 0)
+        nbytes = count_of(args, "bytes" if "bytes" in args else "Bytes", 0, least=0)
         if whole:
             self.args[len(self)] = sound_args(args)
         columns = self._columns

@@ -11,6 +11,7 @@ Each finding is a sentence with its numbers. What the trace cannot tell is not i
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from mpkit.trace import Kind, RankTrace, Trace
 __all__ = ["Inferred", "infer"]
 
 Array = npt.NDArray[Any]
+_ELEMENTS = re.compile(r"\[([0-9]{1,15})\]$")
 
 
 @dataclass(frozen=True)
@@ -212,8 +214,8 @@ def _payloads(rank: RankTrace, ops: Array) -> list[tuple[int, int]]:
     found = []
     for row in ops:
         name = rank.name(int(row["name"]))
-        inside = name.partition("[")[2].rstrip("]")
-        found.append((int(row["bytes"]), int(inside) if inside.isdigit() else 0))
+        inside = _ELEMENTS.search(name)
+        found.append((int(row["bytes"]), int(inside[1]) if inside else 0))
     return found
 
 
