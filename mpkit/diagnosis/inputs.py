@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mpkit.diagnosis.evidence import Evidence, listed
+from mpkit.diagnosis.evidence import Evidence
 from mpkit.diagnosis.host import synchronizing
 from mpkit.support.units import bytes_text, seconds
 from mpkit.timeline.findings.finding import Finding
@@ -35,7 +35,8 @@ def loading(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     load = "loads" if len(ranks) == 1 else "load"
     yield evidence.finding(
         "data loading",
-        f"{listed(ranks)} {load} data for {seconds(float(times[list(ranks)].mean()))} a step before computing{others}.",
+        f"{evidence.named(ranks)} {load} data for {seconds(float(times[list(ranks)].mean()))} a step before "
+        f"computing{others}.",
         reason="A rank that loads its samples itself does nothing else meanwhile, and the others wait for it in "
         "the first "
         "collective or message.",
@@ -57,7 +58,7 @@ def copies(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     each = float((spans["end"] - spans["start"]).sum()) / len(ranks)
     yield evidence.finding(
         "copies",
-        f"{listed(ranks)} cop{'y' if len(ranks) > 1 else 'ies'} "
+        f"{evidence.named(ranks)} cop{'y' if len(ranks) > 1 else 'ies'} "
         f"{bytes_text(float(spans['bytes'].sum()) / len(ranks))} a "
         f"step between device and host, {seconds(each)}{' each' * (len(ranks) > 1)}, while computing nothing.",
         reason="Copies over PCIe are slow beside the device's own memory, and here nothing overlaps with them.",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpkit.kineto.sound_event import text_of
+from mpkit.kineto.reading.sound_event import text_of
 from mpkit.support.bounded import read_json
 from mpkit.trace.sound import MOST_RANKS
 

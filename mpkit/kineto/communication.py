@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from mpkit.kineto.about import About
 from mpkit.kineto.collectives import Call, call_of, ends_of, kind_of, payload_of_shapes
-from mpkit.kineto.events import Events
 from mpkit.kineto.lanes import communication_kernels
-from mpkit.kineto.sound_event import whole_of
+from mpkit.kineto.reading.events import Events
+from mpkit.kineto.reading.sound_event import whole_of
 from mpkit.trace import Kind
 
 __all__ = ["Comm", "communications"]

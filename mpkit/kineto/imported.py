@@ -19,13 +19,15 @@ from mpkit.errors import TraceError
 from mpkit.kineto.about import About, about
 from mpkit.kineto.clocks import Clock, align
 from mpkit.kineto.communication import Comm, communications
-from mpkit.kineto.events import Events, read_events
 from mpkit.kineto.hardware import machine_of
 from mpkit.kineto.lanes import gpu_time
+from mpkit.kineto.phases import cut_steps, profiled_steps
 from mpkit.kineto.plain import plain_trace
 from mpkit.kineto.rank import MOST, rank_trace
+from mpkit.kineto.reading.events import Events
+from mpkit.kineto.reading.reader import read_events
+from mpkit.kineto.reading.sound_event import text_of, whole_of
 from mpkit.kineto.said import said_by
-from mpkit.kineto.sound_event import text_of, whole_of
 from mpkit.support.units import seconds
 from mpkit.trace import Kind, RankTrace, Trace
 
@@ -169,6 +171,7 @@ def _notes(
             "hardware a communication takes the time that it takes among the ranks that are here."
         )
     notes += [note for who, events in parts for note in events.notes(who.source)]
+    notes += _cut_off(parts, ranks)
     moved = [clock for clock in clocks if clock.shared]
     if moved:
         worst = max(clock.residual for clock in moved) * 1e-9
@@ -184,6 +187,21 @@ def _notes(
             "ends they could be aligned."
         )
     return notes
+
+
+def _cut_off(parts: Sequence[tuple[About, Events]], ranks: Sequence[int | None]) -> list[str]:
+    """Return what to say of steps within which recording ended."""
+    cut: dict[tuple[int, str], list[int | None]] = {}
+    for (_, events), rank in zip(parts, ranks, strict=True):
+        steps, said = profiled_steps(events), events["annotation"]
+        for row in cut_steps(events):
+            took = seconds(float(said.end[row] - said.start[row]) * 1e-9)
+            cut.setdefault((steps[row], took), []).append(rank)
+    return [
+        f"Step {number} of rank {', '.join('?' if rank is None else str(rank) for rank in whose[:8])} was cut off "
+        f"after {took}, when recording ended: it does not count as a step."
+        for (number, took), whose in cut.items()
+    ]
 
 
 def _without_layers(ranks: Sequence[RankTrace], numbers: Sequence[int]) -> list[str]:

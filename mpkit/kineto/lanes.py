@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.kineto.collectives import communicates
-from mpkit.kineto.events import DEVICE, Events, Table
+from mpkit.kineto.reading.events import DEVICE, Events, Table
 
 __all__ = [
     "GpuTime",

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from mpkit.errors import TraceError
-from mpkit.kineto.events import Events
-from mpkit.kineto.sound_event import shown
+from mpkit.kineto.reading.events import Events
+from mpkit.kineto.reading.sound_event import shown
 from mpkit.trace import MEMORY, OP, Kind, Lane, RankTrace, Trace
 from mpkit.trace.sound import MOST_RANKS
 

@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from mpkit.kineto.actions import Action, actions_of
 from mpkit.kineto.communication import Comm
-from mpkit.kineto.events import Events
 from mpkit.kineto.lanes import Work, covered, length, work_of
 from mpkit.kineto.phases import place_of
+from mpkit.kineto.reading.events import Events
 from mpkit.kineto.waits import longest, waits_of
 from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace, lane_of
 

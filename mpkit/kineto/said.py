@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.kineto.events import STEP, Events
 from mpkit.kineto.lanes import within
+from mpkit.kineto.reading.events import STEP, Events
 
 __all__ = ["said_by"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.kineto.sound_event import count_of, sound_args
+from mpkit.kineto.reading.sound_event import count_of, sound_args
 
 __all__ = ["Table"]
 

@@ -1,10 +1,7 @@
-"""The events of one rank as columns, by what they are; and how one finds another.
+"""Takes the events of a file one by one, checks each field once, and adds it to the columns.
 
-    kernel -(correlation)-> call of the runtime -(External id)-> operator -> the annotations around it
-
-Times are nanoseconds since the file's first event; `Events.origin` puts them on the clock of the machine.
-
-Source: Kineto's output_json.cpp; torch/csrc/profiler/kineto_client_interface.cpp for the names of categories.
+What no tool writes is a ValueError or TypeError, to which `read_events` adds the file and the event's number. What can
+be left out or assumed is counted.
 """
 
 from __future__ import annotations
@@ -17,111 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mpkit.errors import TraceError
-from mpkit.kineto.read import EventStream
-from mpkit.kineto.sound_event import count_of, is_text, shown, text_of, time_of
-from mpkit.kineto.table import Table
+from mpkit.kineto.reading.events import CATEGORIES, DEVICE, STEP, Events
+from mpkit.kineto.reading.read import EventStream
+from mpkit.kineto.reading.sound_event import count_of, is_text, shown, text_of, time_of
 
-__all__ = ["DEVICE", "STEP", "Events", "Table", "read_events"]
+__all__ = ["read_events"]
 
-Array = npt.NDArray[Any]
-
-CATEGORIES = {
-    "cpu_op": "op", "operator": "op",
-    "user_annotation": "annotation", "python_function": "module",
-    "cuda_runtime": "call", "cuda_driver": "call", "runtime": "call", "hip_runtime": "call", "xpu_runtime": "call",
-    "kernel": "kernel", "gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "set", "memset": "set",
-}  # fmt: skip
-"""What each of Kineto's categories is, in lower case: today's, and those of torch 1.8."""
-
-DEVICE = ("kernel", "copy", "set")
 MOST_OPEN = 100_000
 """The most spans that have begun and not ended."""
 LONGEST = 1e15
 """The longest time from a file's first event to its last, in us: 31 years."""
-STEP = re.compile(r"ProfilerStep#([0-9]{1,9})$")
-"""The annotation of a profiled step."""
 _COMMUNICATES = ("Collective name", "Process Group Name", "In msg nelems")
 _CALLS = re.compile(
     r"torch::autograd::AccumulateGrad|c10d::|record_param_comms|gloo:|nccl:|rccl:|ucc:|xccl:|mpi:"
 )
-
-
-class Events:
-    """All events of one rank's file.
-
-    Attributes:
-        names: the strings that tables refer to.
-        threads: each thread's (process, thread), or (device, stream).
-        tables: by what it is: "op", "annotation", "module", "call", "kernel", "copy", "set", "other".
-        memory: (m, 5) of int64: ns, bytes (negative: freed), device type, total allocated, total reserved.
-        header: what the file says beside its events.
-        origin: ns of the machine's clock at which the times begin; Kineto's clock where there is no other.
-        repairs: what was mended in the file's JSON, with how often.
-        assumed: what was left out or assumed of its events, with how often.
-        phases: how many events there are of each phase ("ph") that is not drawn.
-    """
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.threads: list[tuple[str, str]] = []
-        self.tables = {word: Table() for word in (*dict.fromkeys(CATEGORIES.values()), "other")}
-        self.memory: Array = np.zeros((0, 5), np.int64)
-        self.header: dict[str, Any] = {}
-        self.origin = 0
-        self.repairs: dict[str, int] = {}
-        self.assumed: dict[str, int] = {}
-        self.phases: dict[str, int] = {}
-
-    def __getitem__(self, word: str) -> Table:
-        return self.tables[word]
-
-    @property
-    def is_kineto(self) -> bool:
-        """Whether torch.profiler wrote it, as far as its categories tell."""
-        return any(len(self[word]) for word in self.tables if word != "other")
-
-    @property
-    def on_device(self) -> bool:
-        """Whether anything ran on a GPU."""
-        return any(len(self[word]) for word in DEVICE)
-
-    def notes(self, source: str) -> list[str]:
-        """Return sentences on what was mended, left out or assumed in the file of this name."""
-        kinds = {
-            "was not valid JSON and was mended": self.repairs,
-            "has events that no tool writes": self.assumed,
-        }
-        return [
-            f"{source} {what}: " + ", ".join(f"{each} ({count:,})" for each, count in counted.items()) + "."
-            for what, counted in kinds.items()
-            if counted
-        ]
-
-    def launches(self, word: str) -> Array:
-        """Return, for each event of a device's table, the row of the runtime's call that launched it; -1: unknown."""
-        return _rows(self["call"].correlation, self[word].correlation)
-
-    def operators(self, word: str) -> Array:
-        """Return, for each event of a device's table, the row of the operator that launched it; -1: unknown."""
-        launch, external = self.launches(word), self[word].external
-        by_call = np.append(self["call"].external, -1)[launch]
-        return _rows(self["op"].external, np.where(by_call >= 0, by_call, external), external)
-
-
-def _rows(ids: Array, *wanted: Array) -> Array:
-    """Return the rows at which the ids are found, those of the first array of wanted ids for which they are."""
-    found = np.full(len(wanted[0]), -1)
-    if not len(ids):
-        return found
-    order = np.argsort(ids, kind="stable")
-    for each in wanted:
-        at = np.minimum(np.searchsorted(ids[order], each), len(ids) - 1)
-        rows = np.where((ids[order][at] == each) & (each >= 0), order[at], -1)
-        found = np.where(found < 0, rows, found)
-    return found
 
 
 def read_events(path: Path, progress: Callable[[int], None] = lambda done: None) -> Events:
@@ -213,6 +121,8 @@ class _Reader:
                 self.assumed["event without a time, left out"] += 1
                 return
             took = time_of(event, "ts") - time_of(began, "ts")
+            if took < 0:
+                raise ValueError(f"it ends a span before that begins, which is {shown(began):.200}")
             self._add("other", self._text(began, "name"), {**began, "dur": took})
         elif phase != "M":
             self.phases[text_of(phase)] += 1
