@@ -79,6 +79,8 @@ def host_bound(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Findin
         return
     ranks = np.unique(graph.rank[gaps]).tolist()
     idle = float(graph.took[gaps].sum()) / len(ranks)
+    trains = bool(np.isin(evidence.spans["kind"], (Kind.BACKWARD, Kind.OPTIMIZER)).any())
+    larger = "larger micro-batches, fused optimizers" if trains else "larger batches"
     yield evidence.finding(
         "host-bound",
         f"Devices stand still for {seconds(idle)} a step ({percent(idle / evidence.path.step_time)}) between "
@@ -88,7 +90,7 @@ def host_bound(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Findin
         "launched nothing.",
         reason="Kernels are shorter than the time that Python takes to launch the next one, or Python does "
         "something else.",
-        remedy="torch.compile, CUDA graphs, larger micro-batches, fused optimizers; less Python in the loop.",
+        remedy=f"torch.compile, CUDA graphs, {larger}; less Python in the loop.",
         gain=gain, rows=graph.row[gaps].tolist(), ranks=ranks,
         check="timeline.critical_path({step}).by_kind['gap']",
     )  # fmt: skip

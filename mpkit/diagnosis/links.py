@@ -145,7 +145,7 @@ def _latency_share(evidence: Evidence, mets: Sequence[_Met]) -> float:
 
 
 def _meetings(evidence: Evidence) -> list[_Met]:
-    """Return the step's communications."""
+    """Return the step's communications, but for those of an imported trace whose bytes are not in its file."""
     graph, spans = evidence.graph, evidence.spans
     nodes: dict[int, list[int]] = defaultdict(list)
     for node, ready in graph.ready_of.items():
@@ -155,6 +155,8 @@ def _meetings(evidence: Evidence) -> list[_Met]:
         rows = tuple(int(graph.row[node]) for node in each)
         one = spans[rows[0]]
         kind = int(one["kind"])
+        if "imported" in evidence.whole.meta and not one["bytes"] and kind != Kind.BARRIER:
+            continue
         ranks = {int(spans["rank"][row]) for row in rows} | (
             {int(one["peer"])} if kind in MESSAGES else set()
         )

@@ -98,7 +98,8 @@ def useless_recomputation(evidence: Evidence, before: Sequence[Finding]) -> Iter
     yield evidence.finding(
         "useless recomputation",
         f"Recomputation takes {seconds(gain)} a step ({evidence.share(gain)}), and without it rank "
-        f"{evidence.whole.rank_number(rank)}, the fullest, would hold about {bytes_text(peaks[rank] + kept[rank])}{room} instead of {bytes_text(peaks[rank])}.",
+        f"{evidence.whole.rank_number(rank)}, the fullest, would hold about "
+        f"{bytes_text(peaks[rank] + kept[rank])}{room} instead of {bytes_text(peaks[rank])}.",
         reason="Activations that fit need not be computed twice.",
         remedy="recompute='none', or recompute only some of the blocks.",
         gain=gain, rows=rows, check="timeline.peak_memory_of_run",

@@ -79,7 +79,12 @@ def _of_kernels(events: Events, about: About) -> Iterator[Comm]:
             continue  # a wait, or something else that moves nothing
         if call.kind is None or kind_of(words) in (Kind.SEND, Kind.RECV):
             call = _without_metadata(events, call, words or name, label, about)
-        if call.kind is not None and (len(call.members) != 1 or metadata):
+        if call.kind is None:
+            _count(events, "communication of unknown kind, left out")
+            continue
+        if not metadata and len(about.world) > 2:
+            _count(events, "communication that names no group, taken for one among all ranks")
+        if len(call.members) != 1 or metadata:
             yield Comm(
                 call,
                 start,
@@ -99,6 +104,10 @@ def _without_metadata(events: Events, call: Call, words: str, label: int, about:
         kind=kind, nbytes=call.nbytes or nbytes, elements=call.elements or elements, dtype=call.dtype or dtype,
         peer=peer, members=call.members or about.world,
     )  # fmt: skip
+
+
+def _count(events: Events, what: str) -> None:
+    events.assumed[what] = events.assumed.get(what, 0) + 1
 
 
 class _Enclosing:

@@ -21,15 +21,14 @@ from mpkit.kineto.clocks import Clock, align
 from mpkit.kineto.communication import Comm, communications
 from mpkit.kineto.hardware import machine_of
 from mpkit.kineto.lanes import gpu_time
-from mpkit.kineto.phases import cut_steps, profiled_steps
+from mpkit.kineto.notes import host_of, host_or_unknown, notes_on, without_layers
 from mpkit.kineto.plain import plain_trace
-from mpkit.kineto.rank import MOST, rank_trace
+from mpkit.kineto.rank import rank_trace
 from mpkit.kineto.reading.events import Events
 from mpkit.kineto.reading.reader import read_events
-from mpkit.kineto.reading.sound_event import text_of, whole_of
+from mpkit.kineto.reading.sound_event import whole_of
 from mpkit.kineto.said import said_by
-from mpkit.support.units import seconds
-from mpkit.trace import Kind, RankTrace, Trace
+from mpkit.trace import Trace
 
 __all__ = ["import_traces"]
 
@@ -56,7 +55,7 @@ def import_traces(
     numbers = _ranks_of([about for about, _ in parts])
     index = {rank: at for at, rank in enumerate(numbers)}
     comms = [communications(events, who) for who, events in parts]
-    clocks = align(comms, [events.origin for _, events in parts], [_host(events) for _, events in parts])
+    clocks = align(comms, [events.origin for _, events in parts], [host_of(events) for _, events in parts])
     origins = [events.origin + clock.offset for (_, events), clock in zip(parts, clocks, strict=True)]
     ranks = [
         rank_trace(events, comms[at], index, at, origins[at] - min(origins) + 1)
@@ -65,7 +64,7 @@ def import_traces(
     meta = _meta(parts, numbers, comms, clocks)
     steps = {int(step) for rank in ranks for step in rank.ops["step"] if step >= 0}
     meta["first_step"] = min(steps, default=0)
-    meta["imported"]["notes"] += _without_layers(ranks, numbers)
+    meta["imported"]["notes"] += without_layers(ranks, numbers)
     return Trace(ranks, meta).check()
 
 
@@ -103,10 +102,6 @@ def _gpu_of(events: Events) -> int:
     return whole_of(device) or 0
 
 
-def _host(events: Events) -> str:
-    return text_of(events.header.get("host_name"))
-
-
 # ---- facts
 
 
@@ -138,10 +133,10 @@ def _meta(
         "said": [said_by(events) for _, events in parts],
         "reserved": [int(events.memory[:, 4].max(initial=-1)) for _, events in parts],
     }
-    imported["notes"] = _notes(parts, imported, clocks)
+    imported["notes"] = notes_on(parts, imported, clocks, comms)
     return {
         "world_size": len(parts), "device": "cuda" if on_device else "cpu", "axes": axes, "imported": imported,
-        "hardware": machine_of(device or "a GPU") if on_device else "cpu",
+        "hardware": machine_of(device or "a GPU") if on_device else host_or_unknown([events for _, events in parts]),
     }  # fmt: skip
 
 
@@ -154,73 +149,3 @@ def _groups(comms: Sequence[Comm], index: Mapping[int, int], mine: int) -> dict[
         whole = max(len(comm.call.members), 1), comm.call.axis
         counted.setdefault(key, Counter())[whole] += comm.call.nbytes + 1
     return {key: list(groups.most_common(1)[0][0]) for key, groups in counted.items()}
-
-
-def _notes(
-    parts: Sequence[tuple[About, Events]], imported: dict[str, Any], clocks: Sequence[Clock]
-) -> list[str]:
-    notes = []
-    ranks, world = imported["ranks"], imported["world_size"]
-    many = "s" * (len(parts) > 1)
-    if None in ranks:
-        notes.append(f"The rank of {_unknown(parts)} is not in the file: numbers are in order of the files.")
-    if world and len(parts) < world:
-        there = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-        notes.append(
-            f"{len(parts)} of {world} ranks: rank{many} {there}. What the others do is not known, and on other "
-            "hardware a communication takes the time that it takes among the ranks that are here."
-        )
-    notes += [note for who, events in parts for note in events.notes(who.source)]
-    notes += _cut_off(parts, ranks)
-    moved = [clock for clock in clocks if clock.shared]
-    if moved:
-        worst = max(clock.residual for clock in moved) * 1e-9
-        notes.append(
-            f"The clocks of {len(moved)} rank{'s' * (len(moved) > 1)} were put on that of rank {ranks[0]} by the ends "
-            f"of {sum(clock.shared for clock in moved):,} shared collectives, to within {seconds(worst)} (the median "
-            "of what is left)."
-        )
-    hosts = {_host(events) for _, events in parts}
-    if len(parts) > 1 and not moved and (len(hosts) > 1 or "" in hosts):
-        notes.append(
-            "The clocks of these ranks are used as they are: their files do not have the same collectives, by whose "
-            "ends they could be aligned."
-        )
-    return notes
-
-
-def _cut_off(parts: Sequence[tuple[About, Events]], ranks: Sequence[int | None]) -> list[str]:
-    """Return what to say of steps within which recording ended."""
-    cut: dict[tuple[int, str], list[int | None]] = {}
-    for (_, events), rank in zip(parts, ranks, strict=True):
-        steps, said = profiled_steps(events), events["annotation"]
-        for row in cut_steps(events):
-            took = seconds(float(said.end[row] - said.start[row]) * 1e-9)
-            cut.setdefault((steps[row], took), []).append(rank)
-    return [
-        f"Step {number} of rank {', '.join('?' if rank is None else str(rank) for rank in whose[:8])} was cut off "
-        f"after {took}, when recording ended: it does not count as a step."
-        for (number, took), whose in cut.items()
-    ]
-
-
-def _without_layers(ranks: Sequence[RankTrace], numbers: Sequence[int]) -> list[str]:
-    """Return what to say of ranks that have more work than layers are shown of."""
-    compute = [(rank.ops["kind"] < Kind.WAIT, rank.ops["depth"]) for rank in ranks]
-    bare = [
-        number
-        for (works, depth), number in zip(compute, numbers, strict=True)
-        if works.any() and not (works & (depth > 0)).any()
-    ]
-    if not bare:
-        return []
-    whose = ", ".join(map(str, bare[:8])) + (", ..." if len(bare) > 8 else "")
-    return [
-        f"Rank{'s' * (len(bare) > 1)} {whose}: layers within forwards and backwards are not shown, since there are "
-        f"more than {MOST:,} pieces of work; a profile of fewer steps shows them."
-    ]
-
-
-def _unknown(parts: Sequence[tuple[About, Events]]) -> str:
-    files = [who.source for who, _ in parts if who.rank is None]
-    return ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")

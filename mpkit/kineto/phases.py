@@ -20,7 +20,7 @@ from mpkit.kineto.lanes import covered, within
 from mpkit.kineto.reading.events import STEP, Events
 from mpkit.trace import Kind
 
-__all__ = ["PLACE", "cut_steps", "place_of", "profiled_steps"]
+__all__ = ["PLACE", "cut_steps", "engine_rows", "place_of", "profiled_steps"]
 
 Array = npt.NDArray[Any]
 
@@ -34,6 +34,7 @@ _ACTIONS = {
     "BACKWARD_INPUT": Kind.INPUT_GRAD, "BACKWARD_WEIGHT": Kind.WEIGHT_GRAD,
     "Forward": Kind.FORWARD, "Backward": Kind.BACKWARD,
 }  # fmt: skip
+_NODE = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$|torch::autograd::AccumulateGrad$")
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.RECOMPUTE)
 
 
@@ -108,23 +109,21 @@ def _inside(times: Array, start: Array, end: Array) -> tuple[Array, Array]:
 
 def _mark_backward(events: Events, asked: Array, place: Array) -> None:
     ops = events["op"]
-    rows = np.flatnonzero(_engine(events))
+    rows = engine_rows(events)
     here, _ = _inside(asked, ops.start[rows], ops.end[rows])
     place["kind"][here] = Kind.BACKWARD
 
 
-def _engine(events: Events) -> Array:
-    """Return, for each operator, whether it is autograd's engine evaluating a node."""
-    names = np.array(
-        [name.startswith("autograd::engine::evaluate_function") for name in events.names] + [False]
-    )
-    return names[events["op"].name]
+def engine_rows(events: Events) -> Array:
+    """Return the operators that are autograd's engine evaluating a node; torch 1.8 has the nodes alone."""
+    names = np.array([_NODE.match(name) is not None for name in events.names] + [False])
+    return np.flatnonzero(names[events["op"].name])
 
 
 def _mark_recomputed(events: Events, asked: Array, place: Array) -> None:
     ops = events["op"]
     rows = np.flatnonzero(ops.records == 1)
-    rows = rows[within(ops, rows, ops, np.flatnonzero(_engine(events)))]
+    rows = rows[within(ops, rows, ops, engine_rows(events))]
     here, _ = _inside(asked, ops.start[rows], ops.end[rows])
     place["kind"][here & (place["kind"] == Kind.BACKWARD)] = Kind.RECOMPUTE
 
@@ -176,7 +175,7 @@ def _counted_steps(events: Events, updated: Array, asked: Array) -> Array:
         updated: when each update ended.
         asked: the times.
     """
-    backward = np.sort(events["op"].start[_engine(events)])
+    backward = np.sort(events["op"].start[engine_rows(events)])
     none: Array = np.full(len(asked), -1)
     if not len(updated) or not len(backward):
         return none

@@ -53,7 +53,8 @@ def plain_trace(files: Sequence[tuple[str, Events]]) -> Trace:
             rows = by_thread[bounds[busiest] : bounds[busiest + 1]]
             left_out += sum(int(bounds[thread + 1] - bounds[thread]) for thread in threads) - len(rows)
             ranks.append(_rank(events, rows, events.origin - origin + 1))
-            labels.append(f"{source}: process {process}")
+            named = f" ({name})" if (name := events.processes.get(process)) else ""
+            labels.append(f"{source}: process {process}{named}")
     if not ranks:
         names = ", ".join(source for source, _ in files)
         raise TraceError(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpkit.kineto.lanes import within
+from mpkit.kineto.phases import engine_rows
 from mpkit.kineto.reading.events import STEP, Events
 
 __all__ = ["said_by"]
@@ -49,11 +50,8 @@ def said_by(events: Events) -> dict[str, Any]:
 def _recomputed(events: Events) -> int:
     """Return how many operators autograd records while its engine evaluates a node: those of a forward run again."""
     ops = events["op"]
-    engine = np.array(
-        [name.startswith("autograd::engine::evaluate_function") for name in events.names] + [False]
-    )
     rows = np.flatnonzero(ops.records == 1)
-    return int(within(ops, rows, ops, np.flatnonzero(engine[ops.name])).sum())
+    return int(within(ops, rows, ops, engine_rows(events)).sum())
 
 
 def _gradients(events: Events, since: int) -> list[int]:

@@ -39,11 +39,14 @@ def describe_buckets(payloads: Sequence[tuple[int, int]], gradients: Sequence[in
     "2 all-reduces among 2 ranks in the backward, of 30 and 12 elements: DDP's buckets, each of which ends with a \
 parameter in the order of the backward."
     """
+    many = "s" * (len(payloads) > 1)
+    start = f"{len(payloads)} all-reduce{many} among {ranks} ranks in the backward"
+    if not all(nbytes for nbytes, _ in payloads):
+        return f"{start}, of a size that is not in the file: as DDP reduces gradients in buckets."
     elements = [count for _, count in payloads]
     each = ", ".join(f"{count:,}" for count in elements[:8]) + (", ..." if len(elements) > 8 else "")
     each = " and ".join(each.rsplit(", ", 1)) if len(elements) <= 8 else each
-    many = "s" * (len(payloads) > 1)
-    start = f"{len(payloads)} all-reduce{many} among {ranks} ranks in the backward, of {each} elements"
+    start += f", of {each} elements"
     if fits_gradients(elements, gradients):
         return f"{start}: DDP's buckets, each of which ends with a parameter in the order of the backward."
     sizes = ", ".join(f"{nbytes / _MIB:.3g}" for nbytes, _ in payloads[:8])

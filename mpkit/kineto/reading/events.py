@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mpkit.kineto.reading.table import Table
 
-__all__ = ["CATEGORIES", "DEVICE", "STEP", "Events", "Table"]
+__all__ = ["ANNOTATIONS", "CATEGORIES", "DEVICE", "IGNORED", "STEP", "Events", "Table"]
 
 Array = npt.NDArray[Any]
 
@@ -25,9 +25,22 @@ CATEGORIES = {
     "cpu_op": "op", "operator": "op",
     "user_annotation": "annotation", "python_function": "module",
     "cuda_runtime": "call", "cuda_driver": "call", "runtime": "call", "hip_runtime": "call", "xpu_runtime": "call",
-    "kernel": "kernel", "gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "set", "memset": "set",
+    "xpu_driver": "call", "mtia_runtime": "call", "privateuse1_runtime": "call", "privateuse1_driver": "call",
+    "kernel": "kernel", "mtia_ccp_events": "kernel", "hpu_op": "kernel", "gpu_memcpy": "copy", "memcpy": "copy",
+    "gpu_memset": "set", "memset": "set",
 }  # fmt: skip
 """What each of Kineto's categories is, in lower case: today's, and those of torch 1.8."""
+
+IGNORED = (
+    "overhead", "cuda_sync", "cuda_event", "external_correlation", "cuda_profiler_range", "mtia_insight",
+    "glow_runtime", "collective_comm", "trace", "gpu_user_annotation", "cpu_instant_event",
+)  # fmt: skip
+"""Kineto's categories that say nothing which the others do not, in lower case."""
+
+ANNOTATIONS = (
+    "ProfilerStep#", "Optimizer.", "enumerate(DataLoader)", "DistributedDataParallel.", "FSDP::", "PP:", "## "
+)  # fmt: skip
+"""How annotations begin; torch 1.8 writes them as operators."""
 
 DEVICE = ("kernel", "copy", "set")
 STEP = re.compile(r"ProfilerStep#([0-9]{1,9})$")
@@ -47,6 +60,8 @@ class Events:
         repairs: what was mended in the file's JSON, with how often.
         assumed: what was left out or assumed of its events, with how often.
         phases: how many events there are of each phase ("ph") that is not drawn.
+        processes: the names of processes, where the file has them.
+        categories: of each row of "other".
     """
 
     def __init__(self) -> None:
@@ -59,6 +74,8 @@ class Events:
         self.repairs: dict[str, int] = {}
         self.assumed: dict[str, int] = {}
         self.phases: dict[str, int] = {}
+        self.processes: dict[str, str] = {}
+        self.categories: list[str] = []
 
     def __getitem__(self, word: str) -> Table:
         return self.tables[word]
@@ -76,11 +93,11 @@ class Events:
     def notes(self, source: str) -> list[str]:
         """Return sentences on what was mended, left out or assumed in the file of this name."""
         kinds = {
-            "was not valid JSON and was mended": self.repairs,
-            "has events that no tool writes": self.assumed,
+            " was not valid JSON and was mended": self.repairs,
+            ": left out or assumed": self.assumed,
         }
         return [
-            f"{source} {what}: " + ", ".join(f"{each} ({count:,})" for each, count in counted.items()) + "."
+            f"{source}{what}: " + ", ".join(f"{each} ({count:,})" for each, count in counted.items()) + "."
             for what, counted in kinds.items()
             if counted
         ]

@@ -7,6 +7,7 @@ be left out or assumed is counted.
 from __future__ import annotations
 
 import re
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpkit.errors import TraceError
-from mpkit.kineto.reading.events import CATEGORIES, DEVICE, STEP, Events
+from mpkit.kineto.reading.events import ANNOTATIONS, CATEGORIES, DEVICE, STEP, Events
 from mpkit.kineto.reading.read import EventStream
 from mpkit.kineto.reading.sound_event import count_of, is_text, shown, text_of, time_of
 
@@ -89,6 +90,8 @@ class _Reader:
             word = self._kinds.get(category)
             if word is None:
                 word = self._kinds[category] = CATEGORIES.get(category.lower(), "other")
+            if word == "op" and category == "Operator" and name.startswith(ANNOTATIONS):
+                word = "annotation"
             is_frame = word == "module" and not name.startswith("nn.Module")
             if not (
                 is_frame or (word == "other" and category == "Trace") or category == "gpu_user_annotation"
@@ -124,6 +127,8 @@ class _Reader:
             if took < 0:
                 raise ValueError(f"it ends a span before that begins, which is {shown(began):.200}")
             self._add("other", self._text(began, "name"), {**began, "dur": took})
+        elif phase == "M" and event.get("name") == "process_name":
+            self._events.processes[self._text(event, "pid")] = text_of(_args_of(event).get("name"))
         elif phase != "M":
             self.phases[text_of(phase)] += 1
 
@@ -163,6 +168,8 @@ class _Reader:
             else word == "kernel" and _COMMUNICATES[0] in args
         )
         ts, took = time_of(event, "ts"), time_of(event, "dur", least=0.0)
+        if word == "other":
+            self._events.categories.append(sys.intern(self._text(event, "cat") if "cat" in event else ""))
         self._events.tables[word].add(number, ts, took, thread, args, whole=whole)
 
     def close(self) -> None:

@@ -42,7 +42,9 @@ def machine(
         return _machine_of_fake(wanted, meta, world_size)
     on_gpu = meta.get("device") in TIMED_BY_EVENTS
     measured = (_launched if "imported" in meta else _on_gpu) if on_gpu else _on_cpu
-    is_known = not on_gpu or meta.get("hardware") in find()  # an unnamed GPU is like no other
+    is_known = (
+        not (on_gpu or "imported" in meta) or meta.get("hardware") in find()
+    )  # an unnamed one is like no other
     own = find(meta["hardware"] if meta.get("hardware") in find() else "cpu")
     chosen = own if wanted is None else find(wanted)
     if wanted is None or (is_known and chosen.device == own.device and not chosen.mixed):
