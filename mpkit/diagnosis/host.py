@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from mpkit.diagnosis.evidence import Evidence
+from mpkit.diagnosis.lateness import HOST, late_ranks, on_time
 from mpkit.support.units import percent, seconds
 from mpkit.timeline.dependencies.graph import Node
 from mpkit.timeline.findings.finding import Finding
@@ -74,7 +75,11 @@ def host_bound(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Findin
     gaps = np.array(
         [gap for gap in np.flatnonzero(graph.kind == Node.GAP).tolist() if gap not in behind], int
     )
-    gain = evidence.gain(graph.without(gaps))
+    # What one rank's host is later than the others' is a straggler's.
+    even = on_time(evidence, [late for late in late_ranks(evidence) if late.cause == HOST])
+    without = even.copy()
+    without[gaps] = 0.0
+    gain = graph.time_with(even) - graph.time_with(without)
     if not len(gaps) or not evidence.worth(gain):
         return
     ranks = np.unique(graph.rank[gaps]).tolist()

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpkit.diagnosis.evidence import Evidence
 from mpkit.diagnosis.host import synchronizing
+from mpkit.diagnosis.lateness import awaited
 from mpkit.support.units import bytes_text, seconds
 from mpkit.timeline.findings.finding import Finding
 from mpkit.trace import Kind
@@ -31,7 +32,8 @@ def loading(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     slowest = int(np.argmax(times))
     alone = times[slowest] >= UNLIKE * float(np.median(times)) and len(times) > 1
     ranks = (slowest,) if alone else tuple(np.flatnonzero(times > 0).tolist())
-    others = f"; the median rank loads for {seconds(float(np.median(times)))}" if alone else ""
+    median = seconds(float(np.median(times)))
+    others = f"; the median rank loads for {median}; {awaited(evidence, slowest)}" if alone else ""
     load = "loads" if len(ranks) == 1 else "load"
     yield evidence.finding(
         "data loading",
