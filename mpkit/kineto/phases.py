@@ -20,7 +20,7 @@ from mpkit.kineto.lanes import covered, within
 from mpkit.kineto.reading.events import STEP, Events
 from mpkit.trace import Kind
 
-__all__ = ["PLACE", "cut_steps", "engine_rows", "place_of", "profiled_steps"]
+__all__ = ["PLACE", "cut_steps", "place_of", "profiled_steps", "recomputed_rows"]
 
 Array = npt.NDArray[Any]
 
@@ -109,21 +109,30 @@ def _inside(times: Array, start: Array, end: Array) -> tuple[Array, Array]:
 
 def _mark_backward(events: Events, asked: Array, place: Array) -> None:
     ops = events["op"]
-    rows = engine_rows(events)
+    rows = _engine_rows(events)
     here, _ = _inside(asked, ops.start[rows], ops.end[rows])
     place["kind"][here] = Kind.BACKWARD
 
 
-def engine_rows(events: Events) -> Array:
+def _engine_rows(events: Events) -> Array:
     """Return the operators that are autograd's engine evaluating a node; torch 1.8 has the nodes alone."""
     names = np.array([_NODE.match(name) is not None for name in events.names] + [False])
     return np.flatnonzero(names[events["op"].name])
 
 
-def _mark_recomputed(events: Events, asked: Array, place: Array) -> None:
+def recomputed_rows(events: Events) -> Array:
+    """Return the operators that autograd records while its engine evaluates a node: those of a forward run again.
+
+    Functions written in Python are recorded in backwards, too, as those by which DTensor changes a layout.
+    """
     ops = events["op"]
-    rows = np.flatnonzero(ops.records == 1)
-    rows = rows[within(ops, rows, ops, engine_rows(events))]
+    aten = np.array([name.startswith("aten::") for name in events.names] + [False])
+    rows = np.flatnonzero((ops.records == 1) & aten[ops.name])
+    return rows[within(ops, rows, ops, _engine_rows(events))]
+
+
+def _mark_recomputed(events: Events, asked: Array, place: Array) -> None:
+    ops, rows = events["op"], recomputed_rows(events)
     here, _ = _inside(asked, ops.start[rows], ops.end[rows])
     place["kind"][here & (place["kind"] == Kind.BACKWARD)] = Kind.RECOMPUTE
 
@@ -175,7 +184,7 @@ def _counted_steps(events: Events, updated: Array, asked: Array) -> Array:
         updated: when each update ended.
         asked: the times.
     """
-    backward = np.sort(events["op"].start[engine_rows(events)])
+    backward = np.sort(events["op"].start[_engine_rows(events)])
     none: Array = np.full(len(asked), -1)
     if not len(updated) or not len(backward):
         return none
