@@ -92,7 +92,8 @@ class Observed:
         outer = ops[(ops["depth"] == 0) & np.isin(ops["kind"], (Kind.FORWARD, Kind.BACKWARD))]
         comm = ops[ops["kind"] == kind]
         if not len(outer):
-            return comm[:0]
+            none: Array = comm[:0]
+            return none
         first, last = outer["start"].min(), outer["end"][outer["kind"] == Kind.BACKWARD].max(initial=0)
         found: Array = comm[(comm["start"] < first) | (comm["start"] >= last)]
         return found
