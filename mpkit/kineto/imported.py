@@ -57,12 +57,14 @@ def import_traces(
     comms = [communications(events, who) for who, events in parts]
     clocks = align(comms, [events.origin for _, events in parts], [host_of(events) for _, events in parts])
     origins = [events.origin + clock.offset for (_, events), clock in zip(parts, clocks, strict=True)]
-    ranks = [
+    written = [
         rank_trace(events, comms[at], index, at, origins[at] - min(origins) + 1)
         for at, (_, events) in enumerate(parts)
     ]
+    ranks = [rank for rank, _ in written]
     meta = _meta(parts, numbers, comms, clocks)
     steps = {int(step) for rank in ranks for step in rank.ops["step"] if step >= 0}
+    meta["imported"]["bounds"] = [bounds for _, bounds in written]
     meta["first_step"] = min(steps, default=0)
     meta["imported"]["notes"] += without_layers(ranks, numbers)
     return Trace(ranks, meta).check()

@@ -40,6 +40,7 @@ class Work:
         asked: (n,) ns: when the program asked for it; the start where nothing tells.
         thread: (n,) the thread that asked for it; -1: unknown.
         name: (n,) numbers of `Events.names`: the operator, or the kernel where none is known.
+        row: (n,) of the kernel's or the operator's table.
     """
 
     start: Array
@@ -47,6 +48,7 @@ class Work:
     asked: Array
     thread: Array
     name: Array
+    row: Array
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def _of_kernels(events: Events) -> Work:
     asked = np.where(launch >= 0, np.append(calls.start, 0)[launch], start)
     thread = np.where(launch >= 0, np.append(calls.thread, -1)[launch], -1)
     name = np.where(operator >= 0, np.append(ops.name, 0)[operator], kernel.name[rows])
-    return Work(start, kernel.end[rows], asked, thread, name)
+    return Work(start, kernel.end[rows], asked, thread, name, rows)
 
 
 def _of_operators(events: Events) -> Work:
@@ -148,7 +150,7 @@ def _of_operators(events: Events) -> Work:
             last_thread, last_end = thread, end
     rows = np.array(keep, np.int64)
     rows = rows[np.argsort(ops.start[rows], kind="stable")]
-    return Work(ops.start[rows], ops.end[rows], ops.start[rows], ops.thread[rows], ops.name[rows])
+    return Work(ops.start[rows], ops.end[rows], ops.start[rows], ops.thread[rows], ops.name[rows], rows)
 
 
 def _on_program_threads(events: Events) -> Array:
