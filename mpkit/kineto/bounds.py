@@ -30,7 +30,7 @@ _PRODUCT = re.compile(
 )
 _UNALIGNED = re.compile(r"align1\b|gemv|splitKreduce", re.I)
 _NAMED = (
-    ("float8", re.compile(r"e4m3|e5m2|fp8|_F8", re.I)),
+    ("float8", re.compile(r"e4m3|e5m2|fp8(?!KVCache)|_F8", re.I)),
     ("bfloat16", re.compile(r"bf16|bfloat|half|f16|hgemm|Cijk_\w+?_(?:B|H)[BHS]_", re.I)),
     ("tfloat32", re.compile(r"tf32|s1688", re.I)),
     ("float32", re.compile("")),

@@ -89,6 +89,9 @@ def gpu_time(events: Events, *, as_hta: bool = False) -> GpuTime | None:
         events: a rank's events.
         as_hta: whether to count as HolisticTraceAnalysis does: without what was launched from the last profiled step
             on, and from the first to the last whole microsecond of each event (so it loses up to 2 us of each).
+
+    Raises:
+        ValueError: `as_hta`, and nothing is left without the last profiled step.
     """
     if not events.on_device:
         return None
@@ -106,6 +109,11 @@ def gpu_time(events: Events, *, as_hta: bool = False) -> GpuTime | None:
             apart, rest = apart[kept], events.origin % 1000
             start, end = -(-(start[kept] + rest) // 1000) * 1000, (end[kept] + rest) // 1000 * 1000
         parts.append((start, np.maximum(start, end), apart, np.full(len(start), word == "kernel")))
+    if not any(len(start) for start, *_ in parts):
+        raise ValueError(
+            f"gpu_time(as_hta=True): HolisticTraceAnalysis leaves out the last profiled step, and this trace has "
+            f"{len(begins)}. gpu_time(events) counts it; or profile two steps: schedule(wait=1, warmup=1, active=2)"
+        )
     start, end, apart, is_kernel = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     compute, all_of_it = covered(start[~apart], end[~apart]), covered(start, end)
     comm = covered(start[apart & is_kernel], end[apart & is_kernel])

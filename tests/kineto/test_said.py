@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import mpkit as mk
+from mpkit.errors import TraceError
+from mpkit.kineto.lanes import gpu_time
+from mpkit.kineto.reading.reader import read_events
 from tests.kineto.program import ddp_program, write_ranks
 
 
@@ -66,3 +70,32 @@ def test_what_follows_the_last_update_is_no_step(tmp_path: Path) -> None:
     assert timeline.steps == [0, 1]
     frame = timeline.to_dataframe()
     assert frame[frame.kind == "all_reduce"].step.tolist() == [0, 1, -1]
+
+
+def test_hta_s_count_of_one_step_says_what_it_leaves_out(tmp_path: Path) -> None:
+    write_ranks(tmp_path, [ddp_program(0, 1, steps=1)])
+    events = read_events(tmp_path / "rank0.json")
+    assert gpu_time(events) is not None
+    with pytest.raises(ValueError, match="leaves out the last profiled step, and this trace has 1"):
+        gpu_time(events, as_hta=True)
+
+
+def test_a_file_with_an_event_per_line(tmp_path: Path) -> None:
+    spans = [{"ph": "X", "name": f"span {n}", "pid": 1, "tid": 1, "ts": n, "dur": 1} for n in range(3)]
+    path = tmp_path / "spans.json"
+    path.write_text("\n".join(map(json.dumps, spans)))
+    trace = mk.open(path)
+    assert len(trace) == 3 and not any("mended" in note for note in trace.notes)
+
+
+def test_a_file_without_spans_says_what_it_has(tmp_path: Path) -> None:
+    events = [
+        {"ph": "C", "name": "watt", "ts": 1},
+        {"ph": "b", "ts": 1, "id": 1},
+        {"ph": "e", "ts": 2, "id": 1},
+    ]
+    (tmp_path / "power.json").write_text(json.dumps(events))
+    with pytest.raises(
+        TraceError, match="no events in it that take time, but 1 counters, 1 beginnings of asyn"
+    ):
+        mk.open(tmp_path / "power.json")

@@ -83,7 +83,7 @@ def _machine_of_imported(
     """
     bounds = meta["imported"].get("bounds", [])
     if meta.get("device") not in TIMED_BY_EVENTS or meta.get("hardware") not in find() or not any(bounds):
-        where = "a CPU" if meta.get("hardware") == "cpu" else str(meta.get("hardware"))
+        where = "a CPU" if meta.get("hardware") == "cpu" else str(meta.get("hardware") or "an unknown device")
         notes = [
             f"Compute is not modelled for {chosen.device.name}: it was recorded on {where}, which is not in the "
             "catalogue, so it takes its measured time. Only communication is that of the other machine; "
