@@ -71,6 +71,7 @@ class _Reader:
         self._events = events
         self._names: dict[str, int] = {}
         self._threads: dict[tuple[str, str], int] = {}
+        self._places: dict[tuple[Any, Any], int] = {}
         self._kinds: dict[str, str] = {}
         self._memory = array("q")
         self._opened: dict[tuple[str, str], list[dict[str, Any]]] = {}  # of B, until its E
@@ -99,7 +100,7 @@ class _Reader:
                 self._add(word, name, event)
         elif phase == "i" and event.get("name") == "[memory]":
             args = _args_of(event)
-            if not self._has(event, "ts") or "Bytes" not in args:
+            if event.get("ts") is None or "Bytes" not in args:
                 self.assumed["[memory] without its time or bytes, left out"] += 1
                 return
             self._memory.extend((
@@ -120,7 +121,7 @@ class _Reader:
                 return
             self._depth -= 1
             began = begun.pop()
-            if not (self._has(event, "ts") and self._has(began, "ts")):
+            if event.get("ts") is None or began.get("ts") is None:
                 self.assumed["event without a time, left out"] += 1
                 return
             took = time_of(event, "ts") - time_of(began, "ts")
@@ -130,7 +131,7 @@ class _Reader:
         elif phase == "M" and event.get("name") == "process_name":
             self._events.processes[self._text(event, "pid")] = text_of(_args_of(event).get("name"))
         elif phase != "M":
-            self.phases[text_of(phase)] += 1
+            self.phases[phase if type(phase) is str else shown(phase)] += 1
 
     def _text(self, event: dict[str, Any], key: str) -> str:
         """Return a name that an event has; what is none is written out, and counted."""
@@ -142,26 +143,32 @@ class _Reader:
         self.assumed[f"{key} that is no text"] += 1
         return shown(value)
 
-    def _has(self, event: dict[str, Any], key: str) -> bool:
-        return event.get(key) is not None
+    def _thread(self, place: tuple[Any, Any]) -> int:
+        """Return the number of a process's thread, or of a device's stream, that is seen for the first time."""
+        named = dict(zip(("process", "thread"), place, strict=True))
+        words = self._text(named, "process"), self._text(named, "thread")
+        number = self._threads.setdefault(words, len(self._threads))
+        if all(map(is_text, place)):
+            self._places[place] = number
+        return number
 
     def _add(self, word: str, name: str, event: dict[str, Any]) -> None:
-        if not self._has(event, "ts"):
+        if event.get("ts") is None:
             self.assumed["event without a time, left out"] += 1
             return
-        if not self._has(event, "dur"):
+        if event.get("dur") is None:
             self.assumed["span without an end, taken as one of no length"] += 1
         args = _args_of(event)
         if word == "annotation" and name.startswith("ProfilerStep#") and not STEP.match(name):
             self.assumed["ProfilerStep whose number no run reaches, not taken for a step"] += 1
-        place = self._text(event, "pid"), self._text(event, "tid")
+        place: Any = event.get("pid"), event.get("tid")
         if word in DEVICE:
-            place = (
-                self._text(args, "device") if "device" in args else place[0],
-                self._text(args, "stream") if "stream" in args else place[1],
-            )
+            place = args.get("device", place[0]), args.get("stream", place[1])
+        try:
+            thread = self._places[place]
+        except (KeyError, TypeError):
+            thread = self._thread(place)
         number = self._names.setdefault(name, len(self._names))
-        thread = self._threads.setdefault(place, len(self._threads))
         whole = (
             _CALLS.match(name) is not None
             if word in ("op", "annotation")

@@ -26,6 +26,7 @@ _COUNTS = {
 }  # fmt: skip
 _LISTS = ("Input Dims", "Input type", "Concrete Inputs")
 _WORDS = ("Collective name", "dtype", "Process Group Name", "Process Group Description")
+_SCALARS = (str, int, float)
 _WHOLE = re.compile(r"[0-9]{1,15}")
 
 
@@ -48,7 +49,7 @@ def is_text(value: Any) -> bool:
     >>> is_text("stream 7"), is_text(7), is_text([7])
     (True, True, False)
     """
-    return value is None or isinstance(value, str | int | float)
+    return value is None or isinstance(value, _SCALARS)
 
 
 def text_of(value: Any) -> str:
@@ -80,9 +81,11 @@ def time_of(event: Mapping[str, Any], name: str, *, least: float = -LATEST) -> f
     ValueError: dur=-1 is no time
     """
     value = event.get(name)
+    if type(value) is float and least <= value <= LATEST:
+        return value
     if value is None:
         return 0.0
-    if isinstance(value, str | int | float):
+    if isinstance(value, _SCALARS):
         try:
             time = float(value)
         except (ValueError, OverflowError):
@@ -104,10 +107,10 @@ def count_of(
         most: the largest number that there can be.
         least: the smallest one; None: -most.
     """
-    value = args.get(name)
-    if value is None or value == "":  # an empty value that was mended
+    value = args.get(name, "")
+    if value == "" or value is None:  # an empty value that was mended
         return default
-    if isinstance(value, str | int | float):
+    if isinstance(value, _SCALARS):
         try:
             count = int(value)
         except (ValueError, OverflowError):
