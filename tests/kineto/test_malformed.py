@@ -84,7 +84,8 @@ def in_events() -> Iterator[Damaged]:
     for number in kinds(trace["traceEvents"]):
         event = trace["traceEvents"][number]
         for field in [*event, "none"]:
-            unheard_of = {repr(each): each for each in WRONG.get(field, ())} if event["ph"] == "X" else {}
+            read = event["ph"] == "X" and not (field in ("pid", "tid") and "stream" in event["args"])
+            unheard_of = {repr(each): each for each in WRONG.get(field, ())} if read else {}
             for value, wrong in ({repr(each): each for each in ANY} | unheard_of).items():
                 what = f"event {number} {field}={value[:40]}"
                 yield changed(trace, what, value in unheard_of, "traceEvents", number, field, wrong)
