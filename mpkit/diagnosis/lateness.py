@@ -18,7 +18,7 @@ from mpkit.support.units import percent, seconds
 from mpkit.timeline.dependencies.graph import Node
 from mpkit.trace import Lane
 
-__all__ = ["HOST", "START", "Late", "arrives_last", "awaited", "late_ranks", "on_time", "was_busy"]
+__all__ = ["HOST", "START", "WORK", "Late", "arrives_last", "awaited", "late_ranks", "on_time", "was_busy"]
 
 Array = npt.NDArray[np.int64]
 

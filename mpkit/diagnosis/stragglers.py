@@ -14,7 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.diagnosis.evidence import Evidence, Work
-from mpkit.diagnosis.lateness import HOST, START, Late, arrives_last, awaited, late_ranks, on_time, was_busy
+from mpkit.diagnosis.lateness import (
+    HOST,
+    START,
+    WORK,
+    Late,
+    arrives_last,
+    awaited,
+    late_ranks,
+    on_time,
+    was_busy,
+)
 from mpkit.support.units import seconds
 from mpkit.timeline.findings.finding import Finding
 
@@ -26,17 +36,21 @@ SLOWER = 1.12
 """How many times as long as its peers a rank must take: cores of one machine differ by some percent from step to
 step."""
 
+AWAITED = 1.03
+"""The same for a rank that comes last to at least half of the collectives, and for which the others wait."""
+
 
 def stragglers(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     """Yield a finding for each rank that is slower than its peers, or comes late to what they do together."""
-    yield from _slow(evidence)
-    for late in late_ranks(evidence):
+    late_ones = list(late_ranks(evidence))
+    yield from _slow(evidence, {late.rank for late in late_ones if late.cause == WORK})
+    for late in late_ones:
         gain = evidence.gain(on_time(evidence, [late]))
         if late.cause in (HOST, START) and evidence.worth(gain):
             yield _late(evidence, late, gain)
 
 
-def _slow(evidence: Evidence) -> Iterable[Finding]:
+def _slow(evidence: Evidence, awaited_ranks: set[int]) -> Iterable[Finding]:
     work = evidence.work
     if not len(work.row):
         return
@@ -44,7 +58,7 @@ def _slow(evidence: Evidence) -> Iterable[Finding]:
     for rank in np.unique(work.rank).tolist():
         mine = (work.rank == rank) & ~np.isnan(usual)
         took, should = float(work.took[mine].sum()), float(usual[mine].sum())
-        if should <= 0 or took < SLOWER * should:
+        if should <= 0 or took < (AWAITED if rank in awaited_ranks else SLOWER) * should:
             continue
         factor = np.divide(usual, work.took, out=np.ones(len(usual)), where=work.took > 0)
         gain = evidence.gain(evidence.scaled(work.row[mine], np.minimum(factor[mine], 1.0)))
@@ -111,8 +125,8 @@ def _late(evidence: Evidence, late: Late, gain: float) -> Finding:
         why = f"it starts late: it begins the step {after} after its peers, and until then {until}"
         remedy = "what it does between two steps: loading, logging, evaluation, checkpoints."
     words = (
-        f"{evidence.named([late.rank])} {arrives_last(evidence, late.rank)}, and {awaited(evidence, late.rank)}. Its "
-        f"operations are not slower; {why}."
+        f"{evidence.named([late.rank])} {arrives_last(evidence, late.rank)}, and {awaited(evidence, late.rank)}. "
+        f"Above all, {why}."
     )
     remedy = f"Compare rank {evidence.whole.rank_number(late.rank)}'s host with the others: {remedy}"
     rows = evidence.graph.row[late.nodes]

@@ -75,3 +75,9 @@ def test_ranks_that_come_together_are_no_stragglers(tmp_path: Path) -> None:
     found = mk.open(write_ranks(tmp_path, programs)).timeline().diagnose()
     assert not found.of("straggler")
     assert found.of("host-bound")
+
+
+def test_kernels_that_are_a_little_slower_are_named_if_the_others_wait_for_them(tmp_path: Path) -> None:
+    programs = [rank(number, 500.0 * (number == 2), "kernels") for number in range(4)]
+    (found,) = mk.open(write_ranks(tmp_path, programs)).timeline().diagnose().of("straggler")
+    assert "Rank 2 arrives last in 1 of 1 collectives: it takes 1.06 times as long" in found.words
