@@ -102,9 +102,7 @@ def test_whatever_overlaps_they_add_up(spans: list[tuple[int, Kind, int, int]], 
     rows, until = [], {0: 0, 1: 0}
     for rank, kind, pause, length in spans:
         start = pause
-        if (
-            lane_of(kind) == Lane.COMPUTE
-        ):  # a rank computes one thing at a time; whatever else overlaps with it
+        if lane_of(kind) == Lane.COMPUTE:  # a rank computes one thing at a time; whatever else overlaps with it
             start, until[rank] = until[rank] + pause // 4, until[rank] + pause // 4 + length
         rows.append((rank, kind, float(start), float(start + length)))
     t = timeline(*rows, clock=clock)

@@ -1,8 +1,8 @@
 """One answer to one question: whatever says how long a step takes, and why, says the same.
 
-exact       an estimate, its causes, its timeline; a simulation of its stage times; that timeline's critical path,
-            breakdown and causes of idle time; the same of a dry run, and of its trace replayed
-within 2 %  an estimate and a dry run: `tests/cost_model/test_agreement.py`, which names what differs
+    exact       an estimate, its causes, its timeline; a simulation of its stage times; that timeline's critical path,
+                breakdown and causes of idle time; the same of a dry run, and of its trace replayed
+    within 2 %  an estimate and a dry run: `tests/cost_model/test_agreement.py`, which names what differs
 """
 
 from __future__ import annotations
@@ -121,9 +121,7 @@ MORE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "plan", [*PLANS, *(pytest.param(plan, marks=pytest.mark.soak) for plan in MORE)], ids=repr
-)
+@pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(plan, marks=pytest.mark.soak) for plan in MORE)], ids=repr)
 def test_of_a_dry_run(clusters: Callable[[int], mk.Cluster], plan: mk.Plan, tmp_path: Path) -> None:
     tokens = torch.empty(16, 64, dtype=torch.long, device="meta")
     trace = mk.trace_fake(
