@@ -25,6 +25,7 @@ __all__ = ["Call", "call_of", "communicates", "kind_of", "members_of", "payload_
 _KINDS = {
     "allreduce": Kind.ALL_REDUCE, "allgather": Kind.ALL_GATHER, "reducescatter": Kind.REDUCE_SCATTER,
     "crossdevicereduce": Kind.ALL_REDUCE, "quickreduce": Kind.ALL_REDUCE, "deepep": Kind.ALL_TO_ALL,
+    "ep::internode": Kind.ALL_TO_ALL, "ep::intranode": Kind.ALL_TO_ALL,
     "broadcast": Kind.BROADCAST, "alltoall": Kind.ALL_TO_ALL, "barrier": Kind.BARRIER, "gather": Kind.GATHER,
     "scatter": Kind.SCATTER, "reduce": Kind.REDUCE, "sendrecv": Kind.ALL_TO_ALL, "send": Kind.SEND, "recv": Kind.RECV,
 }  # fmt: skip
@@ -35,8 +36,8 @@ _BYTES = {
     "half": 2, "c10::half": 2, "bfloat16": 2, "c10::bfloat16": 2, "short": 2,
 }  # fmt: skip
 _KERNEL = re.compile(
-    r"^(?!triton_).*?(?:nccl(?:Dev)?Kernel|rccl|oneccl|hccl|mscclKernel|mscclpp|nvshmem|deep_ep::(?!layout)|"
-    r"cross_device_reduce|quickreduce|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|nccl.*SendRecv)",
+    r"^(?!triton_).*?(?:nccl(?:Dev)?Kernel|rccl|oneccl|hccl|mscclKernel|mscclpp|nvshmem|"
+    r"deep_ep::(?!layout)|\bep::int(?:er|ra)node|cross_device_reduce|quickreduce|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|nccl.*SendRecv)",
     re.I | re.S,
 )
 """NCCL, its kin, DeepEP and NVSHMEM, and the all-reduces that inference engines write themselves. Inductor names its

@@ -104,8 +104,9 @@ def _unknown_payloads(comms: Sequence[Sequence[Comm]]) -> list[str]:
     if not unknown:
         return []
     return [
-        f"The payloads of {unknown:,} of {len(sizes):,} communications are unknown: they count as no bytes. "
-        "profile(record_shapes=True) records them on CPUs, torch 2.2 and later on GPUs."
+        f"The payloads of {unknown:,} of {len(sizes):,} communications are unknown: they count as no bytes, and on "
+        "other hardware take latency alone. profile(record_shapes=True) records them on CPUs, torch 2.2 and "
+        "later on GPUs."
     ]
 
 

@@ -146,6 +146,7 @@ def test_spans_of_another_tool_are_not_advised_on(tmp_path: Path) -> None:
 
 CUSTOM = {
     "void deep_ep::internode::dispatch<false, 4>(int4*)": Kind.ALL_TO_ALL,
+    "void dpsk::ep::internode::combine<false, 8, __nv_bfloat16, 8, 2, 16>(int4*)": Kind.ALL_TO_ALL,
     "void deep_ep::intranode::combine<__nv_bfloat16, 4, 768>(int)": Kind.ALL_TO_ALL,
     "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)": Kind.ALL_REDUCE,
     "void sglang::cross_device_reduce_2stage<half, 4>()": Kind.ALL_REDUCE,
