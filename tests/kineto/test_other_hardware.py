@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import mpkit as mk
+from benchmarks.replays import replays
 from mpkit.kineto.bounds import FIXED
 from mpkit.kineto.opened import OpenedTrace
 from tests.kineto.program import Program
@@ -98,3 +99,16 @@ def test_what_is_loaded_meanwhile_does_not_lengthen_a_forward(tmp_path: Path) ->
     slower = H100.bandwidth / mk.hardware("8x-a100-nvlink").device.bandwidth
     expected = 4e-6 + 996e-6 * slower
     assert trace.timeline("8x-a100-nvlink").busy[0] == pytest.approx(expected, rel=1e-3)
+
+
+def test_pairs_of_traces_are_replayed_both_ways(tmp_path: Path) -> None:
+    factor = H100.bandwidth / MI300X.bandwidth
+    for name, gpu in (("one", "NVIDIA H100"), ("other", "AMD Instinct MI300X")):
+        (tmp_path / name).mkdir()
+        one_kernel(tmp_path / name, "vectorized_elementwise_kernel", gpu=gpu)
+    (_, there, replayed, measured), (_, here, back, _) = replays(tmp_path / "one", tmp_path / "other")
+    assert (there, here) == ("8x-mi300x", "8x-h100-nvlink")
+    assert measured == pytest.approx(1e-3)
+    assert replayed == pytest.approx(1e-3 * factor, rel=2e-3) and back == pytest.approx(
+        1e-3 / factor, rel=2e-3
+    )
