@@ -149,6 +149,10 @@ class Evidence:
         """Return seconds as a percentage of the step."""
         return percent(time / self.path.step_time) if self.path.step_time else "0 %"
 
+    def named(self, ranks: Iterable[int]) -> str:
+        """Name ranks as the program numbers them, as in "Ranks 0 and 1"."""
+        return listed(self.whole.rank_number(rank) for rank in sorted(ranks))
+
     def worth(self, gain: float) -> bool:
         """Return whether so many seconds are worth a finding."""
         return gain >= WORTH * self.path.step_time and gain > 0
@@ -175,16 +179,16 @@ Rule = Callable[[Evidence, Sequence[Finding]], Iterable[Finding]]
 """Yields findings of a step, given those of the rules before it."""
 
 
-def listed(ranks: Iterable[int]) -> str:
-    """Name ranks.
+def listed(numbers: Iterable[str]) -> str:
+    """Name ranks by their numbers in the program.
 
-    >>> listed([3]), listed([0, 1]), listed(range(8))
-    ('Rank 3', 'Ranks 0 and 1', 'Ranks 0 to 7')
+    >>> listed("3"), listed("01"), listed("01234567"), listed("13?")
+    ('Rank 3', 'Ranks 0 and 1', 'Ranks 0 to 7', 'Ranks 1, 3 and ?')
     """
-    these = sorted(ranks)
+    these = list(numbers)
     if len(these) == 1:
         return f"Rank {these[0]}"
-    if len(these) > 2 and these == list(range(these[0], these[-1] + 1)):
+    if len(these) > 2 and these == [str(int(these[0]) + i) for i in range(len(these)) if these[0] != "?"]:
         return f"Ranks {these[0]} to {these[-1]}"
     return f"Ranks {', '.join(map(str, these[:-1]))} and {these[-1]}"
 

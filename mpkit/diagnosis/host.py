@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from mpkit.diagnosis.evidence import Evidence
+from mpkit.diagnosis.lateness import HOST, late_ranks, on_time
 from mpkit.support.units import percent, seconds
 from mpkit.timeline.dependencies.graph import Node
 from mpkit.timeline.findings.finding import Finding
@@ -74,11 +75,17 @@ def host_bound(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Findin
     gaps = np.array(
         [gap for gap in np.flatnonzero(graph.kind == Node.GAP).tolist() if gap not in behind], int
     )
-    gain = evidence.gain(graph.without(gaps))
+    # What one rank's host is later than the others' is a straggler's.
+    even = on_time(evidence, [late for late in late_ranks(evidence) if late.cause == HOST])
+    without = even.copy()
+    without[gaps] = 0.0
+    gain = graph.time_with(even) - graph.time_with(without)
     if not len(gaps) or not evidence.worth(gain):
         return
     ranks = np.unique(graph.rank[gaps]).tolist()
     idle = float(graph.took[gaps].sum()) / len(ranks)
+    trains = bool(np.isin(evidence.spans["kind"], (Kind.BACKWARD, Kind.OPTIMIZER)).any())
+    larger = "larger micro-batches, fused optimizers" if trains else "larger batches"
     yield evidence.finding(
         "host-bound",
         f"Devices stand still for {seconds(idle)} a step ({percent(idle / evidence.path.step_time)}) between "
@@ -88,7 +95,7 @@ def host_bound(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Findin
         "launched nothing.",
         reason="Kernels are shorter than the time that Python takes to launch the next one, or Python does "
         "something else.",
-        remedy="torch.compile, CUDA graphs, larger micro-batches, fused optimizers; less Python in the loop.",
+        remedy=f"torch.compile, CUDA graphs, {larger}; less Python in the loop.",
         gain=gain, rows=graph.row[gaps].tolist(), ranks=ranks,
         check="timeline.critical_path({step}).by_kind['gap']",
     )  # fmt: skip

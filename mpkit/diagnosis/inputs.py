@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mpkit.diagnosis.evidence import Evidence, listed
+from mpkit.diagnosis.evidence import Evidence
 from mpkit.diagnosis.host import synchronizing
+from mpkit.diagnosis.lateness import awaited
 from mpkit.support.units import bytes_text, seconds
 from mpkit.timeline.findings.finding import Finding
 from mpkit.trace import Kind
@@ -31,11 +32,13 @@ def loading(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     slowest = int(np.argmax(times))
     alone = times[slowest] >= UNLIKE * float(np.median(times)) and len(times) > 1
     ranks = (slowest,) if alone else tuple(np.flatnonzero(times > 0).tolist())
-    others = f"; the median rank loads for {seconds(float(np.median(times)))}" if alone else ""
+    median = seconds(float(np.median(times)))
+    others = f"; the median rank loads for {median}; {awaited(evidence, slowest)}" if alone else ""
     load = "loads" if len(ranks) == 1 else "load"
     yield evidence.finding(
         "data loading",
-        f"{listed(ranks)} {load} data for {seconds(float(times[list(ranks)].mean()))} a step before computing{others}.",
+        f"{evidence.named(ranks)} {load} data for {seconds(float(times[list(ranks)].mean()))} a step before "
+        f"computing{others}.",
         reason="A rank that loads its samples itself does nothing else meanwhile, and the others wait for it in "
         "the first "
         "collective or message.",
@@ -57,7 +60,7 @@ def copies(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     each = float((spans["end"] - spans["start"]).sum()) / len(ranks)
     yield evidence.finding(
         "copies",
-        f"{listed(ranks)} cop{'y' if len(ranks) > 1 else 'ies'} "
+        f"{evidence.named(ranks)} cop{'y' if len(ranks) > 1 else 'ies'} "
         f"{bytes_text(float(spans['bytes'].sum()) / len(ranks))} a "
         f"step between device and host, {seconds(each)}{' each' * (len(ranks) > 1)}, while computing nothing.",
         reason="Copies over PCIe are slow beside the device's own memory, and here nothing overlaps with them.",

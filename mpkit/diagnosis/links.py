@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.diagnosis.evidence import Evidence, listed
+from mpkit.diagnosis.evidence import Evidence
 from mpkit.support.units import bytes_text, percent, seconds
 from mpkit.timeline.findings.finding import Finding
 from mpkit.trace import Kind
@@ -87,12 +87,12 @@ def _slow(
 ) -> Finding:  # fmt: skip
     nodes = {evidence.machine.node_of(rank) for rank in link} if evidence.machine is not None else set()
     across = " They are on different nodes." if len(nodes) > 1 else ""
-    between = f"{listed(link)[0].lower()}{listed(link)[1:]}"
+    named = evidence.named(link)
     size = float(np.mean([met.nbytes for met in mets]))
     return evidence.finding(
         "slow link",
-        f"Between {between}, {bytes_text(size)} take {seconds(took / len(mets))}, {took / should:.1f} times as long as "
-        f"between other ranks.{across}",
+        f"Between {named[0].lower()}{named[1:]}, {bytes_text(size)} take {seconds(took / len(mets))}, "
+        f"{took / should:.1f} times as long as between other ranks.{across}",
         reason="Those who need what comes over the slow link wait for it, and those who need theirs wait as well.",
         remedy="Look at this link alone (mpkit doctor; nvidia-smi topo -m; a cable, a switch, another job), and place "
         "the ranks so that the axis with the most bytes stays on fast links (mk.placement).",
@@ -145,7 +145,7 @@ def _latency_share(evidence: Evidence, mets: Sequence[_Met]) -> float:
 
 
 def _meetings(evidence: Evidence) -> list[_Met]:
-    """Return the step's communications."""
+    """Return the step's communications, but for those of an imported trace whose bytes are not in its file."""
     graph, spans = evidence.graph, evidence.spans
     nodes: dict[int, list[int]] = defaultdict(list)
     for node, ready in graph.ready_of.items():
@@ -155,6 +155,8 @@ def _meetings(evidence: Evidence) -> list[_Met]:
         rows = tuple(int(graph.row[node]) for node in each)
         one = spans[rows[0]]
         kind = int(one["kind"])
+        if "imported" in evidence.whole.meta and not one["bytes"] and kind != Kind.BARRIER:
+            continue
         ranks = {int(spans["rank"][row]) for row in rows} | (
             {int(one["peer"])} if kind in MESSAGES else set()
         )

@@ -48,7 +48,7 @@ def memory_near_limit(evidence: Evidence, before: Sequence[Finding]) -> Iterable
     largest = max(CATEGORIES, key=lambda name: peak[name])
     yield evidence.finding(
         "memory near the limit",
-        f"Rank {rank} holds {bytes_text(peak['total'])} of its device's {bytes_text(memory)} "
+        f"{evidence.named([rank])} holds {bytes_text(peak['total'])} of its device's {bytes_text(memory)} "
         f"({percent(shares[rank])}), "
         f"most of it {largest} ({bytes_text(peak[largest])}).",
         reason="Near the limit the allocator frees and asks again, which stops the device; a longer sequence "
@@ -97,9 +97,9 @@ def useless_recomputation(evidence: Evidence, before: Sequence[Finding]) -> Iter
     rows = np.flatnonzero(evidence.spans["kind"] == Kind.RECOMPUTE)
     yield evidence.finding(
         "useless recomputation",
-        f"Recomputation takes {seconds(gain)} a step ({evidence.share(gain)}), and without it rank {rank}, the "
-        f"fullest, "
-        f"would hold about {bytes_text(peaks[rank] + kept[rank])}{room} instead of {bytes_text(peaks[rank])}.",
+        f"Recomputation takes {seconds(gain)} a step ({evidence.share(gain)}), and without it rank "
+        f"{evidence.whole.rank_number(rank)}, the fullest, would hold about "
+        f"{bytes_text(peaks[rank] + kept[rank])}{room} instead of {bytes_text(peaks[rank])}.",
         reason="Activations that fit need not be computed twice.",
         remedy="recompute='none', or recompute only some of the blocks.",
         gain=gain, rows=rows, check="timeline.peak_memory_of_run",

@@ -64,7 +64,7 @@ def imbalance(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding
     seconds_of = np.bincount(work.rank[staged], work.took[staged], minlength=evidence.graph.world_size)
     yield evidence.finding(
         "unbalanced stages",
-        f"Rank {largest} with {named} has {over:.2f} times the mean {unit} of a rank: it works "
+        f"{evidence.named([largest])} with {named} has {over:.2f} times the mean {unit} of a rank: it works "
         f"{percent(float(seconds_of[largest]) / evidence.path.step_time)} of the step, the others "
         f"{percent(float(np.delete(seconds_of[there], np.argmax(total[there])).mean()) / evidence.path.step_time)}.",
         reason="A pipeline runs at the pace of its largest stage; all others wait for it in each micro-batch.",

@@ -1,7 +1,8 @@
-"""Stragglers: a rank that takes longer for its operations than those that do the same.
+"""Stragglers: a rank that takes longer for its operations than those that do the same, or that comes late.
 
 peers    the other ranks that run the same stage; where each stage has one rank, all others by FLOPs per second
 replay   the step with that rank as fast as the median of its peers
+late     its operations are as fast, but its host or its start is late (`lateness`); late data is `data loading`
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.diagnosis.evidence import Evidence, Work
-from mpkit.support.units import percent, seconds
+from mpkit.diagnosis.lateness import (
+    HOST,
+    START,
+    WORK,
+    Late,
+    arrives_last,
+    awaited,
+    late_ranks,
+    on_time,
+    was_busy,
+)
+from mpkit.support.units import seconds
 from mpkit.timeline.findings.finding import Finding
 
 __all__ = ["SLOWER", "expected", "stragglers"]
@@ -24,9 +36,21 @@ SLOWER = 1.12
 """How many times as long as its peers a rank must take: cores of one machine differ by some percent from step to
 step."""
 
+AWAITED = 1.03
+"""The same for a rank that comes last to at least half of the collectives, and for which the others wait."""
+
 
 def stragglers(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding for each rank that is slower than its peers."""
+    """Yield a finding for each rank that is slower than its peers, or comes late to what they do together."""
+    late_ones = list(late_ranks(evidence))
+    yield from _slow(evidence, {late.rank for late in late_ones if late.cause == WORK})
+    for late in late_ones:
+        gain = evidence.gain(on_time(evidence, [late]))
+        if late.cause in (HOST, START) and evidence.worth(gain):
+            yield _late(evidence, late, gain)
+
+
+def _slow(evidence: Evidence, awaited_ranks: set[int]) -> Iterable[Finding]:
     work = evidence.work
     if not len(work.row):
         return
@@ -34,7 +58,7 @@ def stragglers(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Findin
     for rank in np.unique(work.rank).tolist():
         mine = (work.rank == rank) & ~np.isnan(usual)
         took, should = float(work.took[mine].sum()), float(usual[mine].sum())
-        if should <= 0 or took < SLOWER * should:
+        if should <= 0 or took < (AWAITED if rank in awaited_ranks else SLOWER) * should:
             continue
         factor = np.divide(usual, work.took, out=np.ones(len(usual)), where=work.took > 0)
         gain = evidence.gain(evidence.scaled(work.row[mine], np.minimum(factor[mine], 1.0)))
@@ -74,25 +98,46 @@ def _paces(work: Work, of_kind: Array) -> dict[int, float]:
 
 
 def _finding(evidence: Evidence, rank: int, ratio: float, gain: float, rows: Array) -> Finding:
-    waiting = evidence.waiting
-    for_it = np.delete(waiting.ranks[:, rank], rank)
-    all_waits = np.delete(waiting.ranks.sum(axis=1) + waiting.under_way, rank)
-    mean, total = float(for_it.mean()) if len(for_it) else 0.0, float(all_waits.sum())
-    of_all = f", {percent(float(for_it.sum()) / total)} of their waiting" if total else ""
-    arrives = ""
-    if waiting.last[rank]:
-        arrives = f"arrives last in {waiting.last[rank]} of {waiting.collectives} collectives: it "
+    arrives = f"{last}: it " if (last := arrives_last(evidence, rank)) else ""
     words = (
-        f"Rank {rank} {arrives}takes {ratio:.2f} times as long as ranks that do the same, and the others wait "
-        f"{seconds(mean)} a step for it{of_all}."
+        f"{evidence.named([rank])} {arrives}takes {ratio:.2f} times as long as ranks that do the same, and "
+        f"{awaited(evidence, rank)}."
     )
+    remedy = (
+        f"Compare rank {evidence.whole.rank_number(rank)}'s device with the others: clock rate, temperature, other "
+        "programs on it, its share of the batch, work that only this rank does."
+    )
+    return _straggler(evidence, rank, words, remedy, gain, rows)
+
+
+def _late(evidence: Evidence, late: Late, gain: float) -> Finding:
+    if late.cause == HOST:
+        beside = f"{seconds(late.seconds)} a step, and its peers for {seconds(late.usual)}"
+        why = f"its host is late: its device stands still between operations for {beside}"
+        remedy = "what only its host does (logging, evaluation, checkpoints), and other programs on it."
+    else:
+        until = (
+            "is still at work on the step before"
+            if was_busy(evidence, late)
+            else "has been given nothing to do"
+        )
+        after = seconds(late.seconds - late.usual)
+        why = f"it starts late: it begins the step {after} after its peers, and until then {until}"
+        remedy = "what it does between two steps: loading, logging, evaluation, checkpoints."
+    words = (
+        f"{evidence.named([late.rank])} {arrives_last(evidence, late.rank)}, and {awaited(evidence, late.rank)}. "
+        f"Above all, {why}."
+    )
+    remedy = f"Compare rank {evidence.whole.rank_number(late.rank)}'s host with the others: {remedy}"
+    rows = evidence.graph.row[late.nodes]
+    return _straggler(evidence, late.rank, words, remedy, gain, rows[rows >= 0])
+
+
+def _straggler(evidence: Evidence, rank: int, words: str, remedy: str, gain: float, rows: Array) -> Finding:
     return evidence.finding(
-        "straggler",
-        words,
+        "straggler", words,
         reason="A collective begins when its last member has come, and a stage when it has its inputs: all go at the "
         "pace of the slowest.",
-        remedy=f"Compare rank {rank}'s device with the others: clock rate, temperature, other programs on it, "
-        f"its share "
-        "of the batch, work that only this rank does.",
-        gain=gain, rows=rows, ranks=(rank,), check=f"timeline.critical_path({{step}}).waiting.ranks[:, {rank}]",
+        remedy=remedy, gain=gain, rows=rows, ranks=(rank,),
+        check=f"timeline.critical_path({{step}}).waiting.ranks[:, {rank}]",
     )  # fmt: skip

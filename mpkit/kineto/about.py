@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpkit.kineto.reading.sound_event import text_of
 from mpkit.support.bounded import read_json
 from mpkit.trace.sound import MOST_RANKS
 
@@ -72,7 +73,7 @@ def about(header: Mapping[str, Any], path: Path, device: int = 0) -> About:
     for group in listed if isinstance(listed, list) else ():
         if not isinstance(group, Mapping):
             continue
-        name, ranks = str(group.get("pg_name", "")), group.get("ranks", ())
+        name, ranks = text_of(group.get("pg_name")), group.get("ranks", ())
         size = _number(group.get("pg_size"))
         if (
             isinstance(ranks, list)
@@ -80,19 +81,21 @@ def about(header: Mapping[str, Any], path: Path, device: int = 0) -> About:
             and size in (None, len(ranks))
         ):
             groups[name] = tuple(sorted(ranks))
-        words = str(group.get("pg_desc", ""))
+        words = text_of(group.get("pg_desc"))
         if words.startswith("mesh_"):
             axes[name] = words.removeprefix("mesh_")
     devices = header.get("deviceProperties")
     if isinstance(devices, str):
         devices = _parsed(devices)
     listed = devices if isinstance(devices, list) else ()
-    names = {str(each.get("id")): str(each.get("name", "")) for each in listed if isinstance(each, Mapping)}
+    names = {
+        text_of(each.get("id")): text_of(each.get("name")) for each in listed if isinstance(each, Mapping)
+    }
     only = (
         next(iter(names.values())) if len(names) == 1 else ""
     )  # ranks that see one GPU may list it by another id
     gpu = names.get(str(device), only)
-    return About(rank, world, str(said.get("backend", "")), groups, axes, gpu, path.name)
+    return About(rank, world, text_of(said.get("backend")), groups, axes, gpu, path.name)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

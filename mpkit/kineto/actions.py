@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpkit.kineto.communication import Comm
-from mpkit.kineto.events import Events
 from mpkit.kineto.lanes import Work
 from mpkit.kineto.phases import place_of
+from mpkit.kineto.reading.events import Events
 from mpkit.trace import Kind
 
 __all__ = ["Action", "actions_of"]

@@ -24,6 +24,8 @@ __all__ = ["Call", "call_of", "communicates", "kind_of", "members_of", "payload_
 
 _KINDS = {
     "allreduce": Kind.ALL_REDUCE, "allgather": Kind.ALL_GATHER, "reducescatter": Kind.REDUCE_SCATTER,
+    "crossdevicereduce": Kind.ALL_REDUCE, "quickreduce": Kind.ALL_REDUCE, "deepep": Kind.ALL_TO_ALL,
+    "ep::internode": Kind.ALL_TO_ALL, "ep::intranode": Kind.ALL_TO_ALL,
     "broadcast": Kind.BROADCAST, "alltoall": Kind.ALL_TO_ALL, "barrier": Kind.BARRIER, "gather": Kind.GATHER,
     "scatter": Kind.SCATTER, "reduce": Kind.REDUCE, "sendrecv": Kind.ALL_TO_ALL, "send": Kind.SEND, "recv": Kind.RECV,
 }  # fmt: skip
@@ -34,9 +36,13 @@ _BYTES = {
     "half": 2, "c10::half": 2, "bfloat16": 2, "c10::bfloat16": 2, "short": 2,
 }  # fmt: skip
 _KERNEL = re.compile(
-    r"nccl(?:Dev)?Kernel|rccl|nccl.*(?:AllReduce|AllGather|ReduceScatter|SendRecv)|oneccl", re.I
+    r"^(?!triton_).*?(?:nccl(?:Dev)?Kernel|rccl|oneccl|hccl|mscclKernel|mscclpp|nvshmem|"
+    r"deep_ep::(?!layout)|\bep::int(?:er|ra)node|cross_device_reduce|quickreduce|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|nccl.*SendRecv)",
+    re.I | re.S,
 )
-_ENDS = re.compile(r"(\d+)\s*(->|<-)\s*(\d+)")
+"""NCCL, its kin, DeepEP and NVSHMEM, and the all-reduces that inference engines write themselves. Inductor names its
+own kernels after the operators that they are fused from, so those compute."""
+_ENDS = re.compile(r"([0-9]{1,6})\s*(->|<-)\s*([0-9]{1,6})")
 
 
 class Call(NamedTuple):
@@ -79,8 +85,10 @@ def communicates(name: str) -> bool:
 
     >>> communicates("ncclKernel_AllReduce_RING_LL_Sum_float"), communicates("vectorized_elementwise_kernel")
     (True, False)
+    >>> communicates("void deep_ep::internode::combine<2>()"), communicates("triton_poi_fused_all_gather_into_tensor_3")
+    (True, False)
     """
-    return _KERNEL.search(name) is not None
+    return _KERNEL.match(name) is not None
 
 
 def call_of(args: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]], axes: Mapping[str, str]) -> Call:
@@ -96,7 +104,7 @@ def call_of(args: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]], axes
     (<Kind.ALL_REDUCE: 34>, 16, (0, 1))
     """
     name = str(args.get("Collective name", ""))
-    elements = max(int(args.get("In msg nelems", 0) or 0), int(args.get("Out msg nelems", 0) or 0))
+    elements = max(int(args.get("In msg nelems", 0) or 0), int(args.get("Out msg nelems", 0) or 0), 0)
     dtype = str(args.get("dtype", ""))
     members = members_of(args, groups)
     kind = kind_of(name)

@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from mpkit.kineto.about import About
 from mpkit.kineto.collectives import Call, call_of, ends_of, kind_of, payload_of_shapes
-from mpkit.kineto.events import Events
 from mpkit.kineto.lanes import communication_kernels
+from mpkit.kineto.reading.events import Events
+from mpkit.kineto.reading.sound_event import whole_of
 from mpkit.trace import Kind
 
 __all__ = ["Comm", "communications"]
@@ -78,7 +79,12 @@ def _of_kernels(events: Events, about: About) -> Iterator[Comm]:
             continue  # a wait, or something else that moves nothing
         if call.kind is None or kind_of(words) in (Kind.SEND, Kind.RECV):
             call = _without_metadata(events, call, words or name, label, about)
-        if call.kind is not None and (len(call.members) != 1 or metadata):
+        if call.kind is None:
+            _count(events, "communication of unknown kind, left out")
+            continue
+        if not metadata and len(about.world) > 2:
+            _count(events, "communication that names no group, taken for one among all ranks")
+        if len(call.members) != 1 or metadata:
             yield Comm(
                 call,
                 start,
@@ -98,6 +104,10 @@ def _without_metadata(events: Events, call: Call, words: str, label: int, about:
         kind=kind, nbytes=call.nbytes or nbytes, elements=call.elements or elements, dtype=call.dtype or dtype,
         peer=peer, members=call.members or about.world,
     )  # fmt: skip
+
+
+def _count(events: Events, what: str) -> None:
+    events.assumed[what] = events.assumed.get(what, 0) + 1
 
 
 class _Enclosing:
@@ -168,8 +178,8 @@ def _of_operator(events: Events, about: About, row: int, run: int) -> Comm:
     nbytes, elements, dtype = payload_of_shapes(args, dtype)
     kind, peer = kind_of(name), -1
     if kind in (Kind.SEND, Kind.RECV):
-        numbers = [text for text in args.get("Concrete Inputs", ()) if str(text).isdigit()]
-        peer = int(numbers[0]) if numbers else -1
+        numbers = (whole_of(text) for text in args.get("Concrete Inputs", ()))
+        peer = next((number for number in numbers if number is not None), -1)
     start, end = int(ops.start[row]), int(ops.end[row])
     if run >= 0:
         start, end = max(start, int(said.start[run])), max(end, int(said.end[run]))

@@ -19,14 +19,16 @@ from mpkit.errors import TraceError
 from mpkit.kineto.about import About, about
 from mpkit.kineto.clocks import Clock, align
 from mpkit.kineto.communication import Comm, communications
-from mpkit.kineto.events import Events, read_events
 from mpkit.kineto.hardware import machine_of
 from mpkit.kineto.lanes import gpu_time
+from mpkit.kineto.notes import host_of, host_or_unknown, notes_on, without_layers
 from mpkit.kineto.plain import plain_trace
-from mpkit.kineto.rank import MOST, rank_trace
+from mpkit.kineto.rank import rank_trace
+from mpkit.kineto.reading.events import Events
+from mpkit.kineto.reading.reader import read_events
+from mpkit.kineto.reading.sound_event import whole_of
 from mpkit.kineto.said import said_by
-from mpkit.support.units import seconds
-from mpkit.trace import Kind, RankTrace, Trace
+from mpkit.trace import Trace
 
 __all__ = ["import_traces"]
 
@@ -53,16 +55,18 @@ def import_traces(
     numbers = _ranks_of([about for about, _ in parts])
     index = {rank: at for at, rank in enumerate(numbers)}
     comms = [communications(events, who) for who, events in parts]
-    clocks = align(comms, [events.origin for _, events in parts], [_host(events) for _, events in parts])
+    clocks = align(comms, [events.origin for _, events in parts], [host_of(events) for _, events in parts])
     origins = [events.origin + clock.offset for (_, events), clock in zip(parts, clocks, strict=True)]
-    ranks = [
+    written = [
         rank_trace(events, comms[at], index, at, origins[at] - min(origins) + 1)
         for at, (_, events) in enumerate(parts)
     ]
+    ranks = [rank for rank, _ in written]
     meta = _meta(parts, numbers, comms, clocks)
     steps = {int(step) for rank in ranks for step in rank.ops["step"] if step >= 0}
+    meta["imported"]["bounds"] = [bounds for _, bounds in written]
     meta["first_step"] = min(steps, default=0)
-    meta["imported"]["notes"] += _without_layers(ranks, numbers)
+    meta["imported"]["notes"] += without_layers(ranks, numbers)
     return Trace(ranks, meta).check()
 
 
@@ -97,11 +101,7 @@ def _gpu_of(events: Events) -> int:
     """Return the number of the GPU that most kernels ran on."""
     counted = Counter(events.threads[stream][0] for stream in events["kernel"].thread.tolist())
     device = counted.most_common(1)[0][0] if counted else "0"
-    return int(device) if device.isdigit() else 0
-
-
-def _host(events: Events) -> str:
-    return str(events.header.get("host_name", ""))
+    return whole_of(device) or 0
 
 
 # ---- facts
@@ -135,10 +135,10 @@ def _meta(
         "said": [said_by(events) for _, events in parts],
         "reserved": [int(events.memory[:, 4].max(initial=-1)) for _, events in parts],
     }
-    imported["notes"] = _notes(parts, imported, clocks)
+    imported["notes"] = notes_on(parts, imported, clocks, comms)
     return {
         "world_size": len(parts), "device": "cuda" if on_device else "cpu", "axes": axes, "imported": imported,
-        "hardware": machine_of(device or "a GPU") if on_device else "cpu",
+        "hardware": machine_of(device or "a GPU") if on_device else host_or_unknown([events for _, events in parts]),
     }  # fmt: skip
 
 
@@ -151,60 +151,3 @@ def _groups(comms: Sequence[Comm], index: Mapping[int, int], mine: int) -> dict[
         whole = max(len(comm.call.members), 1), comm.call.axis
         counted.setdefault(key, Counter())[whole] += comm.call.nbytes + 1
     return {key: list(groups.most_common(1)[0][0]) for key, groups in counted.items()}
-
-
-def _notes(
-    parts: Sequence[tuple[About, Events]], imported: dict[str, Any], clocks: Sequence[Clock]
-) -> list[str]:
-    notes = []
-    ranks, world = imported["ranks"], imported["world_size"]
-    many = "s" * (len(parts) > 1)
-    if None in ranks:
-        notes.append(f"The rank of {_unknown(parts)} is not in the file: numbers are in order of the files.")
-    if world and len(parts) < world:
-        there = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-        notes.append(
-            f"{len(parts)} of {world} ranks: rank{many} {there}. What the others do is not known, and on other "
-            "hardware a communication takes the time that it takes among the ranks that are here."
-        )
-    for (who, _), repairs in zip(parts, imported["repairs"], strict=True):
-        if repairs:
-            what = ", ".join(f"{what} ({count:,})" for what, count in repairs.items())
-            notes.append(f"{who.source} was not valid JSON and was mended: {what}.")
-    moved = [clock for clock in clocks if clock.shared]
-    if moved:
-        worst = max(clock.residual for clock in moved) * 1e-9
-        notes.append(
-            f"The clocks of {len(moved)} rank{'s' * (len(moved) > 1)} were put on that of rank {ranks[0]} by the ends "
-            f"of {sum(clock.shared for clock in moved):,} shared collectives, to within {seconds(worst)} (the median "
-            "of what is left)."
-        )
-    hosts = {_host(events) for _, events in parts}
-    if len(parts) > 1 and not moved and (len(hosts) > 1 or "" in hosts):
-        notes.append(
-            "The clocks of these ranks are used as they are: their files do not have the same collectives, by whose "
-            "ends they could be aligned."
-        )
-    return notes
-
-
-def _without_layers(ranks: Sequence[RankTrace], numbers: Sequence[int]) -> list[str]:
-    """Return what to say of ranks that have more work than layers are shown of."""
-    compute = [(rank.ops["kind"] < Kind.WAIT, rank.ops["depth"]) for rank in ranks]
-    bare = [
-        number
-        for (works, depth), number in zip(compute, numbers, strict=True)
-        if works.any() and not (works & (depth > 0)).any()
-    ]
-    if not bare:
-        return []
-    whose = ", ".join(map(str, bare[:8])) + (", ..." if len(bare) > 8 else "")
-    return [
-        f"Rank{'s' * (len(bare) > 1)} {whose}: layers within forwards and backwards are not shown, since there are "
-        f"more than {MOST:,} pieces of work; a profile of fewer steps shows them."
-    ]
-
-
-def _unknown(parts: Sequence[tuple[About, Events]]) -> str:
-    files = [who.source for who, _ in parts if who.rank is None]
-    return ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.kineto.collectives import communicates
-from mpkit.kineto.events import DEVICE, Events, Table
+from mpkit.kineto.reading.events import DEVICE, Events, Table
 
 __all__ = [
     "GpuTime",
@@ -40,6 +40,7 @@ class Work:
         asked: (n,) ns: when the program asked for it; the start where nothing tells.
         thread: (n,) the thread that asked for it; -1: unknown.
         name: (n,) numbers of `Events.names`: the operator, or the kernel where none is known.
+        row: (n,) of the kernel's or the operator's table.
     """
 
     start: Array
@@ -47,6 +48,7 @@ class Work:
     asked: Array
     thread: Array
     name: Array
+    row: Array
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,9 @@ def gpu_time(events: Events, *, as_hta: bool = False) -> GpuTime | None:
         events: a rank's events.
         as_hta: whether to count as HolisticTraceAnalysis does: without what was launched from the last profiled step
             on, and from the first to the last whole microsecond of each event (so it loses up to 2 us of each).
+
+    Raises:
+        ValueError: `as_hta`, and nothing is left without the last profiled step.
     """
     if not events.on_device:
         return None
@@ -104,6 +109,11 @@ def gpu_time(events: Events, *, as_hta: bool = False) -> GpuTime | None:
             apart, rest = apart[kept], events.origin % 1000
             start, end = -(-(start[kept] + rest) // 1000) * 1000, (end[kept] + rest) // 1000 * 1000
         parts.append((start, np.maximum(start, end), apart, np.full(len(start), word == "kernel")))
+    if not any(len(start) for start, *_ in parts):
+        raise ValueError(
+            f"gpu_time(as_hta=True): HolisticTraceAnalysis leaves out the last profiled step, and this trace has "
+            f"{len(begins)}. gpu_time(events) counts it; or profile two steps: schedule(wait=1, warmup=1, active=2)"
+        )
     start, end, apart, is_kernel = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     compute, all_of_it = covered(start[~apart], end[~apart]), covered(start, end)
     comm = covered(start[apart & is_kernel], end[apart & is_kernel])
@@ -127,7 +137,7 @@ def _of_kernels(events: Events) -> Work:
     asked = np.where(launch >= 0, np.append(calls.start, 0)[launch], start)
     thread = np.where(launch >= 0, np.append(calls.thread, -1)[launch], -1)
     name = np.where(operator >= 0, np.append(ops.name, 0)[operator], kernel.name[rows])
-    return Work(start, kernel.end[rows], asked, thread, name)
+    return Work(start, kernel.end[rows], asked, thread, name, rows)
 
 
 def _of_operators(events: Events) -> Work:
@@ -148,7 +158,7 @@ def _of_operators(events: Events) -> Work:
             last_thread, last_end = thread, end
     rows = np.array(keep, np.int64)
     rows = rows[np.argsort(ops.start[rows], kind="stable")]
-    return Work(ops.start[rows], ops.end[rows], ops.start[rows], ops.thread[rows], ops.name[rows])
+    return Work(ops.start[rows], ops.end[rows], ops.start[rows], ops.thread[rows], ops.name[rows], rows)
 
 
 def _on_program_threads(events: Events) -> Array:

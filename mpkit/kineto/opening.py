@@ -18,7 +18,7 @@ from mpkit.errors import TraceError
 from mpkit.kineto.imported import import_traces
 from mpkit.kineto.inference.mesh_fit import plan_of_mesh
 from mpkit.kineto.opened import OpenedTrace
-from mpkit.kineto.read import looks_like_json, looks_like_trace, other_kind
+from mpkit.kineto.reading.read import looks_like_json, looks_like_trace, other_kind
 from mpkit.support.tracebacks import public
 from mpkit.trace import Trace
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.kineto.events import Events
 from mpkit.kineto.lanes import covered, within
+from mpkit.kineto.reading.events import STEP, Events
 from mpkit.trace import Kind
 
-__all__ = ["PLACE", "place_of"]
+__all__ = ["PLACE", "cut_steps", "place_of", "profiled_steps", "recomputed_rows"]
 
 Array = npt.NDArray[Any]
 
@@ -34,8 +34,8 @@ _ACTIONS = {
     "BACKWARD_INPUT": Kind.INPUT_GRAD, "BACKWARD_WEIGHT": Kind.WEIGHT_GRAD,
     "Forward": Kind.FORWARD, "Backward": Kind.BACKWARD,
 }  # fmt: skip
+_NODE = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$|torch::autograd::AccumulateGrad$")
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.RECOMPUTE)
-_STEP = re.compile(r"ProfilerStep#([0-9]{1,9})$")
 
 
 def place_of(events: Events, asked: Array) -> Array:
@@ -68,11 +68,7 @@ def place_of(events: Events, asked: Array) -> Array:
         Kind.BACKWARD,
     )
     _mark_recomputed(events, asked, place)
-    optimizers = [
-        i
-        for i, word in enumerate(lower)
-        if word.startswith("optimizer.step#") or word.strip("# ") == "optimizer"
-    ]
+    optimizers = [i for i, word in enumerate(lower) if _updates(word)]
     here, which = mark(optimizers, Kind.OPTIMIZER)
     place["name"][here] = said.name[which[here]]
     # ---- stages and micro-batches
@@ -89,11 +85,13 @@ def place_of(events: Events, asked: Array) -> Array:
             Kind.RECOMPUTE if place["kind"][at] == Kind.RECOMPUTE and kind != Kind.FORWARD else kind
         )
     # ---- steps
-    numbers = {i: int(found[1]) for i, word in enumerate(words) if (found := _STEP.match(word))}
+    numbers = profiled_steps(events)
     here, which = mark(list(numbers))
     place["step"][here] = [numbers[int(row)] for row in which[here]]
-    if not numbers:
-        _count_steps(asked, place)
+    if numbers:
+        place["step"][here & np.isin(which, cut_steps(events))] = -1
+    else:
+        place["step"] = _counted_steps(events, said.end[optimizers], asked)
     _mark_rest(events, asked, place)
     return place
 
@@ -111,33 +109,90 @@ def _inside(times: Array, start: Array, end: Array) -> tuple[Array, Array]:
 
 def _mark_backward(events: Events, asked: Array, place: Array) -> None:
     ops = events["op"]
-    rows = np.flatnonzero(_engine(events))
+    rows = _engine_rows(events)
     here, _ = _inside(asked, ops.start[rows], ops.end[rows])
     place["kind"][here] = Kind.BACKWARD
 
 
-def _engine(events: Events) -> Array:
-    """Return, for each operator, whether it is autograd's engine evaluating a node."""
-    names = np.array(
-        [name.startswith("autograd::engine::evaluate_function") for name in events.names] + [False]
-    )
-    return names[events["op"].name]
+def _engine_rows(events: Events) -> Array:
+    """Return the operators that are autograd's engine evaluating a node; torch 1.8 has the nodes alone."""
+    names = np.array([_NODE.match(name) is not None for name in events.names] + [False])
+    return np.flatnonzero(names[events["op"].name])
+
+
+def recomputed_rows(events: Events) -> Array:
+    """Return the operators that autograd records while its engine evaluates a node: those of a forward run again.
+
+    Functions written in Python are recorded in backwards, too, as those by which DTensor changes a layout.
+    """
+    ops = events["op"]
+    aten = np.array([name.startswith("aten::") for name in events.names] + [False])
+    rows = np.flatnonzero((ops.records == 1) & aten[ops.name])
+    return rows[within(ops, rows, ops, _engine_rows(events))]
 
 
 def _mark_recomputed(events: Events, asked: Array, place: Array) -> None:
-    ops = events["op"]
-    rows = np.flatnonzero(ops.records == 1)
-    rows = rows[within(ops, rows, ops, np.flatnonzero(_engine(events)))]
+    ops, rows = events["op"], recomputed_rows(events)
     here, _ = _inside(asked, ops.start[rows], ops.end[rows])
     place["kind"][here & (place["kind"] == Kind.BACKWARD)] = Kind.RECOMPUTE
 
 
-def _count_steps(asked: Array, place: Array) -> None:
-    """Count the steps, each of which ends with the last work of an optimizer before other work."""
-    order = np.argsort(asked, kind="stable")
-    updates = (place["kind"][order] == Kind.OPTIMIZER).astype(np.int64)
-    if updates.any() and (place["kind"] == Kind.BACKWARD).any():
-        place["step"][order] = np.cumsum(np.diff(updates, prepend=0) == -1)
+def profiled_steps(events: Events) -> dict[int, int]:
+    """Return the number of each step that torch.profiler announces, by the row of its annotation."""
+    table, names = events["annotation"], [STEP.match(name) for name in events.names] + [None]
+    steps = np.flatnonzero(np.array([found is not None for found in names])[table.name])
+    return {row: int(found[1]) for row in steps.tolist() if (found := names[int(table.name[row])])}
+
+
+def cut_steps(events: Events) -> list[int]:
+    """Return the row of the last step's annotation if recording ended within that step; else nothing.
+
+    It is cut off if it takes less than half the time of a usual step, and has less than half its calls, or no update
+    where each other step has one.
+    """
+    said, ops = events["annotation"], events["op"]
+    rows = sorted(profiled_steps(events), key=lambda row: int(said.start[row]))
+    if len(rows) < 2:
+        return []
+
+    def count(starts: Array, row: int) -> int:
+        return int(np.count_nonzero((starts >= said.start[row]) & (starts < said.end[row])))
+
+    *before, last = rows
+    took = np.median([said.end[row] - said.start[row] for row in before])
+    if 2 * (said.end[last] - said.start[last]) >= took:
+        return []
+    update = np.array([_updates(name.lower()) for name in events.names] + [False])
+    updates = said.start[update[said.name]]
+    fewer = 2 * count(ops.start, last) < np.median([count(ops.start, row) for row in before[-5:]])
+    no_update = not count(updates, last) and all(count(updates, row) for row in before)
+    return [last] if fewer or no_update else []
+
+
+def _updates(annotation: str) -> bool:
+    """Say whether an annotation, in lower case, is around an optimizer's step."""
+    return annotation.startswith("optimizer.step#") or annotation.strip("# ") == "optimizer"
+
+
+def _counted_steps(events: Events, updated: Array, asked: Array) -> Array:
+    """Return the step of each time, where none is announced: a step ends with its last optimizer.
+
+    What comes after the last one is no step: recording ended within it.
+
+    Args:
+        events: a rank's events.
+        updated: when each update ended.
+        asked: the times.
+    """
+    backward = np.sort(events["op"].start[_engine_rows(events)])
+    none: Array = np.full(len(asked), -1)
+    if not len(updated) or not len(backward):
+        return none
+    ends = np.sort(updated)
+    made = np.searchsorted(backward, ends)  # with no backward between two updates they are of one step
+    ends = ends[np.append(made[1:] > made[:-1], True)]
+    step = np.searchsorted(ends, asked)
+    return np.where(step < len(ends), step, none)
 
 
 def _mark_rest(events: Events, asked: Array, place: Array) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpkit.errors import TraceError
-from mpkit.kineto.events import Events
+from mpkit.kineto.reading.events import Events
+from mpkit.kineto.reading.sound_event import shown
 from mpkit.trace import MEMORY, OP, Kind, Lane, RankTrace, Trace
 from mpkit.trace.sound import MOST_RANKS
 
 __all__ = ["plain_trace"]
+
+_PHASES = {
+    "C": "counters", "b": "beginnings of asynchronous spans", "e": "ends of asynchronous spans",
+    "s": "beginnings of arrows", "f": "ends of arrows", "i": "instants", "I": "instants",
+}  # fmt: skip
 
 
 def plain_trace(files: Sequence[tuple[str, Events]]) -> Trace:
@@ -46,20 +53,30 @@ def plain_trace(files: Sequence[tuple[str, Events]]) -> Trace:
             rows = by_thread[bounds[busiest] : bounds[busiest + 1]]
             left_out += sum(int(bounds[thread + 1] - bounds[thread]) for thread in threads) - len(rows)
             ranks.append(_rank(events, rows, events.origin - origin + 1))
-            labels.append(f"{source}: process {process}")
+            named = f" ({name})" if (name := events.processes.get(process)) else ""
+            labels.append(f"{source}: process {process}{named}")
     if not ranks:
         names = ", ".join(source for source, _ in files)
         raise TraceError(
-            f"{names}: there are no events in it. mk.open takes what torch.profiler's export_chrome_trace writes, "
+            f"{names}: there are no events in it that take time{_undrawn(files)}. mk.open "
+            "takes what torch.profiler's export_chrome_trace writes, "
             'which has a list "traceEvents" with events of "ph": "X"'
         )
     notes = ["These events are of no category of torch.profiler's, so they are shown as plain spans."]
+    notes += [note for source, events in files for note in events.notes(source)]
     if left_out:
         notes.append(
             f"Of each process the busiest thread is shown; {left_out:,} events of other threads are left out."
         )
     imported: dict[str, Any] = {"files": [source for source, _ in files], "processes": labels, "notes": notes}
     return Trace(ranks, {"world_size": len(ranks), "device": "cpu", "imported": imported}).check()
+
+
+def _undrawn(files: Sequence[tuple[str, Events]]) -> str:
+    """Say which events there are of phases that are not drawn."""
+    counted = sum((Counter(events.phases) for _, events in files), Counter[str]())
+    named = (f"{count:,} {_PHASES.get(phase, f'of ph {shown(phase)}')}" for phase, count in counted.items())
+    return f", but {', '.join(named)}" if counted else ""
 
 
 def _rank(events: Events, rows: Any, shift: int) -> RankTrace:

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.kineto.actions import Action, actions_of
+from mpkit.kineto.bounds import bounds_of
 from mpkit.kineto.communication import Comm
-from mpkit.kineto.events import Events
 from mpkit.kineto.lanes import Work, covered, length, work_of
 from mpkit.kineto.phases import place_of
+from mpkit.kineto.reading.events import Events
 from mpkit.kineto.waits import longest, waits_of
 from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace, lane_of
 
@@ -56,8 +57,8 @@ class Row(NamedTuple):
 
 def rank_trace(
     events: Events, comms: Sequence[Comm], index: Mapping[int, int], mine: int, shift: int
-) -> RankTrace:
-    """Return the records of one rank.
+) -> tuple[RankTrace, dict[str, dict[str, int]]]:
+    """Return the records of one rank, and its ns of kernels by what bounds them (`bounds_of`).
 
     Args:
         events: its events.
@@ -76,7 +77,7 @@ def rank_trace(
     rows += longest(waits, MOST)
     rows += [*_copies(events), *_loading(events)]
     rows += _steps(rows)
-    return _written(events, rows, shift)
+    return _written(events, rows, shift), bounds_of(events, work, actions)
 
 
 # ---- rows

@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.kineto.events import Events
-from mpkit.kineto.lanes import within
+from mpkit.kineto.phases import recomputed_rows
+from mpkit.kineto.reading.events import STEP, Events
 
 __all__ = ["said_by"]
 
 _FSDP = re.compile(r"FSDP::(all_gather|post_backward_reduce) \((.*)\)$")
-_STEP = re.compile(r"ProfilerStep#\d+$")
 
 
 def said_by(events: Events) -> dict[str, Any]:
     """Return, as JSON types, what annotations and operators say.
 
     ddp: how often `DistributedDataParallel.forward` was called; fsdp: by layer, how often FSDP2 gathers and reduces it;
-    steps: profiled ones; optimizer: its class; recomputed: operators of a forward that run within backwards; gradients:
-    elements of each parameter in the order of the backward, of the last step, where shapes were recorded.
+    steps: profiled ones; optimizer: its class; recomputed: operators of a forward that run within backwards;
+    redistributed: how often DTensor changes a layout; gradients: elements of each parameter in the order of the
+    backward, of the last step, where shapes were recorded.
     """
     table = events["annotation"]
     words = Counter(events.names[number] for number in table.name.tolist())
@@ -32,29 +32,21 @@ def said_by(events: Events) -> dict[str, Any]:
     for word, count in words.items():
         if found := _FSDP.match(word):
             (gathers if found[1] == "all_gather" else reduces)[found[2]] = count
-    on_host = [i for i, number in enumerate(table.name.tolist()) if _STEP.match(events.names[number])]
+    on_host = [i for i, number in enumerate(table.name.tolist()) if STEP.match(events.names[number])]
     optimizers = [
         word[15:-5] for word in words if word.startswith("Optimizer.step#") and word.endswith(".step")
     ]
+    redistributes = [number for number, name in enumerate(events.names) if name.endswith("Redistribute")]
     return {
         "ddp": words["DistributedDataParallel.forward"],
         "fsdp": {"gathers": gathers, "reduces": reduces},
         "pipeline": any(word.startswith("PP:") for word in words),
         "steps": len(on_host),
         "optimizer": optimizers[0] if optimizers else "",
-        "recomputed": _recomputed(events),
+        "recomputed": len(recomputed_rows(events)),
+        "redistributed": int(np.isin(events["op"].name, redistributes).sum()),
         "gradients": _gradients(events, int(table.start[on_host[-1]]) if on_host else 0),
     }
-
-
-def _recomputed(events: Events) -> int:
-    """Return how many operators autograd records while its engine evaluates a node: those of a forward run again."""
-    ops = events["op"]
-    engine = np.array(
-        [name.startswith("autograd::engine::evaluate_function") for name in events.names] + [False]
-    )
-    rows = np.flatnonzero(ops.records == 1)
-    return int(within(ops, rows, ops, np.flatnonzero(engine[ops.name])).sum())
 
 
 def _gradients(events: Events, since: int) -> list[int]:

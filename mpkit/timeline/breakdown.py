@@ -40,6 +40,7 @@ class Breakdown:
         other: communication or copies only.
         communication: a communication is under way, whether hidden or not.
         overlapped: of that, the part in which a kernel computes.
+        numbers: the number of each rank in its program, where that is not its place here.
     """
 
     total: Array
@@ -48,6 +49,7 @@ class Breakdown:
     other: Array
     communication: Array
     overlapped: Array
+    numbers: tuple[str, ...] = ()
 
     @property
     def overlap(self) -> Array:

@@ -197,7 +197,8 @@ class Timeline(Replayed, Figures):
            1  6.50 s  6.00 s (92.3 %)  500 ms (7.7 %)      0 s (0.0 %)   50.0 %
         """
         spans = self.spans if step is None else self.step(step).spans
-        return breakdown(spans, self.world_size, tick)
+        numbers = tuple(self.rank_number(rank) for rank in range(self.world_size))
+        return replace(breakdown(spans, self.world_size, tick), numbers=numbers)
 
     def diagnose(self, step: int | None = None, *, hardware: Hardware | str | None = None) -> Diagnosis:
         """Say why a step takes as long as it does: findings by what they cost, with reasons and what to try.

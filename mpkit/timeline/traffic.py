@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["CommMatrix", "Flow", "comm_matrix", "flows", "sent_to"]
+__all__ = ["CommMatrix", "Flow", "comm_matrix", "flows", "sent_to", "unknown_payloads"]
 
 Array = npt.NDArray[Any]
 
@@ -75,6 +75,15 @@ def flows(timeline: Timeline) -> list[Flow]:
         axis = axis_of(mesh, members, timeline.meta)
         listed.append(Flow(rank, axis, Kind(kind), len(these), payload, to))
     return sorted(listed, key=lambda flow: (_order(flow.axis), flow.rank, flow.kind))
+
+
+def unknown_payloads(timeline: Timeline) -> int:
+    """Return how many communications of the last complete step have bytes that an imported file does not tell."""
+    if "imported" not in timeline.meta:
+        return 0
+    steps, spans = timeline.steps, timeline.spans
+    comm = spans[(spans["lane"] == Lane.COMM) & (spans["kind"] != Kind.BARRIER) & (spans["bytes"] == 0)]
+    return int((comm["step"] == steps[-1]).sum()) if steps else len(comm)
 
 
 def sent_to(kind: int, members: tuple[int, ...], rank: int, peer: int = -1) -> Iterator[tuple[int, float]]:
@@ -130,11 +139,13 @@ class CommMatrix(Charted):
             row's rank to the column's rank.
         places: each rank's place in the mesh, such as "pp0 tp1"; "" without a mesh.
         of: the step that was counted, such as "step 2"; "" if there are no steps.
+        unknown: how many communications are left out, since the trace does not tell their bytes.
     """
 
     by_axis: dict[str, npt.NDArray[np.float64]]
     places: list[str] = field(default_factory=list)
     of: str = ""
+    unknown: int = 0
 
     @property
     def axes(self) -> list[str]:
@@ -149,7 +160,12 @@ class CommMatrix(Charted):
     @property
     def title(self) -> str:
         """What it is, in words."""
-        return f"Bytes from rank to rank{' in ' + self.of if self.of else ''}"
+        where = f" in {self.of}" if self.of else ""
+        left_out = f", without {self.unknown:,} communications of unknown bytes" if self.unknown else ""
+        if self.by_axis:
+            return f"Bytes from rank to rank{where}{left_out}"
+        nobody = "Nobody is known to send bytes" if self.unknown else "Nobody sends any bytes"
+        return f"{nobody}{where}{left_out}"
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row per pair of ranks that communicate: axis, sender, receiver, bytes.
@@ -186,4 +202,5 @@ def comm_matrix(timeline: Timeline, axis: str | None = None) -> CommMatrix:
         matrices if axis is None else {axis: matrices[axis]},
         [place_text(mesh, rank) if mesh else "" for rank in range(n)],
         f"step {steps[-1]}" if steps else "",
+        unknown_payloads(timeline),
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpkit.support.display import data_frame, draw
 from mpkit.timeline.formulas import FormulaInputs, formula_of
-from mpkit.timeline.traffic import Flow, flows
+from mpkit.timeline.traffic import Flow, flows, unknown_payloads
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
@@ -55,10 +55,12 @@ class CommVolume:
     Attributes:
         rows: one row per axis and kind.
         of: the rank and the step, in words.
+        unknown: how many communications are left out, since the trace does not tell their bytes.
     """
 
     rows: tuple[VolumeRow, ...]
     of: str
+    unknown: int = 0
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row per axis and kind, with the columns of `VolumeRow` and the ratio.
@@ -106,4 +108,8 @@ def comm_volume(timeline: Timeline, rank: int | None = None) -> CommVolume:
         )
         rows.append(VolumeRow(axis, kind.word, *amounts, *told))
     whose = f"a rank sends, on average over {n}" if rank is None else f"rank {rank} sends"
-    return CommVolume(tuple(rows), f"What {whose}" + (f", in step {steps[-1]}" if steps else ""))
+    unknown = unknown_payloads(timeline)
+    where = (f", in step {steps[-1]}" if steps else "") + (
+        f", without {unknown:,} communications of unknown bytes" if unknown else ""
+    )
+    return CommVolume(tuple(rows), f"What {whose}{where}", unknown)

@@ -143,7 +143,7 @@ def test_a_step_played_with_other_durations_is_the_one_simulated_with_them(
 
 
 def test_ranks_are_listed_as_people_do() -> None:
-    assert listed([2, 0]) == "Ranks 0 and 2" and listed(range(3)) == "Ranks 0 to 2"
+    assert listed(["0", "2"]) == "Ranks 0 and 2" and listed(map(str, range(3))) == "Ranks 0 to 2"
 
 
 # ---- shown ------------------------------------------------------------------------------------------------------

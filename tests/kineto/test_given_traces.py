@@ -9,8 +9,9 @@ import pytest
 import mpkit as mk
 from mpkit.kineto.about import about
 from mpkit.kineto.communication import communications
-from mpkit.kineto.events import Events, read_events
 from mpkit.kineto.lanes import gpu_time
+from mpkit.kineto.reading.events import Events
+from mpkit.kineto.reading.reader import read_events
 from mpkit.timeline.breakdown import breakdown
 from mpkit.trace import Kind
 

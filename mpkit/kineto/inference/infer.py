@@ -1,32 +1,32 @@
 """The plan that a trace's program ran, with the evidence for it.
 
     pipeline       who sends to whom, and in which order each rank runs forwards and backwards   `pipeline`
-    replicas       FSDP2's annotations, or all-reduces of gradients in DDP's buckets
-    tensor         all-reduces within forwards
+    replicas       FSDP2's annotations, or reductions of gradients                                `replicas`
+    layers         all-reduces within forwards; all-to-alls                                       `layers`
     accumulation   backwards per step
     recomputation  operators that run again within a backward
+    world          degrees that together are more than there are ranks contradict each other
 
 Each finding is a sentence with its numbers. What the trace cannot tell is not in the plan.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from mpkit.kineto.inference.buckets import describe_buckets
+from mpkit.kineto.inference.layers import exchanged, tensor_of
+from mpkit.kineto.inference.observed import Found, Observed
 from mpkit.kineto.inference.pipeline import Pipeline, pipeline_of
+from mpkit.kineto.inference.replicas import replicas_of
 from mpkit.plan.plan import Plan
-from mpkit.trace import Kind, RankTrace, Trace
+from mpkit.trace import Kind, Trace
 
 __all__ = ["Inferred", "infer"]
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -54,111 +54,73 @@ def infer(trace: Trace) -> Inferred:
     Args:
         trace: an imported trace.
     """
-    evidence: list[str] = []
-    ranks = [_last_step(rank) for rank in trace.ranks]
-    options: dict[str, Any] = {}
-    pipeline = pipeline_of(ranks)
-    if pipeline is not None:
-        options |= _of_pipeline(pipeline, evidence)
-    options |= _of_replicas(trace, ranks, evidence)
-    options |= _of_tensor(trace, ranks, options, evidence)
-    if pipeline is None:
-        options |= _of_accumulation(trace, ranks, evidence)
-    again = sum(each["recomputed"] for each in trace.meta.get("imported", {}).get("said", []))
-    if again:
-        options["recompute"] = "full"
-        evidence.append(
-            f"{again:,} operators that autograd records run within backwards: activations are recomputed."
-        )
-    world = trace.meta.get("imported", {}).get("world_size")
+    seen = Observed(trace)
+    pipeline = pipeline_of(seen.ranks)
+    replicas = replicas_of(seen)
+    parts = {
+        "pp": Found() if pipeline is None else _of_pipeline(pipeline),
+        "dp": replicas,
+        "tp": tensor_of(seen, sharded=bool(replicas.options.get("zero"))),
+        "microbatches": _of_accumulation(seen) if pipeline is None else Found(),
+        "recompute": _of_recomputation(seen),
+    }
+    evidence = [sentence for part in parts.values() for sentence in part.evidence] + exchanged(seen)
+    options, contradictions = _within_world(parts, seen.world)
+    evidence += contradictions
     try:
         plan = Plan(**options)
     except ValueError as error:
         return Inferred(None, [*evidence, f"These do not make a plan of mpkit's: {error}"])
-    if world and plan.ranks != world:
+    if plan.ranks > seen.world:
+        return Inferred(None, evidence)
+    if trace.meta.get("imported", {}).get("world_size") and plan.ranks < seen.world:
         evidence.append(
-            f"This explains {plan.ranks} of {world} ranks: what divides the others does not show in the files at hand."
+            f"This explains {plan.ranks} of {seen.world} ranks: what divides the others does not show in the files at "
+            "hand."
         )
     return Inferred(plan, evidence)
 
 
-def _last_step(rank: RankTrace) -> RankTrace:
-    """Return a rank's records of its last step; all if there are no steps."""
-    steps = rank.ops["step"][rank.ops["kind"] == Kind.STEP]
-    ops = rank.ops[rank.ops["step"] == steps.max()] if len(steps) else rank.ops
-    return RankTrace(ops, rank.memory[:0], rank.names)
+def _within_world(parts: Mapping[str, Found], world: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of all parts but for those that contradict the number of ranks, and what to say of it.
+
+    What no library announces goes first.
+    """
+    kept, sentences = dict(parts), []
+    for doubtful in sorted(("dp", "tp"), key=lambda axis: parts[axis].announced):
+        degrees = {
+            axis: part.options[axis] for axis, part in kept.items() if axis in part.options and axis in AXES
+        }
+        if prod(degrees.values()) <= world:
+            break
+        if doubtful in degrees:
+            product = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items())
+            why = "fits least" if parts[doubtful].announced else "is announced by no library"
+            sentences.append(
+                f"{product} would be {prod(degrees.values())} ranks, and there are {world}. So {doubtful} is not in "
+                f"the plan: it {why}."
+            )
+            kept[doubtful] = Found()
+    return {name: value for part in kept.values() for name, value in part.options.items()}, sentences
+
+
+AXES = ("pp", "dp", "tp")
 
 
 # ---- the parts
 
 
-def _of_pipeline(pipeline: Pipeline, evidence: list[str]) -> dict[str, Any]:
-    evidence += pipeline.evidence
-    return {
+def _of_pipeline(pipeline: Pipeline) -> Found:
+    options = {
         "pp": pipeline.ranks, "microbatches": pipeline.microbatches, "virtual_stages": pipeline.virtual_stages,
         **({"schedule": pipeline.schedule} if pipeline.schedule else {}),
     }  # fmt: skip
+    return Found(options, list(pipeline.evidence), announced=True)
 
 
-def _of_replicas(trace: Trace, ranks: Sequence[RankTrace], evidence: list[str]) -> dict[str, Any]:
-    said = trace.meta.get("imported", {}).get("said", [])
-    steps = max((each["steps"] for each in said), default=0) or 1
-    layers = {layer: count for each in said for layer, count in each["fsdp"]["gathers"].items()}
-    if layers:
-        size = _usual_size(trace, ranks, [r.ops[r.ops["kind"] == Kind.ALL_GATHER] for r in ranks])
-        each = max(layers.values()) / steps
-        zero = 3 if each > 1 else 2
-        again = "again in the backward" if zero == 3 else "and keeps them for the backward"
-        evidence.append(
-            f"FSDP2 gathers {len(layers)} groups of parameters ({_some(layers)}) among {size} ranks in the forward, "
-            f"{again} ({each:g} gathers of each per step): ZeRO-{zero}."
-        )
-        return {"dp": size, "zero": zero}
-    reduced = [_in_backward(rank) for rank in ranks]
-    if not any(len(ops) for ops in reduced):
-        return {}
-    size = _usual_size(trace, ranks, reduced)
-    if size < 2:
-        return {}
-    called = sum(each["ddp"] for each in said)
-    first = next((i for i, ops in enumerate(reduced) if len(ops)), 0)
-    if called:
-        each = called / max(len(said), 1) / steps
-        often = "once" if each == 1 else f"{each:g} times"
-        evidence.append(f"DistributedDataParallel.forward is called {often} per step.")
-    elif not _like_buckets(reduced[first]):
-        return {}
-    gradients = said[first]["gradients"] if said else []
-    evidence.append(describe_buckets(_payloads(ranks[first], reduced[first]), gradients, size))
-    return {"dp": size}
-
-
-def _of_tensor(
-    trace: Trace, ranks: Sequence[RankTrace], options: dict[str, Any], evidence: list[str]
-) -> dict[str, Any]:
-    """Find all-reduces within forwards, equally many of one size: those that end a layer divided by rows."""
-    for number, rank in enumerate(ranks):
-        found = _within(rank, Kind.FORWARD, (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER))
-        named = [row for row in found if _known(trace, number, rank, row)[1] == "tp"]
-        sizes = Counter(int(row["bytes"]) for row in found)
-        often = [nbytes for nbytes, count in sizes.items() if count >= 2 and nbytes > 4096]
-        chosen = named or [row for row in found if int(row["bytes"]) in often]
-        if not chosen or ("dp" in options and not named and "zero" in options):
-            continue
-        size = _known(trace, number, rank, chosen[0])[0]
-        if size > 1:
-            how = "its mesh calls the axis tp" if named else "of equal sizes, as layers divided by rows end"
-            evidence.append(
-                f"{len(chosen)} all-reduces among {size} ranks within the forwards of a step, {how}: "
-                "tensor parallelism."
-            )
-            return {"tp": size}
-    return {}
-
-
-def _of_accumulation(trace: Trace, ranks: Sequence[RankTrace], evidence: list[str]) -> dict[str, Any]:
+def _of_accumulation(seen: Observed) -> Found:
     counts = []
-    for rank in ranks:
+    for rank in seen.ranks:
         actions = rank.ops[
             (rank.ops["depth"] == 0) & np.isin(rank.ops["kind"], (Kind.FORWARD, Kind.BACKWARD))
         ]
@@ -166,75 +128,16 @@ def _of_accumulation(trace: Trace, ranks: Sequence[RankTrace], evidence: list[st
         turns = (kinds == Kind.BACKWARD) & (np.concatenate([[0], kinds[:-1]]) == Kind.FORWARD)
         counts.append(int(turns.sum()))
     each = max(counts, default=0)
-    steps = any((rank.ops["kind"] == Kind.STEP).any() for rank in ranks)
+    steps = any((rank.ops["kind"] == Kind.STEP).any() for rank in seen.ranks)
     if each < 2 or not steps:
-        return {}
-    evidence.append(f"Each step has {each} forwards, each followed by its backward: {each} micro-batches.")
-    return {"microbatches": each}
+        return Found()
+    words = f"Each step has {each} forwards, each followed by its backward: {each} micro-batches."
+    return Found({"microbatches": each}, [words])
 
 
-# ---- what they look at
-
-
-def _within(rank: RankTrace, kind: Kind, communications: Sequence[Kind]) -> Array:
-    """Return the communications of these kinds that begin within actions of this kind."""
-    actions = rank.ops[(rank.ops["kind"] == kind) & (rank.ops["depth"] == 0)]
-    comm = rank.ops[np.isin(rank.ops["kind"], communications)]
-    if not len(actions) or not len(comm):
-        return comm[:0]
-    at = np.searchsorted(actions["start"], comm["start"], side="right") - 1
-    inside = (at >= 0) & (comm["start"] <= actions["end"][np.maximum(at, 0)])
-    found: Array = comm[inside]
-    return found
-
-
-def _in_backward(rank: RankTrace) -> Array:
-    """Return the all-reduces from the beginning of the first backward to the optimizer's step, in order."""
-    ops = rank.ops
-    backward = ops[(ops["kind"] == Kind.BACKWARD) & (ops["depth"] == 0)]
-    updates = ops[(ops["kind"] == Kind.OPTIMIZER) & (ops["depth"] == 0)]
-    if not len(backward):
-        return ops[:0]
-    end = int(updates["end"].max()) if len(updates) else 2**62
-    chosen = (
-        (ops["kind"] == Kind.ALL_REDUCE) & (ops["start"] >= backward["start"].min()) & (ops["start"] <= end)
-    )
-    found: Array = ops[chosen]
-    return found
-
-
-def _like_buckets(ops: Array) -> bool:
-    return len(ops) > 0 and int(ops["bytes"].sum()) > 1024
-
-
-def _payloads(rank: RankTrace, ops: Array) -> list[tuple[int, int]]:
-    """Return bytes and elements of each communication; the elements are in its name, "float[12]"."""
-    found = []
-    for row in ops:
-        name = rank.name(int(row["name"]))
-        inside = name.partition("[")[2].rstrip("]")
-        found.append((int(row["bytes"]), int(inside) if inside.isdigit() else 0))
-    return found
-
-
-def _known(trace: Trace, number: int, rank: RankTrace, row: Any) -> tuple[int, str]:
-    """Return the size of a communication's group, absent ranks too, and its axis of the program's mesh."""
-    group = rank.name(int(row["group"]))
-    known = trace.meta.get("imported", {}).get("groups", [])
-    groups = known[number] if number < len(known) else {}
-    size, axis = groups.get(f"{Kind(int(row['kind'])).word} {group}", (len(group.split(",")), ""))
-    return int(size), str(axis)
-
-
-def _usual_size(trace: Trace, ranks: Sequence[RankTrace], chosen: Sequence[Array]) -> int:
-    """Return the size of the groups that carry most bytes of these communications of each rank; 1 if there are none."""
-    sizes: Counter[int] = Counter()
-    for number, (rank, ops) in enumerate(zip(ranks, chosen, strict=True)):
-        for row in ops:
-            sizes[_known(trace, number, rank, row)[0]] += int(row["bytes"]) + 1
-    return sizes.most_common(1)[0][0] if sizes else 1
-
-
-def _some(names: Sequence[str] | dict[str, int]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")
+def _of_recomputation(seen: Observed) -> Found:
+    again = sum(each["recomputed"] for each in seen.said)
+    if not again:
+        return Found()
+    words = f"{again:,} operators that autograd records run within backwards: activations are recomputed."
+    return Found({"recompute": "full"}, [words])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Finding"]
 
@@ -20,7 +20,7 @@ class Finding:
         by: how that is known: "replay" of the step's own operations, or "simulation" of another schedule; "" where no
             time is at stake.
         step: the number of the step; -1 if the timeline has no steps.
-        ranks: the ranks where it is seen.
+        ranks: the ranks where it is seen, counted from 0; `words` has the numbers that an imported program gives them.
         ops: the rows of its spans in `timeline.step(step).spans`.
         check: a call on `timeline` that returns the numbers of the sentence.
         urgent: whether it is about to end the run; then it goes before all that only cost time.
@@ -34,6 +34,6 @@ class Finding:
     by: str
     step: int
     ranks: tuple[int, ...]
-    ops: tuple[int, ...] = ()
+    ops: tuple[int, ...] = field(default=(), repr=False)
     check: str = ""
     urgent: bool = False

@@ -70,9 +70,12 @@ class Replay:
         self._names = Names()
         self._network = Network(world_size, chosen)
         on_gpu = self._meta.get("device") in TIMED_BY_EVENTS
+        imported = "imported" in self._meta  # its copies and loads run beside its kernels
         self._ranks = [
             RankReplay(
-                rank, Program(cost(rank), holds_steps=on_gpu, measured=cost(rank) in MEASURED), self._names
+                rank,
+                Program(cost(rank), holds_steps=on_gpu, measured=imported or cost(rank) in MEASURED),
+                self._names,
             )
             for rank in range(world_size)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.catalogue.enough import check_enough
 from mpkit.devices.hardware import Device, Hardware, Link
+from mpkit.support.units import percent
 from mpkit.trace import TIMED_BY_EVENTS, Kind
 
 __all__ = ["MEASURED", "machine"]
@@ -42,18 +44,19 @@ def machine(
         return _machine_of_fake(wanted, meta, world_size)
     on_gpu = meta.get("device") in TIMED_BY_EVENTS
     measured = (_launched if "imported" in meta else _on_gpu) if on_gpu else _on_cpu
-    is_known = not on_gpu or meta.get("hardware") in find()  # an unnamed GPU is like no other
     own = find(meta["hardware"] if meta.get("hardware") in find() else "cpu")
     chosen = own if wanted is None else find(wanted)
+    is_known = not on_gpu or meta.get("hardware") in find()  # an unnamed GPU is like no other
     if wanted is None or (is_known and chosen.device == own.device and not chosen.mixed):
         what = "GPU" if on_gpu else "core"
         return chosen, lambda rank: measured, [f"Each rank on a {what} of its own; {_in_words(chosen.link)}."]
+    if "imported" in meta:
+        return _machine_of_imported(chosen, own.device, meta, world_size)
     dtype = str(meta.get("dtype", "float32"))
-    scaled = ", scaled by the rates of the two devices" if is_known else ""
-    starting = "takes as long as it took" if measured is _launched else "takes no time"
     notes = [
         f"Compute is modelled for {_devices(chosen, dtype, world_size)}; ops of unknown FLOPs take "
-        f"their measured time{scaled}. Starting a kernel {starting} here.",
+        f"their measured time{', scaled by the rates of the two devices' if is_known else ''}. Starting a kernel takes "
+        "no time here.",
     ]
 
     def modelled(rank: int) -> Cost:
@@ -61,14 +64,81 @@ def machine(
         scale = own.device.rate(dtype) / device.rate(dtype) if is_known else 1.0
 
         def cost(ops: Array) -> Array:
-            took, kept = measured(ops), _by_host(ops) if measured is _launched else 0.0
-            # Reading data takes equally long with another device, and so does launching kernels.
-            same = (took - kept) * scale + kept
-            return _roofline(ops, device, dtype, np.where(ops["kind"] == Kind.DATA, took, same))
+            took = measured(ops)
+            # Reading data takes equally long with another device.
+            return _roofline(ops, device, dtype, np.where(ops["kind"] == Kind.DATA, took, took * scale))
 
         return cost
 
     return chosen, modelled, notes
+
+
+def _machine_of_imported(
+    chosen: Hardware, own: Device, meta: Mapping[str, Any], world_size: int
+) -> tuple[Hardware, CostOf, list[str]]:
+    """Do the same as `machine` for a trace of another tool on other hardware: kernels scale by what bounds them.
+
+    A kernel's time is known and its FLOPs are not; so it takes as much longer as the other device is slower at what
+    bounds it. Without kernels, or of a device that the catalogue does not have, nothing can be scaled.
+    """
+    bounds = meta["imported"].get("bounds", [])
+    if meta.get("device") not in TIMED_BY_EVENTS or meta.get("hardware") not in find() or not any(bounds):
+        where = "a CPU" if meta.get("hardware") == "cpu" else str(meta.get("hardware") or "an unknown device")
+        notes = [
+            f"Compute is not modelled for {chosen.device.name}: it was recorded on {where}, which is not in the "
+            "catalogue, so it takes its measured time. Only communication is that of the other machine; "
+            f"{_in_words(chosen.link)}."
+        ]
+        return chosen, lambda rank: _launched, notes
+
+    def modelled(rank: int) -> Cost:
+        device = chosen.device_of(rank)
+        scale = _scales(bounds[rank], own, device)
+
+        def cost(ops: Array) -> Array:
+            took = _on_cpu(ops) * scale[ops["kind"]] + _by_host(ops)
+            copies = (ops["kind"] >= Kind.COPY_TO_DEVICE) & (ops["kind"] < Kind.DATA) & (ops["bytes"] > 0)
+            return np.where(copies, ops["bytes"] / device.host, took)
+
+        return cost
+
+    sums: Counter[str] = Counter()
+    for kinds in bounds:
+        for each in kinds.values():
+            sums.update(each)
+    shares = ", ".join(
+        f"{percent(ns / sums.total())} {_BOUND.get(bound, bound)}" for bound, ns in sums.most_common()
+    )
+    notes = [
+        f"Each kernel is scaled from {own.name} to {_names(chosen, world_size)} by what bounds it: products by the "
+        f"rates in their dtype, other kernels by the memories' bandwidth ({shares}). Starting a kernel takes "
+        "as long as it took."
+    ]
+    return chosen, modelled, notes
+
+
+_BOUND = {"memory": "bound by memory", "fixed": "the same anywhere", "bfloat16": "products in 16 bits"}
+
+
+def _scales(kinds: Mapping[str, Mapping[str, int]], own: Device, other: Device) -> Array:
+    """Return how many times as long an action of each kind takes on the other device, (256,)."""
+    scale = np.ones(256)
+    for kind in Kind:
+        sums = kinds.get(kind.word, {})
+        factors = {
+            bound: 1.0 if bound == "fixed"
+            else own.bandwidth / other.bandwidth if bound == "memory"
+            else own.rate(bound) / other.rate(bound)
+            for bound in sums
+        }  # fmt: skip
+        whole = sum(sums.values())
+        if whole:
+            scale[kind] = sum(ns * factors[bound] for bound, ns in sums.items()) / whole
+    return scale
+
+
+def _names(chosen: Hardware, world_size: int) -> str:
+    return ", ".join(dict.fromkeys(chosen.device_of(rank).name for rank in range(world_size)))
 
 
 def _machine_of_fake(

@@ -70,6 +70,15 @@ class Replayed:
     so_far: str = ""
     device_samples: Array = field(default_factory=lambda: np.zeros(0, DEVICE_SAMPLE))
 
+    def rank_number(self, rank: int) -> str:
+        """Return the number that a rank has in its program: an imported trace may be of rank 3 alone; "?": unknown.
+
+        Args:
+            rank: its number here, from 0.
+        """
+        numbers = self.meta.get("imported", {}).get("ranks", [])
+        return str(rank) if rank >= len(numbers) else "?" if numbers[rank] is None else str(numbers[rank])
+
 
 class Names:
     """The strings of a timeline with their numbers; the empty string is 0. All of them are `visible`."""

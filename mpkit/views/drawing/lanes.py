@@ -6,7 +6,7 @@ stage of one replica. A group has a thin header; when folded, it shows its first
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +113,7 @@ def rank_label(timeline: Timeline, rank: int) -> str:
     """
     mesh = timeline.mesh
     if "imported" in timeline.meta:
-        return _imported_label(timeline.meta["imported"], rank)
+        return _imported_label(timeline, rank)
     if mesh is not None and len(long_axes(mesh)) > 1:
         return f"rank {rank}  {place_text(mesh, rank)}"
     replayed = timeline.meta.get("hardware", "cpu") != "cpu"  # replayed on a machine other than the run's own
@@ -135,14 +135,13 @@ LONGEST = 60
 """Characters of a process's name that are shown."""
 
 
-def _imported_label(imported: Mapping[str, Any], rank: int) -> str:
+def _imported_label(timeline: Timeline, rank: int) -> str:
     """Name a rank of an imported trace, of which some ranks may be absent or without a number."""
-    processes, ranks = imported.get("processes", []), imported.get("ranks", [])
+    processes = timeline.meta["imported"].get("processes", [])
     if rank < len(processes):
         label = str(processes[rank])
         return label if len(label) <= LONGEST else f"{label[: LONGEST - 3]}..."
-    known = ranks[rank] if rank < len(ranks) else rank
-    return "rank ?" if known is None else f"rank {known}"
+    return f"rank {timeline.rank_number(rank)}"
 
 
 def short_label(timeline: Timeline, rank: int) -> str:

@@ -19,7 +19,14 @@ def _rows(found: Breakdown) -> list[tuple[str, ...]]:
     for rank, total in enumerate(found.total.tolist()):
         parts = (float(part[rank]) for part in (found.compute, found.other, found.idle))
         shares = (f"{seconds(part)} ({percent(part / total if total else 0.0)})" for part in parts)
-        rows.append((str(rank), seconds(total), *shares, percent(float(found.overlap[rank]))))
+        rows.append(
+            (
+                found.numbers[rank] if found.numbers else str(rank),
+                seconds(total),
+                *shares,
+                percent(float(found.overlap[rank])),
+            )
+        )
     return rows
 
 

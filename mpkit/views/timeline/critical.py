@@ -40,11 +40,13 @@ def critical_text(path: CriticalPath) -> str:
         f"{seconds(on):>11}  {percent(on / whole):>7}  {_without(path, kind):>9}  {kind.replace('_', ' ')}"
         for kind, on in path.by_kind.items()
     ]
-    shares = (f"rank {rank} {percent(on / whole)}" for rank, on in path.by_rank.items())
+    shares = (
+        f"rank {path.timeline.rank_number(rank)} {percent(on / whole)}" for rank, on in path.by_rank.items()
+    )
     lines.append(f"It is on {', '.join(shares)}.")
     lines.append(f"{'start':>9}  {'takes':>9}  {'if free':>9}  operation")
     lines += [
-        f"{seconds(op.start):>9}  {seconds(op.seconds):>9}  {_gain(path, op):>9}  {op_words(op)}"
+        f"{seconds(op.start):>9}  {seconds(op.seconds):>9}  {_gain(path, op):>9}  {op_words(path, op)}"
         for op in longest(path)
     ]
     left = len(path.ops) - LONGEST
@@ -71,9 +73,9 @@ def longest(path: CriticalPath) -> list[PathOp]:
     return sorted(chosen, key=lambda op: op.start)
 
 
-def op_words(op: PathOp) -> str:
+def op_words(path: CriticalPath, op: PathOp) -> str:
     """Name an operation: its rank, kind, name, stage and micro-batch."""
-    words = [f"rank {op.rank}", op.kind.replace("_", " ")]
+    words = [f"rank {path.timeline.rank_number(op.rank)}", op.kind.replace("_", " ")]
     words += [op.name] if op.name else []
     words += [f"micro-batch {op.microbatch}"] if op.microbatch >= 0 else []
     words += [f"stage {op.stage}"] if op.stage >= 0 else []
@@ -124,7 +126,7 @@ def outlined(path: CriticalPath, pic: Picture, tops: list[float], plot: Plot) ->
         dashed = ' stroke-dasharray="3 2"' if op.kind == "gap" else ""
         parts.append(
             f'<rect class="path" x="{x:.2f}" y="{y:g}" width="{max(length, 0.5):.2f}" height="{height:g}"{dashed}>'
-            f"<title>{escape(f'critical: {op_words(op)}, {seconds(op.seconds)}')}</title></rect>"
+            f"<title>{escape(f'critical: {op_words(path, op)}, {seconds(op.seconds)}')}</title></rect>"
         )
     for before, after in pairwise(boxes):
         if before[2] != after[2]:
@@ -139,7 +141,7 @@ def outlined(path: CriticalPath, pic: Picture, tops: list[float], plot: Plot) ->
 def critical_html(path: CriticalPath) -> str:
     """Return a page: the picture, and a table of all operations of the path."""
     rows = "".join(
-        f"<tr><td>{seconds(op.start)}</td><td>{seconds(op.seconds)}</td><td>{escape(op_words(op))}</td></tr>"
+        f"<tr><td>{seconds(op.start)}</td><td>{seconds(op.seconds)}</td><td>{escape(op_words(path, op))}</td></tr>"
         for op in path.ops
     )
     return page(

@@ -202,7 +202,7 @@ def _where(timeline: Timeline, span: npt.NDArray[Any]) -> list[str]:
             words.append(f"{'micro-batch' if column == 'microbatch' else column} {span[column]}")
     if span["peer"] >= 0:
         way = {Kind.SEND: "to", Kind.RECV: "from"}.get(Kind(kind), "root") if kind in set(Kind) else "peer"
-        words.append(f"{way} rank {span['peer']}")
+        words.append(f"{way} rank {timeline.rank_number(int(span['peer']))}")
     return words
 
 

@@ -10,7 +10,7 @@ from mpkit.support.needs import needs_notebook
 from mpkit.support.units import bytes_text
 from mpkit.views.drawing.axes import ink_of, tint
 from mpkit.views.drawing.chart_look import LOOK
-from mpkit.views.traffic.text import SILENT, scaled
+from mpkit.views.traffic.text import scaled
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -58,7 +58,7 @@ def traffic_figure(matrix: CommMatrix) -> Any:
     figure.update_xaxes(**ticks)
     figure.update_yaxes(**ticks)
     figure.update_layout(
-        title={"text": matrix.title if axes else SILENT},
+        title={"text": matrix.title},
         height=110 + (280 if across == ACROSS else 340) * down,
         margin={"l": 56, "r": 16, "t": 84, "b": 48},
         **{**LOOK, "plot_bgcolor": "rgba(128,128,128,0.1)"},

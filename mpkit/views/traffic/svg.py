@@ -10,7 +10,7 @@ from mpkit.support.visible import escape
 from mpkit.views.drawing.axes import ink_of, on, tint
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.sheet import MARGIN, heading, sheet
-from mpkit.views.traffic.text import SILENT, scaled
+from mpkit.views.traffic.text import scaled
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +44,7 @@ def traffic_svg(matrix: CommMatrix, width: int = 960) -> str:
         panels.append(_panel(axis, matrix.by_axis[axis], x, y, cell, highest))
     down = -(-len(axes) // across)
     height = TOP + down * tall + 14
-    title = matrix.title if axes else SILENT
+    title = matrix.title
     note = "row: who sends; column: who receives; the stronger, the more" if axes else ""
     faint = f'<text class="faint" x="{MARGIN:g}" y="{height - 14:.0f}">{note}</text>'
     bare = {name: {"bare": f"fill:{theme.idle}"} for name, theme in THEMES.items()}

@@ -13,12 +13,10 @@ if TYPE_CHECKING:
 
     from mpkit.timeline.traffic import CommMatrix
 
-__all__ = ["SILENT", "scaled", "traffic_text"]
+__all__ = ["scaled", "traffic_text"]
 
 MOST = 16
 """The most ranks for which each pair is printed."""
-
-SILENT = "Nobody sends any bytes"
 
 
 def traffic_text(matrix: CommMatrix) -> str:
@@ -29,7 +27,7 @@ def traffic_text(matrix: CommMatrix) -> str:
         lines += ["", f"{axis}: {bytes_text(amounts.sum())}, {talk} pairs"]
         if len(amounts) <= MOST:
             lines += _table(amounts)
-    return "\n".join(lines if matrix.by_axis else [f"{SILENT}{' in ' + matrix.of if matrix.of else ''}."])
+    return "\n".join(lines if matrix.by_axis else [f"{matrix.title}."])
 
 
 def scaled(amounts: npt.NDArray[np.float64]) -> tuple[float, str]:

@@ -43,7 +43,7 @@ def volume_text(volume: CommVolume) -> str:
     """
     rows = [HEAD, *_cells(volume)]
     if not volume.rows:
-        return f"{volume.of}: nothing."
+        return f"{volume.of}: nothing{' that is known' if volume.unknown else ''}."
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
     lines = [
         "  ".join(

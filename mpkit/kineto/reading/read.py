@@ -130,6 +130,11 @@ class EventStream:
             elif first == "{":
                 self._at += 1
                 yield from self._members()
+                if "ph" in self.header:
+                    first_event, self.header = self.header, {}
+                    yield first_event
+                    self._at += 1
+                    yield from self._events(lines=True)
             else:
                 raise TraceError(
                     f"{self.path} begins with {first!r}, so it is no JSON. mk.open reads what torch.profiler's "
@@ -162,8 +167,8 @@ class EventStream:
         if self._ended and self._next() == "":
             self._cut()
 
-    def _events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of the list whose "[" has been read."""
+    def _events(self, *, lines: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield the events of the list whose "[" has been read; `lines`: of a file with an event per line."""
         while True:
             self._at = _BETWEEN(self._text, self._at).end()  # type: ignore[union-attr]
             try:
@@ -173,11 +178,14 @@ class EventStream:
                     self._at += 1
                     return
                 if following == "":
-                    self._cut()
+                    if not lines:
+                        self._cut()
                     return
                 event = self._value()
             if isinstance(event, dict):
                 yield event
+            elif event is not None or not self._ended:
+                self.repairs["event that is no object, left out"] += 1
 
     def _value(self) -> Any:
         """Return the next value, after reading on and mending as far as that takes."""

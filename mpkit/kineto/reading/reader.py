@@ -1,41 +1,28 @@
-"""The events of one rank as columns, by what they are; and how one finds another.
+"""Takes the events of a file one by one, checks each field once, and adds it to the columns.
 
-    kernel -(correlation)-> call of the runtime -(External id)-> operator -> the annotations around it
-
-Times are nanoseconds since the file's first event; `Events.origin` puts them on the clock of the machine.
-
-Source: Kineto's output_json.cpp; torch/csrc/profiler/kineto_client_interface.cpp for the names of categories.
+What no tool writes is a ValueError or TypeError, to which `read_events` adds the file and the event's number. What can
+be left out or assumed is counted.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mpkit.errors import TraceError
-from mpkit.kineto.read import EventStream
-from mpkit.kineto.sound_event import count_of, time_of
-from mpkit.kineto.table import Table
+from mpkit.kineto.reading.events import ANNOTATIONS, CATEGORIES, DEVICE, STEP, Events
+from mpkit.kineto.reading.read import EventStream
+from mpkit.kineto.reading.sound_event import count_of, is_text, shown, text_of, time_of
 
-__all__ = ["DEVICE", "Events", "Table", "read_events"]
+__all__ = ["read_events"]
 
-Array = npt.NDArray[Any]
-
-CATEGORIES = {
-    "cpu_op": "op", "operator": "op",
-    "user_annotation": "annotation", "python_function": "module",
-    "cuda_runtime": "call", "cuda_driver": "call", "runtime": "call", "hip_runtime": "call", "xpu_runtime": "call",
-    "kernel": "kernel", "gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "set", "memset": "set",
-}  # fmt: skip
-"""What each of Kineto's categories is, in lower case: today's, and those of torch 1.8."""
-
-DEVICE = ("kernel", "copy", "set")
 MOST_OPEN = 100_000
 """The most spans that have begun and not ended."""
 LONGEST = 1e15
@@ -44,65 +31,6 @@ _COMMUNICATES = ("Collective name", "Process Group Name", "In msg nelems")
 _CALLS = re.compile(
     r"torch::autograd::AccumulateGrad|c10d::|record_param_comms|gloo:|nccl:|rccl:|ucc:|xccl:|mpi:"
 )
-
-
-class Events:
-    """All events of one rank's file.
-
-    Attributes:
-        names: the strings that tables refer to.
-        threads: each thread's (process, thread), or (device, stream).
-        tables: by what it is: "op", "annotation", "module", "call", "kernel", "copy", "set", "other".
-        memory: (m, 5) of int64: ns, bytes (negative: freed), device type, total allocated, total reserved.
-        header: what the file says beside its events.
-        origin: ns of the machine's clock at which the times begin; Kineto's clock where there is no other.
-        repairs: what was mended in the file, with how often.
-    """
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.threads: list[tuple[str, str]] = []
-        self.tables = {word: Table() for word in (*dict.fromkeys(CATEGORIES.values()), "other")}
-        self.memory: Array = np.zeros((0, 5), np.int64)
-        self.header: dict[str, Any] = {}
-        self.origin = 0
-        self.repairs: dict[str, int] = {}
-
-    def __getitem__(self, word: str) -> Table:
-        return self.tables[word]
-
-    @property
-    def is_kineto(self) -> bool:
-        """Whether torch.profiler wrote it, as far as its categories tell."""
-        return any(len(self[word]) for word in self.tables if word != "other")
-
-    @property
-    def on_device(self) -> bool:
-        """Whether anything ran on a GPU."""
-        return any(len(self[word]) for word in DEVICE)
-
-    def launches(self, word: str) -> Array:
-        """Return, for each event of a device's table, the row of the runtime's call that launched it; -1: unknown."""
-        return _rows(self["call"].correlation, self[word].correlation)
-
-    def operators(self, word: str) -> Array:
-        """Return, for each event of a device's table, the row of the operator that launched it; -1: unknown."""
-        launch, external = self.launches(word), self[word].external
-        by_call = np.append(self["call"].external, -1)[launch]
-        return _rows(self["op"].external, np.where(by_call >= 0, by_call, external), external)
-
-
-def _rows(ids: Array, *wanted: Array) -> Array:
-    """Return the rows at which the ids are found, those of the first array of wanted ids for which they are."""
-    found = np.full(len(wanted[0]), -1)
-    if not len(ids):
-        return found
-    order = np.argsort(ids, kind="stable")
-    for each in wanted:
-        at = np.minimum(np.searchsorted(ids[order], each), len(ids) - 1)
-        rows = np.where((ids[order][at] == each) & (each >= 0), order[at], -1)
-        found = np.where(found < 0, rows, found)
-    return found
 
 
 def read_events(path: Path, progress: Callable[[int], None] = lambda done: None) -> Events:
@@ -118,12 +46,15 @@ def read_events(path: Path, progress: Callable[[int], None] = lambda done: None)
             reader.take(event)
         except (ValueError, TypeError) as error:
             raise TraceError(
-                f"{path}: event {number:,} cannot be read: {error}. It is {event!r:.200}"
+                f"{path}: event {number:,} ({shown(event.get('name'))}) cannot be read: {error}. It is "
+                f"{shown(event):.300}"
             ) from None
     events.header = stream.header
     events.repairs = {what: count for what, count in stream.repairs.items() if count}
+    events.phases = dict(reader.phases)
     try:
         reader.close()
+        events.assumed = dict(reader.assumed)
     except (ValueError, TypeError) as error:
         raise TraceError(f"{path}: {error}") from None
     return events
@@ -140,10 +71,13 @@ class _Reader:
         self._events = events
         self._names: dict[str, int] = {}
         self._threads: dict[tuple[str, str], int] = {}
+        self._places: dict[tuple[Any, Any], int] = {}
         self._kinds: dict[str, str] = {}
         self._memory = array("q")
         self._opened: dict[tuple[str, str], list[dict[str, Any]]] = {}  # of B, until its E
         self._depth = 0
+        self.phases: Counter[str] = Counter()
+        self.assumed: Counter[str] = Counter()
 
     def take(self, event: dict[str, Any]) -> None:
         """Add an event, if it is of a kind that is drawn.
@@ -153,17 +87,22 @@ class _Reader:
         """
         phase = event.get("ph")
         if phase == "X":
-            category, name = str(event.get("cat")), str(event.get("name", ""))
+            category, name = self._text(event, "cat"), self._text(event, "name")
             word = self._kinds.get(category)
             if word is None:
                 word = self._kinds[category] = CATEGORIES.get(category.lower(), "other")
+            if word == "op" and category == "Operator" and name.startswith(ANNOTATIONS):
+                word = "annotation"
             is_frame = word == "module" and not name.startswith("nn.Module")
             if not (
                 is_frame or (word == "other" and category == "Trace") or category == "gpu_user_annotation"
             ):
-                self._add(word, event)
+                self._add(word, name, event)
         elif phase == "i" and event.get("name") == "[memory]":
             args = _args_of(event)
+            if event.get("ts") is None or "Bytes" not in args:
+                self.assumed["[memory] without its time or bytes, left out"] += 1
+                return
             self._memory.extend((
                 _ns(time_of(event, "ts")), count_of(args, "Bytes", 0), count_of(args, "Device Type", 0),
                 count_of(args, "Total Allocated", -1), count_of(args, "Total Reserved", -1),
@@ -172,26 +111,72 @@ class _Reader:
             self._depth += 1
             if self._depth > MOST_OPEN:
                 raise ValueError(f"more than {MOST_OPEN:,} spans are open")
-            self._opened.setdefault((str(event.get("pid")), str(event.get("tid"))), []).append(event)
-        elif phase == "E" and (begun := self._opened.get((str(event.get("pid")), str(event.get("tid"))))):
+            _args_of(event)
+            time_of(event, "ts")
+            self._opened.setdefault((self._text(event, "pid"), self._text(event, "tid")), []).append(event)
+        elif phase == "E":
+            begun = self._opened.get((self._text(event, "pid"), self._text(event, "tid")))
+            if not begun:
+                self.assumed["end of a span that never began, left out"] += 1
+                return
             self._depth -= 1
             began = begun.pop()
+            if event.get("ts") is None or began.get("ts") is None:
+                self.assumed["event without a time, left out"] += 1
+                return
             took = time_of(event, "ts") - time_of(began, "ts")
-            self._add("other", {**began, "dur": took})
+            if took < 0:
+                raise ValueError(f"it ends a span before that begins, which is {shown(began):.200}")
+            self._add("other", self._text(began, "name"), {**began, "dur": took})
+        elif phase == "M" and event.get("name") == "process_name":
+            self._events.processes[self._text(event, "pid")] = text_of(_args_of(event).get("name"))
+        elif phase != "M":
+            self.phases[phase if type(phase) is str else shown(phase)] += 1
 
-    def _add(self, word: str, event: dict[str, Any]) -> None:
-        args, name = _args_of(event), str(event.get("name", ""))
-        place = event.get("pid"), event.get("tid")
+    def _text(self, event: dict[str, Any], key: str) -> str:
+        """Return a name that an event has; what is none is written out, and counted."""
+        value = event.get(key)
+        if type(value) is str:
+            return value
+        if is_text(value):
+            return str(value)
+        self.assumed[f"{key} that is no text"] += 1
+        return shown(value)
+
+    def _thread(self, place: tuple[Any, Any]) -> int:
+        """Return the number of a process's thread, or of a device's stream, that is seen for the first time."""
+        named = dict(zip(("process", "thread"), place, strict=True))
+        words = self._text(named, "process"), self._text(named, "thread")
+        number = self._threads.setdefault(words, len(self._threads))
+        if all(map(is_text, place)):
+            self._places[place] = number
+        return number
+
+    def _add(self, word: str, name: str, event: dict[str, Any]) -> None:
+        if event.get("ts") is None:
+            self.assumed["event without a time, left out"] += 1
+            return
+        if event.get("dur") is None:
+            self.assumed["span without an end, taken as one of no length"] += 1
+        args = _args_of(event)
+        if word == "annotation" and name.startswith("ProfilerStep#") and not STEP.match(name):
+            self.assumed["ProfilerStep whose number no run reaches, not taken for a step"] += 1
+        place: Any = event.get("pid"), event.get("tid")
         if word in DEVICE:
             place = args.get("device", place[0]), args.get("stream", place[1])
+        try:
+            thread = self._places[place]
+        except (KeyError, TypeError):
+            thread = self._thread(place)
         number = self._names.setdefault(name, len(self._names))
-        thread = self._threads.setdefault((str(place[0]), str(place[1])), len(self._threads))
         whole = (
             _CALLS.match(name) is not None
             if word in ("op", "annotation")
             else word == "kernel" and _COMMUNICATES[0] in args
         )
         ts, took = time_of(event, "ts"), time_of(event, "dur", least=0.0)
+        if word == "other":
+            self._events.categories.append(sys.intern(self._text(event, "cat") if "cat" in event else ""))
         self._events.tables[word].add(number, ts, took, thread, args, whole=whole)
 
     def close(self) -> None:
@@ -201,6 +186,8 @@ class _Reader:
             ValueError: they are further apart than any run is long.
         """
         events = self._events
+        if left := sum(map(len, self._opened.values())):
+            self.assumed["span without an end, left out"] += left
         events.names, events.threads = list(self._names), list(self._threads)
         tables = events.tables.values()
         first = min((min(table._times[0]) for table in tables if len(table)), default=0.0)
@@ -215,9 +202,11 @@ class _Reader:
 
 
 def _args_of(event: dict[str, Any]) -> dict[str, Any]:
-    args = event.get("args") or {}
+    args = event.get("args")
+    if args is None:
+        return {}
     if not isinstance(args, dict):
-        raise TypeError(f"args={args!r:.60} are no names and values")
+        raise TypeError(f"args={shown(args)} are no names and values")
     return args
 
 

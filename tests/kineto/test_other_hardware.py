@@ -1,0 +1,114 @@
+"""Imported traces on other hardware: kernels scale by what bounds them, or a note says that they do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mpkit as mk
+from benchmarks.replays import replays
+from mpkit.kineto.bounds import FIXED
+from mpkit.kineto.opened import OpenedTrace
+from tests.kineto.program import Program
+
+H100, MI300X = mk.hardware("8x-h100-nvlink").device, mk.hardware("8x-mi300x").device
+
+
+def one_kernel(
+    folder: Path, name: str, dtype: str = "c10::BFloat16", gpu: str = "NVIDIA H100 80GB HBM3"
+) -> OpenedTrace:
+    program = Program(gpu=gpu)
+    program.kernel(name, 0, 20, 1000, shapes=[[64, 64], [64, 64]], types=[dtype, dtype])
+    path = folder / "trace.json"
+    path.write_text(json.dumps(program.json()))
+    return mk.open(path)
+
+
+BOUNDS: dict[str, tuple[str, str, float]] = {
+    "in 16 bits": (
+        "sm90_xmma_gemm_bf16bf16_tn",
+        "c10::BFloat16",
+        H100.rate("bfloat16") / MI300X.rate("bfloat16"),
+    ),
+    "in 32 bits": ("sm80_xmma_gemm_f32f32_tn", "float", H100.rate() / MI300X.rate()),
+    "in TF32": (
+        "cutlass_80_tensorop_s1688gemm_128x64",
+        "float",
+        H100.rate("tfloat32") / MI300X.rate("tfloat32"),
+    ),
+    "attention": (
+        "pytorch_flash::flash_fwd_kernel",
+        "c10::Half",
+        H100.rate("bfloat16") / MI300X.rate("bfloat16"),
+    ),
+    "unaligned": (
+        "cutlass_75_tensorop_bf16_s1688gemm_align1",
+        "c10::BFloat16",
+        H100.bandwidth / MI300X.bandwidth,
+    ),
+    "elementwise": ("vectorized_elementwise_kernel", "float", H100.bandwidth / MI300X.bandwidth),
+}
+
+
+@pytest.mark.parametrize("what", BOUNDS)
+def test_a_kernel_scales_by_what_bounds_it(tmp_path: Path, what: str) -> None:
+    name, dtype, factor = BOUNDS[what]
+    trace = one_kernel(tmp_path, name, dtype)
+    fixed = FIXED * 1e-9
+    assert trace.timeline("8x-mi300x").makespan == pytest.approx(fixed + (1e-3 - fixed) * factor, rel=1e-6)
+    assert trace.timeline("8x-h100-nvlink").makespan == pytest.approx(1e-3)
+    assert any(
+        "Each kernel is scaled from H100 SXM to MI300X" in note for note in trace.timeline("8x-mi300x").notes
+    )
+
+
+@pytest.mark.parametrize("gpu", ["AMD Instinct MI210", ""])
+def test_what_cannot_be_scaled_is_not_called_modelled(tmp_path: Path, gpu: str) -> None:
+    timeline = one_kernel(tmp_path, "gemm", gpu=gpu).timeline("8x-h100-nvlink")
+    assert timeline.makespan == pytest.approx(1e-3)
+    notes = " ".join(timeline.notes)
+    assert "Compute is not modelled for H100 SXM" in notes and "is modelled" not in notes
+
+
+def test_operators_of_a_cpu_are_not_scaled_to_a_gpu(tmp_path: Path) -> None:
+    span: dict[str, Any] = {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": "aten::mm",
+        "pid": 1,
+        "tid": 1,
+        "ts": 0,
+        "dur": 1000,
+    }
+    (tmp_path / "trace.json").write_text(json.dumps([span]))
+    timeline = mk.open(tmp_path / "trace.json").timeline("8x-h100-nvlink")
+    assert timeline.makespan == pytest.approx(1e-3)
+    assert any("it was recorded on a CPU" in note for note in timeline.notes)
+
+
+def test_what_is_loaded_meanwhile_does_not_lengthen_a_forward(tmp_path: Path) -> None:
+    program = Program()
+    program.annotation("enumerate(DataLoader)#_Iter.__next__", 5, 900)
+    program.kernel("vectorized_elementwise_kernel", 0, 1, 500)
+    program.kernel("vectorized_elementwise_kernel", 10, 501, 500)
+    (tmp_path / "trace.json").write_text(json.dumps(program.json()))
+    trace = mk.open(tmp_path / "trace.json")
+    slower = H100.bandwidth / mk.hardware("8x-a100-nvlink").device.bandwidth
+    expected = 4e-6 + 996e-6 * slower
+    assert trace.timeline("8x-a100-nvlink").busy[0] == pytest.approx(expected, rel=1e-3)
+
+
+def test_pairs_of_traces_are_replayed_both_ways(tmp_path: Path) -> None:
+    factor = H100.bandwidth / MI300X.bandwidth
+    for name, gpu in (("one", "NVIDIA H100"), ("other", "AMD Instinct MI300X")):
+        (tmp_path / name).mkdir()
+        one_kernel(tmp_path / name, "vectorized_elementwise_kernel", gpu=gpu)
+    (_, there, replayed, measured), (_, here, back, _) = replays(tmp_path / "one", tmp_path / "other")
+    assert (there, here) == ("8x-mi300x", "8x-h100-nvlink")
+    assert measured == pytest.approx(1e-3)
+    assert replayed == pytest.approx(1e-3 * factor, rel=2e-3) and back == pytest.approx(
+        1e-3 / factor, rel=2e-3
+    )

@@ -1,0 +1,101 @@
+"""What is said of an imported trace: by the numbers that the program gave its ranks, of whole steps only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import mpkit as mk
+from mpkit.errors import TraceError
+from mpkit.kineto.lanes import gpu_time
+from mpkit.kineto.reading.reader import read_events
+from tests.kineto.program import ddp_program, write_ranks
+
+
+def test_texts_name_a_rank_by_its_own_number(tmp_path: Path) -> None:
+    """The only file is of rank 3: no text calls it rank 0."""
+    timeline = mk.open(write_ranks(tmp_path, [ddp_program(3, 4)])).timeline()
+    found = timeline.diagnose()
+    words = [str(timeline.breakdown()), str(timeline.critical_path()), *(each.words for each in found)]
+    assert words[0].splitlines()[1].split()[0] == "3"
+    assert "It is on rank 3 100" in words[1]
+    assert not any("ank 0" in each for each in words)
+
+
+def test_a_rank_without_a_number_is_not_called_0(tmp_path: Path) -> None:
+    program = ddp_program(0, 1)
+    program.header["distributedInfo"] = {"backend": "nccl"}
+    write_ranks(tmp_path, [program])
+    path = (tmp_path / "rank0.json").rename(tmp_path / "trace.json")
+    timeline = mk.open(path).timeline()
+    assert "rank ? · forward" in str(timeline.critical_path())
+
+
+def test_a_finding_does_not_print_all_its_operations(tmp_path: Path) -> None:
+    timeline = mk.open(write_ranks(tmp_path, [ddp_program()])).timeline()
+    first = timeline.diagnose()[0]
+    assert first.ops
+    assert "ops" not in repr(first)
+
+
+@pytest.mark.parametrize("cut", [0.05, 0.4])
+def test_a_step_within_which_recording_ended_is_left_out(tmp_path: Path, cut: float) -> None:
+    program = ddp_program(0, 1, steps=3)
+    begins = max(event["ts"] for event in program.events if event.get("name", "").startswith("ProfilerStep"))
+    end = begins + 2000 * cut * 0.45
+    program.events = [event for event in program.events if event["ts"] < end]
+    for event in program.events:
+        if event.get("name", "") == "ProfilerStep#5":
+            event["dur"] = end - begins
+    trace = mk.open(write_ranks(tmp_path, [program]))
+    assert trace.timeline().steps == [3, 4]
+    assert any("Step 5 of rank 0 was cut off after" in note for note in trace.notes), trace.notes
+    whole = mk.open(write_ranks(tmp_path / "whole", [ddp_program(0, 1, steps=3)]))
+    assert whole.timeline().steps == [3, 4, 5]
+
+
+def test_what_follows_the_last_update_is_no_step(tmp_path: Path) -> None:
+    """Without announced steps, each ends with its optimizer; so do the steps of its collectives."""
+    program = ddp_program(0, 2, steps=3)
+    program.events = [
+        event for event in program.events if not event.get("name", "").startswith("ProfilerStep")
+    ]
+    last = max(
+        event["ts"] for event in program.events if event.get("name", "") == "Optimizer.step#AdamW.step"
+    )
+    program.events = [event for event in program.events if event["ts"] < last - 20]
+    timeline = mk.open(write_ranks(tmp_path, [program])).timeline()
+    assert timeline.steps == [0, 1]
+    frame = timeline.to_dataframe()
+    assert frame[frame.kind == "all_reduce"].step.tolist() == [0, 1, -1]
+
+
+def test_hta_s_count_of_one_step_says_what_it_leaves_out(tmp_path: Path) -> None:
+    write_ranks(tmp_path, [ddp_program(0, 1, steps=1)])
+    events = read_events(tmp_path / "rank0.json")
+    assert gpu_time(events) is not None
+    with pytest.raises(ValueError, match="leaves out the last profiled step, and this trace has 1"):
+        gpu_time(events, as_hta=True)
+
+
+def test_a_file_with_an_event_per_line(tmp_path: Path) -> None:
+    spans = [{"ph": "X", "name": f"span {n}", "pid": 1, "tid": 1, "ts": n, "dur": 1} for n in range(3)]
+    path = tmp_path / "spans.json"
+    path.write_text("\n".join(map(json.dumps, spans)))
+    trace = mk.open(path)
+    assert len(trace) == 3 and not any("mended" in note for note in trace.notes)
+
+
+def test_a_file_without_spans_says_what_it_has(tmp_path: Path) -> None:
+    events = [
+        {"ph": "C", "name": "watt", "ts": 1},
+        {"ph": "b", "ts": 1, "id": 1},
+        {"ph": "e", "ts": 2, "id": 1},
+    ]
+    (tmp_path / "power.json").write_text(json.dumps(events))
+    with pytest.raises(
+        TraceError, match="no events in it that take time, but 1 counters, 1 beginnings of asyn"
+    ):
+        mk.open(tmp_path / "power.json")
