@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -19,7 +20,9 @@ def work(ctx: mk.Context, how: str, folder: str) -> None:
             ctx.comm.all_reduce(torch.ones(10))
             if step == 5 and ctx.rank == 3:
                 (Path(folder) / "there").write_text(str(os.getpid()))
-                if how == "raise":
+                if how == "no folder":
+                    shutil.rmtree(ctx.record.folder)  # as a cleaner of temporary files does
+                if how in ("raise", "no folder"):
                     raise RuntimeError("the disk of rank 3 is on fire")
                 if how == "interrupt":
                     os.kill(os.getpid(), signal.SIGINT)

@@ -73,6 +73,15 @@ def test_a_step_that_is_not_serial_ends_all_ranks(launch: Launch, tmp_path: Path
     assert len(says) == 4, job.outputs[0]  # a rank that is stuck in a collective is ended
 
 
+@pytest.mark.parametrize("launch", LAUNCHERS)
+def test_a_rank_that_cannot_report_its_error_prints_it(launch: Launch, tmp_path: Path) -> None:
+    job = launch(4, HERE / "fail.py", "no folder", str(tmp_path))
+    assert all(job.wait())
+    text = job.outputs[0]
+    assert len(re.findall("mpkit-run-.*, the folder of this run, was removed while it ran", text)) >= 4, text
+    assert "RuntimeError: the disk of rank 3 is on fire" in text
+
+
 def test_results_are_the_same_on_every_rank(told: list[dict[str, Any]]) -> None:
     for each in told:
         assert each["results"] == [[rank, 8.0] for rank in range(4)]

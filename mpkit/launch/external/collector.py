@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from mpkit.errors import RankFailed
+from mpkit.errors import MpkitError, RankFailed
 from mpkit.launch.external.mirror import Mirror
 from mpkit.launch.external.verdict import Verdict
 from mpkit.launch.failure import failure, lost
@@ -122,7 +122,16 @@ class Collector:
     # ---- receive --------------------------------------------------------------------------------------------
 
     def receive(self) -> None:
-        """Take the heartbeats and packets that have come, and let the others know that rank 0 lives."""
+        """Take the heartbeats and packets that have come, and let the others know that rank 0 lives.
+
+        Raises:
+            MpkitError: the folder is gone.
+        """
+        if not self._folder.is_dir():
+            raise MpkitError(
+                f"{self._folder}, the folder of this run, was removed while it ran: something cleans up temporary "
+                "files there. The environment variable TMPDIR names another place: TMPDIR=$HOME/tmp"
+            )
         now = time.monotonic()
         asleep = max(0.0, now - self._ticked - 1.0)  # of this process itself, in a frozen container say
         self._ticked = now

@@ -12,6 +12,7 @@ import json
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +21,7 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from mpkit.devices.local.nvml import NOT_SAMPLED
-from mpkit.errors import MpkitError
+from mpkit.errors import MpkitError, TraceError
 from mpkit.launch.external.collector import LOST_SOON, Collector
 from mpkit.launch.external.in_place import ended_by_launcher, note_termination, run_rank
 from mpkit.launch.external.monitor import Monitor
@@ -71,6 +72,7 @@ class ExternalLaunch:
         self.ranks, self.leads, self.pids = session.ranks, session.rank == 0, [os.getpid()]
         self._over, self.stopped = threading.Event(), False
         self.error: Exception | None = None
+        self._trace: Trace | None = None
         # ---- agree
         self._store = session.part("launch")
         self._folders = open_folders(session, self._store)
@@ -127,7 +129,10 @@ class ExternalLaunch:
             except (Exception, SystemExit) as error:
                 raised = error  # comes back with the verdict
                 if read_error(self.folder, session.rank) is None:  # not raised by the rank's own code
-                    report(error, session.rank, self.folder, None)
+                    try:
+                        report(error, session.rank, self.folder, None)
+                    except OSError:  # the disk is full, or rank 0 has ended and removed the folder
+                        traceback.print_exception(error)
             verdict = self._monitor.come_out(state)
             self.error = verdict.error
             if raised is not None and self.error is None:
@@ -140,11 +145,7 @@ class ExternalLaunch:
 
     def _interrupted(self) -> None:
         """Let the other ranks end with this process's KeyboardInterrupt, unless they have one of their own."""
-        verdict = self._monitor.give_up(2 * LOST_SOON)
-        with suppress(
-            dist.DistError, RuntimeError
-        ):  # the store may be gone, which is why the user interrupts
-            self._let_read(verdict)
+        self._let_read(self._monitor.give_up(2 * LOST_SOON))
         self._session.broken = self.stopped = True
         self._over.set()
 
@@ -172,7 +173,11 @@ class ExternalLaunch:
         self._session.broken = self.error is not None
         self._let_read(self._monitor.verdict)
         if self._collector is not None:
-            self._trace = self._collector.trace
+            try:
+                self._trace = self._collector.trace
+            except TraceError:
+                if self.error is None:  # which would be that the folder is gone
+                    raise
             self._collector.close()
         self._over.set()
 
@@ -181,14 +186,13 @@ class ExternalLaunch:
 
         Polled: the store's own wait leaves Ctrl-C unanswered, and prints a warning of C++ code when its time is over.
         """
-        self._store.set(f"gone{self._session.rank}", "")
-        if not self.leads:
-            return
         finished = verdict is not None and verdict.error is None
         until = time.monotonic() + (5.0 if finished else 1.0)  # a dead rank reads nothing
         gone = [f"gone{rank}" for rank in range(self.ranks)]
-        while not self._store.check(gone) and time.monotonic() < until:
-            time.sleep(0.02)
+        with suppress(dist.DistError, RuntimeError):  # the store may be gone, with rank 0's process
+            self._store.set(gone[self._session.rank], "")
+            while self.leads and not self._store.check(gone) and time.monotonic() < until:
+                time.sleep(0.02)
 
     # ---- what Cluster and Run ask of a launch ---------------------------------------------------------------
 
@@ -221,7 +225,7 @@ class ExternalLaunch:
                 "`if cluster.rank == 0:` before what reads or draws them, such as run.timeline(). run.losses, "
                 "run.state_dict() and the results of cluster.run are the same on every rank."
             )
-        return self._trace if self.over else self._collector.trace
+        return self._collector.trace if self._trace is None else self._trace
 
     @property
     def losses(self) -> list[float]:
@@ -234,14 +238,12 @@ class ExternalLaunch:
         """End all ranks."""
         self.stopped = True
         error = self.error or MpkitError(f"this run was stopped on {self._session.names[self._session.rank]}")
-        write_error(
-            self.folder,
-            self._session.rank,
-            {
-                "time": time.monotonic_ns(), "type": type(error).__name__, "message": str(error), "traceback": "",
-                "folded": "", "secondary": False, "other": None,
-            },
-        )  # fmt: skip
+        details = {
+            "time": time.monotonic_ns(), "type": type(error).__name__, "message": str(error), "traceback": "",
+            "folded": "", "secondary": False, "other": None,
+        }  # fmt: skip
+        with suppress(FileNotFoundError):  # rank 0 has ended and removed the folder
+            write_error(self.folder, self._session.rank, details)
         self._monitor.fail()
 
     def end(self, error: BaseException | None = None) -> None:

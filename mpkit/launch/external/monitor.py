@@ -137,7 +137,9 @@ class Monitor:
                     self._conclude(verdict)
                 else:
                     self._pause()
-        except MpkitError as error:  # something was not signed by this launch
+        except MpkitError as error:  # something was not signed by this launch, or rank 0's folder is gone
+            if self._collector is not None:
+                self._collector.tell(self._number + 1, Verdict(error))
             self._conclude(Verdict(error))
         except Exception as error:  # whatever it is, the other ranks must not wait for this one forever
             silent = time.monotonic() - self._heard
