@@ -121,8 +121,7 @@ def search(priced: Priced, devices: int) -> tuple[list[Found], int]:
         reliefs = _reliefs(family[0], offers, priced.stack)
         considered += len(reliefs) * len(family)
         for layout in family:
-            most = replace(layout, offload=reliefs[-1][0], recompute=reliefs[-1][1])
-            if priced.memory(most) > room:
+            if priced.memory(_relieved(layout, *reliefs[-1])) > room:
                 break
             fitting = _fitting(priced, layout, reliefs, room)
             found += [Found(each, priced.screened(each), memory) for each, memory in fitting]
@@ -158,10 +157,16 @@ def _fitting(
     """Yield for each offload the least recomputation that fits; where none is needed, more offload is for nothing."""
     for offload, group in groupby(reliefs, key=lambda relief: relief[0]):
         for _, recompute in group:
-            relieved = replace(layout, offload=offload, recompute=recompute)
+            relieved = _relieved(layout, offload, recompute)
             memory = priced.memory(relieved)
             if memory <= room:
                 yield relieved, memory
                 if recompute == reliefs[0][1]:
                     return
                 break
+
+
+def _relieved(layout: Layout, offload: str, recompute: str) -> Layout:
+    if (offload, recompute) == (layout.offload, layout.recompute):
+        return layout  # its degrees have been multiplied already
+    return replace(layout, offload=offload, recompute=recompute)

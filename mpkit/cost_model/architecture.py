@@ -179,10 +179,9 @@ class Architecture:
             yield Matmul("shared up", h, gate * self.shared_ffn, "n")
             yield Matmul("shared down", self.shared_ffn, h, "k")
 
-    def matmuls(self, layer: int = 0) -> list[Matmul]:
+    def matmuls(self, layer: int = 0) -> tuple[Matmul, ...]:
         """Return the products with weights of a layer."""
-        crossed = self.attention() if self.encoder and layer >= self.encoder else ()
-        return [*self.attention(), *crossed, *self.mlp(layer)]
+        return _matmuls(self, layer)
 
     # ---- parameters
 
@@ -195,7 +194,7 @@ class Architecture:
 
     def expert_parameters(self, layer: int = 0) -> int:
         """Return the parameters of a layer's experts, without those that all tokens visit."""
-        return sum(m.parameters for m in self.mlp(layer) if m.experts)
+        return sum(m.parameters for m in self.matmuls(layer) if m.experts)
 
     @property
     def embedding_parameters(self) -> int:
@@ -246,6 +245,12 @@ class Architecture:
             twice = 2 if self.encoder and layer >= self.encoder else 1
             total += count * (weights + twice * per_layer)
         return total + 2.0 * sequence * self.hidden * self.vocabulary
+
+
+@lru_cache(1024)
+def _matmuls(model: Architecture, layer: int) -> tuple[Matmul, ...]:
+    crossed = model.attention() if model.encoder and layer >= model.encoder else ()
+    return (*model.attention(), *crossed, *model.mlp(layer))
 
 
 @lru_cache(256)

@@ -5,11 +5,13 @@ The times are those of `mpkit.devices.collective`, which replays take as well.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from mpkit.devices.collective import collective_time
 from mpkit.devices.hardware import Hardware
 from mpkit.trace import Kind
 
-__all__ = ["KAPPA", "Network", "overlapped"]
+__all__ = ["KAPPA", "Network", "network_of", "overlapped"]
 
 KAPPA = 0.3
 """How much of the time that communication shares with compute is lost; fitted to all published rows at once."""
@@ -50,6 +52,12 @@ class Network:
         """
         link = self._between if crosses and self._between is not None else self._inside
         return link.time(Kind.SEND, nbytes)
+
+
+@lru_cache(64)
+def network_of(hardware: Hardware) -> Network:
+    """Return the network of a machine; equal machines have one."""
+    return Network(hardware)
 
 
 def overlapped(compute: float, communication: float) -> float:

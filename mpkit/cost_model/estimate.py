@@ -48,6 +48,7 @@ class Estimate:
         model, plan, hardware, sequence: what was asked for.
         layout: the plan's degrees, with the samples of a micro-batch.
         stack, preset: what the software does, and the constants with what they were fitted on.
+        shares: the parameters of the ranks.
         step: seconds by stage and by cause.
     """
 
@@ -58,6 +59,7 @@ class Estimate:
     layout: Layout
     stack: Stack
     preset: Preset
+    shares: Shares = field(repr=False)
     step: StepTime = field(repr=False)
 
     # ---- time
@@ -103,9 +105,8 @@ class Estimate:
     @cached_property
     def stage_memory(self) -> list[dict[str, float]]:
         """Bytes by category for a rank of each stage."""
-        shares = Shares(self.model, self.layout, self.stack)
         return stage_memory(
-            self.model, self.layout, self.sequence, self.stack, shares, device=self.hardware.device
+            self.model, self.layout, self.sequence, self.stack, self.shares, device=self.hardware.device
         )
 
     @property
@@ -249,5 +250,6 @@ def estimated(
         layout = replace(layout, head=model.head_in_layers)
     as_played = preset_as_played(hardware.device) if stack.name == "mpkit" else None
     chosen = preset or as_played or preset_for(hardware.device.name, stack.name)
-    step = step_time(model, layout, sequence, hardware, stack, chosen.constants)
-    return Estimate(model, plan, hardware, sequence, layout, stack, chosen, step)
+    shares = Shares(model, layout, stack)
+    step = step_time(model, layout, sequence, hardware, stack, chosen.constants, shares)
+    return Estimate(model, plan, hardware, sequence, layout, stack, chosen, shares, step)

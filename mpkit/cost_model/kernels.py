@@ -12,14 +12,14 @@ Sources: Calculon (Isaev et al., SC 2023) adds the two terms; shapes measured by
 from __future__ import annotations
 
 import csv
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from math import log
 
 from mpkit.cost_model.stack import Constants, Stack
 from mpkit.devices.hardware import Device
 
-__all__ = ["CONVERTED", "LAUNCH", "Kernels", "measured_share", "peak_of"]
+__all__ = ["CONVERTED", "LAUNCH", "Kernels", "kernels_of", "measured_share", "peak_of"]
 
 STREAM = 0.8
 """The share of the memory's bandwidth that streaming kernels reach."""
@@ -104,6 +104,16 @@ class Kernels:
     def elementwise(self, nbytes: float) -> float:
         """Return the seconds of elementwise operators that would move so many bytes if they were well fused."""
         return self.constants.traffic * nbytes / self.bandwidth
+
+
+def kernels_of(device: Device, stack: Stack, constants: Constants, microbatches: int = 1) -> Kernels:
+    """Return the kernels of a stack on a device, for a step of so many micro-batches; equal ones are one object."""
+    return _kernels(device, stack, constants, microbatches if stack.converts_once else 1)
+
+
+@lru_cache(64)
+def _kernels(device: Device, stack: Stack, constants: Constants, microbatches: int) -> Kernels:
+    return Kernels(device, stack, constants, microbatches)
 
 
 def peak_of(device: Device, dtype: str) -> float:

@@ -75,6 +75,7 @@ def presets() -> dict[tuple[str, str], Preset]:
     return found
 
 
+@cache
 def preset_for(device: str, stack: str) -> Preset:
     """Return the preset of a stack on a device; where nothing was fitted, the prior, with `rows` 0 and a wide band.
 

@@ -16,18 +16,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import log2
 
 from mpkit.cost_model.architecture import Architecture
-from mpkit.cost_model.communication import Network, overlapped
-from mpkit.cost_model.kernels import Kernels
+from mpkit.cost_model.communication import Network, network_of, overlapped
+from mpkit.cost_model.kernels import Kernels, kernels_of
 from mpkit.cost_model.layer import CAUSES, LayerTime, head_time, layer_time
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.shares import Shares
 from mpkit.cost_model.stack import Constants, Stack
 from mpkit.devices.hardware import Hardware
+from mpkit.schedule.core import Schedule
 from mpkit.schedule.summary import LONG, bubble, makespan, stage_ranks
 from mpkit.trace import Kind
 
@@ -76,7 +77,7 @@ class StepTime:
         work = sum(self.steady.values())
         free = self.pipeline
         if self.hop:
-            free = _played(self.layout, self.forward, self.backward, 0.0, self.longest)
+            free = _played(*_shape(self.layout), self.forward, self.backward, 0.0, self.longest)
         bubble = {"pipeline bubble": free - work, "messages between stages": self.pipeline - free}
         causes = self.steady | bubble | self.after
         # What rounding leaves of 0 is no cause.
@@ -84,15 +85,9 @@ class StepTime:
         return dict(sorted(there, key=lambda each: -each[1]))
 
     @property
-    def played(self) -> tuple[list[float], list[float], float]:
-        """Seconds of each stage's forward and backward and of a message, as they are played: with waiting for what is
-        sent, if that blocks.
-        """
-        if not self.blocking:
-            return list(self.forward), list(self.backward), self.hop
-        # The last stage sends no output, and the first no gradient.
-        forward = [*(time + self.hop for time in self.forward[:-1]), self.forward[-1]]
-        return forward, [self.backward[0], *(time + self.hop for time in self.backward[1:])], 0.0
+    def played(self) -> tuple[tuple[float, ...], tuple[float, ...], float]:
+        """Seconds of each stage's forward and backward and of a message, as they are played."""
+        return _with_sends(self.forward, self.backward, self.hop, self.blocking)
 
 
 def step_time(
@@ -110,22 +105,23 @@ def step_time(
         shares: the parameters of the ranks, if they are known already.
         longest: the most actions of a schedule that are played, as for `makespan`.
     """
-    kernels, network = Kernels(hardware.device, stack, constants, layout.microbatches), Network(hardware)
+    kernels, network = (
+        kernels_of(hardware.device, stack, constants, layout.microbatches),
+        network_of(hardware),
+    )
     shares = shares or Shares(model, layout, stack)
     stages = _stages(model, layout, sequence, kernels, network, shares)
     hop = _hop(model, layout, sequence, hardware, network, stack)
 
     # ---- pipeline
     forward, backward = stages.of_stages(stage_ranks(layout.schedule, layout.pp, layout.virtual_stages))
-    steady = stages.causes(layout.microbatches)
-    found = StepTime(
-        layout, forward, backward, hop, stack.blocks(layout.virtual_stages), 0.0, {}, steady, longest
-    )
-    pipeline = _played(layout, *found.played, longest)
+    blocking = stack.blocks(layout.virtual_stages)
+    pipeline = _played(*_shape(layout), *_with_sends(forward, backward, hop, blocking), longest)
 
     # ---- replicas, optimizer, stragglers
     after = _after(pipeline, stages, layout, hardware, kernels, network, shares)
-    return replace(found, pipeline=pipeline, after=after)
+    steady = stages.causes(layout.microbatches)
+    return StepTime(layout, forward, backward, hop, blocking, pipeline, after, steady, longest)
 
 
 def screened_time(
@@ -137,7 +133,10 @@ def screened_time(
     It is exact without a pipeline; else m times the slowest rank, the bubble of equal stages, and messages. Of the
     layouts of a search it is at most 2 % shorter than `step_time` and 10 % longer.
     """
-    kernels, network = Kernels(hardware.device, stack, constants, layout.microbatches), Network(hardware)
+    kernels, network = (
+        kernels_of(hardware.device, stack, constants, layout.microbatches),
+        network_of(hardware),
+    )
     stages = _stages(model, layout, sequence, kernels, network, shares)
     m, pp, v, times = layout.microbatches, layout.pp, layout.virtual_stages, stages.times
     slowest = max(times)
@@ -166,16 +165,31 @@ def _after(
     return {"replicas": reduced, "optimizer": optimizer, "stragglers": late}
 
 
+def _with_sends(
+    forward: tuple[float, ...], backward: tuple[float, ...], hop: float, blocking: bool
+) -> tuple[tuple[float, ...], tuple[float, ...], float]:
+    """Return the seconds of each stage's forward and backward and of a message; a stage waits for sends that block."""
+    if not blocking:
+        return forward, backward, hop
+    # The last stage sends no output, and the first no gradient.
+    sent = (*(time + hop for time in forward[:-1]), forward[-1])
+    return sent, (backward[0], *(time + hop for time in backward[1:])), 0.0
+
+
+def _shape(layout: Layout) -> tuple[str | Schedule, int, int, int]:
+    return layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages
+
+
+@lru_cache(4096)  # plans that differ in what follows the pipeline share it
 def _played(
-    layout: Layout, forward: Sequence[float], backward: Sequence[float], hop: float, longest: int
-) -> float:
+    schedule: str | Schedule, p: int, m: int, v: int, forward: tuple[float, ...], backward: tuple[float, ...],
+    hop: float, longest: int,
+) -> float:  # fmt: skip
     """Return the seconds of a schedule in which the two halves of a backward take equally long."""
-    m = layout.microbatches
-    if layout.pp == 1:
+    if p == 1:
         return m * (sum(forward) + sum(backward))
     halves = [time / 2 for time in backward]
-    slots = {"F": forward, "B": backward, "I": halves, "W": halves}
-    return makespan(layout.schedule, layout.pp, m, layout.virtual_stages, slots, hop, longest)
+    return makespan(schedule, p, m, v, {"F": forward, "B": backward, "I": halves, "W": halves}, hop, longest)
 
 
 @dataclass(frozen=True)
@@ -243,29 +257,72 @@ class _Stages:
         return found | {"embedding": microbatches * self.times[self.slowest] - sum(found.values())}
 
 
-def _stages(
-    model: Architecture, layout: Layout, sequence: int, kernels: Kernels, network: Network, shares: Shares
-) -> _Stages:
-    """Return the times of the stages: each kind of layer is priced once."""
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Seconds per micro-batch of a layer, the mean of all kinds, and of what the first and the last stage have besides.
+
+    Attributes:
+        forward: of a layer.
+        backward: with what is computed again.
+        causes: both, by cause.
+        head: of the head and the loss, forward and backward.
+        embed: of the embedding.
+    """
+
+    forward: float
+    backward: float
+    causes: dict[str, float]
+    head: float
+    embed: float
+
+
+@lru_cache(4096)
+def _layer(
+    model: Architecture, sequence: int, kernels: Kernels, network: Network, microbatch: int, cp: int, tp: int, ep: int,
+    sequence_parallel: bool, recompute: str, trainable: float,
+) -> _Layer:  # fmt: skip
+    """Price each kind of layer once, for all plans that divide a layer equally."""
+    layout = Layout(
+        cp=cp, tp=tp, ep=ep, microbatch=microbatch, recompute=recompute, sequence_parallel=sequence_parallel,
+        trainable=trainable,
+    )  # fmt: skip
     kinds = [
         (count, layer_time(model, first, layout, sequence, kernels, network))
         for first, count in model.kinds()
     ]
     mean = [sum(count * each for count, each in parts) / model.layers for parts in _by_cause(kinds)]
     again = sum(count * layer.again for count, layer in kinds) / model.layers
-    forward, backward = sum(mean[: len(CAUSES)]), sum(mean[len(CAUSES) :]) + again
+    causes = {cause: mean[i] + mean[len(CAUSES) + i] for i, cause in enumerate(CAUSES)}
+    return _Layer(
+        sum(mean[: len(CAUSES)]),
+        sum(mean[len(CAUSES) :]) + again,
+        causes | {"recomputation": again},
+        head_time(model, layout, sequence, kernels),
+        kernels.move(12 * microbatch * sequence / cp * model.hidden),
+    )
+
+
+def _stages(
+    model: Architecture, layout: Layout, sequence: int, kernels: Kernels, network: Network, shares: Shares
+) -> _Stages:
+    """Return the times of the stages."""
+    layer = _layer(
+        model, sequence, kernels, network, layout.microbatch, layout.cp, layout.tp, layout.ep,
+        layout.sequence_parallel, layout.recompute, layout.trainable,
+    )  # fmt: skip
+    forward, backward, head = layer.forward, layer.backward, layer.head
     waited = _gathers(forward, backward, layout, shares, network) if layout.zero == 3 else (0.0, 0.0, 0.0)
-    head = head_time(model, layout, sequence, kernels)
-    embed = kernels.move(12 * layout.microbatch * sequence / layout.cp * model.hidden)
-    of_layer = {cause: mean[i] + mean[len(CAUSES) + i] for i, cause in enumerate(CAUSES)}
-    of_layer |= {"recomputation": again, "ZeRO-3 gathers": waited[0] + waited[1]}
     return _Stages(
         layout.stage_layers(model.layers),
         (forward + waited[0], backward + waited[1]),
-        (embed + waited[2], 0.0),
+        (layer.embed + waited[2], 0.0),
         (head / 3, head * 2 / 3 + (waited[2] if layout.pp > 1 else 0.0)),
         layout.last,
-        (of_layer, {"ZeRO-3 gathers": waited[2]}, {"head and loss": head}),
+        (
+            layer.causes | {"ZeRO-3 gathers": waited[0] + waited[1]},
+            {"ZeRO-3 gathers": waited[2]},
+            {"head and loss": head},
+        ),
     )
 
 
