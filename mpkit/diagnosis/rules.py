@@ -6,6 +6,8 @@ as well, and a slow rank alone in its stage makes that the longest.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.devices.hardware import Hardware
 from mpkit.diagnosis.buckets import late_buckets
@@ -23,22 +25,23 @@ from mpkit.timeline.timeline import Timeline
 
 __all__ = ["RULES", "diagnose"]
 
-RULES: dict[str, Rule] = {
-    "memory near the limit": memory_near_limit,
-    "straggler": stragglers,
-    "data loading": loading,
-    "synchronizing call": synchronizing_calls,
-    "host-bound": host_bound,
-    "copies": copies,
-    "slow link": slow_links,
-    "late bucket": late_buckets,
-    "small messages": small_messages,
-    "useless recomputation": useless_recomputation,
-    "unbalanced stages": imbalance,
-    "schedule's bubble": bubble,
-    "exposed communication": exposed,
+RULES: dict[str, tuple[Rule, str]] = {
+    "memory near the limit": (memory_near_limit, ""),
+    "straggler": (stragglers, "imbalance"),
+    "data loading": (loading, "data"),
+    "synchronizing call": (synchronizing_calls, "other"),
+    "host-bound": (host_bound, "other"),
+    "copies": (copies, "other"),
+    "slow link": (slow_links, "communication"),
+    "late bucket": (late_buckets, "communication"),
+    "small messages": (small_messages, "communication"),
+    "useless recomputation": (useless_recomputation, ""),
+    "unbalanced stages": (imbalance, "imbalance"),
+    "schedule's bubble": (bubble, "message"),
+    "exposed communication": (exposed, "communication"),
 }
-"""By the kind of finding, in order."""
+"""By the kind of finding, in order: the rule, and the cause of idle time that such a finding adds to; "" for work that
+takes too long. A schedule's bubble is warm-up and cool-down as well as waiting for messages."""
 
 STEPS = 9
 """The last steps of a run, at most, of which the one of median length is diagnosed."""
@@ -53,8 +56,8 @@ def diagnose(timeline: Timeline, step: int | None, hardware: Hardware | str | No
     if timeline.meta.get("imported", {}).get("processes"):
         why += "; its spans are of another tool, and what they do is not known"
     else:
-        for rule in RULES.values():
-            found += rule(evidence, tuple(found))
+        for rule, idle in RULES.values():
+            found += [replace(each, idle=idle) for each in rule(evidence, tuple(found))]
     found.sort(key=lambda each: (not each.urgent, -each.gain))
     return Diagnosis(evidence.path, tuple(found), why)
 

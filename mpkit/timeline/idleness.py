@@ -33,7 +33,7 @@ from mpkit.timeline.dependencies.lane import within
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
 
-__all__ = ["CAUSES", "idle_by_cause"]
+__all__ = ["CAUSES", "causes_of", "idle_by_cause"]
 
 Array = npt.NDArray[Any]
 
@@ -56,7 +56,12 @@ def idle_by_cause(timeline: Timeline) -> Array:
     2 {'warm-up': 2.0, 'communication': 1.0, 'cool-down': 4.0}
     """
     one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
-    step = _Step(graph_of(one.spans, one.world_size, one.clock), one.spans)
+    return causes_of(graph_of(one.spans, one.world_size, one.clock), one.spans)
+
+
+def causes_of(graph: StepGraph, spans: Array) -> Array:
+    """Return the same for a step that is a graph already, of these spans."""
+    step = _Step(graph, spans)
     causes = step.split(step.graph.took)
     if step.loads.any():
         _charge(causes, DATA, step.split(step.loaded_at_once))

@@ -14,7 +14,9 @@ import mpkit as mk
 from mpkit.apps.cli import main
 from mpkit.diagnosis.evidence import WORTH, listed
 from mpkit.diagnosis.rules import RULES
+from mpkit.support.units import percent
 from mpkit.timeline.findings.diagnosis import Diagnosis
+from mpkit.timeline.idleness import CAUSES
 from mpkit.trace import Kind
 from tests.diagnosis.planted import (
     CASES,
@@ -45,6 +47,17 @@ def diagnosed(case: Case) -> tuple[mk.Timeline, Diagnosis]:
 def test_there_are_12_kinds_of_5_sizes() -> None:
     assert len(CASES) == 60 and len(KINDS) == 12
     assert set(KINDS) == set(RULES) - {"exposed communication"}
+    assert {idle for _, idle in RULES.values()} <= {"", *CAUSES}
+
+
+def test_a_diagnosis_and_a_comparison_agree_on_idle_time() -> None:
+    timeline = mk.simulate(mk.Plan.gpipe(4, 4), forward=[1, 1, 2, 1], hop=0.25)
+    found = timeline.diagnose()
+    idle = mk.compare(timeline).rows[0].idle
+    ordered = sorted(((time, cause) for cause, time in idle.items() if time), reverse=True)
+    shares = ", ".join(f"{cause} {percent(time / found.step_time)}" for time, cause in ordered)
+    assert f"A rank is idle, on average: {shares}." in str(found)
+    assert found.of("schedule's bubble")[0].idle == "message"
 
 
 @pytest.mark.soak

@@ -105,9 +105,7 @@ class Collector:
         patience = Patience(timeout, grace, look_every=BEAT)
         self._hangs = HangWatch(folder, self._ranks, self._processes, patience, self._ask)
         self.drifts: dict[int, tuple[int, int, int]] = {}
-        self.other_work: Callable[[], None] = lambda: (
-            None
-        )  # rank 0's own heartbeat, while it waits for answers
+        self.other_work: Callable[[], None] = lambda: None  # rank 0's own heartbeat, beside waits for answers
 
     @property
     def trace(self) -> Trace:
@@ -187,10 +185,7 @@ class Collector:
                 self._mirrors[rank].correct(drift, since, until)
             return Verdict(None, self.trace.losses)
         error = self._failed(states) or self._hung()
-        return None if error is None else Verdict(error, self._losses())
-
-    def _losses(self) -> list[float]:
-        return self.trace.losses
+        return None if error is None else Verdict(error, self.trace.losses)
 
     def _failed(self, states: Sequence[str]) -> Exception | None:
         """Return the error of a rank that failed, was ended, or has not been heard of."""

@@ -58,7 +58,7 @@ class Diagnosis(Drawn):
         Raises:
             ImportError: pandas is not installed.
         """
-        columns = ["kind", "words", "reason", "remedy", "gain", "by", "step", "ranks", "check"]
+        columns = ["kind", "words", "reason", "remedy", "gain", "by", "idle", "step", "ranks", "check"]
         return data_frame(([getattr(each, name) for name in columns] for each in self.findings), columns)
 
     def to_html(self, path: str | Path | None = None) -> str:

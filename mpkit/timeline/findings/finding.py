@@ -24,6 +24,7 @@ class Finding:
         ops: the rows of its spans in `timeline.step(step).spans`.
         check: a call on `timeline` that returns the numbers of the sentence.
         urgent: whether it is about to end the run; then it goes before all that only cost time.
+        idle: the cause of idle time that it adds to (`mpkit.timeline.idleness.CAUSES`); "" where ranks work too long.
     """
 
     kind: str
@@ -37,3 +38,4 @@ class Finding:
     ops: tuple[int, ...] = field(default=(), repr=False)
     check: str = ""
     urgent: bool = False
+    idle: str = ""

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from mpkit.support.display import image
 from mpkit.support.units import percent, seconds
 from mpkit.support.visible import escape
+from mpkit.timeline.idleness import CAUSES, causes_of
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Lane
+from mpkit.views.drawing.colours import CAUSE_INKS
 from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.timeline.critical import critical_svg, critical_text, page
 from mpkit.views.timeline.picture import Picture
@@ -43,9 +45,21 @@ def heading(found: Diagnosis) -> str:
     return f"{what} ({found.why}): {seconds(found.step_time)} on {ranks} rank{'s' * (ranks != 1)}; {many}."
 
 
+def idle_time(found: Diagnosis) -> list[tuple[str, str]]:
+    """Return the causes of at least a percent of idle time, and their share of the step, the largest first."""
+    whole = found.step_time
+    mean = causes_of(found.path.graph, found.path.timeline.spans).mean(axis=0).tolist()
+    ordered = sorted(zip(mean, CAUSES, strict=True), reverse=True)
+    return [(cause, percent(time / whole)) for time, cause in ordered if whole and time >= 0.01 * whole]
+
+
 def diagnosis_text(found: Diagnosis, width: int = 110) -> str:
     """Return the findings as text."""
     lines = [heading(found)]
+    if causes := idle_time(found):
+        lines.append(
+            f"A rank is idle, on average: {', '.join(f'{cause} {share}' for cause, share in causes)}."
+        )
     for number, each in enumerate(found, 1):
         lines.append("")
         first = f"{number}. "
@@ -59,6 +73,7 @@ def _parts(found: Diagnosis, each: Finding) -> list[tuple[str, str]]:
     parts = [("why", each.reason), ("try", each.remedy)]
     if each.gain:
         gain = f"{seconds(each.gain)} a step, {percent(each.gain / found.step_time)}, by {each.by}"
+        gain += f"; idle time: {each.idle}" if each.idle else ""
         parts.append(("gain", gain))
     return [*parts, ("check", each.check)] if each.check else parts
 
@@ -101,6 +116,9 @@ def _outlines(found: Diagnosis, each: Finding, pic: Picture, tops: list[float], 
 def diagnosis_panel(found: Diagnosis) -> str:
     """Return the findings as HTML without scripts: each opens with the keyboard or a click."""
     parts = [f"<p><b>{escape(heading(found))}</b></p>"]
+    if causes := idle_time(found):
+        shares = ", ".join(f"{_square(CAUSE_INKS[cause])} {cause} {share}" for cause, share in causes)
+        parts.append(f"<p>A rank is idle, on average: {shares}.</p>")
     for number, each in enumerate(found, 1):
         gain = f" <b>{percent(each.gain / found.step_time)}</b>" if each.gain else ""
         items = "".join(
@@ -113,6 +131,10 @@ def diagnosis_panel(found: Diagnosis) -> str:
             f"<dl>{items}</dl>{picture}</details>"
         )
     return f'<section aria-label="diagnosis">{"".join(parts)}</section>'
+
+
+def _square(colour: str) -> str:
+    return f'<span aria-hidden="true" style="color:{colour}">&#9632;</span>'
 
 
 def _code(words: str) -> str:
