@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpkit import Plan
 from mpkit.schedule import NAMES, Action, Schedule, lower, named, play, validate
-from mpkit.schedule.catalogue import LOOPED, V_SHAPED
+from mpkit.schedule.catalogue import SCHEDULES
 from mpkit.schedule.theory import bubble_in_theory
 from tests.test_schedule import check_messages, run_in_order
 
@@ -77,7 +77,7 @@ def test_zb_h2s_ranks_have_no_bubble_of_their_own() -> None:
 def test_it_is_valid_and_so_are_its_messages(name: str, p: int, m: int, v: int) -> None:
     """Of any number of ranks, micro-batches (also fewer than ranks, or no multiple of them) and stages per rank."""
     schedule = named(name, p, m, v)
-    held = v if name in LOOPED else 2 if name in V_SHAPED else 1
+    held = SCHEDULES[name].stages_per_rank(v)
     assert (schedule.ranks, schedule.stages, schedule.microbatches) == (p, p * held, m)
     assert schedule.name == name
     assert all(len(schedule.stages_of(rank)) == held for rank in range(p))
@@ -92,7 +92,7 @@ def test_it_is_valid_and_so_are_its_messages(name: str, p: int, m: int, v: int) 
 @settings(max_examples=40)
 @given(*degrees)
 def test_the_bubble_is_what_the_theory_says(name: str, p: int, m: int, v: int) -> None:
-    theory = bubble_in_theory(name, p, m, 2 if name in V_SHAPED else v if name in LOOPED else 1)
+    theory = bubble_in_theory(name, p, m, SCHEDULES[name].stages_per_rank(v))
     if theory is not None:
         found = figures(named(name, p, m, v))
         assert sum(found.idle) / (p * found.span) == pytest.approx(float(theory))
@@ -100,7 +100,7 @@ def test_the_bubble_is_what_the_theory_says(name: str, p: int, m: int, v: int) -
 
 def test_the_theory_knows_a_bubble_wherever_the_pipeline_is_filled() -> None:
     for name in NAMES:
-        v = 1 if name not in (*LOOPED, *V_SHAPED) else 2
+        v = SCHEDULES[name].stages_per_rank(2)
         for p in range(1, 7):
             plan = Plan(pp=p, schedule=name, microbatches=2 * p, virtual_stages=v)
             assert plan.bubble_in_theory is not None
@@ -206,7 +206,7 @@ def test_orders_are_pytorchs(name: str) -> None:
     for p in (2, 3, 4, 5):
         least = {"1f1b": p, "dualpipev": 2 * p}.get(name, p - 1)  # with which they have it
         for m in (least, least + 1, 2 * p, 2 * p + 2):
-            for v in (2, 3) if name in LOOPED else (2,) if name in V_SHAPED else (1,):
+            for v in filter(SCHEDULES[name].can_have, (1, 2, 3)):
                 schedule = named(name, p, m, v)
                 for rank, theirs in enumerate(get_schedule_ops(TORCHS[name], p, m, v)):
                     words = [word for entry in theirs if entry is not None for word in _words(entry)]

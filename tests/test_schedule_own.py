@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpkit import Plan, simulate
 from mpkit.schedule import NAMES, Action, Schedule, named
-from mpkit.schedule.catalogue import V_SHAPED
+from mpkit.schedule.catalogue import SCHEDULES
 
 ONE_F_ONE_B = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="own")
 
@@ -86,7 +86,7 @@ def test_what_is_copied_as_text_is_the_schedule_again(name: str, p: int, m: int)
     schedule = named(name, p, m, 2)
     assert Schedule(schedule.spelled(), name, schedule.stage_to_rank) == schedule
     assert Schedule("\n".join(schedule.spelled()), name) == schedule, "ranks follow from the rows"
-    if name not in V_SHAPED:  # of which a drawing does not say what is together
+    if SCHEDULES[name].per_rank != 2:  # of which a drawing does not say what is together
         assert Schedule(str(schedule), name) == schedule
 
 

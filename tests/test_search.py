@@ -15,7 +15,7 @@ import mpkit as mk
 from mpkit.analysis.schedule_search import Found
 from mpkit.schedule import NAMES, Schedule, named, validate
 from mpkit.schedule.activations import live
-from mpkit.schedule.catalogue import LOOPED, V_SHAPED
+from mpkit.schedule.catalogue import SCHEDULES
 from mpkit.schedule.search.greedy import Costs, Policy, greedy
 from mpkit.schedule.search.improve import improve, span
 
@@ -62,7 +62,7 @@ def test_it_improves_on_every_named_schedule_of_uneven_stages() -> None:
 def random_case(random: Random) -> tuple[mk.Plan, dict[str, Any], float | None]:
     name = random.choice(NAMES)
     p, m = random.randint(1, 4), random.randint(1, 7)
-    v = random.randint(1, 3) if name in LOOPED else 2 if name in V_SHAPED else 1
+    v = SCHEDULES[name].stages_per_rank(random.randint(1, 3))
     plan = mk.Plan(pp=p, schedule=name, microbatches=m, virtual_stages=v)
     times: dict[str, Any] = {
         kind: [random.choice((0.5, 1, 1.5, 2)) for _ in range(plan.stages)]
@@ -84,11 +84,7 @@ def test_random_cases() -> None:
         assert found.seconds >= found.at_least - 1e-9
         v = plan.virtual_stages
         for name in NAMES:
-            if (
-                (name in LOOPED and v > 1)
-                or (name in V_SHAPED and v == 2)
-                or (v == 1 and name not in (*LOOPED, *V_SHAPED))
-            ):
+            if SCHEDULES[name].can_have(v):
                 other = mk.Plan(pp=plan.pp, schedule=name, microbatches=plan.microbatches, virtual_stages=v)
                 peak = max(other.build().peak_live)
                 if cap is None or peak <= cap:

@@ -16,6 +16,7 @@ from mpkit.advice.offers import Offers, offers_of
 from mpkit.advice.search import Priced
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.step import StepTime
+from mpkit.schedule.catalogue import GPIPE
 from mpkit.support.units import percent, seconds
 
 __all__ = ["NearMiss", "near_misses"]
@@ -139,8 +140,8 @@ def _layouts(priced: Priced, layout: Layout, offers: Offers) -> Iterator[Layout]
     if impossible:
         return
     samples = asked.global_batch // layout.dp
-    schedule, v = (layout.schedule, layout.virtual_stages) if layout.pp > 1 else ("gpipe", 1)
-    if layout.pp > 1 and schedule == "gpipe":
+    schedule, v = (layout.schedule, layout.virtual_stages) if layout.pp > 1 else (GPIPE, 1)
+    if layout.pp > 1 and schedule == GPIPE:
         schedule, v = offers.schedules[0]
     for each in (layout.microbatch // 2, layout.microbatch, layout.microbatch * 2):
         if each and samples % each == 0 and (not offers.filled or samples // each >= layout.pp - 1):

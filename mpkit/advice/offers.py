@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpkit.cost_model.layout import Layout
+from mpkit.schedule.catalogue import GPIPE, INTERLEAVED_1F1B, ONE_F_ONE_B, SCHEDULES
 
 __all__ = ["EVERYTHING", "Offers", "lacking", "offers_of"]
 
@@ -19,7 +20,7 @@ class Offers:
     """What a stack offers.
 
     Attributes:
-        schedules: of a pipeline, with their stages per rank v; () if it has no pipelines.
+        pipelines: its schedules, with their stages per rank v; () if it has no pipelines; None: every schedule.
         zero: its stages of ZeRO.
         recompute, offload: as in a Plan, in the order of what they cost.
         tensor, context, sequence: whether it has tensor, context and sequence parallelism.
@@ -28,13 +29,7 @@ class Offers:
         filled: whether a pipeline wants as many micro-batches as it has stages, less one.
     """
 
-    schedules: tuple[tuple[str, int], ...] = (
-        ("1f1b", 1),
-        ("zb_h1", 1),
-        ("zbv", 2),
-        ("interleaved_1f1b", 2),
-        ("interleaved_1f1b", 4),
-    )
+    pipelines: tuple[tuple[str, int], ...] | None = None
     zero: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = ("none", "selective", "full")
     offload: tuple[str, ...] = ("none", "optimizer", "params")
@@ -44,11 +39,17 @@ class Offers:
     even: bool = False
     filled: bool = False
 
+    @property
+    def schedules(self) -> tuple[tuple[str, int], ...]:
+        """The schedules that are tried, with their stages per rank; of all schedules those that can be the best."""
+        if self.pipelines is not None:
+            return self.pipelines
+        return tuple((name, v) for name, entry in SCHEDULES.items() for v in entry.advised)
+
 
 EVERYTHING = Offers()
-"""GPipe is not among the schedules: it has the bubble of 1F1B and never holds less."""
 
-MEGATRON = tuple(("1f1b" if v == 1 else "interleaved_1f1b", v) for v in (1, 2, 3, 4, 6, 8))
+MEGATRON = tuple((ONE_F_ONE_B if v == 1 else INTERLEAVED_1F1B, v) for v in (1, 2, 3, 4, 6, 8))
 
 OFFERS: Mapping[str, Offers] = {
     "megatron-2021": Offers(MEGATRON, (0,), ("full",), ("none",), context=False, sequence=False, even=True),
@@ -61,7 +62,7 @@ OFFERS: Mapping[str, Offers] = {
     "llm-foundry-pure": Offers(
         (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False
     ),
-    "nanotron": Offers((("1f1b", 1),), (0, 1), ("none",), ("none",), context=False, filled=True),
+    "nanotron": Offers(((ONE_F_ONE_B, 1),), (0, 1), ("none",), ("none",), context=False, filled=True),
 }
 """Sources: Narayanan et al. 2021 (SC'21, which recomputes everything); Megatron-LM's, DeepSpeed's, llm-foundry's and
 nanotron's documentation."""
@@ -91,7 +92,7 @@ def lacking(stack: str, layout: Layout) -> str:
         ("pipelines", bool(has.schedules) or layout.pp == 1, ""),
         (
             f"schedule {layout.schedule!r}",
-            layout.pp == 1 or has is EVERYTHING or layout.schedule in {"gpipe", *dict(has.schedules)},
+            layout.pp == 1 or has is EVERYTHING or layout.schedule in {GPIPE, *dict(has.schedules)},
             _listed("", tuple(dict(has.schedules))),
         ),
         (

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from mpkit.advice.offers import EVERYTHING, Offers
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.layout import Layout
+from mpkit.schedule.catalogue import GPIPE
 
 __all__ = ["Question", "divisors", "families"]
 
@@ -72,7 +73,7 @@ def _of_mesh(
 ) -> Iterator[tuple[Layout, ...]]:
     samples = asked.global_batch // dp
     for zero in offers.zero if dp * cp > 1 else (0,):
-        for schedule, v in offers.schedules if pp > 1 else (("gpipe", 1),):
+        for schedule, v in offers.schedules if pp > 1 else ((GPIPE, 1),):
             layers = asked.model.layers
             if pp * v > layers or (offers.even and layers % (pp * v)):
                 continue

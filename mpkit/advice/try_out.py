@@ -17,6 +17,7 @@ import numpy as np
 
 from mpkit.advice.space import divisors
 from mpkit.plan.plan import Plan
+from mpkit.schedule.catalogue import GPIPE, INTERLEAVED_1F1B, ONE_F_ONE_B, ZB_H1
 from mpkit.support.display import data_frame
 from mpkit.support.units import seconds
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Tried", "every_plan", "try_plans"]
 
 STEPS = 5
-SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2))
+TRIED = ((GPIPE, 1), (ONE_F_ONE_B, 1), (ZB_H1, 1), (INTERLEAVED_1F1B, 2))
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def every_plan(ranks: int, microbatches: int) -> Iterator[Plan]:
                     if pp == 1:
                         yield Plan(dp=dp, tp=tp, cp=cp, zero=zero)
                         continue
-                    for schedule, v in SCHEDULES:
+                    for schedule, v in TRIED:
                         yield Plan(
                             pp=pp, dp=dp, tp=tp, cp=cp, zero=zero, schedule=schedule, virtual_stages=v,
                             microbatches=microbatches,

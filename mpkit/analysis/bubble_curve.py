@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.plan.plan import Plan
+from mpkit.schedule.catalogue import GPIPE, NAIVE
 from mpkit.support.display import Drawn, data_frame
 from mpkit.support.tracebacks import public
 from mpkit.timeline.timeline import HasTimeline, Timeline
@@ -120,7 +121,7 @@ def bubble_curve(runs: Iterable[Timeline | HasTimeline]) -> BubbleCurve:
 
 def _shape(plan: Plan) -> tuple[object, ...]:
     """Return what runs on one curve have in common: with one micro-batch, naive model parallelism is GPipe."""
-    schedule = "gpipe" if plan.schedule == "naive" and plan.microbatches == 1 else plan.schedule
+    schedule = GPIPE if plan.schedule == NAIVE and plan.microbatches == 1 else plan.schedule
     return schedule, plan.pp, plan.virtual_stages, plan.recompute
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from mpkit.plan.plan import Plan
 from mpkit.plan.synonyms import MEANT
-from mpkit.schedule.catalogue import LOOPED
+from mpkit.schedule.catalogue import ANY, SCHEDULES
 
 __all__ = ["Setting", "settings"]
 
@@ -94,7 +94,8 @@ def _without_old_stages(plan: Plan, changed: dict[str, Any]) -> dict[str, Any]:
     """Give a schedule the stages per rank that it can have, where the change says nothing about them."""
     if "schedule" not in changed or "virtual_stages" in changed:
         return changed
-    if changed["schedule"] in LOOPED:
+    known = SCHEDULES.get(changed["schedule"]) if isinstance(changed["schedule"], str) else None
+    if known is not None and known.per_rank == ANY:
         return {"virtual_stages": max(2, plan.virtual_stages)} | changed
     return {"virtual_stages": 1} | changed
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from mpkit.plan.checks import every
 from mpkit.plan.plan import Plan
-from mpkit.schedule import NAMES, Schedule, naive, named
+from mpkit.schedule import Schedule, naive
 from mpkit.schedule.activations import live
-from mpkit.schedule.catalogue import LOOPED, V_SHAPED
+from mpkit.schedule.catalogue import SCHEDULES
 from mpkit.schedule.search.greedy import Costs, Policy, greedy
 from mpkit.schedule.search.improve import improve, span
 from mpkit.schedule.validate import each
@@ -176,7 +176,7 @@ def _order(one: _Scored) -> tuple[float, float, bool]:
 
 def _plan_of(best: _Scored, plan: Plan) -> Plan:
     """Return the plan with the schedule found."""
-    if best.name in NAMES:
+    if best.name in SCHEDULES:
         return replace(plan, schedule=best.name, virtual_stages=plan.stages // plan.pp)
     return Plan.from_schedule(best.schedule, recompute=plan.recompute, cut=plan.cut)
 
@@ -211,7 +211,9 @@ def _known(plan: Plan, costs: Costs) -> tuple[dict[str, Schedule], dict[str, flo
     if plan.stages == p * v:
         one_stage = naive(1, m)  # what `build` returns for one stage, whatever schedule is named
         candidates |= {
-            name: one_stage if plan.stages == 1 else named(name, p, m, v) for name in NAMES if _has(name, v)
+            name: one_stage if plan.stages == 1 else entry.build(p, m, v)
+            for name, entry in SCHEDULES.items()
+            if entry.can_have(v)
         }
     for name, schedule in candidates.items():
         peaks = [max(live(row, costs.activation), default=0.0) for row in schedule.rows]
@@ -220,13 +222,6 @@ def _known(plan: Plan, costs: Costs) -> tuple[dict[str, Schedule], dict[str, flo
         else:
             too_large[name] = max(peaks)
     return fitting, too_large
-
-
-def _has(name: str, v: int) -> bool:
-    """Whether the schedule of that name can have v stages per rank."""
-    if v == 1:
-        return name not in (*LOOPED, *V_SHAPED)
-    return name in LOOPED or (name in V_SHAPED and v == 2)
 
 
 def _placements(plan: Plan, known: dict[str, Schedule], costs: Costs) -> list[tuple[int, ...]]:

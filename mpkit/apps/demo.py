@@ -20,6 +20,7 @@ from mpkit.apps.demo_strategies import SEEN, STRATEGIES
 from mpkit.data.datasets import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.plan import Plan
+from mpkit.schedule.catalogue import GPIPE, NAIVE
 from mpkit.support.disk import write_whole
 from mpkit.support.units import bytes_text, percent, seconds
 from mpkit.timeline.timeline import Timeline
@@ -83,7 +84,7 @@ class Demo:
     length: int = 64
     batch: int = 32
     steps: int = 6
-    strategies: tuple[str, ...] = ("naive", "gpipe", "ddp", "zero3")
+    strategies: tuple[str, ...] = (NAIVE, GPIPE, "ddp", "zero3")
     device: str = "auto"
     html: str = "mpkit-demo.html"
     seed: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpkit.plan.plan import Plan
+from mpkit.schedule.catalogue import GPIPE, NAIVE, ONE_F_ONE_B, ZB_H1
 
 __all__ = ["SEEN", "STRATEGIES"]
 
@@ -19,11 +20,11 @@ def _replicas(ranks: int, each: int) -> int:
 
 
 STRATEGIES: dict[str, Callable[[int, int], tuple[str, Plan]]] = {
-    "naive": lambda n, m: ("naive MP", Plan.naive_mp(n)),
-    "gpipe": lambda n, m: (f"GPipe, m={m}", Plan.gpipe(n, m)),
+    NAIVE: lambda n, m: ("naive MP", Plan.naive_mp(n)),
+    GPIPE: lambda n, m: (f"GPipe, m={m}", Plan.gpipe(n, m)),
     "gpipe-recompute": lambda n, m: ("GPipe, recomputing", Plan.gpipe(n, m, recompute="full")),
-    "1f1b": lambda n, m: (f"1F1B, m={m}", Plan.pipeline("1f1b", n, m)),
-    "zb-h1": lambda n, m: (f"ZB-H1, m={m}", Plan.pipeline("zb_h1", n, m)),
+    ONE_F_ONE_B: lambda n, m: (f"1F1B, m={m}", Plan.pipeline(ONE_F_ONE_B, n, m)),
+    "zb-h1": lambda n, m: (f"ZB-H1, m={m}", Plan.pipeline(ZB_H1, n, m)),
     "dp": lambda n, m: ("DP", Plan(dp=n, data_parallel="dp")),
     "ddp": lambda n, m: ("DDP", Plan.ddp(n)),
     "zero1": lambda n, m: ("ZeRO-1", Plan(dp=n, zero=1)),
@@ -33,7 +34,7 @@ STRATEGIES: dict[str, Callable[[int, int], tuple[str, Plan]]] = {
     "2d": lambda n, m: ("ZeRO-3 x TP", Plan(dp=_replicas(n, 2), tp=2, zero=3)),
     "3d": lambda n, m: (
         "PP x DP x TP, ZeRO-1",
-        Plan(pp=2, dp=_replicas(n, 4), tp=2, zero=1, schedule="1f1b", microbatches=m),
+        Plan(pp=2, dp=_replicas(n, 4), tp=2, zero=1, schedule=ONE_F_ONE_B, microbatches=m),
     ),
 }
 """By the option's value: a function of ranks and micro-batches that returns the name in the table, and the plan."""
@@ -41,13 +42,13 @@ STRATEGIES: dict[str, Callable[[int, int], tuple[str, Plan]]] = {
 
 SEEN = {
     "serial": "The same model on one rank: what all others are compared with, in time and in losses.",
-    "naive": "One stage works while all others wait for its result: a staircase down, and one up again.",
-    "gpipe": "Cut into micro-batches, a batch lets the stages work at the same time. What is left of the bubble is the "
+    NAIVE: "One stage works while all others wait for its result: a staircase down, and one up again.",
+    GPIPE: "Cut into micro-batches, a batch lets the stages work at the same time. What is left of the bubble is the "
     "beginning, while the last stages wait for their first input, and the end, while the first ones have finished.",
     "gpipe-recompute": "Each stage keeps its inputs only and computes its forward again (light blue) before each "
     "backward: less memory, more time.",
-    "1f1b": "Each stage alternates between forwards and backwards as soon as it can, and so holds the activations of "
-    "few micro-batches. The bubble is as large as GPipe's.",
+    ONE_F_ONE_B: "Each stage alternates between forwards and backwards as soon as it can, and so holds the activations "
+    "of few micro-batches. The bubble is as large as GPipe's.",
     "zb-h1": "Backwards are split: the half that the stage before waits for (red), and the gradients of the weights "
     "(yellow), which fill what would be bubble.",
     "dp": "One rank spreads the weights and the batch, and gathers the results, in every step: the others wait for it.",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mpkit.plan.plan import Plan
 from mpkit.schedule import Schedule
-from mpkit.schedule.catalogue import LOOPED, V_SHAPED
+from mpkit.schedule.catalogue import ONE_F_ONE_B, SCHEDULES
 from mpkit.timeline.simulation import simulate
 from mpkit.timeline.timeline import Timeline
 
@@ -29,7 +29,7 @@ class Setting:
         hop: seconds that a message takes.
     """
 
-    schedule: str = "1f1b"
+    schedule: str = ONE_F_ONE_B
     ranks: int = 4
     microbatches: int = 8
     virtual_stages: int = 2
@@ -47,7 +47,8 @@ class Setting:
         """
         if len(self.schedule.split()) > 1:
             return Plan.from_schedule(self.schedule)
-        v = 2 if self.schedule in V_SHAPED else self.virtual_stages if self.schedule in LOOPED else 1
+        known = SCHEDULES.get(self.schedule)
+        v = known.stages_per_rank(self.virtual_stages) if known else 1
         return Plan(pp=self.ranks, schedule=self.schedule, microbatches=self.microbatches, virtual_stages=v)
 
     def explored(self) -> Explored:

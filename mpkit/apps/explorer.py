@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from mpkit.apps.explored import Setting
+from mpkit.schedule.catalogue import ONE_F_ONE_B, ZB_H1
 from mpkit.support.tracebacks import public
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def explore(
             f"explore{schedules}: two at most are shown beside each other: explore{schedules[:2]}, and the dropdowns "
             "have the others"
         )
-    settings = [Setting(name, **setting) for name in schedules or ("1f1b", "zb_h1")]
+    settings = [Setting(name, **setting) for name in schedules or (ONE_F_ONE_B, ZB_H1)]
     for each in settings:
         each.plan  # noqa: B018  (raises if the settings cannot work)
     return Explorer(settings, model=model, data=data, loss=loss, optimizer=optimizer)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.analysis.comparison import compare_timelines
 from mpkit.apps.explored import Explored, Setting
 from mpkit.errors import MpkitError
-from mpkit.schedule import NAMES
+from mpkit.schedule.catalogue import SCHEDULES
 from mpkit.support.display import image
 from mpkit.support.needs import needs_notebook, require_torch
 from mpkit.support.visible import escape
@@ -71,10 +71,10 @@ class Side:
 
     def __init__(self, setting: Setting, redraw: Callable[[], None], run: Callable[[Any], str]) -> None:
         self._redraw, self._run = redraw, run
-        named = setting.schedule in NAMES
+        named = setting.schedule in SCHEDULES
         self._own = "" if named else setting.schedule
         self.schedule = ipywidgets.Dropdown(
-            options=[*NAMES, OWN], value=setting.schedule if named else OWN, description="schedule"
+            options=[*SCHEDULES, OWN], value=setting.schedule if named else OWN, description="schedule"
         )
         self.figures = ipywidgets.HTML()
         self.view = TimelineView()

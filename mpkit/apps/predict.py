@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["add_advise", "add_predict", "plan_of"]
 
-WORDS = "zero3+bf16, ddp, tp8+pp4+zero1+m32+bf16, zero2+full (recomputation), or a Plan as JSON"
+WORDS = "zero3+bf16, ddp, tp8+pp4+zero1+m32+bf16, pp4+zb_h1, zero2+full (recomputation), or a Plan as JSON"
 
 
 def add_predict(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -103,10 +103,11 @@ def plan_of(words: str, devices: int) -> Any:
     Raises:
         ValueError: a word means nothing, or the devices do not divide.
 
-    >>> plan_of("zero1+tp4+pp2+m8", 16)
-    Plan(pp=2, dp=2, tp=4, schedule='1f1b', microbatches=8, zero=1)
+    >>> plan_of("zero1+tp4+pp2+m8", 16), plan_of("pp4+zb_h1", 4).schedule
+    (Plan(pp=2, dp=2, tp=4, schedule='1f1b', microbatches=8, zero=1), 'zb_h1')
     """
     from mpkit.plan.plan import Plan
+    from mpkit.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B, SCHEDULES
 
     if words.lstrip().startswith("{"):
         return Plan.from_json(words)
@@ -122,13 +123,16 @@ def plan_of(words: str, devices: int) -> Any:
             fields["sequence_parallel"] = True
         elif word in {"bf16", "fp16"}:
             fields["precision"] = word
-        elif word not in {"ddp", "1f1b", ""}:
+        elif word in SCHEDULES:
+            fields["schedule"] = word
+        elif word not in {"ddp", ""}:
             raise ValueError(f"--plan {words}: {word!r} means nothing here. Such as: {WORDS}")
     others = fields.get("tp", 1) * fields.get("pp", 1) * fields.get("cp", 1)
     if devices % others and "dp" not in fields:
         raise ValueError(f"--plan {words}: {others} ranks do not divide the {devices} devices of the machine")
     fields.setdefault("dp", devices // others)
     if fields.get("pp", 1) > 1:
-        fields["schedule"] = "interleaved_1f1b" if fields.get("virtual_stages", 1) > 1 else "1f1b"
+        if fields.setdefault("schedule", ONE_F_ONE_B) == ONE_F_ONE_B and fields.get("virtual_stages", 1) > 1:
+            fields["schedule"] = INTERLEAVED_1F1B
         fields.setdefault("microbatches", 4 * fields["pp"])
     return Plan(**fields)

@@ -10,6 +10,7 @@ from math import gcd
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.schedule import Schedule
+from mpkit.schedule.catalogue import ONE_F_ONE_B
 from mpkit.schedule.summary import stage_ranks
 
 __all__ = ["Layout", "layout_of", "plan_of"]
@@ -49,7 +50,7 @@ class Layout:
     microbatch: int = 1
     microbatches: int = 1
     virtual_stages: int = 1
-    schedule: str | Schedule = "1f1b"
+    schedule: str | Schedule = ONE_F_ONE_B
     recompute: str = "none"
     sequence_parallel: bool = False
     offload: str = "none"

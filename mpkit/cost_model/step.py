@@ -25,6 +25,7 @@ from mpkit.cost_model.shares import Shares
 from mpkit.cost_model.stack import Constants, Stack
 from mpkit.cost_model.stages import Stages, stages_of
 from mpkit.devices.hardware import Hardware
+from mpkit.schedule.catalogue import INTERLEAVED_1F1B
 from mpkit.schedule.core import Schedule
 from mpkit.schedule.summary import LONG, bubble, makespan, stage_ranks
 from mpkit.trace import Kind
@@ -257,6 +258,6 @@ def _micro_batches_beside(layout: Layout) -> float:
     2.5
     """
     v = layout.virtual_stages
-    if v == 1 or layout.schedule != "interleaved_1f1b":
+    if v == 1 or layout.schedule != INTERLEAVED_1F1B:
         return 1
     return 1 / v + (v - 1) / v * min(layout.pp, layout.microbatches)

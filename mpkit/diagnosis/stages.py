@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.diagnosis.evidence import Evidence
+from mpkit.schedule.catalogue import NAIVE, ONE_F_ONE_B
 from mpkit.schedule.theory import bubble_in_theory
 from mpkit.support.units import percent
 from mpkit.timeline.findings.finding import Finding
@@ -96,9 +97,8 @@ def bubble(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     even = simulate(shape, **mean, hop=hop)
     now = even.step_time
     parts: dict[str, Any] = {name: value * m / more for name, value in mean.items()}
-    schedule = (
-        "1f1b" if plan.schedule == "naive" else plan.schedule
-    )  # one after the other, more would be no better
+    # One after the other, more would be no better.
+    schedule = ONE_F_ONE_B if plan.schedule == NAIVE else plan.schedule
     then = simulate(replace(shape, schedule=schedule, microbatches=more), **parts, hop=hop).step_time
     if not evidence.worth(now - then):
         return
@@ -108,7 +108,7 @@ def bubble(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     yield evidence.finding(
         "schedule's bubble",
         f"With equal stages ranks are idle for {percent(even.bubble)}, {expects} with {p} ranks and {m} "
-        f"micro-batch{'es' * (m > 1)}; {more}{' of 1f1b' * (schedule != plan.schedule)} would "
+        f"micro-batch{'es' * (m > 1)}; {more}{f' of {schedule}' * (schedule != plan.schedule)} would "
         f"take {evidence.share(now - then)} of the step less.",
         reason="A pipeline fills at the begin and drains at the end; both take as long as a few micro-batches, so they "
         "count less if there are more of them.",

@@ -32,6 +32,7 @@ from mpkit.experiments.busy_ranks import BusyRanks, measure_busy, overlapped
 from mpkit.experiments.factors import HALVES, LIKE, WHOLE, kinds_of, scaled, with_starts
 from mpkit.experiments.played_training import PlayedTraining, first_samples
 from mpkit.plan.plan import Plan
+from mpkit.schedule.catalogue import ZB_H1
 from mpkit.support.cores import cores
 from mpkit.support.tracebacks import public
 from mpkit.support.units import seconds
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Profile", "profile"]
 
-SERIAL, SPLIT = Plan.serial(), Plan(pp=2, schedule="zb_h1", microbatches=4)  # whole and split backwards
+SERIAL, SPLIT = Plan.serial(), Plan(pp=2, schedule=ZB_H1, microbatches=4)  # whole and split backwards
 TRIALS = {
     SERIAL: (2, 8, 16),
     SPLIT: (2, 4),

@@ -15,6 +15,7 @@ from mpkit.formats.asked import Asked
 from mpkit.formats.keys import Fields, Format, Key, Values, bool_of, choice, context, number, number_of
 from mpkit.formats.syntax import YAML
 from mpkit.formats.trainer import legacy_fsdp
+from mpkit.schedule.catalogue import ONE_F_ONE_B
 
 __all__ = ["ACCELERATE"]
 
@@ -52,7 +53,7 @@ def _where(name: str, write: Callable[[Asked], Any]) -> Callable[[Asked], Any]:
 def _mode(value: Any) -> dict[str, Any]:
     if value not in MODES:
         raise ValueError(f"one of {', '.join(MODES)}")
-    return {"zero": 3} if value == "FSDP" else {"schedule": "1f1b"} if value == "MEGATRON_LM" else {}
+    return {"zero": 3} if value == "FSDP" else {"schedule": ONE_F_ONE_B} if value == "MEGATRON_LM" else {}
 
 
 def _true(field: str, ours: Any) -> Callable[[Any], dict[str, Any]]:

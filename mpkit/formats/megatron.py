@@ -13,6 +13,7 @@ from mpkit.formats.keys import Fields, Format, Key, Values, context, flag, numbe
 from mpkit.formats.syntax import Page
 from mpkit.formats.torchrun import FLAGS, LAUNCH, ranks_of
 from mpkit.plan.checks import call_of
+from mpkit.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B
 
 __all__ = ["MEGATRON"]
 
@@ -50,7 +51,7 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
             f"--nproc-per-node={inner}"
         )
     dp = ranks // inner
-    fields |= {"dp": dp, "schedule": "interleaved_1f1b" if fields.get("virtual_stages", 1) > 1 else "1f1b"}
+    fields |= {"dp": dp, "schedule": INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B}
     fields |= {"cp_order": "zigzag"} if fields.get("cp", 1) > 1 else {}
     if "--global-batch-size" in values and "--micro-batch-size" in values:
         total, micro = number_of(values["--global-batch-size"]), number_of(values["--micro-batch-size"])
@@ -67,7 +68,7 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
 
 def _check(asked: Asked) -> None:
     plan = asked.plan
-    if plan.schedule == "interleaved_1f1b" and plan.pp > 1 and plan.microbatches % plan.pp:
+    if plan.schedule == INTERLEAVED_1F1B and plan.pp > 1 and plan.microbatches % plan.pp:
         more = plan.pp * (plan.microbatches // plan.pp + 1)
         raise ValueError(
             f"{call_of(plan)}: Megatron's interleaved schedule takes micro-batches in groups of pp={plan.pp}: "
@@ -92,7 +93,7 @@ KEYS: tuple[Key, ...] = (
     number("--tensor-model-parallel-size", "tp", "ranks that share each layer"),
     number("--pipeline-model-parallel-size", "pp", "pipeline ranks"),
     number("--num-virtual-stages-per-pipeline-rank", "virtual_stages", "stages per rank: interleaved 1F1B",
-           lambda asked: asked.plan.schedule == "interleaved_1f1b" and asked.plan.virtual_stages > 1
+           lambda asked: asked.plan.schedule == INTERLEAVED_1F1B and asked.plan.virtual_stages > 1
            and asked.plan.pp > 1),
     number("--context-parallel-size", "cp", "ranks that share each sequence"),
     flag("--sequence-parallel", "sequence_parallel", True, "divides the sequence between layers too"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpkit.formats.keys import Format, Key, choice, context, flag, number, number_of
 from mpkit.formats.syntax import YAML
+from mpkit.schedule.catalogue import ONE_F_ONE_B, names_in
 
 __all__ = ["NANOTRON"]
 
@@ -17,8 +18,8 @@ NANOTRON = Format(
         number("parallelism.pp", "pp", "pipeline ranks"),
         number("parallelism.tp", "tp", "ranks that share each layer"),
         number("parallelism.context_parallel_size", "cp", "ranks that share each sequence"),
-        choice("parallelism.pp_engine", "schedule", {"1f1b": "1f1b", "gpipe": "afab"},
-               "the order of a pipeline: afab is GPipe's, all forwards, then all backwards", otherwise="1f1b"),
+        choice("parallelism.pp_engine", "schedule", names_in("nanotron"),
+               "the order of a pipeline: afab is GPipe's, all forwards, then all backwards", otherwise=ONE_F_ONE_B),
         choice("parallelism.tp_mode", "sequence_parallel", {False: "ALL_REDUCE", True: "REDUCE_SCATTER"},
                "REDUCE_SCATTER divides the sequence between layers too"),
         context("parallelism.tp_linear_async_communication", "whether it overlaps with compute",

@@ -9,14 +9,10 @@ from mpkit.formats.keys import Fields, Format, Key, Values, bool_of, choice, con
 from mpkit.formats.python_code import assignments, python_code
 from mpkit.formats.syntax import Page
 from mpkit.formats.text.word import Word
+from mpkit.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, names_in
 
 __all__ = ["TORCHTITAN"]
 
-SCHEDULES = {
-    "gpipe": "GPipe", "1f1b": "1F1B", "looped_bfs": "LoopedBFS", "interleaved_1f1b": "Interleaved1F1B",
-    "interleaved_zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
-}  # fmt: skip
-LOOPED = ("looped_bfs", "interleaved_1f1b", "interleaved_zb")
 SECTIONS = {"parallelism": "ParallelismConfig", "training": "TrainingConfig"}
 P, T = "parallelism", "training"
 
@@ -29,8 +25,13 @@ def _schedule(asked: Asked) -> str | None:
     plan = asked.plan
     if plan.pp == 1:
         return None
-    looped = plan.schedule in LOOPED and plan.virtual_stages == 1  # torchtitan gives such schedules 2
-    return "1F1B" if looped or not isinstance(plan.schedule, str) else SCHEDULES.get(plan.schedule, "1F1B")
+    known = names_in("torchtitan")
+    plain = known[ONE_F_ONE_B]
+    if not isinstance(plan.schedule, str):
+        return plain
+    # torchtitan gives looped schedules 2 stages per rank
+    looped = SCHEDULES[plan.schedule].per_rank == ANY and plan.virtual_stages == 1
+    return plain if looped else known.get(plan.schedule, plain)
 
 
 def _replicas(asked: Asked, sharded: bool) -> int:
@@ -38,11 +39,11 @@ def _replicas(asked: Asked, sharded: bool) -> int:
 
 
 def _read_schedule(value: Any) -> dict[str, Any]:
-    ours = {theirs.lower(): name for name, theirs in SCHEDULES.items()}
+    ours = {theirs.lower(): name for name, theirs in names_in("torchtitan").items()}
     if str(value).lower() not in ours:
-        raise ValueError(f"one of {', '.join(SCHEDULES.values())}")
+        raise ValueError(f"one of {', '.join(names_in('torchtitan').values())}")
     name = ours[str(value).lower()]
-    return {"schedule": name} | ({"virtual_stages": 2} if name in LOOPED else {})
+    return {"schedule": name} | ({"virtual_stages": 2} if SCHEDULES[name].per_rank == ANY else {})
 
 
 def _degree(value: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from mpkit.plan.tensor_checks import check_shared_layers
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.plan.words import describe
 from mpkit.schedule import Schedule, naive, named
+from mpkit.schedule.catalogue import GPIPE, NAIVE
 from mpkit.schedule.theory import bubble_in_theory
 from mpkit.support.calls import answers
 from mpkit.support.tracebacks import public
@@ -77,7 +78,7 @@ class Plan:
     pp: int = 1
     dp: int = 1
     tp: int = 1
-    schedule: str | Schedule = "gpipe"
+    schedule: str | Schedule = GPIPE
     microbatches: int = 1
     virtual_stages: int = 1
     recompute: str = "none"
@@ -118,7 +119,7 @@ class Plan:
         1
         """
         asked("Plan.serial(microbatches=4)", microbatches=microbatches)
-        return cls(schedule="naive", microbatches=microbatches, precision=precision, batchnorm=batchnorm)
+        return cls(schedule=NAIVE, microbatches=microbatches, precision=precision, batchnorm=batchnorm)
 
     @classmethod
     @answers("Plan.naive_mp(stages=4)", MEANT)
@@ -129,7 +130,7 @@ class Plan:
         Fraction(3, 4)
         """
         asked("Plan.naive_mp(stages=4)", stages=stages)
-        return cls(pp=stages, schedule="naive", cut=cut)
+        return cls(pp=stages, schedule=NAIVE, cut=cut)
 
     @classmethod
     @answers("Plan.gpipe(stages=4, microbatches=8)", MEANT)

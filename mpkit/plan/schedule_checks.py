@@ -6,8 +6,8 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from mpkit.plan.checks import call_of
-from mpkit.schedule import NAMES, Schedule, validate
-from mpkit.schedule.catalogue import LOOPED, V_SHAPED
+from mpkit.schedule import Schedule, validate
+from mpkit.schedule.catalogue import ANY, GPIPE, INTERLEAVED_1F1B, SCHEDULES
 
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
@@ -23,7 +23,7 @@ def checked_schedule(plan: Plan) -> str | Schedule:
         ValueError: the plan's schedule is neither.
     """
     given: Any = plan.schedule
-    if isinstance(given, str) and given in NAMES:
+    if isinstance(given, str) and given in SCHEDULES:
         return given
     spelled = isinstance(given, str) and len(given.split()) > 1
     if not (
@@ -32,11 +32,12 @@ def checked_schedule(plan: Plan) -> str | Schedule:
         or isinstance(given, Schedule)
         or (_iterates(given) and not isinstance(given, str))
     ):
-        near = (get_close_matches(str(given).lower(), NAMES, 1, 0.4) or ["gpipe"])[0]
-        several = {"virtual_stages": max(plan.virtual_stages, 2)} if near in (*LOOPED, *V_SHAPED) else {}
+        names = list(SCHEDULES)
+        near = (get_close_matches(str(given).lower(), names, 1, 0.4) or [GPIPE])[0]
+        several = {} if SCHEDULES[near].can_have(1) else {"virtual_stages": max(plan.virtual_stages, 2)}
         raise ValueError(
-            f"Plan(schedule={given!r}): there is no such schedule. There are {', '.join(map(repr, NAMES[:-1]))} and "
-            f"{NAMES[-1]!r}, and one of your own works too: its rows, or a function of (p, m). "
+            f"Plan(schedule={given!r}): there is no such schedule. There are {', '.join(map(repr, names[:-1]))} and "
+            f"{names[-1]!r}, and one of your own works too: its rows, or a function of (p, m). "
             f"The nearest is {call_of(plan, {'schedule': near, 'virtual_stages': 1, **several})}"
         )
     own = own_schedule(given, plan.pp, plan.microbatches)
@@ -89,18 +90,22 @@ def checked_virtual_stages(plan: Plan) -> int:
                 f"or Plan(pp={plan.pp}, microbatches={plan.microbatches}, schedule=schedule)"
             )
         return v
-    if name in V_SHAPED:
+    per_rank = SCHEDULES[name].per_rank
+    if per_rank == 2:
         if v not in (1, 2):  # 1 is the field's default
             raise ValueError(
                 f"Plan(schedule={name!r}, virtual_stages={v}): {name} has 2 stages per rank, one on the way down and "
                 f"one on the way up: {call_of(plan, {'virtual_stages': 2})}"
             )
         return 2
-    if v > 1 and name not in LOOPED:
-        several = ", ".join(map(repr, LOOPED))
+    if v > 1 and per_rank != ANY:
+        several, two = (
+            ", ".join(repr(each) for each, entry in SCHEDULES.items() if entry.per_rank == n)
+            for n in (ANY, 2)
+        )
         raise ValueError(
             f"Plan(schedule={name!r}, virtual_stages={v}): {name} has one stage per rank. Those with several are "
-            f"{several} (any number) and 'zbv', 'dualpipev' (2). Either {call_of(plan, {'virtual_stages': 1})} or "
-            f"{call_of(plan, {'schedule': 'interleaved_1f1b'})}"
+            f"{several} (any number) and {two} (2). Either {call_of(plan, {'virtual_stages': 1})} or "
+            f"{call_of(plan, {'schedule': INTERLEAVED_1F1B})}"
         )
     return v

@@ -120,6 +120,11 @@ class Schedule:
         return needs_of(action, self.stages, self._actions)
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether some backward is split into I and W."""
+        return any(action.kind == "W" for action in self._actions)
+
+    @property
     def peak_live(self) -> list[float]:
         """The most activations that each rank holds at once: 1 per micro-batch and stage, from F to B or W.
 

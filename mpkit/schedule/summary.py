@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from mpkit.schedule.catalogue import LOOPED, V_SHAPED, named
+from mpkit.schedule.catalogue import ANY, SCHEDULES, named
 from mpkit.schedule.core import Schedule
 from mpkit.schedule.play import Order, end_times, lengths_of, play
-from mpkit.schedule.stage_to_rank import loops, vee
 from mpkit.schedule.theory import bubble_in_theory
 
 __all__ = ["bubble", "makespan", "peak_live", "stage_ranks"]
 
-HOLDS_ALL = ("gpipe", "looped_bfs")
 FULL = 4
 """Times p micro-batches after which a pipeline mostly repeats itself."""
 LONG = 2**16
@@ -91,14 +89,14 @@ def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[flo
         return tuple(
             held / max(1, len(schedule.stages_of(rank))) for rank, held in enumerate(schedule.peak_live)
         )
-    if schedule in V_SHAPED:
-        v = 2
+    entry = SCHEDULES[schedule]
+    v = entry.stages_per_rank(v)
     if p * v == 1:
         return (1.0,)  # gradients are accumulated: one micro-batch after the other
-    if schedule in HOLDS_ALL:
+    if entry.holds_all:
         return (float(m),) * p
     full = 3 * p
-    if m > full and (m % p == 0 or schedule not in LOOPED):
+    if m > full and (m % p == 0 or entry.per_rank != ANY):
         m = full + m % p
     return _peak_live(schedule, p, m, v)
 
@@ -116,4 +114,9 @@ def stage_ranks(schedule: str | Schedule, p: int, v: int = 1) -> tuple[int, ...]
     """
     if isinstance(schedule, Schedule):
         return schedule.stage_to_rank
-    return vee(p) if schedule in V_SHAPED else loops(p, v if schedule in LOOPED else 1)
+    return _stage_ranks(schedule, p, SCHEDULES[schedule].stages_per_rank(v))
+
+
+@lru_cache(4096)
+def _stage_ranks(name: str, p: int, v: int) -> tuple[int, ...]:
+    return named(name, p, 1, v).stage_to_rank

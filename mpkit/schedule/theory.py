@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from mpkit.schedule.catalogue import SCHEDULES
+
 __all__ = ["bubble_in_theory"]
 
 
@@ -29,20 +31,10 @@ def bubble_in_theory(name: str, p: int, m: int, v: int = 1, *, recompute: bool =
     >>> bubble_in_theory("zbv", 4, 8, 2)
     Fraction(1, 17)
     """
-    filled = m >= p
-    whole, third = 3 * (p - 1), p - 1  # (p-1)(F+I+W), and (p-1)(F+I-W)
-    idle, holds = {
-        "naive": (whole * m, True),
-        "gpipe": (whole, True),
-        "1f1b": (whole, True),
-        "looped_bfs": (whole, filled),
-        "interleaved_1f1b": (whole, filled),
-        "zb_h1": (third, filled),
-        "zb_h2": (third, filled),  # p-1 at the beginning and the end, 0 in between
-        "interleaved_zb": (third, filled),
-        "zbv": (third, 2 * m >= 3 * p),
-        "dualpipev": (2 * (p - 1), m >= 2 * p),  # (p-1)(F+2B-3W)
-    }[name]
-    # A rank's work, in units of F.
+    entry = SCHEDULES[name]
+    if entry.idle is None or not (entry.filled(p, m) or p == 1):
+        return None
+    idle = entry.idle(p, m)
+    # A rank's work, in forwards of a stage.
     busy = (4 if recompute else 3) * m * v
-    return Fraction(idle, idle + busy) if holds or p == 1 else None
+    return Fraction(idle, idle + busy)

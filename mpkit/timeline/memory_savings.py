@@ -18,6 +18,7 @@ from typing import Any
 from mpkit.plan.model_states import formula
 from mpkit.plan.plan import Plan
 from mpkit.schedule.activations import live
+from mpkit.schedule.catalogue import GPIPE, ONE_F_ONE_B, SCHEDULES
 from mpkit.timeline.formula_inputs import FormulaInputs
 
 __all__ = ["Saving", "Situation", "savings"]
@@ -170,8 +171,9 @@ def _changes(now: Situation) -> Iterator[Change]:
             "activations inside blocks",
             "one more forward per step",
         )
-    if plan.pp > 1 and plan.schedule in ("gpipe", "naive"):
-        yield "schedule", _with(plan, schedule="1f1b"), "activations of p micro-batches, not of m", "nothing"
+    if plan.pp > 1 and isinstance(plan.schedule, str) and SCHEDULES[plan.schedule].holds_all:
+        lean = _with(plan, schedule=ONE_F_ONE_B, virtual_stages=1)
+        yield "schedule", lean, "activations of p micro-batches, not of m", "nothing"
     if plan.precision == "full" and now.itemsize > 2:
         yield "precision", _with(plan, precision="bf16"), "activations and gradients in 16 bits", "rounding"
     if plan.offload == "none" and not now.on_host:
@@ -184,7 +186,7 @@ def _changes(now: Situation) -> Iterator[Change]:
     if plan.ranks == 1:
         yield (
             "zero",
-            _with(plan, dp=2, zero=3, schedule="gpipe"),
+            _with(plan, dp=2, zero=3, schedule=GPIPE),
             "half of the states and of the batch",
             "a second GPU",
         )
@@ -192,7 +194,7 @@ def _changes(now: Situation) -> Iterator[Change]:
         stages: dict[str, Any] = {
             "pp": plan.dp,
             "dp": 1,
-            "schedule": "1f1b",
+            "schedule": ONE_F_ONE_B,
             "microbatches": max(m, 2 * plan.dp),
         }
         if not now.batch or stages["microbatches"] <= now.batch:

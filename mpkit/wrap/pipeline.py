@@ -12,6 +12,7 @@ from mpkit.parallel.data_parallel.broadcast import broadcast_all
 from mpkit.plan.plan import Plan
 from mpkit.prepare.prepare import prepare
 from mpkit.schedule import Schedule
+from mpkit.schedule.catalogue import ONE_F_ONE_B
 from mpkit.wrap.loop_proof.checked import checked_prove
 from mpkit.wrap.loop_proof.proof import LoopProof
 from mpkit.wrap.pipelined import PipelineParallel
@@ -22,7 +23,7 @@ __all__ = ["pipeline"]
 
 def pipeline(
     module: nn.Module,
-    schedule: str | Schedule = "1f1b",
+    schedule: str | Schedule = ONE_F_ONE_B,
     *,
     example: Any,
     loss: Callable[[Any, Any], Tensor],

@@ -27,7 +27,7 @@ from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.model_states import formula
 from mpkit.schedule import NAMES, named
-from mpkit.schedule.catalogue import LOOPED, V_SHAPED
+from mpkit.schedule.catalogue import SCHEDULES
 from mpkit.schedule.summary import peak_live
 from tests.recipes import adamw
 
@@ -55,9 +55,7 @@ def _estimate(plan: mk.Plan, microbatch: int = 1, **more: Any) -> Any:
 
 
 def _chunks(schedule: str) -> tuple[int, ...]:
-    if schedule in V_SHAPED:
-        return (2,)
-    return (1, 2, 3) if schedule in LOOPED else (1,)
+    return tuple(sorted({SCHEDULES[schedule].stages_per_rank(v) for v in (1, 2, 3)}))
 
 
 @pytest.mark.parametrize("schedule", NAMES)

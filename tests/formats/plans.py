@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mpkit import Plan, Schedule
 from mpkit.schedule import NAMES
-from mpkit.schedule.catalogue import LOOPED
+from mpkit.schedule.catalogue import ANY, SCHEDULES
 
 OWN = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="mine")
 
@@ -21,7 +21,7 @@ def plans(draw: st.DrawFn) -> Plan:
     said["microbatches"] = draw(st.integers(1, 8))
     schedule = draw(st.sampled_from(NAMES))
     said["schedule"] = schedule
-    if schedule in LOOPED:
+    if SCHEDULES[schedule].per_rank == ANY:
         said["virtual_stages"] = draw(st.integers(1, 3))
     said["zero"] = draw(st.integers(0, 3))
     said["offload"] = draw(st.sampled_from(["none", "optimizer", *(["params"] if said["zero"] == 3 else [])]))

@@ -140,7 +140,7 @@ WRONG = [
     ("torchrun --nproc-per-node=auto \\\n t.py", None, "--nproc-per-node=8"),
     ("parallelism = ParallelismConfig(\n    data_parallel_shard_degree=-1)", None, "write the number"),
     ("distributed_type: TPU\nnum_processes: 8", None, "one of NO, MULTI_GPU"),
-    ("parallelism:\n  dp: 2\n  pp_engine: dualpipe\n", None, "one of 1f1b, afab"),
+    ("parallelism:\n  dp: 2\n  pp_engine: dualpipe\n", None, "one of afab, 1f1b"),
 ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.devices.catalogue import hardware
 from mpkit.plan.plan import Plan
+from mpkit.schedule.catalogue import ONE_F_ONE_B
 from mpkit.support.needs import needs_torch
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Trace
@@ -29,7 +30,7 @@ __all__ = ["PUZZLES", "RUNS", "SAVED", "given", "near", "puzzle", "save_runs", "
 WIDTH = 4096
 
 RUNS: dict[str, tuple[Plan, int, int, str]] = {
-    "uneven": (Plan(pp=4, schedule="1f1b", microbatches=8, cut=[1, 2, 5]), 6, 16384, "8x-a100-nvlink"),
+    "uneven": (Plan(pp=4, schedule=ONE_F_ONE_B, microbatches=8, cut=[1, 2, 5]), 6, 16384, "8x-a100-nvlink"),
     "slow link": (Plan.ddp(4), 4, 4096, "8x-h100-pcie"),
     "few micro-batches": (Plan.gpipe(4, 3), 8, 12288, "8x-a100-nvlink"),
     "offload": (Plan(dp=4, zero=1, offload="optimizer"), 4, 1024, "8x-a100-nvlink"),

@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 
 from mpkit.plan.plan import Plan
+from mpkit.schedule.catalogue import GPIPE, SCHEDULES
 from mpkit.trace import Kind, RankTrace
 
 __all__ = ["Pipeline", "pipeline_of"]
 
 _LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT_GRAD: "I", Kind.WEIGHT_GRAD: "W"}
-_ONE_STAGE = ("gpipe", "1f1b", "zb_h1", "naive")
-_SEVERAL = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,10 @@ def _order(rank: RankTrace, announced: bool) -> list[str]:
 
 def _schedule(order: dict[int, list[str]], ranks: int, microbatches: int, virtual: int) -> str:
     """Return the name of the schedule that has this order on all of its ranks; "" if none has."""
-    for name in _ONE_STAGE if virtual == 1 else _SEVERAL:
+    # Of one micro-batch all have the same order: then it is what a Plan has by default.
+    for name in (GPIPE, *SCHEDULES):
+        if not SCHEDULES[name].can_have(virtual):
+            continue
         try:
             plan = Plan.pipeline(
                 name, ranks, microbatches, **({"virtual_stages": virtual} if virtual > 1 else {})

@@ -22,16 +22,18 @@ from mpkit.parallel.context.inside import ContextParallel
 from mpkit.parallel.context.positions import shift_positions
 from mpkit.parallel.tensor import Sharded, shard_model
 from mpkit.plan.plan import Plan
+from mpkit.schedule.core import Schedule
 
-__all__ = ["attention_over", "localize", "splits_backward"]
+__all__ = ["attention_over", "localize"]
 
 
-def localize(model: nn.Module, plan: Plan, tp: ProcessGroup, cp: ProcessGroup) -> Sharded:
+def localize(model: nn.Module, plan: Plan, schedule: Schedule, tp: ProcessGroup, cp: ProcessGroup) -> Sharded:
     """Shard a model in place, and give it the positions of its tokens.
 
     Args:
         model: the whole model; its tensors are left as they are.
-        plan: read for tensor, sequence_parallel, cp_order and schedule.
+        plan: read for tensor, sequence_parallel and cp_order.
+        schedule: whether it splits backwards; then tensor parallelism does not overlap.
         tp, cp: this rank's process groups.
 
     Raises:
@@ -39,7 +41,7 @@ def localize(model: nn.Module, plan: Plan, tp: ProcessGroup, cp: ProcessGroup) -
     """
     # ---- shard
     sharded = shard_model(
-        model, tp, plan.tensor, sequence=plan.sequence_parallel, overlap=not splits_backward(plan)
+        model, tp, plan.tensor, sequence=plan.sequence_parallel, overlap=not schedule.splits_backward
     )
     # ---- positions
     if cp.size > 1:
@@ -57,8 +59,3 @@ def attention_over(
     if cp.size > 1:
         return partial(ContextParallel, cp, plan.cp_order, draws)
     return partial(TokenDraws, draws) if plan.sequence_parallel and plan.tp > 1 else nullcontext
-
-
-def splits_backward(plan: Plan) -> bool:
-    """Return whether the schedule splits some backward into two halves."""
-    return any(action.kind == "W" for row in plan.build().rows for action in row)

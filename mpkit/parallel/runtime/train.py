@@ -232,7 +232,7 @@ def place_stages(
 ) -> tuple[dict[int, Stage], dict[str, Tensor]]:
     """Return this rank's stages by number, and the part of the model's state that belongs to no layer."""
     model, partition = job.what.model, job.where.partition
-    sharded = localize(model, job.plan, axes.of("tp"), axes.of("cp"))
+    sharded = localize(model, job.plan, job.where.schedule, axes.of("tp"), axes.of("cp"))
     if cost is not None:
         over_whole_batch(model, cost)
     numbers = job.where.schedule.stages_of(axes.place.pp)

@@ -13,7 +13,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from mpkit.plan.checks import real, whole
 from mpkit.plan.plan import Plan
-from mpkit.schedule import NAMES, Action, Schedule
+from mpkit.schedule import Action, Schedule
+from mpkit.schedule.catalogue import GPIPE, SCHEDULES
 from mpkit.support.caught import one_line
 
 __all__ = [
@@ -126,7 +127,7 @@ def _for_ranks(plan: Plan, ranks: int) -> Plan:
         if mesh["pp"] != plan.pp:
             changes["cut"] = None
             if 1 in (mesh["pp"], plan.pp):
-                changes |= {"schedule": "gpipe", "virtual_stages": 1}
+                changes |= {"schedule": GPIPE, "virtual_stages": 1}
         with suppress(ValueError):  # a schedule may need another number of micro-batches
             fitting = replace(plan, **changes, sequence_parallel=plan.sequence_parallel and mesh["tp"] > 1)
             _with_few(fitting).build()
@@ -222,4 +223,4 @@ def a_kind_of(value: Any) -> str:
 
 
 def _names(plan: Any) -> list[str]:
-    return list(NAMES) if isinstance(plan, str) else []
+    return list(SCHEDULES) if isinstance(plan, str) else []

@@ -69,6 +69,6 @@ def local_copy(model: nn.Module, plan: Plan, batch: tuple[Value, Value], place: 
                 f"The model cannot be copied, and so not sent to the ranks: {one_line(error)}. Locks, open files and "
                 "generators are made in forward, or left out by the module's __getstate__."
             ) from None
-        sharded = localize(model, plan, tp, cp)
+        sharded = localize(model, plan, plan.build(), tp, cp)
     cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
     return Localized(model, sharded, cut, attention_over(plan, cp, sharded.draws), tp)

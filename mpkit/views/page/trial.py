@@ -15,8 +15,7 @@ from base64 import b64encode
 from typing import NamedTuple
 
 from mpkit.plan.plan import Plan
-from mpkit.schedule import NAMES
-from mpkit.schedule.catalogue import LOOPED, V_SHAPED
+from mpkit.schedule.catalogue import ONE_F_ONE_B, SCHEDULES
 from mpkit.support.visible import escape
 from mpkit.timeline.simulation import simulate
 from mpkit.trace import Kind
@@ -24,7 +23,7 @@ from mpkit.views.drawing.colours import Key
 from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.wire import COLUMNS
 
-__all__ = ["LINK", "MICROBATCHES", "RANKS", "SCHEDULES", "packed", "trial"]
+__all__ = ["LINK", "MICROBATCHES", "RANKS", "packed", "title", "trial"]
 
 RANKS, MICROBATCHES = range(2, 9), range(1, 17)
 """What the sliders reach: p ranks, m micro-batches."""
@@ -34,55 +33,8 @@ LINK = (
 )
 """What the top of the page says of the section."""
 
-FIRST = "1f1b"
+FIRST = ONE_F_ONE_B
 """The schedule that the section begins with."""
-
-SCHEDULES: dict[str, tuple[str, str]] = {
-    "naive": ("naive", "One micro-batch at a time: while one stage works, all others wait."),
-    "gpipe": (
-        "GPipe",
-        "All forwards, then all backwards. A rank holds the activations of all micro-batches.",
-    ),
-    "1f1b": (
-        "1F1B",
-        "After a warm-up each rank alternates between one forward and one backward. The bubble is GPipe's, but a rank "
-        "holds the activations of at most p micro-batches.",
-    ),
-    "looped_bfs": (
-        "looped BFS, 2 stages per rank",
-        "GPipe with two stages per rank: all micro-batches pass a stage before the rank turns to its next one.",
-    ),
-    "interleaved_1f1b": (
-        "interleaved 1F1B, 2 stages per rank",
-        "1F1B with two stages per rank: warm-up and cool-down take half as long, for more than twice as many messages.",
-    ),
-    "zb_h1": (
-        "ZB-H1",
-        "Backwards are split: the stage before waits for the input gradients only, and the weight gradients fill what "
-        "would be bubble. No rank holds more activations than 1F1B's first one.",
-    ),
-    "zb_h2": (
-        "ZB-H2",
-        "Split backwards and a longer warm-up: with equal times and free messages no rank waits between its first "
-        "action and its last, at almost twice 1F1B's activations. The idle ends of the rows would close up if each "
-        "rank went on with the next step at once.",
-    ),
-    "zbv": (
-        "ZB-V, 2 stages per rank",
-        "Split backwards, and stages in a V: the first rank holds the first stage and the last one, so that it begins "
-        "with backwards early.",
-    ),
-    "interleaved_zb": (
-        "interleaved zero bubble, 2 stages per rank",
-        "Interleaved 1F1B with split backwards, whose weight gradients fill what would be bubble.",
-    ),
-    "dualpipev": (
-        "DualPipe-V, 2 stages per rank",
-        "Stages in a V. In the middle of the step, the forward of one micro-batch and the backward of another run as a "
-        "pair, and their results leave together when both are done.",
-    ),
-}
-"""By the schedule's name: its title in the dropdown, and what there is to be seen."""
 
 
 class Slider(NamedTuple):
@@ -112,8 +64,8 @@ def trial(p: int, m: int) -> str:
         "hop": Slider("message", 0, 2, 0.05, 0, "seconds"),
     }
     options = "".join(
-        f'<option value="{name}"{" selected" if name == FIRST else ""}>{escape(SCHEDULES[name][0])}</option>'
-        for name in NAMES
+        f'<option value="{name}"{" selected" if name == FIRST else ""}>{escape(title(name))}</option>'
+        for name in SCHEDULES
     )
     still = svg(simulate(plan_of(FIRST, p, m)))
     return (
@@ -124,7 +76,7 @@ def trial(p: int, m: int) -> str:
         '<div class="controls" role="group" aria-label="settings of the schedule" hidden><div class="control">'
         f'<label for="try-schedule">schedule</label><select id="try-schedule" name="schedule">{options}</select></div>'
         f"{''.join(_slider(name, slider) for name, slider in sliders.items())}</div>"
-        f'<p class="intro words">{escape(SCHEDULES[FIRST][1])}</p>'
+        f'<p class="intro words">{escape(SCHEDULES[FIRST].words)}</p>'
         f'<div class="trial"><div class="static scroll">{still}</div></div>'
         f'<script type="text/plain" data-schedules>{packed()}</script></section>'
     )
@@ -132,8 +84,17 @@ def trial(p: int, m: int) -> str:
 
 def plan_of(name: str, p: int, m: int) -> Plan:
     """Return the plan of a schedule by name, with two stages per rank where it allows them."""
-    v = 2 if name in LOOPED or name in V_SHAPED else 1
-    return Plan(pp=p, schedule=name, microbatches=m, virtual_stages=v)
+    return Plan(pp=p, schedule=name, microbatches=m, virtual_stages=1 if SCHEDULES[name].can_have(1) else 2)
+
+
+def title(name: str) -> str:
+    """Return the title of a schedule in the dropdown.
+
+    >>> title("zbv")
+    'ZB-V, 2 stages per rank'
+    """
+    entry = SCHEDULES[name]
+    return entry.title + ("" if entry.can_have(1) else ", 2 stages per rank")
 
 
 def packed() -> str:
@@ -145,9 +106,9 @@ def packed() -> str:
                 for p in RANKS
                 for m in MICROBATCHES
             }
-            for name in NAMES
+            for name in SCHEDULES
         },
-        "words": {name: words for name, (_, words) in SCHEDULES.items()},
+        "words": {name: entry.words for name, entry in SCHEDULES.items()},
         "columns": COLUMNS,
         "keys": {
             "F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRAD, "W": Kind.WEIGHT_GRAD, "message": Key.COMM,
