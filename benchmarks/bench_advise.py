@@ -21,8 +21,8 @@ from typing import Any
 import mpkit as mk
 from benchmarks.published import key_of
 from benchmarks.published_rows import read_folder
-from mpkit.advice.search import Priced, best_played, search
-from mpkit.advice.space import Question
+from mpkit.advice.search import LayoutPrices, best_played, search
+from mpkit.advice.space import TrainingQuestion
 from mpkit.cost_model.calibrate import Observation
 from mpkit.cost_model.preset import preset_for
 
@@ -98,8 +98,8 @@ def published_beside_found(folder: Path) -> list[Beside]:
         if step.source not in BEST:
             continue
         preset = preset_for(*key_of(step))
-        asked = Question(step.model, step.layout.global_batch, step.sequence)
-        priced = Priced(asked, step.hardware, step.stack, preset)
+        asked = TrainingQuestion(step.model, step.layout.global_batch, step.sequence)
+        priced = LayoutPrices(asked, step.hardware, step.stack, preset)
         found = best_played(priced, search(priced, step.layout.ranks)[0], lambda each: each.seconds)
         predicted, ruled = step.predicted(preset.constants), step.source in RULED
         left_open = [each for each in found if not ruled or each.layout.tp == step.layout.tp]

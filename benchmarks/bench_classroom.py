@@ -9,17 +9,17 @@ import time
 from statistics import median
 from typing import Any
 
-from mpkit.classroom.catalogue import Entry, families, of_family
-from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.catalogue import ExerciseEntry, families, of_family
+from mpkit.classroom.framework.room import PackedAnswer, Room
 from mpkit.classroom.framework.source import run_cell
 from mpkit.classroom.judge import judge
 
 LIMIT, LONGEST = 3.0, 10.0
 
 
-def seconds(entry: Entry, code: str, room: Room) -> float:
+def seconds(entry: ExerciseEntry, code: str, room: Room) -> float:
     """Return the seconds of one check."""
-    answer = Answer.of(run_cell(code, entry.exercise.name_of_answer, entry.name, entry.given))
+    answer = PackedAnswer.of(run_cell(code, entry.exercise.name_of_answer, entry.name, entry.given))
     start = time.perf_counter()
     judge(entry, answer, room)
     return time.perf_counter() - start

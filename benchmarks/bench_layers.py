@@ -16,7 +16,7 @@ from typing import Any
 import mpkit as mk
 from mpkit.layerwise.chain_search import brute_force, fastest, least_memory
 from mpkit.layerwise.layer import Layer
-from mpkit.layerwise.price import Priced
+from mpkit.layerwise.price import ChainPrices
 from mpkit.layerwise.result import LayerStrategies
 
 CHAINS, BUDGETS = 200, (100, 1_000, 10_000)
@@ -47,7 +47,7 @@ def markov_chains() -> list[dict[str, Any]]:
         exact, found = 0.0, dict.fromkeys(BUDGETS, 0)
         taken, cases = dict.fromkeys(BUDGETS, 0.0), CHAINS // len(LENGTHS)
         for seed in range(cases):
-            priced = Priced(chain_of(seed, length), machine, 64)
+            priced = ChainPrices(chain_of(seed, length), machine, 64)
             costs = priced.costs
             begun = time.perf_counter()
             best = fastest(costs)
@@ -78,7 +78,7 @@ def exact_searches() -> list[dict[str, Any]]:
     trying = searching = 0.0
     choices = 0
     for seed in range(20):
-        costs = Priced(chain_of(seed, 4), machine, 16).costs
+        costs = ChainPrices(chain_of(seed, 4), machine, 16).costs
         begun = time.perf_counter()
         best = brute_force(costs)
         middle = time.perf_counter()
@@ -107,7 +107,7 @@ def exact_searches() -> list[dict[str, Any]]:
     layers = [ends[0], *(replace(block, name=f"block{i}") for i in range(126)), ends[1]]
     for title, share in (("", None), (", 40 % of the memory", 0.4)):
         begun = time.perf_counter()
-        priced = Priced(layers, mk.hardware("128x8-h100-ndr"), 2048, "bfloat16")
+        priced = ChainPrices(layers, mk.hardware("128x8-h100-ndr"), 2048, "bfloat16")
         free = fastest(priced.costs)
         assert free is not None and least_memory(priced.costs).memory < 0.4 * free.memory
         if share is not None:

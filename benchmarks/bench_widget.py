@@ -26,7 +26,7 @@ import mpkit as mk
 from mpkit.views.browser import css, esm
 from mpkit.views.page.html import html
 from mpkit.views.timeline.counting import BubbleCounter
-from mpkit.views.timeline.wire import Batches, look
+from mpkit.views.timeline.wire import SpanBatches, look
 
 LANES, MICROBATCHES, WANTED_HZ = 1024, 64, 30.0
 SIZES = (1_000, 100_000, 1_000_000)
@@ -96,7 +96,7 @@ def _spans(count: int) -> Any:
 
 def _messages(spans: Any) -> list[tuple[dict[str, Any], str]]:
     """Build the kernel's messages: all spans but the last fifth in large batches, then UPDATES of 1 % each."""
-    batches, counter = Batches(), BubbleCounter(RANKS)
+    batches, counter = SpanBatches(), BubbleCounter(RANKS)
     small = max(1, len(spans) // 100)
     first = len(spans) - UPDATES * small
     found = []

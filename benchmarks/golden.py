@@ -24,7 +24,7 @@ from rich.table import Table
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.memory import stage_memory
-from mpkit.cost_model.shares import Shares
+from mpkit.cost_model.shares import ParameterShares
 from mpkit.cost_model.stack import Stack, stack_of
 from mpkit.devices.catalogue import cluster_of
 from mpkit.devices.hardware import Device
@@ -79,7 +79,7 @@ class Case:
     @cached_property
     def predicted(self) -> float:
         """The bytes of the last rank at its peak, without what is outside torch's allocator."""
-        shares = Shares(self.model, self.layout, self.stack)
+        shares = ParameterShares(self.model, self.layout, self.stack)
         stages = stage_memory(self.model, self.layout, self.sequence, self.stack, shares, device=self.device)
         return sum(stages[-1].values()) - stages[-1]["context"]
 

@@ -24,7 +24,7 @@ from benchmarks.published_rows import read_folder
 from mpkit.cost_model.calibrate import Observation, left_out, preset_of
 from mpkit.cost_model.memory import stage_memory
 from mpkit.cost_model.preset import EAGER, UNFITTED, Preset, preset_for, presets, prior_of
-from mpkit.cost_model.shares import Shares
+from mpkit.cost_model.shares import ParameterShares
 from mpkit.cost_model.stack import PRIOR, Constants
 
 __all__ = ["allocated", "fit_all", "key_of", "main", "memory_table", "readme_table", "stacks_left_out"]
@@ -224,7 +224,7 @@ def _order(rows: list[Observation], errors: dict[int, float]) -> str:
 
 def allocated(step: Observation) -> float:
     """Return the predicted bytes that the rank with most has allocated by torch at its peak."""
-    shares = Shares(step.model, step.layout, step.stack)
+    shares = ParameterShares(step.model, step.layout, step.stack)
     stages = stage_memory(
         step.model, step.layout, step.sequence, step.stack, shares, device=step.hardware.device
     )

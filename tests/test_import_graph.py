@@ -205,3 +205,16 @@ def test_importing_mpkit_is_cheap() -> None:
     assert "mpkit" in imported
     heavy = [name for name in imported if name.partition(".")[0] in {"torch", "numpy", *NOTEBOOK_ONLY}]
     assert not heavy, f"`import mpkit` imports {heavy[0]}"
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    """A reader who searches for a class finds one; the textbook's (`mpkit.reference`) may have the runtime's names."""
+    places: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        if name.startswith(("mpkit.reference", "mpkit.classroom.exercises")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name)
+    twice = [f"{name}: {', '.join(where)}" for name, where in places.items() if len(where) > 1]
+    assert not twice, "\n".join(twice)

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.advice.search import Priced, search
-from mpkit.advice.space import Question
+from mpkit.advice.search import LayoutPrices, search
+from mpkit.advice.space import TrainingQuestion
 from mpkit.cost_model.known_models import architecture_of
 from mpkit.cost_model.preset import preset_for
 from mpkit.cost_model.stack import stack_of
 from mpkit.schedule import Action, Schedule
-from mpkit.schedule.catalogue import SCHEDULES, Entry
+from mpkit.schedule.catalogue import SCHEDULES, ScheduleEntry
 from mpkit.views.page.trial import trial
 
 MPKIT = Path(mk.__file__).parent
@@ -32,7 +32,7 @@ def two_waves(p: int, m: int, v: int) -> Schedule:
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> mk.Plan:
     """A plan of the new schedule, which is in the catalogue while the test runs."""
-    entry = Entry(
+    entry = ScheduleEntry(
         two_waves, "two waves", "GPipe twice.", idle=lambda p, m: 6 * (p - 1), advised=(1,),
         elsewhere={"torchtitan": "TwoWaves"},
     )  # fmt: skip
@@ -75,9 +75,9 @@ def test_it_is_exported_and_read(registered: mk.Plan) -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_it_is_advised() -> None:
-    asked = Question(architecture_of("llama3-8b"), 16, 1024)
+    asked = TrainingQuestion(architecture_of("llama3-8b"), 16, 1024)
     machine, stack = mk.hardware("8x-h100-nvlink"), stack_of("pytorch")
-    found, _ = search(Priced(asked, machine, stack, preset_for(machine.device.name, stack.name)), 8)
+    found, _ = search(LayoutPrices(asked, machine, stack, preset_for(machine.device.name, stack.name)), 8)
     assert {each.layout.schedule for each in found if each.layout.pp > 1} > {"two_waves", "1f1b"}
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.analysis.schedule_search import Found
+from mpkit.analysis.schedule_search import FoundSchedule
 from mpkit.schedule import NAMES, Schedule, named, validate
 from mpkit.schedule.activations import live
 from mpkit.schedule.catalogue import SCHEDULES
-from mpkit.schedule.search.greedy import Costs, Policy, greedy
+from mpkit.schedule.search.greedy import ActionCosts, Policy, greedy
 from mpkit.schedule.search.improve import improve, span
 
 UNEVEN: dict[str, Any] = {
@@ -28,7 +28,7 @@ UNEVEN: dict[str, Any] = {
 
 def test_it_finds_zb_h1s_length_by_itself() -> None:
     """Of equal stages under 1F1B's memory, 27: that no order is shorter, the bound says."""
-    costs = Costs([1] * 4, [1] * 4, [1] * 4, 0, [1] * 4, [4] * 4)
+    costs = ActionCosts([1] * 4, [1] * 4, [1] * 4, 0, [1] * 4, [4] * 4)
     rows = greedy(range(4), 8, costs, Policy("deep", "turns", range(4), 0, [4] * 4))
     schedule = Schedule(rows).validate(max_live=4)
     assert span(schedule, {"F": costs.f, "I": costs.i, "W": costs.w}, 0) == 27
@@ -95,7 +95,7 @@ def test_random_cases() -> None:
 
 
 def test_the_same_seed_finds_the_same() -> None:
-    def search(seed: int) -> Found:
+    def search(seed: int) -> FoundSchedule:
         return mk.search_schedule(
             mk.Plan.pipeline("zbv", 3, 4), hop=0.3, max_live=5, seed=seed, effort=30_000
         )
@@ -124,7 +124,7 @@ def test_greedy_orders_never_end_in_a_deadlock() -> None:
             random.choice(("deep", "shallow", "turns")), random.choice(("I", "F", "turns")),
             [random.choice((0, 1, 3, math.inf)) for _ in range(ranks)], random.choice((0, 0.5, 1)), caps,
         )  # fmt: skip
-        rows = greedy(holders, m, Costs(f, i, w, random.choice((0, 0.3, 2)), sizes, caps), policy)
+        rows = greedy(holders, m, ActionCosts(f, i, w, random.choice((0, 0.3, 2)), sizes, caps), policy)
         Schedule(rows, stage_to_rank=holders).validate(max_live=caps, activation=sizes)
 
 

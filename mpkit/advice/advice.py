@@ -14,8 +14,8 @@ from mpkit.advice.near_misses import NearMiss, near_misses
 from mpkit.advice.objective import TIME, Objective, objective_of
 from mpkit.advice.resharding import resharding_bytes
 from mpkit.advice.rules import Rule, rules_of
-from mpkit.advice.search import SHOWN, Found, Priced
-from mpkit.advice.space import Question
+from mpkit.advice.search import SHOWN, FoundLayout, LayoutPrices
+from mpkit.advice.space import TrainingQuestion
 from mpkit.advice.summary import change_since, summary_of
 from mpkit.advice.why_not import why_not
 from mpkit.cost_model.estimate import Estimate, estimated
@@ -57,8 +57,8 @@ class Advice(HasChart):
         before: the advice for other hardware that `again` began from; None: this is the first.
     """
 
-    priced: Priced = field(repr=False)
-    found: Sequence[Found] = field(repr=False)
+    priced: LayoutPrices = field(repr=False)
+    found: Sequence[FoundLayout] = field(repr=False)
     considered: int
     objective: Objective = TIME
     before: Advice | None = field(default=None, repr=False)
@@ -79,7 +79,7 @@ class Advice(HasChart):
 
         A plan that recomputes or offloads more than it needs to fit is not among those found.
         """
-        kept: list[Found] = []
+        kept: list[FoundLayout] = []
         for each in sorted(self.found, key=lambda found: found.seconds):
             if not kept or each.memory < kept[-1].memory:
                 kept.append(each)
@@ -242,16 +242,16 @@ def advise(
     for name, value in (("global_batch", global_batch), ("sequence", sequence)):
         if (whole(value) or 0) < 1:
             raise ValueError(f"advise({name}={value!r}): a whole number, 1 or more")
-    asked = Question(architecture_of(model), global_batch, sequence)
+    asked = TrainingQuestion(architecture_of(model), global_batch, sequence)
     chosen = stack if isinstance(stack, Stack) else stack_of(stack)
     return advised(asked, find(hardware), chosen, preset, objective_of(by, price))
 
 
 def advised(
-    asked: Question, machine: Hardware, stack: Stack, preset: Preset | None = None,
+    asked: TrainingQuestion, machine: Hardware, stack: Stack, preset: Preset | None = None,
     objective: Objective = TIME,
 ) -> Advice:  # fmt: skip
     """Return the advice for what `advise` has read."""
-    priced = Priced(asked, machine, stack, preset or preset_for(machine.device.name, stack.name))
+    priced = LayoutPrices(asked, machine, stack, preset or preset_for(machine.device.name, stack.name))
     found, considered = objective.search(priced)
     return Advice(priced, found, considered, objective)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mpkit.advice.offers import Offers, offers_of
-from mpkit.advice.search import Priced
+from mpkit.advice.search import LayoutPrices
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.step import StepTime
 from mpkit.schedule.catalogue import GPIPE
@@ -48,7 +48,7 @@ class NearMiss:
         return f"{self.change}: {self.why}"
 
 
-def near_misses(priced: Priced, best: Layout) -> list[NearMiss]:
+def near_misses(priced: LayoutPrices, best: Layout) -> list[NearMiss]:
     """Return the near misses: those that would be faster by how little they are out, then the others by time."""
     room, took = float(priced.hardware.device.memory), priced.screened(best)
     nearest: dict[str, tuple[bool, float, float, Layout]] = {}
@@ -63,7 +63,7 @@ def near_misses(priced: Priced, best: Layout) -> list[NearMiss]:
     return sorted(found, key=lambda miss: (miss.excess <= 0, max(0.0, miss.excess), miss.seconds))
 
 
-def _near_miss(priced: Priced, here: StepTime, change: str, excess: float, layout: Layout) -> NearMiss:
+def _near_miss(priced: LayoutPrices, here: StepTime, change: str, excess: float, layout: Layout) -> NearMiss:
     """Say what stands against a layout: memory, or what grows most, or how much communication nothing hides.
 
     Args:
@@ -89,7 +89,7 @@ def _near_miss(priced: Priced, here: StepTime, change: str, excess: float, layou
     return NearMiss(layout, change, there.seconds, excess, why)
 
 
-def _changes(priced: Priced, best: Layout, offers: Offers) -> Iterator[tuple[str, Layout]]:
+def _changes(priced: LayoutPrices, best: Layout, offers: Offers) -> Iterator[tuple[str, Layout]]:
     """Yield the layouts one change away that the software and the model can have, with the change in words."""
     for zero in offers.zero:
         if zero != best.zero and best.replicas > 1 and not (zero < 3 and best.offload == "params"):
@@ -115,7 +115,7 @@ def _changes(priced: Priced, best: Layout, offers: Offers) -> Iterator[tuple[str
 
 
 def _moved(
-    priced: Priced, best: Layout, offers: Offers, more: str, less: str
+    priced: LayoutPrices, best: Layout, offers: Offers, more: str, less: str
 ) -> Iterator[tuple[str, Layout]]:
     """Yield the layouts with twice as much of one degree and half of another, for each micro-batch."""
     degrees = {more: getattr(best, more) * 2, less: getattr(best, less) // 2}
@@ -123,7 +123,7 @@ def _moved(
         yield f"{more}={degrees[more]}, {less}={degrees[less]}", layout
 
 
-def _layouts(priced: Priced, layout: Layout, offers: Offers) -> Iterator[Layout]:
+def _layouts(priced: LayoutPrices, layout: Layout, offers: Offers) -> Iterator[Layout]:
     """Yield a mesh's layouts by micro-batch, if the model, the batch and the software can have it."""
     model, asked = priced.asked.model, priced.asked
     impossible = (

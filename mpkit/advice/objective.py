@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from mpkit.advice.search import Found, Priced, best_played, search
+from mpkit.advice.search import FoundLayout, LayoutPrices, best_played, search
 from mpkit.advice.space import divisors
 from mpkit.support.units import percent, seconds
 
@@ -41,10 +41,10 @@ class Objective:
             return took * devices * self.price / 3600, took
         return (float(devices), took) if self.by == "devices" else (took, took)
 
-    def search(self, priced: Priced) -> tuple[list[Found], int]:
+    def search(self, priced: LayoutPrices) -> tuple[list[FoundLayout], int]:
         """Return the layouts that fit, the best first, and the number that were considered."""
         machine = priced.hardware
-        found: list[Found] = []
+        found: list[FoundLayout] = []
         considered = 0
         for devices in [machine.devices] if self.by == "time" else sizes(machine.nodes, machine.per_node):
             some, tried = search(priced, devices)
@@ -54,7 +54,7 @@ class Objective:
                 break
         return best_played(priced, found, lambda each: self.of(each.seconds, each.layout.ranks)), considered
 
-    def words(self, best: Found, devices: int) -> str:
+    def words(self, best: FoundLayout, devices: int) -> str:
         """Say what the best plan comes to, of a machine with so many devices."""
         used = best.layout.ranks
         if self.by == "devices":
@@ -62,7 +62,7 @@ class Objective:
         hours = best.seconds * used / 3600
         return f"{hours * self.price:.4g} per step on {used} of {devices} devices: {seconds(best.seconds)} x {used}."
 
-    def against(self, took: float, devices: int, best: Found) -> str:
+    def against(self, took: float, devices: int, best: FoundLayout) -> str:
         """Say what stands against a plan that fits, beside the best one; by cost or devices."""
         if self.by == "devices" and devices > best.layout.ranks:
             return f"it uses {devices} devices, where {best.layout.ranks} are enough"

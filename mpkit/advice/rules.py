@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mpkit.advice.search import Found, Priced
+from mpkit.advice.search import FoundLayout, LayoutPrices
 from mpkit.cost_model.layout import Layout
 from mpkit.devices.unwise import TP_INSIDE
 from mpkit.support.units import percent, seconds
@@ -42,7 +42,7 @@ class Rule:
         return f"{self.says} {'The search agrees' if self.agrees else 'The search disagrees'}: {self.why}"
 
 
-def rules_of(priced: Priced, found: Sequence[Found]) -> list[Rule]:
+def rules_of(priced: LayoutPrices, found: Sequence[FoundLayout]) -> list[Rule]:
     """Return the rules that apply."""
     if not found:
         return [_states(priced)]
@@ -56,7 +56,7 @@ def rules_of(priced: Priced, found: Sequence[Found]) -> list[Rule]:
     return [rule for rule in rules if rule is not None]
 
 
-def _states(priced: Priced) -> Rule:
+def _states(priced: LayoutPrices) -> Rule:
     """Say what the states alone take where no plan fits."""
     model, device = priced.asked.model, priced.hardware.device
     states = (priced.stack.element + priced.stack.gradient + priced.stack.states) * model.parameters
@@ -69,7 +69,7 @@ def _states(priced: Priced) -> Rule:
     )
 
 
-def _one_device(priced: Priced, found: Sequence[Found]) -> Rule:
+def _one_device(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule:
     """Return whether a replica fits one device, so that data parallelism is enough."""
     n, batch = priced.hardware.devices, priced.asked.global_batch
     best, room = found[0], priced.hardware.device.memory / GIB
@@ -90,7 +90,7 @@ def _one_device(priced: Priced, found: Sequence[Found]) -> Rule:
     )
 
 
-def _layer(priced: Priced, found: Sequence[Found]) -> Rule | None:
+def _layer(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
     """Return whether one layer with its states fits a device; None where a whole replica does."""
     model, room, stack = priced.asked.model, priced.hardware.device.memory / GIB, priced.stack
     states = stack.element + stack.gradient + stack.states
@@ -117,7 +117,7 @@ def _is_plain(layout: Layout) -> bool:
     return layout.pp == layout.tp == layout.cp == 1 and layout.zero == 0
 
 
-def _nodes(priced: Priced, found: Sequence[Found]) -> Rule | None:
+def _nodes(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
     """Return whether tensor parallelism stays inside the node; None on one node, or where nothing else fits."""
     per_node = priced.hardware.per_node
     inside = _first(found, lambda layout: layout.tp <= per_node)
@@ -132,7 +132,7 @@ def _nodes(priced: Priced, found: Sequence[Found]) -> Rule | None:
     )
 
 
-def _zero(found: Sequence[Found]) -> Rule | None:
+def _zero(found: Sequence[FoundLayout]) -> Rule | None:
     """Return whether a pipeline is better with ZeRO-1 than with ZeRO-2 or -3; None where there is no such pair."""
     low = _first(found, lambda layout: layout.pp > 1 and layout.zero <= 1)
     high = _first(found, lambda layout: layout.pp > 1 and layout.zero >= 2)
@@ -146,7 +146,7 @@ def _zero(found: Sequence[Found]) -> Rule | None:
     )
 
 
-def _single(priced: Priced, found: Sequence[Found]) -> Rule | None:
+def _single(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
     """Return what recomputation or offload buys, which one device can do by itself; None where the best has none."""
     best = found[0]
     if best.layout.recompute == "none" and best.layout.offload == "none":
@@ -163,6 +163,6 @@ def _single(priced: Priced, found: Sequence[Found]) -> Rule | None:
     return Rule(f"Before more GPUs, try what one can do: {', '.join(measures)}.", True, why)
 
 
-def _first(found: Sequence[Found], wanted: Callable[[Layout], bool]) -> Found | None:
+def _first(found: Sequence[FoundLayout], wanted: Callable[[Layout], bool]) -> FoundLayout | None:
     """Return the fastest layout that is as wanted."""
     return next((each for each in found if wanted(each.layout)), None)

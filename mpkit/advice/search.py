@@ -20,19 +20,19 @@ from itertools import groupby
 from typing import Any
 
 from mpkit.advice.offers import Offers, offers_of
-from mpkit.advice.space import Question, families
+from mpkit.advice.space import TrainingQuestion, families
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.fits import FRAGMENTATION
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.memory import fullest_stages, stage_memory
 from mpkit.cost_model.preset import Preset
-from mpkit.cost_model.shares import Shares
+from mpkit.cost_model.shares import ParameterShares
 from mpkit.cost_model.stack import Constants, Stack
 from mpkit.cost_model.step import StepTime, screened_time, step_time
 from mpkit.devices.hardware import Hardware
 from mpkit.schedule import Schedule
 
-__all__ = ["SHOWN", "Found", "Priced", "best_played", "search"]
+__all__ = ["SHOWN", "FoundLayout", "LayoutPrices", "best_played", "search"]
 
 SHOWN = 20
 """The plans of an advice."""
@@ -43,7 +43,7 @@ LONGEST = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundLayout:
     """A layout that fits.
 
     Attributes:
@@ -58,14 +58,14 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Priced:
+class LayoutPrices:
     """Prices layouts: memory and time.
 
     Attributes:
         asked, hardware, stack, preset: as for `mk.estimate`.
     """
 
-    asked: Question
+    asked: TrainingQuestion
     hardware: Hardware
     stack: Stack
     preset: Preset
@@ -86,13 +86,13 @@ class Priced:
         return max(sum(stage.values()) for stage in stages) * (1 + FRAGMENTATION)
 
     @cached_property
-    def _shares(self) -> Callable[[Layout], Shares]:
+    def _shares(self) -> Callable[[Layout], ParameterShares]:
         """Return the parameters of the ranks, which few of the degrees decide."""
 
         @cache
-        def shares(pp: int, tp: int, zero: int, replicas: int, schedule: str | Schedule) -> Shares:
+        def shares(pp: int, tp: int, zero: int, replicas: int, schedule: str | Schedule) -> ParameterShares:
             layout = Layout(pp=pp, tp=tp, zero=zero, dp=replicas, head=self.head, schedule=schedule)
-            return Shares(self.asked.model, layout, self.stack)
+            return ParameterShares(self.asked.model, layout, self.stack)
 
         return lambda layout: shares(layout.pp, layout.tp, layout.zero, layout.replicas, layout.schedule)
 
@@ -104,17 +104,19 @@ class Priced:
         """Return about the seconds per step, in a fraction of the time."""
         return screened_time(*self._asked(layout))
 
-    def _asked(self, layout: Layout) -> tuple[Architecture, Layout, int, Hardware, Stack, Constants, Shares]:
+    def _asked(
+        self, layout: Layout
+    ) -> tuple[Architecture, Layout, int, Hardware, Stack, Constants, ParameterShares]:
         asked = self.asked
         return (
             asked.model, layout, asked.sequence, self.hardware, self.stack, self.preset.constants, self._shares(layout),
         )  # fmt: skip
 
 
-def search(priced: Priced, devices: int) -> tuple[list[Found], int]:
+def search(priced: LayoutPrices, devices: int) -> tuple[list[FoundLayout], int]:
     """Return the layouts that fit so many devices, with about their seconds, and the number that were considered."""
     room = float(priced.hardware.device.memory)
-    found: list[Found] = []
+    found: list[FoundLayout] = []
     considered = 0
     offers = offers_of(priced.stack.name)
     for family in families(priced.asked, devices, priced.hardware.per_node, offers, priced.head):
@@ -124,11 +126,13 @@ def search(priced: Priced, devices: int) -> tuple[list[Found], int]:
             if priced.memory(_relieved(layout, *reliefs[-1])) > room:
                 break
             fitting = _fitting(priced, layout, reliefs, room)
-            found += [Found(each, priced.screened(each), memory) for each, memory in fitting]
+            found += [FoundLayout(each, priced.screened(each), memory) for each, memory in fitting]
     return found, considered
 
 
-def best_played(priced: Priced, found: Sequence[Found], least: Callable[[Found], Any]) -> list[Found]:
+def best_played(
+    priced: LayoutPrices, found: Sequence[FoundLayout], least: Callable[[FoundLayout], Any]
+) -> list[FoundLayout]:
     """Return the layouts found, the best first, with the pipelines of the best ones played.
 
     Args:
@@ -152,7 +156,7 @@ def _reliefs(layout: Layout, offers: Offers, stack: Stack) -> list[tuple[str, st
 
 
 def _fitting(
-    priced: Priced, layout: Layout, reliefs: Sequence[tuple[str, str]], room: float
+    priced: LayoutPrices, layout: Layout, reliefs: Sequence[tuple[str, str]], room: float
 ) -> Iterator[tuple[Layout, float]]:
     """Yield for each offload the least recomputation that fits; where none is needed, more offload is for nothing."""
     for offload, group in groupby(reliefs, key=lambda relief: relief[0]):

@@ -20,11 +20,11 @@ from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.layout import Layout
 from mpkit.schedule.catalogue import GPIPE
 
-__all__ = ["Question", "divisors", "families"]
+__all__ = ["TrainingQuestion", "divisors", "families"]
 
 
 @dataclass(frozen=True)
-class Question:
+class TrainingQuestion:
     """What is to be trained.
 
     Attributes:
@@ -38,7 +38,7 @@ class Question:
 
 
 def families(
-    asked: Question, devices: int, per_node: int, offers: Offers = EVERYTHING, head: float = 0.0
+    asked: TrainingQuestion, devices: int, per_node: int, offers: Offers = EVERYTHING, head: float = 0.0
 ) -> Iterator[tuple[Layout, ...]]:
     """Yield families of layouts that differ in the samples of a micro-batch only, the smallest first.
 
@@ -50,7 +50,7 @@ def families(
         head: as in a Layout.
 
     >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257)
-    >>> found = list(families(Question(gpt2, 8, 1024), 2, 8))
+    >>> found = list(families(TrainingQuestion(gpt2, 8, 1024), 2, 8))
     >>> [layout.microbatch for layout in found[0]]  # of two replicas, each has 4 samples
     [1, 2, 4]
     """
@@ -69,7 +69,7 @@ def families(
 
 
 def _of_mesh(
-    asked: Question, offers: Offers, pp: int, dp: int, tp: int, cp: int, head: float
+    asked: TrainingQuestion, offers: Offers, pp: int, dp: int, tp: int, cp: int, head: float
 ) -> Iterator[tuple[Layout, ...]]:
     samples = asked.global_batch // dp
     for zero in offers.zero if dp * cp > 1 else (0,):

@@ -27,11 +27,11 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Compared", "Comparison", "compare_timelines"]
+__all__ = ["ComparedStep", "Comparison", "compare_timelines"]
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedStep:
     """The last complete step of one of the compared timelines.
 
     Attributes:
@@ -47,7 +47,7 @@ class Compared:
     idle: Mapping[str, float]
 
     @classmethod
-    def of(cls, name: str, timeline: Timeline) -> Compared:
+    def of(cls, name: str, timeline: Timeline) -> ComparedStep:
         """Compute the figures of a timeline's last complete step."""
         one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
         idle = dict(zip(CAUSES, idle_by_cause(timeline).mean(axis=0).tolist(), strict=True))
@@ -64,7 +64,7 @@ class Comparison(Drawn, HasChart):
         rows: one per timeline.
     """
 
-    rows: tuple[Compared, ...]
+    rows: tuple[ComparedStep, ...]
 
     def gap(self, a: str | None = None, b: str | None = None) -> dict[str, float]:
         """Return the parts of the difference of two makespans, in seconds by op and by cause of idle time.
@@ -88,7 +88,7 @@ class Comparison(Drawn, HasChart):
         differences = {op: work[1].get(op, 0.0) - work[0].get(op, 0.0) for op in ops}
         return differences | {f"idle: {cause}": second.idle[cause] - first.idle[cause] for cause in CAUSES}
 
-    def _named(self, name: str | None, default: Compared) -> Compared:
+    def _named(self, name: str | None, default: ComparedStep) -> ComparedStep:
         if name is None:
             return default
         for row in self.rows:
@@ -149,7 +149,7 @@ def compare_timelines(given: Sequence[tuple[str, Timeline | HasTimeline]]) -> Co
         raise ValueError(
             "compare(): nothing to compare; give Timelines or finished Runs, such as compare(run)"
         )
-    return Comparison(tuple(Compared.of(name, timeline) for name, timeline in timelines.items()))
+    return Comparison(tuple(ComparedStep.of(name, timeline) for name, timeline in timelines.items()))
 
 
 def predicted(timeline: Timeline) -> Timeline:
@@ -178,7 +178,7 @@ def _work(one: Timeline) -> dict[str, float]:
     return seconds_by_work
 
 
-def _splits(row: Compared) -> bool:
+def _splits(row: ComparedStep) -> bool:
     return any(op.startswith("weight grad") for op in row.work)
 
 

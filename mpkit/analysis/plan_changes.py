@@ -20,14 +20,14 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.synonyms import MEANT
 from mpkit.schedule.catalogue import ANY, SCHEDULES
 
-__all__ = ["Setting", "settings"]
+__all__ = ["ChangedPlan", "settings"]
 
 OF_MACHINE = "link", "overlap"
 EXAMPLE = 'run.what_if(link=2, microbatches=16, schedule="zb_h1")'
 
 
 @dataclass(frozen=True)
-class Setting:
+class ChangedPlan:
     """What a step is predicted for.
 
     Attributes:
@@ -43,7 +43,7 @@ class Setting:
     overlap: bool = True
 
 
-def settings(plan: Plan, changes: Mapping[str, Any]) -> list[Setting]:
+def settings(plan: Plan, changes: Mapping[str, Any]) -> list[ChangedPlan]:
     """Return the setting of the run, and one after each change.
 
     >>> [each.change for each in settings(Plan.gpipe(2, 4), {"link": 2, "schedule": "zb_h1", "cut": "balanced"})]
@@ -55,7 +55,7 @@ def settings(plan: Plan, changes: Mapping[str, Any]) -> list[Setting]:
         ValueError: there are no changes, no such one, or the plan would not work.
     """
     _check_names(changes)
-    found, waiting, failed = [Setting("", plan)], {}, None
+    found, waiting, failed = [ChangedPlan("", plan)], {}, None
     for name, value in changes.items():
         waiting[name] = value
         try:
@@ -69,7 +69,7 @@ def settings(plan: Plan, changes: Mapping[str, Any]) -> list[Setting]:
     return found
 
 
-def _changed(before: Setting, changes: Mapping[str, Any]) -> Setting:
+def _changed(before: ChangedPlan, changes: Mapping[str, Any]) -> ChangedPlan:
     """Return the setting after some changes at once."""
     link, overlap = before.link, before.overlap
     if "link" in changes:
@@ -87,7 +87,7 @@ def _changed(before: Setting, changes: Mapping[str, Any]) -> Setting:
         if fields_changed
         else before.plan
     )
-    return Setting(words, plan, link, overlap)
+    return ChangedPlan(words, plan, link, overlap)
 
 
 def _without_old_stages(plan: Plan, changed: dict[str, Any]) -> dict[str, Any]:

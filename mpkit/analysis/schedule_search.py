@@ -23,18 +23,18 @@ from mpkit.plan.plan import Plan
 from mpkit.schedule import Schedule, naive
 from mpkit.schedule.activations import live
 from mpkit.schedule.catalogue import SCHEDULES
-from mpkit.schedule.search.greedy import Costs, Policy, greedy
+from mpkit.schedule.search.greedy import ActionCosts, Policy, greedy
 from mpkit.schedule.search.improve import improve, span
 from mpkit.schedule.validate import each
 from mpkit.support.tracebacks import public
 from mpkit.timeline.simulation import Times, by_stage, simulate, time_of, whole_backward
 from mpkit.timeline.timeline import Timeline
 
-__all__ = ["Found", "search_schedule"]
+__all__ = ["FoundSchedule", "search_schedule"]
 
 
 @dataclass(frozen=True, repr=False)
-class Found:
+class FoundSchedule:
     """What a search found, and what it improves on.
 
     Attributes:
@@ -89,7 +89,7 @@ def search_schedule(
     plan: Plan, forward: Times = 1.0, input_grad: Times = 1.0, weight_grad: Times = 1.0, hop: float = 0.0, *,
     backward: Times | None = None, max_live: float | Sequence[float] | None = None,
     activation: float | Sequence[float] = 1.0, seed: int = 0, effort: int = 400_000,
-) -> Found:  # fmt: skip
+) -> FoundSchedule:  # fmt: skip
     """Search for the shortest order of F, I and W; the result is never longer than a named schedule that fits.
 
     Args:
@@ -118,8 +118,8 @@ def search_schedule(
     costs = _costs(plan, forward, input_grad, weight_grad, hop, max_live, activation)
     length = _length(plan, costs, backward)
 
-    def score(name: str, schedule: Schedule) -> _Scored:
-        return _Scored(length(schedule), max(schedule.peak_live), name, schedule)
+    def score(name: str, schedule: Schedule) -> _ScoredSchedule:
+        return _ScoredSchedule(length(schedule), max(schedule.peak_live), name, schedule)
 
     # ---- known
     known, too_large = _known(plan, costs)
@@ -142,12 +142,12 @@ def search_schedule(
             better = Schedule(better.rows, "searched", better.stage_to_rank, better.together)
             candidates.append(score("searched", better))
     shortest = min(candidates, key=_order)
-    best = _plan_of(shortest, plan)
+    best, caps = _plan_of(shortest, plan), list(costs.max_live)
     timeline = simulate(best, forward, input_grad, weight_grad, hop, backward=backward)
-    return Found(best, timeline, shortest.seconds, named_times, too_large, list(costs.max_live), at_least)
+    return FoundSchedule(best, timeline, shortest.seconds, named_times, too_large, caps, at_least)
 
 
-class _Scored(NamedTuple):
+class _ScoredSchedule(NamedTuple):
     """A schedule and its scores: the length of a step, and the most that any rank holds."""
 
     seconds: float
@@ -156,25 +156,25 @@ class _Scored(NamedTuple):
     schedule: Schedule
 
 
-def _length(plan: Plan, costs: Costs, backward: Times | None) -> Callable[[Schedule], float]:
+def _length(plan: Plan, costs: ActionCosts, backward: Times | None) -> Callable[[Schedule], float]:
     """Return a function that computes how many seconds a step of a schedule takes."""
     slots = {"F": costs.f, "I": costs.i, "W": costs.w, "B": whole_backward(backward, costs.i, costs.w)}
     again = _again(plan, costs)
     return lambda schedule: span(schedule, slots, costs.hop, again)
 
 
-def _again(plan: Plan, costs: Costs) -> Sequence[float]:
+def _again(plan: Plan, costs: ActionCosts) -> Sequence[float]:
     """Return, by stage, the seconds of recomputing a forward before its backward; empty without recomputation."""
     k = every(plan.recompute)
     return [time / k for time in costs.f] if k else ()
 
 
-def _order(one: _Scored) -> tuple[float, float, bool]:
+def _order(one: _ScoredSchedule) -> tuple[float, float, bool]:
     """Sort key: the shortest first; of equally short ones the one that holds least; of these a named one."""
     return one.seconds, one.peak, one.name == "searched"
 
 
-def _plan_of(best: _Scored, plan: Plan) -> Plan:
+def _plan_of(best: _ScoredSchedule, plan: Plan) -> Plan:
     """Return the plan with the schedule found."""
     if best.name in SCHEDULES:
         return replace(plan, schedule=best.name, virtual_stages=plan.stages // plan.pp)
@@ -184,8 +184,8 @@ def _plan_of(best: _Scored, plan: Plan) -> Plan:
 def _costs(
     plan: Plan, forward: Times, input_grad: Times, weight_grad: Times, hop: float,
     max_live: float | Sequence[float] | None, activation: float | Sequence[float],
-) -> Costs:  # fmt: skip
-    """Check the arguments and return them as `Costs`."""
+) -> ActionCosts:  # fmt: skip
+    """Check the arguments and return them as `ActionCosts`."""
     given: object = plan
     if not isinstance(given, Plan) or given.dp > 1:
         raise ValueError(
@@ -199,10 +199,10 @@ def _costs(
     )
     caps = [inf] * plan.pp if max_live is None else each("max_live", max_live, plan.pp, "rank")
     sizes = each("activation", activation, stages, "stage")
-    return Costs(f, i, w, time_of("hop", hop), sizes, caps)
+    return ActionCosts(f, i, w, time_of("hop", hop), sizes, caps)
 
 
-def _known(plan: Plan, costs: Costs) -> tuple[dict[str, Schedule], dict[str, float]]:
+def _known(plan: Plan, costs: ActionCosts) -> tuple[dict[str, Schedule], dict[str, float]]:
     """Return the fitting schedules (the plan's and the named ones), and the peaks of those that do not fit."""
     p, m, v = plan.pp, plan.microbatches, plan.stages // plan.pp
     fitting: dict[str, Schedule] = {}
@@ -224,7 +224,7 @@ def _known(plan: Plan, costs: Costs) -> tuple[dict[str, Schedule], dict[str, flo
     return fitting, too_large
 
 
-def _placements(plan: Plan, known: dict[str, Schedule], costs: Costs) -> list[tuple[int, ...]]:
+def _placements(plan: Plan, known: dict[str, Schedule], costs: ActionCosts) -> list[tuple[int, ...]]:
     """Return the possible assignments of stages to ranks.
 
     They are those of the plan and of the fitting schedules whose ranks can hold one micro-batch of each
@@ -248,7 +248,7 @@ def _placements(plan: Plan, known: dict[str, Schedule], costs: Costs) -> list[tu
     return [holders for holders, why in reasons.items() if not why]
 
 
-def _at_least(holders: tuple[int, ...], plan: Plan, costs: Costs) -> float:
+def _at_least(holders: tuple[int, ...], plan: Plan, costs: ActionCosts) -> float:
     """Return a lower bound on any order's length.
 
     A rank does all of its work after the first forward that it waits for, and a micro-batch passes all stages down and
@@ -268,7 +268,7 @@ def _at_least(holders: tuple[int, ...], plan: Plan, costs: Costs) -> float:
 
 
 def _policies(
-    placements: Sequence[tuple[int, ...]], costs: Costs, random: Random
+    placements: Sequence[tuple[int, ...]], costs: ActionCosts, random: Random
 ) -> Iterator[tuple[tuple[int, ...], Policy]]:
     """Yield all combinations of simple policies first, then random ones without end."""
     ranks = range(len(costs.max_live))

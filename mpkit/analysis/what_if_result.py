@@ -13,11 +13,11 @@ from mpkit.plan.plan import Plan
 from mpkit.support.display import Drawn, draw
 from mpkit.timeline.timeline import Timeline
 
-__all__ = ["Predicted", "WhatIf"]
+__all__ = ["PredictedStep", "WhatIf"]
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedStep:
     """A step after some of the changes.
 
     The three parts are averaged over ranks, and sum to the step time.
@@ -67,7 +67,7 @@ class WhatIf(Drawn):
             it with `played_memory`.
     """
 
-    rows: tuple[Predicted, ...]
+    rows: tuple[PredictedStep, ...]
     band: float | None
     run_memory: list[dict[str, int]]
     played_memory: list[dict[str, int]] | None

@@ -54,7 +54,7 @@ def shares_of(plan: Plan, model: nn.Module) -> tuple[Share, ...]:
 
     from mpkit.models.chain import layers_of
     from mpkit.parallel.stage.stage import Stage
-    from mpkit.parallel.zero.flat import Layout
+    from mpkit.parallel.zero.flat import FlatLayout
     from mpkit.parallel.zero.units import by_bucket, by_site, sites_of
 
     n = plan.dp * plan.cp
@@ -62,7 +62,7 @@ def shares_of(plan: Plan, model: nn.Module) -> tuple[Share, ...]:
     parts: dict[int, tuple[tuple[int, int], ...]] = {}
     units = by_site(sites) if plan.zero == 3 else by_bucket(sites, int(plan.bucket_mb * 2**20))
     for unit in units:
-        layouts = [Layout(unit.parameters, rank, n) for rank in range(n)]
+        layouts = [FlatLayout(unit.parameters, rank, n) for rank in range(n)]
         for i, parameter in enumerate(unit.parameters):
             parts[id(parameter)] = tuple(layout.own(i) for layout in layouts)
     return tuple(

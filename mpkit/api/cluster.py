@@ -234,9 +234,9 @@ class Cluster:
             from mpkit.api.watched_run import run_watched
 
             return run_watched(self.launch, fn, args, watch, timeout)
-        from mpkit.watch.compared import Compared
+        from mpkit.watch.compared import ComparedFunction
 
-        launch = self.launch(Compared(fn), args, timeout=timeout, sink=print)
+        launch = self.launch(ComparedFunction(fn), args, timeout=timeout, sink=print)
         launch.work()
         return launch.results()
 

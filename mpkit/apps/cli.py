@@ -133,9 +133,9 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _watch(options: argparse.Namespace) -> None:
-    from mpkit.apps.watch import Program, watch
+    from mpkit.apps.watch import CommandProgram, watch
 
-    program = Program(options.program, tuple(options.arguments), options.module)
+    program = CommandProgram(options.program, tuple(options.arguments), options.module)
     watch(
         program, ranks=options.ranks, device=options.device, depth=options.depth, timeout=options.timeout,
         html=options.html, trace=options.trace,
@@ -144,9 +144,9 @@ def _watch(options: argparse.Namespace) -> None:
 
 def _launch(options: argparse.Namespace) -> None:
     from mpkit.apps.launch_commands import LaunchPlan, commands
-    from mpkit.apps.watch import Program
+    from mpkit.apps.watch import CommandProgram
 
-    program = Program(options.program, tuple(options.arguments), options.module)
+    program = CommandProgram(options.program, tuple(options.arguments), options.module)
     plan = LaunchPlan(program, options.nodes, options.gpus, options.address, options.port, options.hours)
     plan.check()
     print(commands(plan))

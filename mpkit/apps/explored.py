@@ -14,11 +14,11 @@ from mpkit.schedule.catalogue import ONE_F_ONE_B, SCHEDULES
 from mpkit.timeline.simulation import simulate
 from mpkit.timeline.timeline import Timeline
 
-__all__ = ["Explored", "Setting"]
+__all__ = ["Explored", "ExplorerSetting"]
 
 
 @dataclass(frozen=True)
-class Setting:
+class ExplorerSetting:
     """The settings of the explorer.
 
     Attributes:
@@ -54,7 +54,7 @@ class Setting:
     def explored(self) -> Explored:
         """Simulate the schedule.
 
-        >>> Setting("zbv").explored().figures
+        >>> ExplorerSetting("zbv").explored().figures
         {'bubble': '5.9 %', 'step': '25.5 s', 'peak activations': '4', 'throughput': '0.314 micro-batches/s'}
 
         Raises:

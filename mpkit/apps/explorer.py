@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from mpkit.apps.explored import Setting
+from mpkit.apps.explored import ExplorerSetting
 from mpkit.schedule.catalogue import ONE_F_ONE_B, ZB_H1
 from mpkit.support.tracebacks import public
 
@@ -43,7 +43,7 @@ def explore(
     """
     from mpkit.apps.explorer_view import Explorer  # imported here since it needs the notebook packages
 
-    known = [f.name for f in fields(Setting) if f.name != "schedule"]
+    known = [f.name for f in fields(ExplorerSetting) if f.name != "schedule"]
     if unknown := [name for name in setting if name not in known]:
         raise ValueError(f"explore({unknown[0]}=...): what can be set is {', '.join(known)}")
     if len(schedules) > 2:
@@ -51,7 +51,7 @@ def explore(
             f"explore{schedules}: two at most are shown beside each other: explore{schedules[:2]}, and the dropdowns "
             "have the others"
         )
-    settings = [Setting(name, **setting) for name in schedules or (ONE_F_ONE_B, ZB_H1)]
+    settings = [ExplorerSetting(name, **setting) for name in schedules or (ONE_F_ONE_B, ZB_H1)]
     for each in settings:
         each.plan  # noqa: B018  (raises if the settings cannot work)
     return Explorer(settings, model=model, data=data, loss=loss, optimizer=optimizer)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.analysis.comparison import compare_timelines
-from mpkit.apps.explored import Explored, Setting
+from mpkit.apps.explored import Explored, ExplorerSetting
 from mpkit.errors import MpkitError
 from mpkit.schedule.catalogue import SCHEDULES
 from mpkit.support.display import image
@@ -69,7 +69,9 @@ class Side:
         run: called with the Plan to run; returns the HTML to show.
     """
 
-    def __init__(self, setting: Setting, redraw: Callable[[], None], run: Callable[[Any], str]) -> None:
+    def __init__(
+        self, setting: ExplorerSetting, redraw: Callable[[], None], run: Callable[[Any], str]
+    ) -> None:
         self._redraw, self._run = redraw, run
         named = setting.schedule in SCHEDULES
         self._own = "" if named else setting.schedule
@@ -98,7 +100,7 @@ class Side:
             layout={"flex": "1 1 380px", "min_width": "300px"},
         )  # fmt: skip
 
-    def set(self, setting: Setting) -> None:
+    def set(self, setting: ExplorerSetting) -> None:
         """Simulate with these degrees and times; if they cannot work, say why and mark the picture as stale."""
         chosen = self._own if self.schedule.value == OWN else self.schedule.value
         try:
@@ -167,7 +169,7 @@ class Explorer(ipywidgets.VBox):
 
     def __init__(
         self,
-        settings: Sequence[Setting],
+        settings: Sequence[ExplorerSetting],
         *,
         model: torch.nn.Module | None = None,
         data: Any = None,
@@ -201,7 +203,7 @@ class Explorer(ipywidgets.VBox):
         return {**(data or {}), **fallback}, metadata
 
     def _changed(self) -> None:
-        setting = Setting(**{name: slider.value for name, slider in self.sliders.items()})
+        setting = ExplorerSetting(**{name: slider.value for name, slider in self.sliders.items()})
         for side in self.sides:
             side.set(setting)
         drawn = [side.explored.timeline.makespan for side in self.sides if side.explored and not side.stale]

@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpkit.apps.watch import Program
+from mpkit.apps.watch import CommandProgram
 from mpkit.launch.process.seal import EXPORT
 
 __all__ = ["LaunchPlan", "commands"]
@@ -35,7 +35,7 @@ class LaunchPlan:
         hours: the time limit of the batch job.
     """
 
-    program: Program
+    program: CommandProgram
     nodes: int = 1
     gpus: int = 8
     address: str = ADDRESS
@@ -92,7 +92,7 @@ class LaunchPlan:
 def commands(plan: LaunchPlan) -> str:
     """Return the commands for each launcher, with every flag explained.
 
-    >>> text = commands(LaunchPlan(Program("train.py", ("--lr", "0.1")), nodes=2, gpus=4, address="n1"))
+    >>> text = commands(LaunchPlan(CommandProgram("train.py", ("--lr", "0.1")), nodes=2, gpus=4, address="n1"))
     >>> [line for line in text.splitlines() if line.startswith("torchrun") and "--node-rank 1" in line]
     ['torchrun --nnodes 2 --nproc-per-node 4 --node-rank 1 --master-addr n1 --master-port 29500 train.py --lr 0.1']
 

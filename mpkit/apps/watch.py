@@ -18,11 +18,11 @@ from mpkit.support.replaced import Replaced
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
 
-__all__ = ["Program", "watch"]
+__all__ = ["CommandProgram", "watch"]
 
 
 @dataclass(frozen=True)
-class Program:
+class CommandProgram:
     """A program as it is named on a command line.
 
     Attributes:
@@ -90,7 +90,7 @@ def _exit_by_exception() -> Replaced:
 
 
 def watch(
-    program: Program, *, ranks: int | None = None, device: str = "auto", depth: int | None = None,
+    program: CommandProgram, *, ranks: int | None = None, device: str = "auto", depth: int | None = None,
     timeout: float | None = None, html: str | Path | None = None, trace: str | Path | None = None,
 ) -> None:  # fmt: skip
     """Run a program on every rank, record it, and print its timeline.

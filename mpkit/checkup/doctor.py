@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.checkup.findings.variables import table
 from mpkit.checkup.parsers.facts import Unknown, facts_of
-from mpkit.checkup.probes.evidence import Evidence, gather
-from mpkit.checkup.probes.measure import Measured, measure
+from mpkit.checkup.probes.evidence import ProbeAnswers, gather
+from mpkit.checkup.probes.measure import RankMeasurements, measure
 from mpkit.checkup.probes.torch_build import torch_build
-from mpkit.checkup.report import Report
+from mpkit.checkup.report import CheckupReport
 from mpkit.checkup.rules import findings
 from mpkit.checkup.topics import Topic, find_topic
 from mpkit.errors import MpkitError
@@ -26,7 +26,7 @@ __all__ = ["doctor", "judge"]
 
 @public
 @answers('mk.doctor("slow scaling")', {"fast": "To leave out what is measured: quick=True."})
-def doctor(topic: str | None = None, *, data: Any = None, quick: bool = False) -> Report:
+def doctor(topic: str | None = None, *, data: Any = None, quick: bool = False) -> CheckupReport:
     """Examine this machine: devices, links, host, variables, and what two ranks measure.
 
     Nothing is changed, and nothing is sent anywhere. It takes some seconds; commands that are not installed are listed
@@ -59,15 +59,19 @@ def doctor(topic: str | None = None, *, data: Any = None, quick: bool = False) -
 
 
 def judge(
-    evidence: Evidence, measured: Measured | Unknown, topic: Topic | None = None, *, seconds: float = 0.0
-) -> Report:
+    evidence: ProbeAnswers,
+    measured: RankMeasurements | Unknown,
+    topic: Topic | None = None,
+    *,
+    seconds: float = 0.0,
+) -> CheckupReport:
     """Return the report that follows from evidence, wherever it is from."""
     found = findings(facts_of(evidence, measured))
     if topic is not None:
         wanted = "variables" if topic.name == "variables" else None
         found = [each for each in found if topic.name in each.topics or each.subject == wanted]
     explained = tuple(table().values()) if topic is not None and topic.name == "variables" else ()
-    return Report(tuple(found), topic, explained, evidence.composed, seconds)
+    return CheckupReport(tuple(found), topic, explained, evidence.composed, seconds)
 
 
 def _cluster(stack: ExitStack) -> Cluster | Unknown:
@@ -81,7 +85,7 @@ def _cluster(stack: ExitStack) -> Cluster | Unknown:
         return Unknown(f"no ranks can be started here: {_first_line(error)}")
 
 
-def _measured(cluster: Cluster, data: Any) -> Measured | Unknown:
+def _measured(cluster: Cluster, data: Any) -> RankMeasurements | Unknown:
     """Measure on ranks. What fails there is a finding, not the end of the report; what fails in `data` is the user's.
 
     Raises:

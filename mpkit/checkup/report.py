@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mpkit.checkup.findings.finding import Finding, Level
+from mpkit.checkup.findings.finding import CheckupFinding, Level
 from mpkit.checkup.findings.variables import Variable
 from mpkit.checkup.topics import Topic
 from mpkit.support.display import data_frame, draw
@@ -14,11 +14,11 @@ from mpkit.support.display import data_frame, draw
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Report"]
+__all__ = ["CheckupReport"]
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckupReport:
     """What the doctor found. It prints as text, and shows itself as a table in a notebook.
 
     Attributes:
@@ -29,7 +29,7 @@ class Report:
         seconds: how long it took.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckupFinding, ...]
     topic: Topic | None = None
     variables: tuple[Variable, ...] = ()
     composed: str = ""
@@ -40,7 +40,7 @@ class Report:
         """Whether nothing was found that costs."""
         return not self.of(Level.COSTS)
 
-    def of(self, level: Level | str) -> list[Finding]:
+    def of(self, level: Level | str) -> list[CheckupFinding]:
         """Return the findings of one level: "costs", "note", "fine" or "not checked".
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from mpkit.checkup.findings.finding import Finding
+from mpkit.checkup.findings.finding import CheckupFinding
 from mpkit.checkup.findings.gpus import gpus
 from mpkit.checkup.findings.host import cpus, limits, memory, ports, shared_memory
 from mpkit.checkup.findings.links import links, pci
@@ -15,11 +15,11 @@ from mpkit.checkup.parsers.facts import Facts
 
 __all__ = ["RULES", "findings"]
 
-RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+RULES: tuple[Callable[[Facts], Iterator[CheckupFinding]], ...] = (
     gpus, links, pci, software, memory, cpus, shared_memory, limits, ports, variables, measured,
 )  # fmt: skip
 
 
-def findings(facts: Facts) -> list[Finding]:
+def findings(facts: Facts) -> list[CheckupFinding]:
     """Return what all rules find."""
     return [finding for rule in RULES for finding in rule(facts)]

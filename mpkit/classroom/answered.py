@@ -7,7 +7,7 @@ error    the student's own line raises an error, or the ranks hang: said, with t
 
 from __future__ import annotations
 
-from mpkit.classroom.framework.exercise import Row
+from mpkit.classroom.framework.exercise import CheckRow
 from mpkit.classroom.framework.seen import Seen
 
 __all__ = ["ANSWERED", "NOT_ANSWERED", "answered_row", "questions_left"]
@@ -15,7 +15,7 @@ __all__ = ["ANSWERED", "NOT_ANSWERED", "answered_row", "questions_left"]
 ANSWERED, NOT_ANSWERED = "answered", "not answered"
 
 
-def answered_row(seen: Seen, untouched: bool, asked: tuple[str, ...] = ()) -> Row:
+def answered_row(seen: Seen, untouched: bool, asked: tuple[str, ...] = ()) -> CheckRow:
     """Return the row that says whether there is an answer.
 
     >>> from mpkit.classroom.framework.exercise import Case
@@ -37,8 +37,8 @@ def answered_row(seen: Seen, untouched: bool, asked: tuple[str, ...] = ()) -> Ro
     elif left:
         got = f"no answer yet to {', '.join(left)}"
     else:
-        return Row("your answer", "an answer that runs", ANSWERED, True, seen)
-    return Row("your answer", "an answer that runs", got, False, seen)
+        return CheckRow("your answer", "an answer that runs", ANSWERED, True, seen)
+    return CheckRow("your answer", "an answer that runs", got, False, seen)
 
 
 def questions_left(seen: Seen, asked: tuple[str, ...]) -> list[str]:

@@ -58,7 +58,7 @@ def beside_serial(name: str, answer: Any = None) -> BesideSerial:
     """
     from mpkit.classroom.catalogue import find
     from mpkit.classroom.framework.here import shared_room
-    from mpkit.classroom.framework.room import Answer
+    from mpkit.classroom.framework.room import PackedAnswer
 
     exercise = find(name).exercise
     if not isinstance(exercise, OnRanks) or "steps" not in exercise.cases[0].sizes:
@@ -71,7 +71,7 @@ def beside_serial(name: str, answer: Any = None) -> BesideSerial:
             f"compare({name!r}, {answer!r}): give your function too: mk.compare({name!r}, train)"
         )
     case = replace(exercise.cases[0], seed=0)
-    packed, begin = Answer.of(answer), exercise.expected(_until(case, 0))
+    packed, begin = PackedAnswer.of(answer), exercise.expected(_until(case, 0))
     rows = []
     for step in range(case["steps"]):
         # Each row trains from the beginning: the weights after a step are those that the answer leaves behind.
@@ -80,7 +80,7 @@ def beside_serial(name: str, answer: Any = None) -> BesideSerial:
             raise Deadlock(seen.hang)
         if seen.got is None:
             raise RankFailed(seen.error + (f" ({seen.where})" if seen.where else ""))
-        rows.append(_Row(step, begin, exercise.expected(seen.case), seen.got).cells())
+        rows.append(_StepRow(step, begin, exercise.expected(seen.case), seen.got).cells())
     return BesideSerial(data_frame(rows).set_index("step"))
 
 
@@ -89,7 +89,7 @@ def _until(case: Case, steps: int) -> Case:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _StepRow:
     """The outcomes of training up to a step, by rank."""
 
     step: int

@@ -22,18 +22,18 @@ from pathlib import Path
 from types import ModuleType
 
 from mpkit.classroom.framework.exercise import HOMES, Exercise
-from mpkit.classroom.framework.source import Source, given_in
+from mpkit.classroom.framework.source import ExerciseSource, given_in
 from mpkit.classroom.framework.variants import Variant, varied, varies
 from mpkit.support.needs import lacks_torch
 
-__all__ = ["Entry", "families", "find", "of_family", "solution_folders"]
+__all__ = ["ExerciseEntry", "families", "find", "of_family", "solution_folders"]
 
 OF_A_CHECKOUT = (".git", "build", "notebooks", "tests")
 """The folders of mpkit's repository that hold solutions as well."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class ExerciseEntry:
     """An exercise, by its name and its family.
 
     Attributes:
@@ -65,9 +65,9 @@ class Entry:
         return f"{given_in(getsource(package))}\n\n{self.source.given}\n"
 
     @cached_property
-    def source(self) -> Source:
+    def source(self) -> ExerciseSource:
         """The exercise's file, in its parts."""
-        return Source.of(*self._file)
+        return ExerciseSource.of(*self._file)
 
     @property
     def sealed(self) -> bool:
@@ -103,7 +103,7 @@ def families() -> list[ModuleType]:
     return sorted(packages, key=lambda package: package.PLACE)
 
 
-def of_family(family: str, variant: str = "") -> list[Entry]:
+def of_family(family: str, variant: str = "") -> list[ExerciseEntry]:
     """Return the exercises of a family, in their order; `variant` says whose numbers they have."""
     entries = [
         replace(entry, variant=variant) for entry in _entries() if entry.family == family and entry.runs_here
@@ -111,7 +111,7 @@ def of_family(family: str, variant: str = "") -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.exercise.place, entry.name))
 
 
-def find(name: str, variant: str = "") -> Entry:
+def find(name: str, variant: str = "") -> ExerciseEntry:
     """Return the exercise of that name; `variant` says whose numbers it has.
 
     >>> find("pass-the-token").family
@@ -148,11 +148,11 @@ def _home() -> ModuleType:
     return import_module(next(home for home in HOMES if find_spec(home) is not None))
 
 
-def _entries() -> list[Entry]:
+def _entries() -> list[ExerciseEntry]:
     """Return all exercises without importing any."""
     home = _home()
     return [
-        Entry(module.name.replace("_", "-"), family.name)
+        ExerciseEntry(module.name.replace("_", "-"), family.name)
         for family in pkgutil.iter_modules(home.__path__)
         for module in pkgutil.iter_modules([f"{home.__path__[0]}/{family.name}"])
     ]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.classroom.catalogue import families, find, of_family
 from mpkit.classroom.framework.here import shared_room
-from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.framework.room import PackedAnswer, Room
 from mpkit.classroom.judge import UNCOUNTED, Checked, is_stub, judge, look
 from mpkit.classroom.overview import Overview
-from mpkit.classroom.progress import Done, Progress
+from mpkit.classroom.progress import ExerciseProgress, Progress
 from mpkit.errors import NeedsTorch
 from mpkit.support.tracebacks import public
 
@@ -55,14 +55,14 @@ def check(
             "PyTorch (in a browser there is none to install). mk.progress() lists the exercises that work here. On a "
             "computer of your own, pip install mpkit brings PyTorch."
         )
-    packed = Answer.of(answer)
+    packed = PackedAnswer.of(answer)
     done = Progress.read()
     if entry.varies:
         done = _of_student(done, name, variant)
     if exam or entry.sealed:
         done.write()
         return look(entry, packed, shared_room() if cluster is None else Room(cluster))
-    before = done.done.get(name, Done())
+    before = done.done.get(name, ExerciseProgress())
     room = shared_room() if cluster is None else Room(cluster)
     stub = is_stub(entry, packed)
     checked = judge(entry, packed, room, 0 if stub else before.earlier(packed.print))

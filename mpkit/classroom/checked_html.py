@@ -13,7 +13,7 @@ from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import gutter_of, svg
 
 if TYPE_CHECKING:
-    from mpkit.classroom.framework.exercise import Row
+    from mpkit.classroom.framework.exercise import CheckRow
     from mpkit.classroom.judge import Checked
 
 __all__ = ["checked_html"]
@@ -74,7 +74,7 @@ def _tables(checked: Checked) -> str:
     )
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[CheckRow]) -> str:
     names = ("", "what was checked", "expected", "got")
     head = "".join(f'<th style="{CELL};font-weight:500;{FAINT}">{name}</th>' for name in names)
     lines = []

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpkit.classroom.answered import answered_row
-from mpkit.classroom.catalogue import Entry
-from mpkit.classroom.framework.exercise import UNFORESEEN, Exercise, Mistake, Row
+from mpkit.classroom.catalogue import ExerciseEntry
+from mpkit.classroom.framework.exercise import UNFORESEEN, CheckRow, Exercise, Mistake
 from mpkit.classroom.framework.on_ranks import UNDIVIDED
-from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.framework.room import PackedAnswer, Room
 from mpkit.classroom.framework.seen import Seen
 from mpkit.classroom.framework.source import run_cell
 from mpkit.classroom.lesson import lesson
@@ -66,7 +66,7 @@ class Checked:
 
     name: str
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[CheckRow, ...]
     passed: bool
     mistake: str = ""
     lesson: tuple[str, ...] = ()
@@ -105,7 +105,9 @@ class Checked:
         return {"text/html": checked_html(self), "text/plain": str(self), CHECKED: kept}
 
 
-def judge(entry: Entry, answer: Answer, room: Room, failures: int = 0, *, draw: bool = True) -> Checked:
+def judge(
+    entry: ExerciseEntry, answer: PackedAnswer, room: Room, failures: int = 0, *, draw: bool = True
+) -> Checked:
     """Examine an answer.
 
     Args:
@@ -135,12 +137,12 @@ def judge(entry: Entry, answer: Answer, room: Room, failures: int = 0, *, draw: 
     )  # fmt: skip
 
 
-def look(entry: Entry, answer: Answer, room: Room) -> Checked:
+def look(entry: ExerciseEntry, answer: PackedAnswer, room: Room) -> Checked:
     """Say whether there is an answer that runs, and nothing of whether it is right: a check in an exam."""
     exercise = entry.exercise
     seen = exercise.tried(answer, room)
     stub = run_cell(entry.source.stub, exercise.name_of_answer, "stub", entry.given)
-    untouched = exercise.untouched(seen) or Answer.of(stub).print == answer.print
+    untouched = exercise.untouched(seen) or PackedAnswer.of(stub).print == answer.print
     row = answered_row(seen, untouched, exercise.asked(stub))
     lines = () if untouched or row.ok else tuple(lesson(seen))
     return Checked(
@@ -148,7 +150,7 @@ def look(entry: Entry, answer: Answer, room: Room) -> Checked:
     )
 
 
-def tell(entry: Entry, seen: Seen | None, room: Room) -> tuple[str, Sequence[str]]:
+def tell(entry: ExerciseEntry, seen: Seen | None, room: Room) -> tuple[str, Sequence[str]]:
     """Return the name of the mistake that shows, and its hints."""
     exercise = entry.exercise
     if seen is not None:
@@ -164,12 +166,12 @@ def tell(entry: Entry, seen: Seen | None, room: Room) -> tuple[str, Sequence[str
     return "", exercise.otherwise
 
 
-def is_stub(entry: Entry, answer: Answer) -> bool:
+def is_stub(entry: ExerciseEntry, answer: PackedAnswer) -> bool:
     """Return whether an answer is the program that the student was given to mend."""
     if not entry.source.has_instead:
         return False  # the stub raises NotImplementedError, which `untouched` sees
     stub = run_cell(entry.source.stub, entry.exercise.name_of_answer, "stub", entry.given)
-    return Answer.of(stub).print == answer.print
+    return PackedAnswer.of(stub).print == answer.print
 
 
 def _slipped(seen: Seen) -> bool:
@@ -178,12 +180,12 @@ def _slipped(seen: Seen) -> bool:
     return bool(seen.where) and kind is not None and kind[1] in SLIPS and "NoneType" not in seen.error
 
 
-def _shows(entry: Entry, mistake: Mistake, seen: Seen, room: Room) -> bool:
+def _shows(entry: ExerciseEntry, mistake: Mistake, seen: Seen, room: Room) -> bool:
     if mistake.when is None:
         wrong = run_cell(
             entry.source.wrong(mistake), entry.exercise.name_of_answer, mistake.name, entry.given
         )
-        other = entry.exercise.again(Answer.of(wrong), seen, room) if seen.finished else None
+        other = entry.exercise.again(PackedAnswer.of(wrong), seen, room) if seen.finished else None
         return other is not None and entry.exercise.alike(seen, other)
     try:
         return bool(mistake.when(seen))
@@ -191,12 +193,12 @@ def _shows(entry: Entry, mistake: Mistake, seen: Seen, room: Room) -> bool:
         return False
 
 
-def _timelines(exercise: Exercise, row: Row, room: Room) -> dict[str, Timeline] | None:
+def _timelines(exercise: Exercise, row: CheckRow, room: Room) -> dict[str, Timeline] | None:
     """Return the timelines of the answer and the solution in the last case; None if neither communicates."""
     seen = row.seen
     if seen is None or seen.trace is None:
         return None
-    target = seen.target or exercise.again(Answer.of(exercise.solution), seen, room)
+    target = seen.target or exercise.again(PackedAnswer.of(exercise.solution), seen, room)
     traces = {"yours": seen, "target": target}
     shown = {name: one.timeline for name, one in traces.items() if one is not None and _drawable(one)}
     return shown or None

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from mpkit.classroom.catalogue import Entry, families, of_family
+from mpkit.classroom.catalogue import ExerciseEntry, families, of_family
 from mpkit.classroom.framework.source import BEGIN, END, IMPORTS, given_in
 from mpkit.classroom.framework.variants import NOT_IN_FILES, Variant, plainly
 
@@ -233,7 +233,9 @@ def _cells(package: ModuleType, kind: Kind, variant: str) -> Iterator[tuple[str,
         yield "progress", "mk.progress()", None
 
 
-def _exercise(number: int, entry: Entry, kind: Kind) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
+def _exercise(
+    number: int, entry: ExerciseEntry, kind: Kind
+) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
     exercise, source = entry.exercise, entry.source
     graded = kind == "nbgrader"
     after = exercise.after if graded else f"[{exercise.after}]({UP[kind]}{exercise.after}.ipynb)"

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mpkit.classroom.catalogue import Entry, families, of_family
+from mpkit.classroom.catalogue import ExerciseEntry, families, of_family
 from mpkit.classroom.framework.source import IMPORTS, given_in
 
 __all__ = ["otter_notebook", "write_otter"]
@@ -72,7 +72,7 @@ def _cells(package: ModuleType) -> Iterator[Any]:
         yield from _question(entry)
 
 
-def _question(entry: Entry) -> Iterator[Any]:
+def _question(entry: ExerciseEntry) -> Iterator[Any]:
     from nbformat.v4 import new_code_cell, new_markdown_cell, new_output, new_raw_cell
 
     source, name, answer = entry.source, entry.name, entry.exercise.name_of_answer

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpkit.classroom.catalogue import Entry
-from mpkit.classroom.progress import Done
+from mpkit.classroom.catalogue import ExerciseEntry
+from mpkit.classroom.progress import ExerciseProgress
 from mpkit.support.visible import escape
 
 __all__ = ["Overview"]
@@ -22,8 +22,8 @@ class Overview:
         done: the student's progress, by exercise.
     """
 
-    families: tuple[tuple[str, tuple[Entry, ...]], ...]
-    done: Mapping[str, Done]
+    families: tuple[tuple[str, tuple[ExerciseEntry, ...]], ...]
+    done: Mapping[str, ExerciseProgress]
 
     def __str__(self) -> str:
         return "\n\n".join(
@@ -45,13 +45,13 @@ class Overview:
             )
         return "".join(parts)
 
-    def _head(self, title: str, entries: tuple[Entry, ...]) -> str:
+    def _head(self, title: str, entries: tuple[ExerciseEntry, ...]) -> str:
         solved = sum(self._done(entry).passed for entry in entries)
         return f"{title}: {solved} of {len(entries)}"
 
-    def _mark(self, entry: Entry) -> str:
+    def _mark(self, entry: ExerciseEntry) -> str:
         one = self._done(entry)
         return "✔" if one.passed else "✗" if one.tries else "·"
 
-    def _done(self, entry: Entry) -> Any:
-        return self.done.get(entry.name, Done())
+    def _done(self, entry: ExerciseEntry) -> Any:
+        return self.done.get(entry.name, ExerciseProgress())

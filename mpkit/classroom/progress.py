@@ -11,14 +11,14 @@ from pathlib import Path
 
 from mpkit.support.bounded import read_json, read_text
 
-__all__ = ["FILE", "Done", "Predicted", "Progress"]
+__all__ = ["FILE", "ExerciseProgress", "Progress", "StudentPrediction"]
 
 FILE = "mpkit-progress.json"
 VERSION = 1
 
 
 @dataclass(frozen=True)
-class Done:
+class ExerciseProgress:
     """A student's progress in one exercise.
 
     Attributes:
@@ -36,14 +36,14 @@ class Done:
     def earlier(self, answer: str) -> int:
         """Return how many other wrong answers came before this one; a second check of it counts for nothing.
 
-        >>> Done(2, 2, wrong=["a", "b"]).earlier("a"), Done(2, 2, wrong=["a", "b"]).earlier("c")
+        >>> ExerciseProgress(2, 2, wrong=["a", "b"]).earlier("a"), ExerciseProgress(2, 2, wrong=["a", "b"]).earlier("c")
         (0, 2)
         """
         return self.wrong.index(answer) if answer in self.wrong else self.failures
 
 
 @dataclass(frozen=True)
-class Predicted:
+class StudentPrediction:
     """A prediction.
 
     Attributes:
@@ -67,8 +67,8 @@ class Progress:
     """
 
     path: Path
-    done: Mapping[str, Done]
-    predictions: Mapping[str, Predicted] = field(default_factory=dict)
+    done: Mapping[str, ExerciseProgress]
+    predictions: Mapping[str, StudentPrediction] = field(default_factory=dict)
     variant: str = ""
 
     @classmethod
@@ -82,8 +82,10 @@ class Progress:
             told = read_json(read_text(path))
             if told["version"] != VERSION:
                 raise ValueError(f"version {told['version']}")
-            predictions = {name: Predicted(**one) for name, one in told.get("predictions", {}).items()}
-            done = {name: Done(**one) for name, one in told["exercises"].items()}
+            predictions = {
+                name: StudentPrediction(**one) for name, one in told.get("predictions", {}).items()
+            }
+            done = {name: ExerciseProgress(**one) for name, one in told["exercises"].items()}
             return cls(path, done, predictions, str(told.get("variant", "")))
         except FileNotFoundError:
             return cls(path, {})
@@ -99,7 +101,7 @@ class Progress:
             answer: its fingerprint; a wrong answer that was checked before changes nothing. "": it is a new one.
             counts: whether it is an answer at all, and not the stub or a program that raises an error.
         """
-        before = self.done.get(name, Done())
+        before = self.done.get(name, ExerciseProgress())
         if not passed and (not counts or (answer and answer in before.wrong)):
             return replace(self, done={**self.done, name: before})
         wrong = [] if passed else [*before.wrong, *([answer] if answer else [])]
@@ -108,7 +110,7 @@ class Progress:
         now = replace(before, tries=tries, failures=failures, passed=ever, wrong=wrong)
         return replace(self, done={**self.done, name: now})
 
-    def predicting(self, name: str, predicted: Predicted) -> Progress:
+    def predicting(self, name: str, predicted: StudentPrediction) -> Progress:
         """Return the progress with a prediction."""
         return replace(self, predictions={**self.predictions, name: predicted})
 

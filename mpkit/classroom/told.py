@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.classroom.catalogue import Entry
-from mpkit.classroom.framework.exercise import Case, Row
+from mpkit.classroom.catalogue import ExerciseEntry
+from mpkit.classroom.framework.exercise import Case, CheckRow
 from mpkit.classroom.framework.seen import Seen
 from mpkit.classroom.judge import Checked
 
@@ -34,7 +34,7 @@ def told(checked: Checked) -> dict[str, Any]:
     }
 
 
-def checked_of(entry: Entry, values: dict[str, Any]) -> Checked:
+def checked_of(entry: ExerciseEntry, values: dict[str, Any]) -> Checked:
     """Return the verdict that `told` wrote; it passed if every row did.
 
     Raises:
@@ -43,7 +43,7 @@ def checked_of(entry: Entry, values: dict[str, Any]) -> Checked:
     rows = []
     for what, expected, got, ok, case in values["rows"]:
         seen = Seen(Case(0, seed=int(case))) if case is not None else None
-        rows.append(Row(str(what), str(expected), str(got), ok is True, seen))
+        rows.append(CheckRow(str(what), str(expected), str(got), ok is True, seen))
     if not rows:
         raise ValueError("a verdict on nothing")
     return Checked(

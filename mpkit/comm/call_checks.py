@@ -21,18 +21,18 @@ from typing import Protocol
 from torch import Tensor
 
 from mpkit.comm.fingerprint import Fingerprint, Fingerprints, named
-from mpkit.comm.published import Log, Table
+from mpkit.comm.published import CallTable, Log
 from mpkit.comm.tags import tag_number
 from mpkit.errors import CommMismatch
 from mpkit.trace import Kind, read_rank
 from mpkit.trace.mismatch import find_issued, why_not
 
-__all__ = ["Call", "CallChecks"]
+__all__ = ["CallChecks", "CheckedCall"]
 
 UNWRITTEN = bytes(8)
 
 
-class Call(Protocol):
+class CheckedCall(Protocol):
     """One call of this rank, which is compared with its peers' calls.
 
     Attributes:
@@ -61,7 +61,7 @@ class Collective:
 
     __slots__ = ("_checks", "_number", "_table", "_word", "text")
 
-    def __init__(self, checks: CallChecks, table: Table, number: int, fingerprint: Fingerprint) -> None:
+    def __init__(self, checks: CallChecks, table: CallTable, number: int, fingerprint: Fingerprint) -> None:
         self._checks, self._table, self._number = checks, table, number
         self._word, self.text = fingerprint
 
@@ -98,7 +98,7 @@ SENT = 1 << 32
 """Bit that marks the tag of an outgoing message."""
 
 
-class Message:
+class MessageEnd:
     """One end of a message."""
 
     __slots__ = ("_channel", "_checks", "_key", "_number", "_peer", "_word", "text")
@@ -147,21 +147,21 @@ class CallChecks:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self.rank = folder, rank
         self._fingerprints = Fingerprints()
-        self._tables: dict[tuple[int, ...], Table] = {}
+        self._tables: dict[tuple[int, ...], CallTable] = {}
         self._peers: dict[int, Peer] = {}
         self._log: Log | None = None
 
     def collective(
         self, ranks: tuple[int, ...], number: int, kind: int, tensor: Tensor, root: int, reduction: str,
         group: str = "",
-    ) -> Call:  # fmt: skip
+    ) -> CheckedCall:  # fmt: skip
         """Return the check of collective number `number` of these ranks; `group` tells several groups of them apart."""
         return Collective(
             self, self._table(ranks), number,
             self._fingerprints.of(kind, tensor.dtype, tensor.shape, root, reduction, group),
         )  # fmt: skip
 
-    def group(self, world: tuple[int, ...], number: int, ranks: tuple[int, ...]) -> Call:
+    def group(self, world: tuple[int, ...], number: int, ranks: tuple[int, ...]) -> CheckedCall:
         """Return the check of creating a group of these ranks.
 
         Creating a group takes a number among the collectives of all ranks.
@@ -170,11 +170,11 @@ class CallChecks:
 
     def message(
         self, kind: int, channel: str, number: int, peer: int, tag: int | str, tensor: Tensor
-    ) -> Call:
+    ) -> CheckedCall:
         """Return the check of one end of a message to or from `peer`."""
         key = tag_number(tag) | (SENT if kind == Kind.SEND else 0)
         fingerprint = self._fingerprints.of(Kind.SEND, tensor.dtype, tensor.shape)
-        return Message(self, key, peer, channel, number, fingerprint)
+        return MessageEnd(self, key, peer, channel, number, fingerprint)
 
     @property
     def log(self) -> Log:
@@ -213,9 +213,9 @@ class CallChecks:
             text = why_not(mine, theirs)
         raise CommMismatch(text, rank=self.rank, other=other)
 
-    def _table(self, ranks: tuple[int, ...]) -> Table:
+    def _table(self, ranks: tuple[int, ...]) -> CallTable:
         found = self._tables.get(ranks)
         if found is None:
             name = blake2b(",".join(map(str, ranks)).encode(), digest_size=8).hexdigest()
-            found = self._tables[ranks] = Table(self._folder / f"calls.{name}", ranks, self.rank)
+            found = self._tables[ranks] = CallTable(self._folder / f"calls.{name}", ranks, self.rank)
         return found

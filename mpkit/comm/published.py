@@ -10,10 +10,10 @@ from pathlib import Path
 
 from mpkit.comm.shared_words import SharedWords
 
-__all__ = ["Log", "Table"]
+__all__ = ["CallTable", "Log"]
 
 
-class Table:
+class CallTable:
     """The collectives of a group.
 
     Args:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpkit.comm.call_checks import Call, CallChecks
+from mpkit.comm.call_checks import CallChecks, CheckedCall
 from mpkit.comm.work import Work
 from mpkit.record.recorder import Recorder
 from mpkit.trace import Kind
@@ -53,7 +53,7 @@ class Numbered(NamedTuple):
     group: str
     number: int
     peer: int = -1
-    call: Call | None = None
+    call: CheckedCall | None = None
 
 
 class Wire:

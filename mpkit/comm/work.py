@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpkit.comm.call_checks import Call
+from mpkit.comm.call_checks import CheckedCall
 from mpkit.record.recorder import Recorder
 from mpkit.trace import Kind
 
@@ -28,7 +28,7 @@ class Work:
     _result: Callable[[], Tensor]
     _where: str
     _waiting: int = -1
-    _call: Call | None = None
+    _call: CheckedCall | None = None
     _value: Tensor | None = None
 
     def wait(self) -> Tensor:

@@ -21,7 +21,7 @@ from mpkit.cost_model.known_models import architecture_of
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.memory import CATEGORIES, stage_memory
 from mpkit.cost_model.preset import Preset, preset_as_played, preset_for
-from mpkit.cost_model.shares import Shares
+from mpkit.cost_model.shares import ParameterShares
 from mpkit.cost_model.stack import Stack, stack_of
 from mpkit.cost_model.step import StepTime, step_time
 from mpkit.devices.catalogue import hardware as machine_of
@@ -59,7 +59,7 @@ class Estimate:
     layout: Layout
     stack: Stack
     preset: Preset
-    shares: Shares = field(repr=False)
+    shares: ParameterShares = field(repr=False)
     step: StepTime = field(repr=False)
 
     # ---- time
@@ -250,6 +250,6 @@ def estimated(
         layout = replace(layout, head=model.head_in_layers)
     as_played = preset_as_played(hardware.device) if stack.name == "mpkit" else None
     chosen = preset or as_played or preset_for(hardware.device.name, stack.name)
-    shares = Shares(model, layout, stack)
+    shares = ParameterShares(model, layout, stack)
     step = step_time(model, layout, sequence, hardware, stack, chosen.constants, shares)
     return Estimate(model, plan, hardware, sequence, layout, stack, chosen, shares, step)

@@ -22,7 +22,7 @@ from functools import cache
 
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.shares import Shares
+from mpkit.cost_model.shares import ParameterShares
 from mpkit.cost_model.stack import MIB, Stack
 from mpkit.devices.device import Device
 from mpkit.schedule.summary import peak_live
@@ -130,7 +130,7 @@ def kept(model: Architecture, layer: int, layout: Layout, sequence: int, stack: 
 
 
 def stage_memory(
-    model: Architecture, layout: Layout, sequence: int, stack: Stack, shares: Shares,
+    model: Architecture, layout: Layout, sequence: int, stack: Stack, shares: ParameterShares,
     stages: Collection[int] | None = None, device: Device | None = None,
 ) -> list[dict[str, float]]:  # fmt: skip
     """Return bytes by category for a rank of each stage.
@@ -213,7 +213,7 @@ def _gradients_within(model: Architecture, tokens: float, layout: Layout, stack:
     return stack.element * tokens * ((gate + 1) * model.ffn / layout.tp + 2 * model.hidden)
 
 
-def _buffers(model: Architecture, layout: Layout, stack: Stack, shares: Shares, stage: int) -> float:
+def _buffers(model: Architecture, layout: Layout, stack: Stack, shares: ParameterShares, stage: int) -> float:
     """Return the bytes of buffers that the framework keeps."""
     if stack.partition and layout.zero:
         # DeepSpeed reduces from two flat buffers; ZeRO-3 also keeps parameters of as many elements live.

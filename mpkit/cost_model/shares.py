@@ -8,10 +8,10 @@ from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.stack import Stack
 
-__all__ = ["Shares"]
+__all__ = ["ParameterShares"]
 
 
-class Shares:
+class ParameterShares:
     """The parameters of the ranks of a layout.
 
     Attributes:
@@ -24,7 +24,7 @@ class Shares:
         edge: those outside the layers, of the first or the last stage.
 
     >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257, positions=1024, tied=True, bias=True)
-    >>> Shares(gpt2, Layout(dp=4, zero=1), Stack("pytorch")).updated
+    >>> ParameterShares(gpt2, Layout(dp=4, zero=1), Stack("pytorch")).updated
     31109952.0
     """
 
@@ -68,7 +68,7 @@ class Shares:
         >>> from mpkit.cost_model.stack import stack_of
         >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257, positions=1024, tied=True, bias=True)
         >>> layout = Layout(dp=8, zero=1)
-        >>> [Shares(gpt2, layout, stack_of(name)).calls(500e6, layout) for name in ("pytorch", "megatron")]
+        >>> [ParameterShares(gpt2, layout, stack_of(name)).calls(500e6, layout) for name in ("pytorch", "megatron")]
         [20, 4]
         """
         if self.stack.bucket_by_replicas:

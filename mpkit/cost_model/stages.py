@@ -17,14 +17,14 @@ from mpkit.cost_model.communication import Network, overlapped
 from mpkit.cost_model.kernels import Kernels
 from mpkit.cost_model.layer import CAUSES, LayerTime, head_time, layer_time
 from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.shares import Shares
+from mpkit.cost_model.shares import ParameterShares
 from mpkit.trace import Kind
 
-__all__ = ["Stages", "stages_of"]
+__all__ = ["StageTimes", "stages_of"]
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageTimes:
     """Seconds per micro-batch of the ranks of a pipeline, and what they consist of.
 
     Attributes:
@@ -134,8 +134,13 @@ def _layer(
 
 
 def stages_of(
-    model: Architecture, layout: Layout, sequence: int, kernels: Kernels, network: Network, shares: Shares
-) -> Stages:
+    model: Architecture,
+    layout: Layout,
+    sequence: int,
+    kernels: Kernels,
+    network: Network,
+    shares: ParameterShares,
+) -> StageTimes:
     """Return the times of the stages."""
     layer = _layer(
         model, sequence, kernels, network, layout.microbatch, layout.cp, layout.tp, layout.ep,
@@ -143,7 +148,7 @@ def stages_of(
     )  # fmt: skip
     forward, backward, head = layer.forward, layer.backward, layer.head
     waited = _gathers(forward, backward, layout, shares, network) if layout.zero == 3 else (0.0, 0.0, 0.0)
-    return Stages(
+    return StageTimes(
         layout.stage_layers(model.layers),
         (forward + waited[0], backward + waited[1]),
         (layer.embed + waited[2], 0.0),
@@ -165,7 +170,7 @@ def _by_cause(kinds: list[tuple[int, LayerTime]]) -> list[list[tuple[int, float]
 
 
 def _gathers(
-    forward: float, backward: float, layout: Layout, shares: Shares, network: Network
+    forward: float, backward: float, layout: Layout, shares: ParameterShares, network: Network
 ) -> tuple[float, float, float]:
     """Return what ZeRO-3 adds to a layer's forward and backward, and per micro-batch for what nothing hides.
 

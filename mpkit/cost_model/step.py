@@ -21,9 +21,9 @@ from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.communication import Network, network_of, overlapped
 from mpkit.cost_model.kernels import Kernels, kernels_of
 from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.shares import Shares
+from mpkit.cost_model.shares import ParameterShares
 from mpkit.cost_model.stack import Constants, Stack
-from mpkit.cost_model.stages import Stages, stages_of
+from mpkit.cost_model.stages import StageTimes, stages_of
 from mpkit.devices.hardware import Hardware
 from mpkit.schedule.catalogue import INTERLEAVED_1F1B
 from mpkit.schedule.core import Schedule
@@ -90,7 +90,7 @@ class StepTime:
 
 def step_time(
     model: Architecture, layout: Layout, sequence: int, hardware: Hardware, stack: Stack, constants: Constants,
-    shares: Shares | None = None, longest: int = LONG,
+    shares: ParameterShares | None = None, longest: int = LONG,
 ) -> StepTime:  # fmt: skip
     """Return the time of a step.
 
@@ -107,7 +107,7 @@ def step_time(
         kernels_of(hardware.device, stack, constants, layout.microbatches),
         network_of(hardware),
     )
-    shares = shares or Shares(model, layout, stack)
+    shares = shares or ParameterShares(model, layout, stack)
     stages = stages_of(model, layout, sequence, kernels, network, shares)
     hop = _hop(model, layout, sequence, hardware, network, stack)
 
@@ -124,7 +124,7 @@ def step_time(
 
 def screened_time(
     model: Architecture, layout: Layout, sequence: int, hardware: Hardware, stack: Stack, constants: Constants,
-    shares: Shares,
+    shares: ParameterShares,
 ) -> float:  # fmt: skip
     """Return about the seconds of a step, for plans by the thousand: a formula stands for the pipeline.
 
@@ -151,8 +151,8 @@ def screened_time(
 
 
 def _after(
-    pipeline: float, stages: Stages, layout: Layout, hardware: Hardware, kernels: Kernels, network: Network,
-    shares: Shares,
+    pipeline: float, stages: StageTimes, layout: Layout, hardware: Hardware, kernels: Kernels, network: Network,
+    shares: ParameterShares,
 ) -> dict[str, float]:  # fmt: skip
     """Return the seconds of what follows the pipeline, in order."""
     forward, backward = stages.of_rank(stages.slowest)
@@ -190,7 +190,7 @@ def _played(
     return makespan(schedule, p, m, v, {"F": forward, "B": backward, "I": halves, "W": halves}, hop, longest)
 
 
-def _optimizer(layout: Layout, shares: Shares, hardware: Hardware, kernels: Kernels) -> float:
+def _optimizer(layout: Layout, shares: ParameterShares, hardware: Hardware, kernels: Kernels) -> float:
     """Return the seconds of the update: Adam's traffic; of states on the host, the way there and back and its Adam."""
     if layout.offload == "none":
         return kernels.move(ADAM * shares.updated)
@@ -216,7 +216,7 @@ def _hop(
 
 
 def _reduced(
-    layout: Layout, shares: Shares, network: Network, stack: Stack, forward: float, backward: float
+    layout: Layout, shares: ParameterShares, network: Network, stack: Stack, forward: float, backward: float
 ) -> float:
     """Return the exposed seconds in which replicas make their gradients, and then their weights, equal.
 

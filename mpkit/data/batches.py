@@ -142,7 +142,7 @@ class Batches:
         order: list[int] = torch.randperm(self.samples, generator=generator).tolist()
         return order
 
-    # ---- what a rank requests (`mpkit.parallel.job.feed.Source`) ------------------------------------------------
+    # ---- what a rank requests (`mpkit.parallel.job.feed.BatchSource`) ------------------------------------------------
 
     def size(self, step: int) -> int:
         """Return the number of samples in the batch of a step."""

@@ -20,7 +20,7 @@ from mpkit.data.microbatch import Value, leaves
 from mpkit.support.disk import FULL, full_disk
 from mpkit.support.private import create
 
-__all__ = ["Taken", "data_digest", "read_taken", "sample_digests"]
+__all__ = ["SampleLog", "data_digest", "read_taken", "sample_digests"]
 
 SHORT = 32
 """Hexadecimal digits kept of a sample's digest: 128 bits, enough that two samples never collide by chance."""
@@ -109,7 +109,7 @@ def _rows(tensor: Tensor) -> list[memoryview]:
 # ---- a rank's file: one line per step, "step digest sample,sample,..." ---------------------------------------
 
 
-class Taken:
+class SampleLog:
     """Records what one rank took in each step. Each line is one write, so a rank that is killed loses no line."""
 
     def __init__(self, folder: Path, rank: int) -> None:

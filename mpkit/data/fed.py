@@ -22,7 +22,7 @@ SOCKET = "data.sock"
 
 
 class FedBatches:
-    """A source of batches (`mpkit.parallel.job.feed.Source`) on a rank."""
+    """A source of batches (`mpkit.parallel.job.feed.BatchSource`) on a rank."""
 
     loads = True
     num_workers = 0

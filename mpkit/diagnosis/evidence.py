@@ -16,12 +16,12 @@ from mpkit.plan.plan import Plan
 from mpkit.support.units import percent, seconds
 from mpkit.timeline.dependencies.critical import CriticalPath
 from mpkit.timeline.dependencies.graph import Node, StepGraph
-from mpkit.timeline.dependencies.waiting import Waiting
+from mpkit.timeline.dependencies.waiting import StepWaiting
 from mpkit.timeline.findings.finding import Finding
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
 
-__all__ = ["WORTH", "Evidence", "Rule", "Work", "listed"]
+__all__ = ["WORTH", "Evidence", "Rule", "StepWork", "listed"]
 
 Array = npt.NDArray[Any]
 
@@ -30,7 +30,7 @@ WORTH = 0.02
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """The actions of a step, one row each: (n,) arrays.
 
     Attributes:
@@ -78,7 +78,7 @@ class Evidence:
         return self.path.step
 
     @property
-    def waiting(self) -> Waiting:
+    def waiting(self) -> StepWaiting:
         """Who waits for whom."""
         return self.path.waiting
 
@@ -104,7 +104,7 @@ class Evidence:
         return Plan.from_json(text) if isinstance(text, str) else None
 
     @cached_property
-    def work(self) -> Work:
+    def work(self) -> StepWork:
         """Its actions."""
         spans, graph = self.spans, self.graph
         there = np.array(sorted(graph.of_row), int)
@@ -112,7 +112,7 @@ class Evidence:
         row = there[(lane == Lane.COMPUTE) & (depth == 0)]
         took = np.array([graph.took[graph.of_row[int(r)]].sum() for r in row])
         own = spans[row]
-        return Work(row, own["rank"], own["kind"], own["stage"], took, own["flops"])
+        return StepWork(row, own["rank"], own["kind"], own["stage"], took, own["flops"])
 
     def rows(self, *kinds: Kind) -> Array:
         """Return the rows of the step's operations of these kinds that take time."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.diagnosis.evidence import Evidence, Work
+from mpkit.diagnosis.evidence import Evidence, StepWork
 from mpkit.diagnosis.lateness import (
     HOST,
     START,
@@ -66,7 +66,7 @@ def _slow(evidence: Evidence, awaited_ranks: set[int]) -> Iterable[Finding]:
             yield _finding(evidence, rank, took / should, gain, work.row[mine])
 
 
-def expected(work: Work) -> Array:
+def expected(work: StepWork) -> Array:
     """Return the seconds that each action would take on the median of its peers, (n,); nan without peers."""
     usual = np.full(len(work.row), np.nan)
     for kind, stage in {*zip(work.kind.tolist(), work.stage.tolist(), strict=True)}:
@@ -88,7 +88,7 @@ def expected(work: Work) -> Array:
     return usual
 
 
-def _paces(work: Work, of_kind: Array) -> dict[int, float]:
+def _paces(work: StepWork, of_kind: Array) -> dict[int, float]:
     """Return seconds per FLOP of each rank's actions of a kind, where all FLOPs are known."""
     if not (work.flops[of_kind] > 0).all():
         return {}

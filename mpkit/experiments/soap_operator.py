@@ -13,14 +13,14 @@ from torch import Tensor
 
 from mpkit.comm.communicator import Communicator
 
-__all__ = ["Box", "Operator", "Pieces", "cut", "mine", "normalized", "pieces", "shifted", "whole"]
+__all__ = ["AlgebraicOperator", "Box", "Pieces", "cut", "mine", "normalized", "pieces", "shifted", "whole"]
 
 Box = tuple[tuple[int, int], ...]
 """Which part of a tensor: the first index and the one after the last, by dimension."""
 
 
 @dataclass
-class Operator:
+class AlgebraicOperator:
     """A layer in algebraic form.
 
     Attributes:

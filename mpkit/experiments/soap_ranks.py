@@ -1,7 +1,7 @@
 """What a rank computes to obtain its part of one layer, split by operators, samples, attribute or parameters.
 
-The layer is an `Operator`; the one after it, for the split by operators, is Z = Y C. Every way takes X and the incoming
-gradient, ∂Y (or ∂Z), and has two phases:
+The layer is an `AlgebraicOperator`; the one after it, for the split by operators, is Z = Y C. Every way takes X and
+the incoming gradient, ∂Y (or ∂Z), and has two phases:
 
     forward     the rank's part of Y
     backward    its part of ∂X, and of the gradients of the parameters that it has
@@ -22,7 +22,16 @@ import torch
 from torch import Tensor
 
 from mpkit.comm.communicator import Communicator
-from mpkit.experiments.soap_operator import Operator, Pieces, cut, mine, normalized, pieces, shifted, whole
+from mpkit.experiments.soap_operator import (
+    AlgebraicOperator,
+    Pieces,
+    cut,
+    mine,
+    normalized,
+    pieces,
+    shifted,
+    whole,
+)
 
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
@@ -35,14 +44,16 @@ PHASES = ("forward", "backward")
 Phase = Callable[[str, str], AbstractContextManager[Any]]
 """A function that opens the span of a phase, in which a tensor is sent."""
 
-Way = Callable[[Communicator, Operator, dict[str, Tensor], Phase], Pieces]
+Way = Callable[[Communicator, AlgebraicOperator, dict[str, Tensor], Phase], Pieces]
 """Maps the group, the operator, and the whole X, ∂Y, C and ∂Z to the pieces that this rank ends up with."""
 
 
 # ---- O: operators --------------------------------------------------------------------------------------------
 
 
-def by_operators(axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+def by_operators(
+    axis: Communicator, operator: AlgebraicOperator, given: dict[str, Tensor], phase: Phase
+) -> Pieces:
     """Run this operator on rank 0 and the next one on rank 1, pipelined over two micro-batches."""
     x, c = given["X"], given["C"]
     if axis.index == 0:
@@ -80,17 +91,23 @@ def by_operators(axis: Communicator, operator: Operator, given: dict[str, Tensor
 # ---- S and A: rows of X --------------------------------------------------------------------------------------
 
 
-def by_samples(axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+def by_samples(
+    axis: Communicator, operator: AlgebraicOperator, given: dict[str, Tensor], phase: Phase
+) -> Pieces:
     """Split the samples: each rank has all parameters, whose gradients are summed over the ranks."""
     return _rows(axis, operator, given, phase, dim=0)
 
 
-def by_attribute(axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+def by_attribute(
+    axis: Communicator, operator: AlgebraicOperator, given: dict[str, Tensor], phase: Phase
+) -> Pieces:
     """Split the positions of every sample: each rank has all parameters, and neither layer mixes positions."""
     return _rows(axis, operator, given, phase, dim=1)
 
 
-def _rows(axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase, dim: int) -> Pieces:
+def _rows(
+    axis: Communicator, operator: AlgebraicOperator, given: dict[str, Tensor], phase: Phase, dim: int
+) -> Pieces:
     x, dy = given["X"], given["∂Y"]
     boxes = {name: whole(tensor) for name, tensor in operator.parameters.items()}
     held = {name: cut(tensor, boxes[name]) for name, tensor in operator.parameters.items()}
@@ -109,20 +126,22 @@ def _rows(axis: Communicator, operator: Operator, given: dict[str, Tensor], phas
 # ---- P: parameters -------------------------------------------------------------------------------------------
 
 
-def by_columns(axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+def by_columns(
+    axis: Communicator, operator: AlgebraicOperator, given: dict[str, Tensor], phase: Phase
+) -> Pieces:
     """Split A = [A0 A1] by columns: each rank keeps its columns of A and of Y."""
     return _columns(axis, operator, given, phase, gather=False)
 
 
 def by_columns_gathered(
-    axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase
+    axis: Communicator, operator: AlgebraicOperator, given: dict[str, Tensor], phase: Phase
 ) -> Pieces:
     """Split A = [A0 A1] by columns, and gather all columns of Y on every rank."""
     return _columns(axis, operator, given, phase, gather=True)
 
 
 def _columns(
-    axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase, gather: bool
+    axis: Communicator, operator: AlgebraicOperator, given: dict[str, Tensor], phase: Phase, gather: bool
 ) -> Pieces:
     x, dy = given["X"], given["∂Y"]
     boxes = {name: mine(tensor, -1, axis) for name, tensor in operator.parameters.items()}
@@ -141,7 +160,9 @@ def _columns(
     return pieces({**boxes, "X": whole(x), "Y": box}, {**held, "X": x_r, "Y": y})
 
 
-def by_rows(axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+def by_rows(
+    axis: Communicator, operator: AlgebraicOperator, given: dict[str, Tensor], phase: Phase
+) -> Pieces:
     """Split X = [X0 X1] by columns and A = [A0; A1] by rows: Y = X0 A0 + X1 A1 is summed over the ranks."""
     x, dy = given["X"], given["∂Y"]
     parameters = operator.parameters
@@ -159,7 +180,9 @@ def by_rows(axis: Communicator, operator: Operator, given: dict[str, Tensor], ph
     return pieces({**boxes, "X": mine(x, -1, axis), "Y": whole(dy)}, {**held, "X": x_r, "Y": y})
 
 
-def by_statistics(axis: Communicator, operator: Operator, given: dict[str, Tensor], phase: Phase) -> Pieces:
+def by_statistics(
+    axis: Communicator, operator: AlgebraicOperator, given: dict[str, Tensor], phase: Phase
+) -> Pieces:
     """Split X, γ and β by columns: μ and σ² are over all columns, so the ranks exchange sums.
 
     With x̂ = (x - μ) / √(σ² + ε) and g = γ ∂y, the backward needs two sums as well:
@@ -199,12 +222,12 @@ WAYS: dict[str, dict[str, Way]] = {
 }
 
 
-def on_a_rank(context: Context, operator: Operator, given: dict[str, Tensor]) -> dict[str, Pieces]:
+def on_a_rank(context: Context, operator: AlgebraicOperator, given: dict[str, Tensor]) -> dict[str, Pieces]:
     """Split the operator in every possible way, one after the other; return this rank's pieces by way."""
     axis = context.comm
     here = {name: tensor.to(context.device) for name, tensor in given.items()}
     parameters = {name: tensor.to(context.device) for name, tensor in operator.parameters.items()}
-    local = Operator(operator.kind, parameters, operator.eps)
+    local = AlgebraicOperator(operator.kind, parameters, operator.eps)
     outcome = {}
     for name, way in WAYS[operator.kind].items():
 

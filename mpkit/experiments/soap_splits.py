@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mpkit.api.borrowed_cluster import lent
 from mpkit.api.cluster import Cluster
 from mpkit.experiments.soap_found import RANKS, Sent, Soap, Way, exchanged
-from mpkit.experiments.soap_operator import Box, Operator, Pieces, whole
+from mpkit.experiments.soap_operator import AlgebraicOperator, Box, Pieces, whole
 from mpkit.experiments.soap_ranks import WAYS, on_a_rank
 from mpkit.support.tracebacks import public
 
@@ -105,7 +105,7 @@ def soap(
     return Soap(name, operator.kind, {key: tuple(value.shape) for key, value in sizes.items()}, ways, trace)
 
 
-def _operator(layer: Any, generator: torch.Generator) -> tuple[Operator, str]:
+def _operator(layer: Any, generator: torch.Generator) -> tuple[AlgebraicOperator, str]:
     """Return the layer as an operator, and its name."""
     if isinstance(layer, str) and layer in WAYS:
         layer = nn.Linear(6, 8) if layer == "linear" else nn.LayerNorm(8)
@@ -128,10 +128,10 @@ def _operator(layer: Any, generator: torch.Generator) -> tuple[Operator, str]:
         for key, value in there.items()
         if value is not None
     }
-    return Operator(kind, parameters, eps), repr(layer)
+    return AlgebraicOperator(kind, parameters, eps), repr(layer)
 
 
-def _sizes(operator: Operator) -> tuple[int, int]:
+def _sizes(operator: AlgebraicOperator) -> tuple[int, int]:
     """Return the numbers of input and output features."""
     first = next(iter(operator.parameters.values())).shape
     return first[0], first[-1]
@@ -149,7 +149,7 @@ def _check(samples: Any, length: Any, features: int, out: int, cluster: Any) -> 
         raise ValueError(f"soap(cluster=...) has {cluster.ranks} ranks: give mk.Cluster(ranks={RANKS})")
 
 
-def _alone(operator: Operator, given: dict[str, Tensor]) -> dict[str, Pieces]:
+def _alone(operator: AlgebraicOperator, given: dict[str, Tensor]) -> dict[str, Pieces]:
     """Compute outputs and gradients without splitting: "" for the layer, "O" for it and the next operator."""
     pieces = {}
     for name in ("", "O"):

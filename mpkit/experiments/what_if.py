@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from mpkit.analysis.changed_trace import faster, without_overlap
-from mpkit.analysis.plan_changes import Setting, settings
-from mpkit.analysis.what_if_result import Predicted, WhatIf
+from mpkit.analysis.plan_changes import ChangedPlan, settings
+from mpkit.analysis.what_if_result import PredictedStep, WhatIf
 from mpkit.devices.catalogue import hardware as find
 from mpkit.experiments.factors import Factors, last_step, with_starts
 from mpkit.experiments.played_training import PlayedTraining
@@ -60,7 +60,7 @@ def what_if(run: Run, job: TrainJob, cluster: Cluster | None, changes: dict[str,
     asked = settings(run.plan, changes)
     recorded = _Recorded(run, job, cluster)
     # ---- count, factor, predict, replay
-    rows = tuple(Predicted(each.change, each.plan, recorded.typical(each)) for each in asked)
+    rows = tuple(PredictedStep(each.change, each.plan, recorded.typical(each)) for each in asked)
     # ---- memory
     run_memory = rows[0].timeline.peak_memory
     is_played = asked[-1].plan != run.plan
@@ -90,7 +90,7 @@ class _Recorded:
         self._training: PlayedTraining | None = None
         self._job = job
 
-    def typical(self, setting: Setting) -> Timeline:
+    def typical(self, setting: ChangedPlan) -> Timeline:
         """Return the step of median length in a setting."""
         if setting.plan == self.plan:
             whole = self._replayed(self.trace, setting)
@@ -104,7 +104,7 @@ class _Recorded:
             ]
         return sorted(found, key=lambda step: step.step_time)[(len(found) - 1) // 2]
 
-    def band(self, asked: list[Setting]) -> float | None:
+    def band(self, asked: list[ChangedPlan]) -> float | None:
         """Return how far off such predictions were; 0 for a replay, None if no runs have shown it."""
         if all(each.plan == self.plan for each in asked):
             return 0.0
@@ -124,7 +124,7 @@ class _Recorded:
             self._known[key] = counted if self._on_gpus else with_starts(counted, START)
         return self._known[key]
 
-    def _replayed(self, trace: Trace, setting: Setting) -> Timeline:
+    def _replayed(self, trace: Trace, setting: ChangedPlan) -> Timeline:
         if not setting.overlap:
             trace = without_overlap(trace)
         if setting.link == 1:

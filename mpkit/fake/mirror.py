@@ -20,10 +20,10 @@ import numpy as np
 from mpkit.plan.mesh import AXES, Mesh, Place
 from mpkit.trace import Kind, RankTrace
 
-__all__ = ["Mirror"]
+__all__ = ["RankMirror"]
 
 
-class Mirror:
+class RankMirror:
     """The records of one rank, rewritten for the ranks that it stands for.
 
     Args:

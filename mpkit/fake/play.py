@@ -44,7 +44,7 @@ from mpkit.support.replaced import Replaced
 from mpkit.trace import RankTrace
 from mpkit.trace.files import read_rank
 
-__all__ = ["Played", "Script", "play"]
+__all__ = ["PlayedScript", "Script", "play"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Script:
 
 
 @dataclass
-class Played:
+class PlayedScript:
     """The result of playing a script.
 
     Attributes:
@@ -87,11 +87,11 @@ class Played:
     error: str = ""
 
 
-def play(context: Context, script: Script) -> Played | None:
+def play(context: Context, script: Script) -> PlayedScript | None:
     """Play the ranks that the script needs, one after the other; `trace_fake` runs this on a rank of its own."""
     if context.rank:
         return None  # on a cluster with several ranks, one is enough
-    played, said = Played(), Said()
+    played, said = PlayedScript(), Said()
     try:
         mode = _without_content()
         with mode:

@@ -19,14 +19,14 @@ from mpkit.api.cluster import Cluster
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.catalogue.enough import check_enough, enough_a100
 from mpkit.devices.hardware import Hardware
-from mpkit.fake.mirror import Mirror
+from mpkit.fake.mirror import RankMirror
 from mpkit.plan.plan import Plan
 from mpkit.prepare.unwise import warn_if_unwise
 from mpkit.support.tracebacks import public
 from mpkit.trace import Trace
 
 if TYPE_CHECKING:
-    from mpkit.fake.play import Played
+    from mpkit.fake.play import PlayedScript
 
 __all__ = ["trace_fake"]
 
@@ -94,7 +94,7 @@ def trace_fake(
     return _mirrored(played, plan, rank, machine)
 
 
-def _mirrored(played: Played, plan: Plan, rank: int | None, machine: Hardware) -> Trace:
+def _mirrored(played: PlayedScript, plan: Plan, rank: int | None, machine: Hardware) -> Trace:
     """Give every rank the records of the one that does the same; the meta says which ranks were played."""
     first = min(played.ranks)
     fake = {
@@ -109,7 +109,7 @@ def _mirrored(played: Played, plan: Plan, rank: int | None, machine: Hardware) -
         "hardware": machine.name, "fake": fake,
     }  # fmt: skip
     assert played.ranks[first].state == "finished"
-    mirrors = {each: Mirror(recorded, each, plan.mesh) for each, recorded in played.ranks.items()}
+    mirrors = {each: RankMirror(recorded, each, plan.mesh) for each, recorded in played.ranks.items()}
     return Trace([mirrors[each].of(other) for other, each in enumerate(played.stands_for)], meta)
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpkit.formats.asked import Asked
-from mpkit.formats.keys import Fields, Format, Key, Values, bool_of, choice, context, number, number_of
+from mpkit.formats.asked import ExportRequest
+from mpkit.formats.keys import Fields, Format, FormatKey, Values, bool_of, choice, context, number, number_of
 from mpkit.formats.syntax import YAML
 from mpkit.formats.trainer import legacy_fsdp
 from mpkit.schedule.catalogue import ONE_F_ONE_B
@@ -29,7 +29,7 @@ SHARDING = {
 }
 
 
-def mode(asked: Asked) -> str:
+def mode(asked: ExportRequest) -> str:
     """Return the distributed_type that says most of a plan."""
     plan = asked.plan
     if plan.pp > 1:
@@ -41,11 +41,11 @@ def mode(asked: Asked) -> str:
     return "FSDP" if plan.zero else "MULTI_GPU" if plan.ranks > 1 else "NO"
 
 
-def _in(name: str) -> Callable[[Asked], bool]:
+def _in(name: str) -> Callable[[ExportRequest], bool]:
     return lambda asked: mode(asked) == name
 
 
-def _where(name: str, write: Callable[[Asked], Any]) -> Callable[[Asked], Any]:
+def _where(name: str, write: Callable[[ExportRequest], Any]) -> Callable[[ExportRequest], Any]:
     """Return a writer that leaves its key out in other modes."""
     return lambda asked: write(asked) if mode(asked) == name else None
 
@@ -93,18 +93,18 @@ FSDP, PARALLEL = "fsdp_config.fsdp", "parallelism_config.parallelism_config"
 SPEED, MEGA = "deepspeed_config", "megatron_lm_config.megatron_lm"
 
 
-def _parallel(name: str, comment: str, write: Callable[[Asked], Any], field: str = "") -> Key:
+def _parallel(name: str, comment: str, write: Callable[[ExportRequest], Any], field: str = "") -> FormatKey:
     """Return a key of parallelism_config, which is written where layers or sequences are shared."""
-    return Key(
+    return FormatKey(
         f"{PARALLEL}_{name}", comment,
         lambda asked: write(asked) if mode(asked) == "FSDP" and asked.plan.tp * asked.plan.cp > 1 else None,
         lambda value: {field: number_of(value)} if field else {}, (field,) if field else (),
     )  # fmt: skip
 
 
-GENERAL: tuple[Key, ...] = (
+GENERAL: tuple[FormatKey, ...] = (
     context("compute_environment", "these machines", lambda asked: "LOCAL_MACHINE"),
-    Key("distributed_type", "what divides the work", mode, _mode, ("zero",)),
+    FormatKey("distributed_type", "what divides the work", mode, _mode, ("zero",)),
     choice("mixed_precision", "precision", {"full": "no", "bf16": "bf16", "fp16": "fp16"}, "what it computes in"),
     context("num_machines", "machines", lambda asked: asked.nodes, (int,)),
     context("num_processes", "ranks on all machines, one per GPU", lambda asked: asked.plan.ranks, (int,)),
@@ -114,16 +114,16 @@ GENERAL: tuple[Key, ...] = (
     context("use_cpu", "whether ranks are on CPUs", lambda asked: False, (bool,)),
 )  # fmt: skip
 
-SHARDED: tuple[Key, ...] = (
+SHARDED: tuple[FormatKey, ...] = (
     context(f"{FSDP}_version", "fully_shard", _where("FSDP", lambda asked: 2)),
     context(f"{FSDP}_reshard_after_forward", "true: ZeRO-3; false: gathered parameters stay until the backward",
             _where("FSDP", lambda asked: asked.plan.zero != 2)),
     context(f"{FSDP}_sharding_strategy", "as FSDP1 says it", lambda asked: None),
     context(f"{FSDP}_auto_wrap_policy", "each block is gathered by itself",
             _where("FSDP", lambda asked: "TRANSFORMER_BASED_WRAP")),
-    Key(f"{FSDP}_offload_params", "parameters, gradients and optimizer on the host",
+    FormatKey(f"{FSDP}_offload_params", "parameters, gradients and optimizer on the host",
         _where("FSDP", lambda asked: asked.plan.offload == "params"), _true("offload", "params"), ("offload",)),
-    Key(f"{FSDP}_activation_checkpointing", "recomputes each block in the backward",
+    FormatKey(f"{FSDP}_activation_checkpointing", "recomputes each block in the backward",
         _where("FSDP", lambda asked: asked.plan.recompute == "full"), _true("recompute", "full"), ("recompute",)),
     _parallel("dp_replicate_size", "replicas that are not sharded", lambda asked: 1),
     _parallel("dp_shard_size", "replicas, sharded", lambda asked: asked.plan.dp),
@@ -131,25 +131,25 @@ SHARDED: tuple[Key, ...] = (
     _parallel("cp_size", "ranks that share each sequence", lambda asked: asked.plan.cp, "cp"),
 )  # fmt: skip
 
-OTHERS: tuple[Key, ...] = (
+OTHERS: tuple[FormatKey, ...] = (
     choice(f"{SPEED}.zero_stage", "zero", {0: 0, 1: 1, 2: 2, 3: 3}, "1 shards optimizer states, 2 gradients too",
            when=_in("DEEPSPEED")),
     number(f"{SPEED}.gradient_accumulation_steps", "microbatches", "micro-batches per optimizer step",
            _in("DEEPSPEED")),
-    Key(f"{SPEED}.offload_optimizer_device", "where optimizer states are",
+    FormatKey(f"{SPEED}.offload_optimizer_device", "where optimizer states are",
         _where("DEEPSPEED", lambda asked: "none" if asked.plan.offload == "none" else "cpu"), _device("optimizer"),
         ("offload",)),
-    Key(f"{SPEED}.offload_param_device", "where parameters are",
+    FormatKey(f"{SPEED}.offload_param_device", "where parameters are",
         _where("DEEPSPEED", lambda asked: "cpu" if asked.plan.offload == "params" else "none"), _device("params"),
         ("offload",)),
     number(f"{MEGA}_tp_degree", "tp", "ranks that share each layer", _in("MEGATRON_LM")),
     number(f"{MEGA}_pp_degree", "pp", "pipeline ranks", _in("MEGATRON_LM")),
     number(f"{MEGA}_context_parallel_size", "cp", "ranks that share each sequence", _in("MEGATRON_LM")),
     number(f"{MEGA}_num_micro_batches", "microbatches", "micro-batches per optimizer step", _in("MEGATRON_LM")),
-    Key(f"{MEGA}_sequence_parallelism", "divides the sequence between layers too",
+    FormatKey(f"{MEGA}_sequence_parallelism", "divides the sequence between layers too",
         _where("MEGATRON_LM", lambda asked: asked.plan.sequence_parallel), _true("sequence_parallel", True),
         ("sequence_parallel",)),
-    Key(f"{MEGA}_use_distributed_optimizer", "shards optimizer states among replicas (ZeRO-1)",
+    FormatKey(f"{MEGA}_use_distributed_optimizer", "shards optimizer states among replicas (ZeRO-1)",
         _where("MEGATRON_LM", lambda asked: asked.plan.zero > 0), _true("zero", 1), ("zero",)),
     context(f"{MEGA}_gradient_clipping", "largest norm of the gradients", _where("MEGATRON_LM", lambda asked: 1.0)),
 )  # fmt: skip

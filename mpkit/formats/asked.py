@@ -13,14 +13,14 @@ from mpkit.plan.checks import whole
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
 
-__all__ = ["Asked"]
+__all__ = ["ExportRequest"]
 
 NUMBERS = ("micro_batch", "global_batch", "nodes", "gpus_per_node", "sequence", "port")
 PER_NODE = 8  # most machines have no more GPUs
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExportRequest:
     """What is written.
 
     Attributes:
@@ -46,14 +46,14 @@ class Asked:
     port: int = 29500
 
     @classmethod
-    def of(cls, plan: Plan, format: str, given: Mapping[str, Any]) -> Asked:
+    def of(cls, plan: Plan, format: str, given: Mapping[str, Any]) -> ExportRequest:
         """Check what was given, and fill in the rest.
 
         Raises:
             ValueError: there is no such argument, or numbers do not multiply to the plan's.
 
         >>> from mpkit.plan.plan import Plan
-        >>> asked = Asked.of(Plan.ddp(16, microbatches=2), "torchrun", {"global_batch": 64})
+        >>> asked = ExportRequest.of(Plan.ddp(16, microbatches=2), "torchrun", {"global_batch": 64})
         >>> asked.nodes, asked.gpus_per_node, asked.micro_batch, asked.master
         (2, 8, 2, 'node0')
         """

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.formats.asked import Asked
+from mpkit.formats.asked import ExportRequest
 from mpkit.formats.keys import (
     LARGEST,
     Fields,
     Format,
-    Key,
+    FormatKey,
     Values,
     bool_of,
     choice,
@@ -28,7 +28,7 @@ __all__ = ["DEEPSPEED"]
 MIB = 2**20
 
 
-def _offload(name: str, part: str, values: tuple[str, ...]) -> Key:
+def _offload(name: str, part: str, values: tuple[str, ...]) -> FormatKey:
     """Return a key that is "cpu" for these values of `offload`."""
 
     def read(value: Any) -> dict[str, str]:
@@ -36,21 +36,21 @@ def _offload(name: str, part: str, values: tuple[str, ...]) -> Key:
             raise ValueError("one of none, cpu, nvme")
         return {} if value == "none" else {"offload": values[0]}
 
-    def write(asked: Asked) -> str | None:
+    def write(asked: ExportRequest) -> str | None:
         return "cpu" if asked.plan.offload in values and asked.plan.zero else None
 
-    return Key(name, f"where {part} are kept", write, read, ("offload",))
+    return FormatKey(name, f"where {part} are kept", write, read, ("offload",))
 
 
-def _bits(name: str, precision: str) -> Key:
-    return Key(
+def _bits(name: str, precision: str) -> FormatKey:
+    return FormatKey(
         name, f"computes in {precision}, with fp32 master weights",
         lambda asked: True if asked.plan.precision == precision else None,
         lambda value: {"precision": precision} if bool_of(value) else {}, ("precision",),
     )  # fmt: skip
 
 
-def _bucket(asked: Asked) -> int:
+def _bucket(asked: ExportRequest) -> int:
     """Return the elements of a bucket: bucket_mb is in bytes of gradients."""
     return max(1, round(asked.plan.bucket_mb * MIB / _gradient_bytes(asked.plan.precision)))
 
@@ -88,7 +88,7 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     return fields
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: ExportRequest) -> None:
     plan = asked.plan
     if plan.pp > 1 and plan.zero > 1:
         raise ValueError(
@@ -116,7 +116,8 @@ DEEPSPEED = Format(
         number("gradient_accumulation_steps", "microbatches", "micro-batches per optimizer step"),
         choice(f"{ZERO}.stage", "zero", {0: 0, 1: 1, 2: 2, 3: 3},
                "1 shards optimizer states, 2 gradients too, 3 parameters too"),
-        Key(f"{ZERO}.reduce_bucket_size", "elements of a bucket of gradients", _bucket, _elements, ("bucket_mb",)),
+        FormatKey(f"{ZERO}.reduce_bucket_size", "elements of a bucket of gradients", _bucket, _elements,
+                  ("bucket_mb",)),
         _offload(f"{ZERO}.offload_optimizer.device", "optimizer states", ("optimizer", "params")),
         _offload(f"{ZERO}.offload_param.device", "parameters", ("params",)),
         _bits("bf16.enabled", "bf16"),

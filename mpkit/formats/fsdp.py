@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.formats.asked import Asked
-from mpkit.formats.keys import Fields, Format, Key, Values, bool_of, choice, flag, number
+from mpkit.formats.asked import ExportRequest
+from mpkit.formats.keys import Fields, Format, FormatKey, Values, bool_of, choice, flag, number
 from mpkit.formats.python_code import assignments, python_code
 from mpkit.formats.syntax import Page
 from mpkit.plan.checks import call_of
@@ -59,7 +59,7 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     return fields
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: ExportRequest) -> None:
     if asked.plan.zero < 2:
         raise ValueError(
             f"{call_of(asked.plan)}: fully_shard shards gradients at least, and parameters too, so it is ZeRO-2 or "
@@ -80,7 +80,7 @@ FSDP = Format(
     (
         number("RANKS", "dp", "ranks that shard everything, one per GPU"),
         number("MICROBATCHES", "microbatches", "micro-batches per optimizer step"),
-        Key("RESHARD_AFTER_FORWARD", "True: ZeRO-3; False: gathered parameters stay until the backward (ZeRO-2)",
+        FormatKey("RESHARD_AFTER_FORWARD", "True: ZeRO-3; False: gathered parameters stay until the backward (ZeRO-2)",
             lambda asked: asked.plan.zero == 3, _reshard, ("zero",)),
         choice("PARAM_DTYPE", "precision", {"full": "float32", "bf16": "bfloat16"},
                "what it computes in; gradients are reduced in float32", otherwise="bfloat16"),

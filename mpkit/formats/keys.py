@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpkit.formats.asked import Asked
+from mpkit.formats.asked import ExportRequest
 from mpkit.formats.syntax import Syntax
 from mpkit.formats.text.word import Word, shown
 from mpkit.plan.checks import whole
 
-__all__ = ["LARGEST", "Format", "Key", "bool_of", "choice", "context", "flag", "number", "number_of"]
+__all__ = ["LARGEST", "Format", "FormatKey", "bool_of", "choice", "context", "flag", "number", "number_of"]
 
 LARGEST = 2**40
 """The largest number that is read: elements of a bucket, or tokens of a batch, are no more."""
@@ -21,7 +21,7 @@ Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Key:
+class FormatKey:
     """A key of a format.
 
     Attributes:
@@ -35,7 +35,7 @@ class Key:
 
     name: str
     comment: str
-    write: Callable[[Asked], Any]
+    write: Callable[[ExportRequest], Any]
     read: Callable[[Any], Mapping[str, Any]]
     fields: tuple[str, ...] = ()
     values: tuple[Any, ...] = ()
@@ -58,12 +58,12 @@ class Format:
     name: str
     title: str
     syntax: Syntax
-    keys: tuple[Key, ...]
+    keys: tuple[FormatKey, ...]
     finish: Callable[[Values, Fields, list[str]], Fields] = lambda values, fields, notes: fields
     reasons: Mapping[str, str] | None = None
-    check: Callable[[Asked], None] = lambda asked: None
+    check: Callable[[ExportRequest], None] = lambda asked: None
 
-    def values_of(self, asked: Asked) -> Values:
+    def values_of(self, asked: ExportRequest) -> Values:
         """Return what is written, by key."""
         found = ((key.name, key.write(asked)) for key in self.keys)
         return {name: value for name, value in found if value is not None}
@@ -138,9 +138,11 @@ def bool_of(value: Any) -> bool:
 # ---- keys of a common kind
 
 
-def number(name: str, field: str, comment: str, when: Callable[[Asked], bool] = lambda asked: True) -> Key:
+def number(
+    name: str, field: str, comment: str, when: Callable[[ExportRequest], bool] = lambda asked: True
+) -> FormatKey:
     """Return a key that is a degree of the plan."""
-    return Key(
+    return FormatKey(
         name, comment, lambda asked: getattr(asked.plan, field) if when(asked) else None,
         lambda value: {field: number_of(value)}, (field,),
     )  # fmt: skip
@@ -153,8 +155,8 @@ def choice(
     comment: str,
     *,
     otherwise: Any = None,
-    when: Callable[[Asked], bool] = lambda asked: True,
-) -> Key:
+    when: Callable[[ExportRequest], bool] = lambda asked: True,
+) -> FormatKey:
     """Return a key whose values stand for values of a field.
 
     Args:
@@ -170,24 +172,26 @@ def choice(
             raise ValueError(f"one of {', '.join(map(str, values.values()))}")
         return {field: ours[str(value).lower()]}
 
-    def write(asked: Asked) -> Any:
+    def write(asked: ExportRequest) -> Any:
         value = getattr(asked.plan, field)
         return values.get(value, otherwise) if when(asked) else None
 
-    return Key(name, comment, write, read, (field,), tuple(dict.fromkeys(values.values())))
+    return FormatKey(name, comment, write, read, (field,), tuple(dict.fromkeys(values.values())))
 
 
-def flag(name: str, field: str, ours: Any, comment: str, *, always: bool = False) -> Key:
+def flag(name: str, field: str, ours: Any, comment: str, *, always: bool = False) -> FormatKey:
     """Return a key that is true where a field has this value; it is left out otherwise, if not `always`."""
 
-    def write(asked: Asked) -> bool | None:
+    def write(asked: ExportRequest) -> bool | None:
         said = getattr(asked.plan, field) == ours
         return said if said or always else None
 
-    return Key(name, comment, write, lambda value: {field: ours} if bool_of(value) else {}, (field,))
+    return FormatKey(name, comment, write, lambda value: {field: ours} if bool_of(value) else {}, (field,))
 
 
-def context(name: str, comment: str, write: Callable[[Asked], Any], kinds: Sequence[type] = ()) -> Key:
+def context(
+    name: str, comment: str, write: Callable[[ExportRequest], Any], kinds: Sequence[type] = ()
+) -> FormatKey:
     """Return a key that says what a Plan leaves open, and is read for what it says together with others."""
 
     def read(value: Any) -> Mapping[str, Any]:
@@ -197,4 +201,4 @@ def context(name: str, comment: str, write: Callable[[Asked], Any], kinds: Seque
             bool_of(value)
         return {}
 
-    return Key(name, comment, write, read)
+    return FormatKey(name, comment, write, read)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.formats.asked import Asked
+from mpkit.formats.asked import ExportRequest
 from mpkit.formats.command import command, options
-from mpkit.formats.keys import Fields, Format, Key, Values, context, flag, number, number_of
+from mpkit.formats.keys import Fields, Format, FormatKey, Values, context, flag, number, number_of
 from mpkit.formats.syntax import Page
 from mpkit.formats.torchrun import FLAGS, LAUNCH, ranks_of
 from mpkit.plan.checks import call_of
@@ -21,7 +21,7 @@ GRADIENT_BYTES = 4  # Megatron reduces gradients in 32 bits
 STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 
 
-def _fsdp(asked: Asked) -> bool:
+def _fsdp(asked: ExportRequest) -> bool:
     return asked.plan.zero > 1 and asked.plan.pp == 1
 
 
@@ -66,7 +66,7 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     return fields
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: ExportRequest) -> None:
     plan = asked.plan
     if plan.schedule == INTERLEAVED_1F1B and plan.pp > 1 and plan.microbatches % plan.pp:
         more = plan.pp * (plan.microbatches // plan.pp + 1)
@@ -89,7 +89,7 @@ def _script(page: Page) -> str:
     )
 
 
-KEYS: tuple[Key, ...] = (
+KEYS: tuple[FormatKey, ...] = (
     number("--tensor-model-parallel-size", "tp", "ranks that share each layer"),
     number("--pipeline-model-parallel-size", "pp", "pipeline ranks"),
     number("--num-virtual-stages-per-pipeline-rank", "virtual_stages", "stages per rank: interleaved 1F1B",
@@ -100,14 +100,14 @@ KEYS: tuple[Key, ...] = (
     context("--micro-batch-size", "samples per micro-batch and replica", lambda asked: asked.micro_batch, (int,)),
     context("--global-batch-size", "samples per optimizer step", lambda asked: asked.global_batch, (int,)),
     context("--seq-length", "tokens per sample", lambda asked: asked.sequence, (int,)),
-    Key("--use-distributed-optimizer", "shards optimizer states among replicas (ZeRO-1)",
+    FormatKey("--use-distributed-optimizer", "shards optimizer states among replicas (ZeRO-1)",
         lambda asked: True if asked.plan.zero else None, lambda value: {"zero": 1}, ("zero",)),
     context("--use-megatron-fsdp", "shards gradients and parameters too", lambda asked: True if _fsdp(asked) else None),
-    Key("--data-parallel-sharding-strategy", "2: gradients too; 3: parameters too",
+    FormatKey("--data-parallel-sharding-strategy", "2: gradients too; 3: parameters too",
         lambda asked: STRATEGIES[asked.plan.zero] if _fsdp(asked) else None, _sharding, ("zero",)),
-    Key("--ddp-bucket-size", "elements of a bucket of gradients",
+    FormatKey("--ddp-bucket-size", "elements of a bucket of gradients",
         lambda asked: max(1, round(asked.plan.bucket_mb * 2**20 / GRADIENT_BYTES)), _bucket, ("bucket_mb",)),
-    Key("--recompute-granularity", "what is computed again in the backward: full, or attentions (selective)",
+    FormatKey("--recompute-granularity", "what is computed again in the backward: full, or attentions (selective)",
         lambda asked: asked.plan.recompute if asked.plan.recompute in ("full", "selective") else None,
         _granularity, ("recompute",)),
     context("--recompute-method", "all layers, one by one",
@@ -116,7 +116,7 @@ KEYS: tuple[Key, ...] = (
             lambda asked: 1 if asked.plan.recompute == "full" else None, (int,)),
     flag("--bf16", "precision", "bf16", "computes in bf16, with fp32 master weights"),
     flag("--fp16", "precision", "fp16", "computes in fp16, with loss scaling"),
-    Key("--optimizer-cpu-offload", "the optimizer works on the host",
+    FormatKey("--optimizer-cpu-offload", "the optimizer works on the host",
         lambda asked: True if asked.plan.offload == "optimizer" and asked.plan.zero else None,
         lambda value: {"offload": "optimizer"}, ("offload",)),
     context("--use-precision-aware-optimizer", "which offload needs",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpkit.formats.keys import Format, Key, choice, context, flag, number, number_of
+from mpkit.formats.keys import Format, FormatKey, choice, context, flag, number, number_of
 from mpkit.formats.syntax import YAML
 from mpkit.schedule.catalogue import ONE_F_ONE_B, names_in
 
@@ -35,7 +35,7 @@ NANOTRON = Format(
                 lambda asked: asked.plan.precision != "full", (bool,)),
         choice("model.dtype", "precision", {"full": "float32", "bf16": "bfloat16"}, "what it computes in",
                otherwise="bfloat16"),
-        Key("model.ddp_bucket_cap_mb", "MiB of gradients that are reduced at once",
+        FormatKey("model.ddp_bucket_cap_mb", "MiB of gradients that are reduced at once",
             lambda asked: round(asked.plan.bucket_mb) or 1, lambda value: {"bucket_mb": number_of(value)},
             ("bucket_mb",)),
     ),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from mpkit.formats.asked import Asked
+from mpkit.formats.asked import ExportRequest
 from mpkit.support.bounded import read_json
 
 __all__ = ["JSON", "YAML", "Page", "Syntax", "flat", "is_json", "nested"]
@@ -22,7 +22,7 @@ MOST_KEYS, MOST_EVENTS, DEEPEST = 100_000, 20_000, 50
 class Page:
     """What is written: values and comments by key, and lines for the head of the file."""
 
-    asked: Asked
+    asked: ExportRequest
     values: Mapping[str, Any]
     comments: Mapping[str, str]
     header: Sequence[str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.formats.asked import Asked
+from mpkit.formats.asked import ExportRequest
 from mpkit.formats.keys import Fields, Format, Values, context
 from mpkit.formats.syntax import JSON
 from mpkit.formats.torchrun import RANKS_ONLY
@@ -12,7 +12,7 @@ from mpkit.formats.torchrun import RANKS_ONLY
 __all__ = ["TF_CONFIG"]
 
 
-def _workers(asked: Asked) -> list[str]:
+def _workers(asked: ExportRequest) -> list[str]:
     """Return an address per rank: the nodes count up from the first one, and each GPU has a port."""
     name = asked.master.rstrip("0123456789")
     first = asked.master[len(name) :]
@@ -33,7 +33,7 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     return fields | {"dp": max(1, len(workers) + len(chief))}
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: ExportRequest) -> None:
     if asked.nodes > 1 and asked.master.replace(".", "").isdecimal():
         raise ValueError(
             f"plan.to('tf_config', master={asked.master!r}): the other nodes' names count up from the first one's, "

@@ -5,9 +5,9 @@ Neither says what the ranks do: read back, it is a plan of as many replicas.
 
 from __future__ import annotations
 
-from mpkit.formats.asked import Asked
+from mpkit.formats.asked import ExportRequest
 from mpkit.formats.command import command, options
-from mpkit.formats.keys import Fields, Format, Key, Values, context, number_of
+from mpkit.formats.keys import Fields, Format, FormatKey, Values, context, number_of
 from mpkit.formats.syntax import Page
 
 __all__ = ["FLAGS", "LAUNCH", "SLURM", "TORCHRUN", "ranks_of"]
@@ -16,11 +16,11 @@ FLAGS = ("--standalone", "--no-python", "--run-path", "--module", "--virtual-loc
 NAMES = ("--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--max-restarts")
 
 
-def _several(asked: Asked) -> bool:
+def _several(asked: ExportRequest) -> bool:
     return asked.nodes > 1
 
 
-LAUNCH: tuple[Key, ...] = (
+LAUNCH: tuple[FormatKey, ...] = (
     context("--nnodes", "machines", lambda asked: asked.nodes),
     context("--nproc-per-node", "ranks per machine, one per GPU", lambda asked: asked.gpus_per_node),
     context("--rdzv-backend", "how machines find each other", lambda asked: "c10d" if _several(asked) else None),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.formats.asked import Asked
-from mpkit.formats.keys import Fields, Format, Key, Values, bool_of, choice, context, number, number_of
+from mpkit.formats.asked import ExportRequest
+from mpkit.formats.keys import Fields, Format, FormatKey, Values, bool_of, choice, context, number, number_of
 from mpkit.formats.python_code import assignments, python_code
 from mpkit.formats.syntax import Page
 from mpkit.formats.text.word import Word
@@ -17,11 +17,11 @@ SECTIONS = {"parallelism": "ParallelismConfig", "training": "TrainingConfig"}
 P, T = "parallelism", "training"
 
 
-def _pipelined(asked: Asked) -> bool:
+def _pipelined(asked: ExportRequest) -> bool:
     return asked.plan.pp > 1
 
 
-def _schedule(asked: Asked) -> str | None:
+def _schedule(asked: ExportRequest) -> str | None:
     plan = asked.plan
     if plan.pp == 1:
         return None
@@ -34,7 +34,7 @@ def _schedule(asked: Asked) -> str | None:
     return plain if looped else known.get(plan.schedule, plain)
 
 
-def _replicas(asked: Asked, sharded: bool) -> int:
+def _replicas(asked: ExportRequest, sharded: bool) -> int:
     return asked.plan.dp if (asked.plan.zero > 1) == sharded else 1
 
 
@@ -98,23 +98,23 @@ TORCHTITAN = Format(
     "torchtitan's configuration (fields of a Trainer.Config)",
     python_code(_body, {name: section for section, name in SECTIONS.items()}),
     (
-        Key("activation_checkpoint", "recomputes each block in the backward",
+        FormatKey("activation_checkpoint", "recomputes each block in the backward",
             lambda asked: "FullAC.Config" if asked.plan.recompute == "full" else None, _recompute, ("recompute",)),
         context(f"{P}.data_parallel_replicate_degree", "replicas that hold everything",
                 lambda asked: _replicas(asked, False), (int,)),
-        Key(f"{P}.data_parallel_shard_degree", "replicas that shard everything (FSDP)",
+        FormatKey(f"{P}.data_parallel_shard_degree", "replicas that shard everything (FSDP)",
             lambda asked: _replicas(asked, True), _degree, ("zero",)),
         context(f"{P}.fsdp_reshard_after_forward", "always: ZeRO-3; never: gathered parameters stay until the backward",
                 lambda asked: {2: "never", 3: "always"}.get(asked.plan.zero)),
         number(f"{P}.tensor_parallel_degree", "tp", "ranks that share each layer"),
-        Key(f"{P}.enable_sequence_parallel", "divides the sequence between layers too",
+        FormatKey(f"{P}.enable_sequence_parallel", "divides the sequence between layers too",
             lambda asked: asked.plan.sequence_parallel if asked.plan.tp > 1 else None,
             lambda value: {"sequence_parallel": bool_of(value)}, ("sequence_parallel",)),
         number(f"{P}.context_parallel_degree", "cp", "ranks that share each sequence"),
         choice(f"{P}.context_parallel_load_balancer", "cp_order", {"zigzag": "headtail"},
                "headtail: zigzag; without it contiguous", when=lambda asked: asked.plan.cp_order == "zigzag"),
         number(f"{P}.pipeline_parallel_degree", "pp", "pipeline ranks"),
-        Key(f"{P}.pipeline_parallel_schedule", "torch's schedule", _schedule, _read_schedule, ("schedule",)),
+        FormatKey(f"{P}.pipeline_parallel_schedule", "torch's schedule", _schedule, _read_schedule, ("schedule",)),
         context(f"{P}.pipeline_parallel_microbatch_size", "samples per micro-batch and replica",
                 lambda asked: asked.micro_batch if _pipelined(asked) else None, (int,)),
         context(f"{T}.local_batch_size", "samples per replica (and micro-batch, without a pipeline)",
@@ -123,7 +123,7 @@ TORCHTITAN = Format(
         context(f"{T}.seq_len", "tokens per sample", lambda asked: asked.sequence, (int,)),
         choice(f"{T}.mixed_precision_param", "precision", {"full": "float32", "bf16": "bfloat16"},
                "what it computes in", otherwise="bfloat16"),
-        Key(f"{T}.enable_cpu_offload", "parameters, gradients and optimizer on the host",
+        FormatKey(f"{T}.enable_cpu_offload", "parameters, gradients and optimizer on the host",
             lambda asked: True if asked.plan.offload == "params" else None,
             lambda value: {"offload": "params"} if bool_of(value) else {}, ("offload",)),
     ),

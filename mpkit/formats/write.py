@@ -7,7 +7,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from mpkit.formats.asked import Asked
+from mpkit.formats.asked import ExportRequest
 from mpkit.formats.keys import Format
 from mpkit.formats.syntax import Page
 from mpkit.formats.table import FORMATS
@@ -40,7 +40,7 @@ def write(plan: Plan, name: str, **context: Any) -> Config:
         ValueError: there is no such format, or the framework would refuse the plan.
     """
     chosen = format_of(name)
-    asked = Asked.of(plan, name, context)
+    asked = ExportRequest.of(plan, name, context)
     chosen.check(asked)
     values = chosen.values_of(asked)
     cannot = _cannot_say(plan, chosen, values)
@@ -82,7 +82,7 @@ def _no_effect(plan: Plan) -> dict[str, str]:
     return found
 
 
-def _header(asked: Asked, chosen: Format, effects: dict[str, str]) -> list[str]:
+def _header(asked: ExportRequest, chosen: Format, effects: dict[str, str]) -> list[str]:
     plan = asked.plan
     lines = [f"{chosen.title}, written by mpkit from {plan!r}".replace("\n", " ")]
     if effects:

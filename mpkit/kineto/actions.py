@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpkit.kineto.communication import Comm
-from mpkit.kineto.lanes import Work
+from mpkit.kineto.lanes import DeviceWork
 from mpkit.kineto.phases import place_of
 from mpkit.kineto.reading.events import Events
 from mpkit.trace import Kind
 
-__all__ = ["Action", "actions_of"]
+__all__ = ["ProfiledAction", "actions_of"]
 
 _TRIVIAL = (
     "aten::empty", "aten::detach", "detach", "aten::view", "aten::as_strided", "aten::reshape", "aten::zeros",
@@ -30,13 +30,13 @@ _TRIVIAL = (
 
 
 @dataclass
-class Action:
+class ProfiledAction:
     """One action.
 
     Attributes:
         kind, step, stage, microbatch: its place; -1 for none.
         name: the optimizer's class; else "".
-        first, last: the rows of `Work` that it consists of, `last` excluded.
+        first, last: the rows of `DeviceWork` that it consists of, `last` excluded.
     """
 
     kind: Kind
@@ -48,7 +48,7 @@ class Action:
     last: int
 
 
-def actions_of(events: Events, work: Work, comms: Sequence[Comm]) -> list[Action]:
+def actions_of(events: Events, work: DeviceWork, comms: Sequence[Comm]) -> list[ProfiledAction]:
     """Return a rank's actions in order of time.
 
     Args:
@@ -71,13 +71,13 @@ def actions_of(events: Events, work: Work, comms: Sequence[Comm]) -> list[Action
         step, kind, stage, microbatch, _, name = (int(each) for each in keys[:, first])
         words = events.names[name] if name >= 0 else ""
         words = words.removeprefix("Optimizer.step#").removesuffix(".step").strip("# ")
-        actions.append(Action(Kind(kind), step, stage, microbatch, words, first, last))
+        actions.append(ProfiledAction(Kind(kind), step, stage, microbatch, words, first, last))
     if len(messages) and not announced:
         _count_microbatches(events, work, actions)
     return actions
 
 
-def _count_microbatches(events: Events, work: Work, actions: list[Action]) -> None:
+def _count_microbatches(events: Events, work: DeviceWork, actions: list[ProfiledAction]) -> None:
     """Count the forwards and backwards of each step."""
     trivial = np.array([name.startswith(_TRIVIAL) for name in events.names] + [False])
     counted: Counter[tuple[int, Kind]] = Counter()

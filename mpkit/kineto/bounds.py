@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpkit.kineto.actions import Action
-from mpkit.kineto.lanes import Work
+from mpkit.kineto.actions import ProfiledAction
+from mpkit.kineto.lanes import DeviceWork
 from mpkit.kineto.reading.events import Events
 
 __all__ = ["FIXED", "bounds_of"]
@@ -40,7 +40,9 @@ _OF_OPERATOR = {1: "float32", 2: "bfloat16", 3: "float8"}
 """By the number that `Table.operand` has for an operator's first operands."""
 
 
-def bounds_of(events: Events, work: Work, actions: Sequence[Action]) -> dict[str, dict[str, int]]:
+def bounds_of(
+    events: Events, work: DeviceWork, actions: Sequence[ProfiledAction]
+) -> dict[str, dict[str, int]]:
     """Return the ns of kernels by what bounds them, for each kind of action; nothing for a CPU.
 
     Args:

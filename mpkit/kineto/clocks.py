@@ -21,14 +21,14 @@ import numpy as np
 from mpkit.kineto.communication import Comm
 from mpkit.trace import Kind
 
-__all__ = ["Clock", "align"]
+__all__ = ["ClockAlignment", "align"]
 
 Ends = dict[tuple[tuple[int, ...], int, int], int]
 """When each collective ended on a rank, by members, kind and number."""
 
 
 @dataclass(frozen=True)
-class Clock:
+class ClockAlignment:
     """How one rank's clock was put on the first one's.
 
     Attributes:
@@ -42,7 +42,9 @@ class Clock:
     shared: int = 0
 
 
-def align(comms: Sequence[Sequence[Comm]], origins: Sequence[int], hosts: Sequence[str]) -> list[Clock]:
+def align(
+    comms: Sequence[Sequence[Comm]], origins: Sequence[int], hosts: Sequence[str]
+) -> list[ClockAlignment]:
     """Return each rank's clock.
 
     Args:
@@ -51,10 +53,10 @@ def align(comms: Sequence[Sequence[Comm]], origins: Sequence[int], hosts: Sequen
         hosts: each rank's host; "" if unknown, and then its clock is taken for one of its own.
     """
     ends = [_ends(mine, origin) for mine, origin in zip(comms, origins, strict=True)]
-    clocks: dict[int, Clock] = {}
+    clocks: dict[int, ClockAlignment] = {}
     while len(clocks) < len(ends):
         first = next(rank for rank in range(len(ends)) if rank not in clocks)
-        clocks[first] = Clock()
+        clocks[first] = ClockAlignment()
         reached = [first]
         while reached:
             one = reached.pop(0)
@@ -64,7 +66,9 @@ def align(comms: Sequence[Sequence[Comm]], origins: Sequence[int], hosts: Sequen
                 if hosts[one] and hosts[one] == hosts[other]:
                     clocks[other] = clocks[one]
                 elif (found := _offset(ends[one], ends[other])).shared:
-                    clocks[other] = Clock(found.offset + clocks[one].offset, found.residual, found.shared)
+                    clocks[other] = ClockAlignment(
+                        found.offset + clocks[one].offset, found.residual, found.shared
+                    )
                 else:
                     continue
                 reached.append(other)
@@ -84,7 +88,7 @@ def _ends(comms: Sequence[Comm], origin: int) -> Ends:
     return ends
 
 
-def _offset(one: Ends, other: Ends) -> Clock:
+def _offset(one: Ends, other: Ends) -> ClockAlignment:
     """Return the clock of `other` as seen by `one`; none if they do not share the same collectives."""
     per_group: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
     for members, kind, number in one.keys() & other.keys():
@@ -94,11 +98,11 @@ def _offset(one: Ends, other: Ends) -> Clock:
         each for key, many in per_group.items() if _count(one, key) == _count(other, key) for each in many
     ]
     if not whole:
-        return Clock()
+        return ClockAlignment()
     offset = int(np.median(whole))
     residual = int(np.median(np.abs(np.array(whole) - offset)))
     between = np.median(np.diff(sorted(one.values()))) if len(one) > 1 else np.inf
-    return Clock(offset, residual, len(whole)) if residual < between / 4 else Clock()
+    return ClockAlignment(offset, residual, len(whole)) if residual < between / 4 else ClockAlignment()
 
 
 def _count(ends: Ends, key: tuple[tuple[int, ...], int]) -> int:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from mpkit.trace import Kind
 
-__all__ = ["Call", "call_of", "communicates", "kind_of", "members_of", "payload_of_shapes"]
+__all__ = ["CollectiveCall", "call_of", "communicates", "kind_of", "members_of", "payload_of_shapes"]
 
 _KINDS = {
     "allreduce": Kind.ALL_REDUCE, "allgather": Kind.ALL_GATHER, "reducescatter": Kind.REDUCE_SCATTER,
@@ -45,7 +45,7 @@ own kernels after the operators that they are fused from, so those compute."""
 _ENDS = re.compile(r"([0-9]{1,6})\s*(->|<-)\s*([0-9]{1,6})")
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """One communication as one rank sees it.
 
     Attributes:
@@ -91,7 +91,9 @@ def communicates(name: str) -> bool:
     return _KERNEL.match(name) is not None
 
 
-def call_of(args: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]], axes: Mapping[str, str]) -> Call:
+def call_of(
+    args: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]], axes: Mapping[str, str]
+) -> CollectiveCall:
     """Return the communication that metadata describes.
 
     Args:
@@ -114,7 +116,7 @@ def call_of(args: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]], axes
     group = str(args.get("Process Group Name", ""))
     said = str(args.get("Process Group Description", ""))
     axis = said.removeprefix("mesh_") if said.startswith("mesh_") else axes.get(group, "")
-    return Call(
+    return CollectiveCall(
         kind, elements * _size(dtype), members, peer, dtype.lower(), elements, int(args.get("Seq", -1)), axis
     )
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.kineto.about import About
-from mpkit.kineto.collectives import Call, call_of, ends_of, kind_of, payload_of_shapes
+from mpkit.kineto.collectives import CollectiveCall, call_of, ends_of, kind_of, payload_of_shapes
 from mpkit.kineto.lanes import communication_kernels
 from mpkit.kineto.reading.events import Events
 from mpkit.kineto.reading.sound_event import whole_of
@@ -39,7 +39,7 @@ class Comm:
         name: what the file calls it.
     """
 
-    call: Call
+    call: CollectiveCall
     start: int
     end: int
     asked: int
@@ -94,7 +94,9 @@ def _of_kernels(events: Events, about: About) -> Iterator[Comm]:
             )
 
 
-def _without_metadata(events: Events, call: Call, words: str, label: int, about: About) -> Call:
+def _without_metadata(
+    events: Events, call: CollectiveCall, words: str, label: int, about: About
+) -> CollectiveCall:
     """Return the communication that an annotation or the kernel's own name tells."""
     args = events["annotation"].args.get(label, {}) if label >= 0 else {}
     nbytes, elements, dtype = payload_of_shapes(args)
@@ -183,7 +185,7 @@ def _of_operator(events: Events, about: About, row: int, run: int) -> Comm:
     start, end = int(ops.start[row]), int(ops.end[row])
     if run >= 0:
         start, end = max(start, int(said.start[run])), max(end, int(said.end[run]))
-    call = Call(kind, nbytes, about.world, peer, dtype, elements)
+    call = CollectiveCall(kind, nbytes, about.world, peer, dtype, elements)
     return Comm(call, start, max(start, end), int(ops.start[row]), name)
 
 
@@ -194,4 +196,4 @@ def _of_annotation(events: Events, about: About, row: int) -> Comm:
     kind, ends = kind_of(name), ends_of(name)
     peer = -1 if ends is None else ends[1] if kind == Kind.SEND else ends[0]
     start, end = int(said.start[row]), int(said.end[row])
-    return Comm(Call(kind, nbytes, about.world, peer, dtype, elements), start, end, start, name)
+    return Comm(CollectiveCall(kind, nbytes, about.world, peer, dtype, elements), start, end, start, name)

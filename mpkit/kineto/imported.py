@@ -17,7 +17,7 @@ from typing import Any
 
 from mpkit.errors import TraceError
 from mpkit.kineto.about import About, about
-from mpkit.kineto.clocks import Clock, align
+from mpkit.kineto.clocks import ClockAlignment, align
 from mpkit.kineto.communication import Comm, communications
 from mpkit.kineto.hardware import machine_of
 from mpkit.kineto.lanes import gpu_time
@@ -109,7 +109,7 @@ def _gpu_of(events: Events) -> int:
 
 def _meta(
     parts: Sequence[tuple[About, Events]], numbers: Sequence[int], comms: Sequence[Sequence[Comm]],
-    clocks: Sequence[Clock],
+    clocks: Sequence[ClockAlignment],
 ) -> dict[str, Any]:  # fmt: skip
     first, on_device = parts[0][0], any(events.on_device for _, events in parts)
     device = next((who.device for who, events in parts if events.on_device and who.device), "")

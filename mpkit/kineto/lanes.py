@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.kineto.collectives import communicates
-from mpkit.kineto.reading.events import DEVICE, Events, Table
+from mpkit.kineto.reading.events import DEVICE, Events, EventTable
 
 __all__ = [
+    "DeviceWork",
     "GpuTime",
-    "Work",
     "common",
     "communication_kernels",
     "covered",
@@ -32,7 +32,7 @@ _NOT_COMPUTE = ("c10d::", "record_param_comms", "gloo:", "nccl:", "_c10d_functio
 
 
 @dataclass
-class Work:
+class DeviceWork:
     """What a rank's device computes, by start.
 
     Attributes:
@@ -122,12 +122,12 @@ def gpu_time(events: Events, *, as_hta: bool = False) -> GpuTime | None:
     return GpuTime(whole, computing, busy - computing, whole - busy, communicating, common(comm, compute))
 
 
-def work_of(events: Events) -> Work:
+def work_of(events: Events) -> DeviceWork:
     """Return what a rank computes: kernels on a GPU, else the operators of its program."""
     return _of_kernels(events) if events.on_device else _of_operators(events)
 
 
-def _of_kernels(events: Events) -> Work:
+def _of_kernels(events: Events) -> DeviceWork:
     kernel = events["kernel"]
     rows = np.flatnonzero(~communication_kernels(events))
     rows = rows[np.argsort(kernel.start[rows], kind="stable")]
@@ -137,10 +137,10 @@ def _of_kernels(events: Events) -> Work:
     asked = np.where(launch >= 0, np.append(calls.start, 0)[launch], start)
     thread = np.where(launch >= 0, np.append(calls.thread, -1)[launch], -1)
     name = np.where(operator >= 0, np.append(ops.name, 0)[operator], kernel.name[rows])
-    return Work(start, kernel.end[rows], asked, thread, name, rows)
+    return DeviceWork(start, kernel.end[rows], asked, thread, name, rows)
 
 
-def _of_operators(events: Events) -> Work:
+def _of_operators(events: Events) -> DeviceWork:
     """Return the outermost operators on the program's threads, without those that communicate."""
     ops = events["op"]
     apart = np.array([name.startswith(_NOT_COMPUTE) for name in events.names] + [False])
@@ -158,7 +158,7 @@ def _of_operators(events: Events) -> Work:
             last_thread, last_end = thread, end
     rows = np.array(keep, np.int64)
     rows = rows[np.argsort(ops.start[rows], kind="stable")]
-    return Work(ops.start[rows], ops.end[rows], ops.start[rows], ops.thread[rows], ops.name[rows], rows)
+    return DeviceWork(ops.start[rows], ops.end[rows], ops.start[rows], ops.thread[rows], ops.name[rows], rows)
 
 
 def _on_program_threads(events: Events) -> Array:
@@ -172,7 +172,7 @@ def _on_program_threads(events: Events) -> Array:
     return ~np.isin(ops.thread, list(alone))
 
 
-def within(inner: Table, rows: Array, outer: Table, around: Array) -> Array:
+def within(inner: EventTable, rows: Array, outer: EventTable, around: Array) -> Array:
     """Return, for each of these rows of `inner`, whether one of the rows `around` of `outer` has it on its thread."""
     found = np.zeros(len(rows), bool)
     for thread in np.unique(outer.thread[around]).tolist():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpkit.kineto.about import About
-from mpkit.kineto.clocks import Clock
+from mpkit.kineto.clocks import ClockAlignment
 from mpkit.kineto.communication import Comm
 from mpkit.kineto.lanes import covered, length
 from mpkit.kineto.phases import cut_steps, profiled_steps
@@ -29,7 +29,7 @@ def host_of(events: Events) -> str:
 def notes_on(
     parts: Sequence[tuple[About, Events]],
     imported: dict[str, Any],
-    clocks: Sequence[Clock],
+    clocks: Sequence[ClockAlignment],
     comms: Sequence[Sequence[Comm]],
 ) -> list[str]:
     """Return sentences on what a reader of an imported trace should know."""

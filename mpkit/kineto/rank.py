@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.kineto.actions import Action, actions_of
+from mpkit.kineto.actions import ProfiledAction, actions_of
 from mpkit.kineto.bounds import bounds_of
 from mpkit.kineto.communication import Comm
-from mpkit.kineto.lanes import Work, covered, length, work_of
+from mpkit.kineto.lanes import DeviceWork, covered, length, work_of
 from mpkit.kineto.phases import place_of
 from mpkit.kineto.reading.events import Events
 from mpkit.kineto.waits import longest, waits_of
@@ -35,7 +35,7 @@ MOST = 20_000
 _ENGINE = "autograd::engine::evaluate_function: "
 
 
-class Row(NamedTuple):
+class OpRow(NamedTuple):
     """An op in the making; `ref` is the row of the communication that a wait is for."""
 
     start: int
@@ -69,9 +69,9 @@ def rank_trace(
     """
     work = work_of(events)
     actions = actions_of(events, work, comms)
-    rows = _communications(events, comms, index, mine)
+    rows = _collectives(events, comms, index, mine)
     rows += _actions(events, work, actions)
-    waits = waits_of(Row, rows, work, actions, on_device=events.on_device)
+    waits = waits_of(OpRow, rows, work, actions, on_device=events.on_device)
     if events.on_device:
         rows = _with_stillness(rows, waits)
     rows += longest(waits, MOST)
@@ -83,7 +83,7 @@ def rank_trace(
 # ---- rows
 
 
-def _communications(events: Events, comms: Sequence[Comm], index: Mapping[int, int], mine: int) -> list[Row]:
+def _collectives(events: Events, comms: Sequence[Comm], index: Mapping[int, int], mine: int) -> list[OpRow]:
     place = place_of(events, np.array([comm.asked for comm in comms], np.int64))
     numbers: dict[int, tuple[str, int, int]] = {}
     counted: Counter[str] = Counter()
@@ -98,7 +98,7 @@ def _communications(events: Events, comms: Sequence[Comm], index: Mapping[int, i
         numbers[at] = group, counted[group], peer
         counted[group] += 1
     return [
-        Row(comm.start, comm.end, comm.kind, 0, int(where["step"]), int(where["stage"]), int(where["microbatch"]),
+        OpRow(comm.start, comm.end, comm.kind, 0, int(where["step"]), int(where["stage"]), int(where["microbatch"]),
             _spelt(comm), numbers[at][0], numbers[at][1], numbers[at][2], comm.call.nbytes)
         for at, (comm, where) in enumerate(zip(comms, place, strict=True))
     ]  # fmt: skip
@@ -109,9 +109,9 @@ def _spelt(comm: Comm) -> str:
     return f"{call.dtype}[{call.elements}]" if call.elements else comm.name
 
 
-def _actions(events: Events, work: Work, actions: Sequence[Action]) -> list[Row]:
+def _actions(events: Events, work: DeviceWork, actions: Sequence[ProfiledAction]) -> list[OpRow]:
     """Return the actions, none of which begins before the one before it has ended, and their layers."""
-    rows: list[Row] = []
+    rows: list[OpRow] = []
     fine, before = len(work.start) <= MOST, 0
     for action in actions:
         start = max(int(work.start[action.first]), before)
@@ -123,7 +123,7 @@ def _actions(events: Events, work: Work, actions: Sequence[Action]) -> list[Row]
         busy = length(covered(*seen)) if events.on_device else 0
         place = action.step, action.stage, action.microbatch
         rows.append(
-            Row(start, end, action.kind, 0, *place, action.name, busy=min(busy, end - start) or end - start)
+            OpRow(start, end, action.kind, 0, *place, action.name, busy=min(busy, end - start) or end - start)
         )
         before = end
         if fine:
@@ -131,7 +131,7 @@ def _actions(events: Events, work: Work, actions: Sequence[Action]) -> list[Row]
     return rows
 
 
-def _with_stillness(rows: Sequence[Row], waits: Sequence[Row]) -> list[Row]:
+def _with_stillness(rows: Sequence[OpRow], waits: Sequence[OpRow]) -> list[OpRow]:
     """Return the rows, each action with the time in which it waits for its host."""
     still = [wait for wait in waits if wait.ref < 0]
     starts = np.array([wait.start for wait in still], np.int64)
@@ -139,7 +139,7 @@ def _with_stillness(rows: Sequence[Row], waits: Sequence[Row]) -> list[Row]:
     order = np.argsort(starts, kind="stable")
     assert (order == np.arange(len(order))).all(), "waits for the host are in order of time"
 
-    def within(row: Row) -> float:
+    def within(row: OpRow) -> float:
         return float(sums[np.searchsorted(starts, row.end)] - sums[np.searchsorted(starts, row.start)]) * 1e-9
 
     return [
@@ -147,7 +147,7 @@ def _with_stillness(rows: Sequence[Row], waits: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _layers(events: Events, work: Work, action: Action, start: int) -> list[Row]:
+def _layers(events: Events, work: DeviceWork, action: ProfiledAction, start: int) -> list[OpRow]:
     """Return runs of work of the same name within an action."""
     names = work.name[action.first : action.last]
     begins = action.first + np.flatnonzero(np.concatenate([[True], names[1:] != names[:-1]]))
@@ -156,12 +156,12 @@ def _layers(events: Events, work: Work, action: Action, start: int) -> list[Row]
         end = max(int(work.end[first:last].max()), before)
         begin = max(int(work.start[first]), before)
         name = events.names[work.name[first]].removeprefix(_ENGINE)
-        rows.append(Row(begin, end, action.kind, 1, action.step, action.stage, action.microbatch, name))
+        rows.append(OpRow(begin, end, action.kind, 1, action.step, action.stage, action.microbatch, name))
         before = end
     return rows
 
 
-def _copies(events: Events) -> list[Row]:
+def _copies(events: Events) -> list[OpRow]:
     """Return the copies between device and host; those within the device compute nothing and are left out."""
     copy = events["copy"]
     launch = events.launches("copy")
@@ -173,7 +173,7 @@ def _copies(events: Events) -> list[Row]:
         kind = Kind.COPY_TO_DEVICE if "HtoD" in name else Kind.COPY_TO_HOST if "DtoH" in name else None
         if kind is not None:
             rows.append(
-                Row(
+                OpRow(
                     int(copy.start[at]),
                     int(copy.end[at]),
                     kind,
@@ -185,7 +185,7 @@ def _copies(events: Events) -> list[Row]:
     return rows
 
 
-def _loading(events: Events) -> list[Row]:
+def _loading(events: Events) -> list[OpRow]:
     """Return the times in which a DataLoader was asked for the next batch."""
     said = events["annotation"]
     loads = np.flatnonzero(
@@ -193,25 +193,25 @@ def _loading(events: Events) -> list[Row]:
     )
     steps = place_of(events, said.start[loads])["step"]
     return [
-        Row(int(said.start[at]), int(said.end[at]), Kind.DATA, step=step)
+        OpRow(int(said.start[at]), int(said.end[at]), Kind.DATA, step=step)
         for at, step in zip(loads.tolist(), steps.tolist(), strict=True)
     ]
 
 
-def _steps(rows: Sequence[Row]) -> list[Row]:
+def _steps(rows: Sequence[OpRow]) -> list[OpRow]:
     """Return a record for each step, from its first op to the end of its last."""
     bounds: dict[int, tuple[int, int]] = {}
     for row in rows:
         if row.step >= 0:
             start, end = bounds.get(row.step, (row.start, row.end))
             bounds[row.step] = min(start, row.start), max(end, row.end)
-    return [Row(start, end, Kind.STEP, step=step) for step, (start, end) in bounds.items()]
+    return [OpRow(start, end, Kind.STEP, step=step) for step, (start, end) in bounds.items()]
 
 
 # ---- records
 
 
-def _written(events: Events, rows: Sequence[Row], shift: int) -> RankTrace:
+def _written(events: Events, rows: Sequence[OpRow], shift: int) -> RankTrace:
     def first(at: int) -> tuple[int, bool, bool, int, int]:
         row = rows[at]
         return row.start, row.kind != Kind.STEP, row.kind == Kind.WAIT, row.depth, -row.end

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.kineto.actions import Action
-from mpkit.kineto.lanes import Work
+from mpkit.kineto.actions import ProfiledAction
+from mpkit.kineto.lanes import DeviceWork
 from mpkit.trace import Kind
 
 __all__ = ["longest", "waits_of"]
 
 
 def waits_of(
-    make: Any, rows: Sequence[Any], work: Work, actions: Sequence[Action], *, on_device: bool
+    make: Any, rows: Sequence[Any], work: DeviceWork, actions: Sequence[ProfiledAction], *, on_device: bool
 ) -> list[Any]:
     """Return the waits of one rank.
 

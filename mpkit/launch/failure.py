@@ -23,7 +23,7 @@ from mpkit.trace import Kind, RankTrace, Trace
 __all__ = ["failure", "last_seen", "lost"]
 
 
-class Place(TypedDict):
+class FailurePlace(TypedDict):
     """Where a rank was; None where that is not known."""
 
     step: int | None
@@ -76,7 +76,7 @@ def _all_finished(trace: Trace) -> bool:
 
 def _raised(rank: int, errors: dict[int, dict[str, Any]], trace: Trace) -> RankFailed:
     error = errors[rank]
-    place = Place(step=error.get("step"), stage=error.get("stage"), microbatch=error.get("microbatch"))
+    place = FailurePlace(step=error.get("step"), stage=error.get("stage"), microbatch=error.get("microbatch"))
     if error.get("other") is not None:
         return CommMismatch(
             in_cells(error["message"]), rank=rank, other=error["other"], traceback=error["traceback"], **place
@@ -155,16 +155,16 @@ def _left(rank: int, status: int, trace: Trace) -> RankFailed:
     )
 
 
-def last_seen(rank: RankTrace) -> tuple[Place, str]:
+def last_seen(rank: RankTrace) -> tuple[FailurePlace, str]:
     """Return the step, stage and micro-batch of a rank's newest op, and that op in words."""
     if not len(rank.ops):
-        return Place(step=None, stage=None, microbatch=None), "It had recorded nothing yet"
+        return FailurePlace(step=None, stage=None, microbatch=None), "It had recorded nothing yet"
     last = rank.ops[-1]
     step, stage, m = (int(last[key]) if last[key] >= 0 else None for key in ("step", "stage", "microbatch"))
     where = rank.name(int(last["where"]))
     words = Kind(int(last["kind"])).word.replace("_", " ")
     return (
-        Place(step=step, stage=stage, microbatch=m),
+        FailurePlace(step=step, stage=stage, microbatch=m),
         f"Its last recorded op: {words}" + (f" at {where}" if where else ""),
     )
 
@@ -175,7 +175,7 @@ def _on(rank: int, trace: Trace) -> str:
     return f" on {hosts[rank]}" if rank < len(hosts) else ""
 
 
-def _place(place: Place) -> str:
+def _place(place: FailurePlace) -> str:
     words = {"step": place["step"], "stage": place["stage"], "micro-batch": place["microbatch"]}
     known = [f"{word} {value}" for word, value in words.items() if value is not None]
     return " in " + ", ".join(known) if known else ""

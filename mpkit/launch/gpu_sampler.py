@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpkit.devices.local.ask import inventory_of
-from mpkit.devices.local.nvml import NOT_SAMPLED, NvmlGpu, NvmlMissing, Reading, open_nvml
+from mpkit.devices.local.nvml import NOT_SAMPLED, GpuReading, NvmlGpu, NvmlMissing, open_nvml
 from mpkit.launch.process.folder import Settings, part
 from mpkit.record.files import RecordFile
 from mpkit.trace import HEADER, SAMPLE
@@ -121,7 +121,7 @@ class GpuSampler:
 
 def _sample(gpu: NvmlGpu, files: list[RecordFile], over: threading.Event) -> None:
     """Write a sample of one GPU every `PERIOD` until it is over."""
-    before: tuple[int, Reading] | None = None
+    before: tuple[int, GpuReading] | None = None
     due = time.monotonic()
     while True:
         reading = gpu.read()
@@ -137,7 +137,7 @@ def _sample(gpu: NvmlGpu, files: list[RecordFile], over: threading.Event) -> Non
         file.close(1)
 
 
-def sample_of(now: int, reading: Reading, before: tuple[int, Reading] | None) -> bytes:
+def sample_of(now: int, reading: GpuReading, before: tuple[int, GpuReading] | None) -> bytes:
     """Return a record of `SAMPLE`: NVLink's counters as bytes per second since the reading before.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mpkit.support.units import bytes_text
-from mpkit.timeline.memory_savings import Saving, Situation, savings
+from mpkit.timeline.memory_savings import MemorySaving, Situation, savings
 from mpkit.trace import CATEGORIES, Trace
 
 __all__ = ["out_of_memory_text"]
@@ -79,7 +79,7 @@ def _advice(now: Situation) -> list[str]:
     return [head, *(_line(number, saving) for number, saving in enumerate(found[:MOST], 1))]
 
 
-def _line(number: int, saving: Saving) -> str:
+def _line(number: int, saving: MemorySaving) -> str:
     return (
         f"  {number}. mk.{saving.plan}: {bytes_text(saving.nbytes)} less ({saving.why}; costs {saving.price})"
     )

@@ -12,8 +12,8 @@ none is both slower and larger than another: a Pareto frontier. Labels go throug
                 has a least value to go, for any λ, by the same pass as above (a Lagrangian bound)
     dominate    drop a label that is slower and larger than another one with the same split
 
-Identical layers share their prices (`mpkit.layerwise.price.Priced`), so that a run of k of them is k products of one
-matrix with a vector in the (min, +) algebra: for fewer layers than splits that is less than the matrix's k-th power.
+Identical layers share their prices (`mpkit.layerwise.price.ChainPrices`), so that a run of k of them is k products of
+one matrix with a vector in the (min, +) algebra: for fewer layers than splits that is less than its k-th power.
 
 Sources: Bellman 1957; Jia, Lin, Qi, Aiken, ICML 2018, section 5 (the chain, without a limit); Handler and Zang, "A Dual
 Algorithm for the Constrained Shortest Path Problem", 1980 (the bound).
@@ -27,7 +27,7 @@ from math import inf
 
 import numpy as np
 
-from mpkit.layerwise.price import Array, Costs
+from mpkit.layerwise.price import Array, ChainCosts
 
 __all__ = ["Choice", "brute_force", "fastest", "least_memory", "weighted"]
 
@@ -53,12 +53,12 @@ class Choice:
     memory: float
 
 
-def chosen(costs: Costs, splits: tuple[int, ...]) -> Choice:
+def chosen(costs: ChainCosts, splits: tuple[int, ...]) -> Choice:
     """Return a choice with its time and memory."""
     return Choice(splits, *costs.of(splits))
 
 
-def weighted(costs: Costs, price: float, seconds: float = 1.0) -> list[Array]:
+def weighted(costs: ChainCosts, price: float, seconds: float = 1.0) -> list[Array]:
     """Return the least `seconds` x time + `price` x memory to go from each split of each layer, that layer included."""
     to_go = [seconds * costs.time[-1] + price * costs.memory[-1]]
     for i in range(len(costs.time) - 2, -1, -1):
@@ -67,7 +67,7 @@ def weighted(costs: Costs, price: float, seconds: float = 1.0) -> list[Array]:
     return to_go
 
 
-def walked(costs: Costs, to_go: list[Array], seconds: float = 1.0) -> Choice:
+def walked(costs: ChainCosts, to_go: list[Array], seconds: float = 1.0) -> Choice:
     """Return the choice that `weighted` has found: the best split, then the best one after it, and so on."""
     splits = [int(to_go[0].argmin())]
     for i, between in enumerate(costs.between):
@@ -75,15 +75,15 @@ def walked(costs: Costs, to_go: list[Array], seconds: float = 1.0) -> Choice:
     return chosen(costs, tuple(splits))
 
 
-def least_memory(costs: Costs) -> Choice:
+def least_memory(costs: ChainCosts) -> Choice:
     """Return the choice with the least memory; layers do not depend on each other in that."""
     return chosen(costs, tuple(int(memory.argmin()) for memory in costs.memory))
 
 
-def brute_force(costs: Costs, limit: float = inf) -> Choice | None:
+def brute_force(costs: ChainCosts, limit: float = inf) -> Choice | None:
     """Return the fastest choice within a memory limit by trying all; None if there is none.
 
-    >>> costs = Costs([np.array([3.0, 1.0])] * 2, [np.array([1.0, 4.0])] * 2, [np.zeros((2, 2))])
+    >>> costs = ChainCosts([np.array([3.0, 1.0])] * 2, [np.array([1.0, 4.0])] * 2, [np.zeros((2, 2))])
     >>> brute_force(costs).splits, brute_force(costs, limit=5.0).time, brute_force(costs, limit=1.0)
     ((1, 1), 4.0, None)
     """
@@ -91,10 +91,10 @@ def brute_force(costs: Costs, limit: float = inf) -> Choice | None:
     return min((each for each in every if each.memory <= limit), key=lambda each: each.time, default=None)
 
 
-def fastest(costs: Costs, limit: float = inf) -> Choice | None:
+def fastest(costs: ChainCosts, limit: float = inf) -> Choice | None:
     """Return the fastest choice within a memory limit; None if there is none.
 
-    >>> costs = Costs([np.array([3.0, 1.0])] * 2, [np.array([1.0, 4.0])] * 2, [np.zeros((2, 2))])
+    >>> costs = ChainCosts([np.array([3.0, 1.0])] * 2, [np.array([1.0, 4.0])] * 2, [np.zeros((2, 2))])
     >>> fastest(costs).splits, fastest(costs, limit=5.0).time, fastest(costs, limit=1.0)
     ((1, 1), 4.0, None)
 
@@ -116,7 +116,7 @@ def fastest(costs: Costs, limit: float = inf) -> Choice | None:
     return _by_labels(costs, limit, known, price)
 
 
-def _priced_memory(costs: Costs, limit: float, free: Choice, smallest: Choice) -> tuple[Choice, float]:
+def _priced_memory(costs: ChainCosts, limit: float, free: Choice, smallest: Choice) -> tuple[Choice, float]:
     """Return the fastest choice that fits among those that are best for some price of memory, and that price.
 
     Each step takes the price at which the last choice that is too large and the last one that fits cost the same. It
@@ -149,7 +149,9 @@ class _Labels:
     before: np.ndarray
 
 
-def _by_labels(costs: Costs, limit: float, known: Choice, price: float, most: int | None = None) -> Choice:
+def _by_labels(
+    costs: ChainCosts, limit: float, known: Choice, price: float, most: int | None = None
+) -> Choice:
     """Return the fastest choice that fits, which is `known` or better.
 
     With `most`, that many labels of a layer are kept, those of the lowest bounds, and the choice may not be the best.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from mpkit.comm.communicator import Communicator
 from mpkit.launch.process.context import Context
-from mpkit.layerwise.layer import Layout, Split
+from mpkit.layerwise.layer import Split, TensorLayout
 from mpkit.layerwise.layout_exchange import Box, Exchange, box_of, exchanged, place_of, taken
 from mpkit.trace import Trace
 
@@ -72,9 +72,9 @@ class Job:
     optimizer: MakeOptimizer
 
 
-def work_of(split: Split) -> Layout:
+def work_of(split: Split) -> TensorLayout:
     """Return how a layer's work is divided."""
-    return Layout(split.sample, split.attribute, split.parameter)
+    return TensorLayout(split.sample, split.attribute, split.parameter)
 
 
 class _Step:
@@ -103,7 +103,7 @@ class _Step:
                 parameter.data = parameter.data.chunk(split.parameter)[place].clone()
         return local
 
-    def _group(self, work: Layout) -> Communicator:
+    def _group(self, work: TensorLayout) -> Communicator:
         """Return those with the same parameters; every rank makes all of these groups, in the same order."""
         ranks = range(self.comm.size)
         places = [place_of(rank, self.comm.size, work).channel for rank in ranks]
@@ -116,14 +116,17 @@ class _Step:
     def _exchanges(self) -> list[Exchange]:
         """Return the resharding before each layer, and that before the loss."""
         n, ranks = self.comm.size, range(self.comm.size)
-        there: list[Box] = [box_of(rank, n, Layout()) for rank in ranks]
+        there: list[Box] = [box_of(rank, n, TensorLayout()) for rank in ranks]
         made = []
         for split, kept in zip(self.job.splits, self.job.kept, strict=True):
             work = work_of(split)
             wanted = [box_of(rank, n, work, channels=kept) for rank in ranks]
             made.append(Exchange(self.comm, there, wanted, n // work.parts, kept or work.channel == 1))
             there = [box_of(rank, n, work) for rank in ranks]
-        return [*made, Exchange(self.comm, there, [box_of(rank, n, Layout()) for rank in ranks], n, True)]
+        return [
+            *made,
+            Exchange(self.comm, there, [box_of(rank, n, TensorLayout()) for rank in ranks], n, True),
+        ]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the whole output of the chain for a whole batch."""

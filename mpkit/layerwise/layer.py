@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from mpkit.plan.checks import real, whole
 
-__all__ = ["CHANNELS", "Layer", "Layout", "Split", "splits_of"]
+__all__ = ["CHANNELS", "Layer", "Split", "TensorLayout", "splits_of"]
 
 CHANNELS = {
     "gathered": "each device needs all channels of the input and makes some of the output (linear, convolution)",
@@ -31,7 +31,7 @@ CHANNELS = {
 """How a split by parameters divides the channels of input and output."""
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """How a tensor is divided: into how many parts by samples, by attribute (positions), and by channels."""
 
     sample: int = 1
@@ -132,14 +132,14 @@ class Layer:
         """All but the name: layers that agree in these are identical."""
         return tuple(getattr(self, field.name) for field in fields(self) if field.name != "name")
 
-    def layout_in(self, split: Split) -> Layout:
+    def layout_in(self, split: Split) -> TensorLayout:
         """Return how the input is divided under a split."""
-        return Layout(split.sample, split.attribute, split.parameter if self.channels == "kept" else 1)
+        return TensorLayout(split.sample, split.attribute, split.parameter if self.channels == "kept" else 1)
 
-    def layout_out(self, split: Split) -> Layout:
+    def layout_out(self, split: Split) -> TensorLayout:
         """Return how the output is divided under a split."""
         channel = split.operator * (1 if self.channels == "summed" else split.parameter)
-        return Layout(split.sample, split.attribute, channel)
+        return TensorLayout(split.sample, split.attribute, channel)
 
     def partial_sums(self, split: Split) -> int:
         """Return how many devices have each a part of the sum that is the gradient of the input.

@@ -4,8 +4,8 @@
     backward    the part of the gradient that a rank has is whole where nobody else works on the same: slice; else
                 all ranks' parts are summed with an all-reduce, then slice
 
-A `Box` says which part of a tensor a rank has. Whole tensors pass through the ranks for a moment, so that this is to be
-read and to be checked; the prices (`mpkit.layerwise.resharding`) are those of smaller groups.
+A `ParameterBox` says which part of a tensor a rank has. Whole tensors pass through the ranks for a moment, so that
+this is to be read and to be checked; the prices (`mpkit.layerwise.resharding`) are those of smaller groups.
 
 Source: Jia, Zaharia, Aiken 2019, section 5; the conjugate pair, Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mpkit.comm.communicator import Communicator
-from mpkit.layerwise.layer import Layout
+from mpkit.layerwise.layer import TensorLayout
 
 __all__ = ["Box", "Exchange", "box_of", "dims_of", "exchanged", "taken"]
 
@@ -35,17 +35,17 @@ class Places(NamedTuple):
     channel: int
 
 
-def place_of(rank: int, ranks: int, layout: Layout) -> Places:
+def place_of(rank: int, ranks: int, layout: TensorLayout) -> Places:
     """Return which part a rank has; ranks with the same part are neighbours.
 
-    >>> [place_of(rank, 4, Layout(2)).sample for rank in range(4)]
+    >>> [place_of(rank, 4, TensorLayout(2)).sample for rank in range(4)]
     [0, 0, 1, 1]
     """
     part, channel = divmod(rank * layout.parts // ranks, layout.channel)
     return Places(*divmod(part, layout.attribute), channel)
 
 
-def box_of(rank: int, ranks: int, work: Layout, channels: bool = True) -> Box:
+def box_of(rank: int, ranks: int, work: TensorLayout, channels: bool = True) -> Box:
     """Return the part that a rank has where the work is divided by a layout.
 
     Args:

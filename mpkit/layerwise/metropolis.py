@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from math import exp, inf
 
 from mpkit.layerwise.chain_search import Choice, chosen
-from mpkit.layerwise.price import Costs
+from mpkit.layerwise.price import ChainCosts
 from mpkit.support.units import percent, seconds
 
-__all__ = ["Walk", "metropolis"]
+__all__ = ["MarkovWalk", "metropolis"]
 
 
 @dataclass(frozen=True)
-class Walk:
+class MarkovWalk:
     """A Markov chain and the best strategy that it visited.
 
     Attributes:
@@ -56,17 +56,17 @@ class Walk:
 
 
 def metropolis(
-    costs: Costs,
+    costs: ChainCosts,
     start: Sequence[int],
     budget: int,
     seed: int = 0,
     limit: float = inf,
     beta: float | None = None,
-) -> Walk:
+) -> MarkovWalk:
     """Return what a Markov chain of `budget` proposals finds.
 
     >>> import numpy as np
-    >>> costs = Costs([np.array([3.0, 1.0])] * 2, [np.array([1.0, 4.0])] * 2, [np.zeros((2, 2))])
+    >>> costs = ChainCosts([np.array([3.0, 1.0])] * 2, [np.array([1.0, 4.0])] * 2, [np.zeros((2, 2))])
     >>> metropolis(costs, start=(0, 0), budget=20).best.splits
     (1, 1)
 
@@ -100,10 +100,10 @@ def metropolis(
             if visited.memory <= limit:
                 best = visited
                 improved.append((step, best.time))
-    return Walk(best, budget, accepted, improved)
+    return MarkovWalk(best, budget, accepted, improved)
 
 
-def _touching(costs: Costs, splits: Sequence[int], i: int, split: int) -> float:
+def _touching(costs: ChainCosts, splits: Sequence[int], i: int, split: int) -> float:
     """Return the seconds that depend on layer i: its own, and those between it and its neighbours."""
     taken = float(costs.time[i][split])
     if i:

@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from mpkit.devices.collective import collective_time
 from mpkit.devices.hardware import Hardware
-from mpkit.layerwise.layer import Layer, Layout, Split, splits_of
-from mpkit.layerwise.resharding import Message, backward, forward
+from mpkit.layerwise.layer import Layer, Split, TensorLayout, splits_of
+from mpkit.layerwise.resharding import ReshardingCollective, backward, forward
 from mpkit.trace import Kind
 
-__all__ = ["ITEMSIZE", "STATES", "Array", "Costs", "Priced"]
+__all__ = ["ITEMSIZE", "STATES", "Array", "ChainCosts", "ChainPrices"]
 
 Array = NDArray[np.float64]
 
@@ -42,7 +42,7 @@ STATES = 16
 
 
 @dataclass(frozen=True)
-class Costs:
+class ChainCosts:
     """A chain in numbers: n_i splits of layer i.
 
     Attributes:
@@ -62,7 +62,7 @@ class Costs:
         return seconds, sum(float(self.memory[i][split]) for i, split in enumerate(chosen))
 
 
-class Priced:
+class ChainPrices:
     """The prices of a chain on a machine.
 
     Identical layers are priced once: they share arrays, and so do the pairs of neighbours.
@@ -78,8 +78,8 @@ class Priced:
         self, layers: Sequence[Layer], hardware: Hardware, batch: int, dtype: str = "float32"
     ) -> None:
         self.layers, self.hardware, self.batch, self.dtype = tuple(layers), hardware, batch, dtype
-        self._seconds: dict[Message, float] = {}
-        self._resharding: dict[tuple[int, Layout, Layout, int], float] = {}
+        self._seconds: dict[ReshardingCollective, float] = {}
+        self._resharding: dict[tuple[int, TensorLayout, TensorLayout, int], float] = {}
 
     @cached_property
     def splits(self) -> list[list[Split]]:
@@ -91,7 +91,7 @@ class Priced:
         return [known[layer.sizes] for layer in self.layers]
 
     @cached_property
-    def costs(self) -> Costs:
+    def costs(self) -> ChainCosts:
         """The chain in numbers."""
         alone: dict[tuple[object, ...], tuple[Array, Array]] = {}
         pairs: dict[tuple[object, ...], Array] = {}
@@ -105,7 +105,7 @@ class Priced:
                     [self.between(layer, a, following, b) for b in self.splits[i + 1]] for a in self.splits[i]
                 ]
                 pairs[layer.sizes, following.sizes] = np.array(rows)
-        return Costs(
+        return ChainCosts(
             [alone[layer.sizes][0] for layer in self.layers],
             [alone[layer.sizes][1] for layer in self.layers],
             [pairs[a.sizes, b.sizes] for a, b in pairwise(self.layers)],
@@ -129,15 +129,19 @@ class Priced:
         # ---- inside
         inside = 0.0
         if layer.channels == "summed":
-            inside += 2 * layer.sums * self.seconds(Message(Kind.ALL_REDUCE, size * outputs, split.parameter))
+            inside += (
+                2
+                * layer.sums
+                * self.seconds(ReshardingCollective(Kind.ALL_REDUCE, size * outputs, split.parameter))
+            )
         if layer.exchanged:
             nbytes = size * batch * layer.exchanged / (split.sample * split.operator * split.parameter)
-            inside += self.seconds(Message(Kind.ALL_GATHER, nbytes, split.attribute))
-            inside += self.seconds(Message(Kind.REDUCE_SCATTER, nbytes, split.attribute))
+            inside += self.seconds(ReshardingCollective(Kind.ALL_GATHER, nbytes, split.attribute))
+            inside += self.seconds(ReshardingCollective(Kind.REDUCE_SCATTER, nbytes, split.attribute))
         # ---- gradients
         gradients = 0.0
         if layer.parameters:
-            message = Message(Kind.ALL_REDUCE, size * weights, split.sample * split.attribute)
+            message = ReshardingCollective(Kind.ALL_REDUCE, size * weights, split.sample * split.attribute)
             gradients = self.seconds(message, stride=split.operator * split.parameter)
         return {"compute": compute, "inside": inside, "gradients": gradients}
 
@@ -158,7 +162,7 @@ class Priced:
             self._resharding[key] = sum(map(self.seconds, messages))
         return self._resharding[key]
 
-    def seconds(self, message: Message, stride: int = 1) -> float:
+    def seconds(self, message: ReshardingCollective, stride: int = 1) -> float:
         """Return the seconds of a collective, among devices that are `stride` apart."""
         if stride == 1 and message in self._seconds:
             return self._seconds[message]

@@ -22,13 +22,13 @@ from __future__ import annotations
 from math import lcm
 from typing import NamedTuple
 
-from mpkit.layerwise.layer import Layout
+from mpkit.layerwise.layer import TensorLayout
 from mpkit.trace import Kind
 
-__all__ = ["Message", "backward", "forward"]
+__all__ = ["ReshardingCollective", "backward", "forward"]
 
 
-class Message(NamedTuple):
+class ReshardingCollective(NamedTuple):
     """One collective: its kind, the payload in bytes (as `mpkit.devices` counts it), and the size of each group."""
 
     kind: Kind
@@ -36,13 +36,13 @@ class Message(NamedTuple):
     n: int
 
 
-def forward(nbytes: float, there: Layout, wanted: Layout) -> list[Message]:
+def forward(nbytes: float, there: TensorLayout, wanted: TensorLayout) -> list[ReshardingCollective]:
     """Return the collectives that take a tensor of `nbytes` from one layout to another.
 
-    >>> forward(64.0, Layout(4), Layout(4, 1, 2))  # a slice
+    >>> forward(64.0, TensorLayout(4), TensorLayout(4, 1, 2))  # a slice
     []
-    >>> forward(64.0, Layout(4), Layout(2))[0].kind.word, forward(64.0, Layout(4), Layout(1, 1, 4))[0].kind.word
-    ('all_gather', 'all_to_all')
+    >>> [forward(64.0, TensorLayout(4), to)[0].kind.word for to in (TensorLayout(2), TensorLayout(1, 1, 4))]
+    ['all_gather', 'all_to_all']
     """
     n, finer = 1, False
     for has, wants in zip(there, wanted, strict=True):
@@ -51,15 +51,17 @@ def forward(nbytes: float, there: Layout, wanted: Layout) -> list[Message]:
         finer = finer or pieces > has
     if n == 1:
         return []
-    return [Message(Kind.ALL_TO_ALL if finer else Kind.ALL_GATHER, nbytes / wanted.parts, n)]
+    return [ReshardingCollective(Kind.ALL_TO_ALL if finer else Kind.ALL_GATHER, nbytes / wanted.parts, n)]
 
 
-def backward(nbytes: float, there: Layout, wanted: Layout, partial_sums: int) -> list[Message]:
+def backward(
+    nbytes: float, there: TensorLayout, wanted: TensorLayout, partial_sums: int
+) -> list[ReshardingCollective]:
     """Return the collectives that take the gradient of the wanted layout back to the layout that was there.
 
-    >>> [message.kind.word for message in backward(64.0, Layout(), Layout(), 4)]  # Megatron's f
+    >>> [message.kind.word for message in backward(64.0, TensorLayout(), TensorLayout(), 4)]  # Megatron's f
     ['all_reduce']
-    >>> [message.kind.word for message in backward(64.0, Layout(1, 1, 4), Layout(), 4)]
+    >>> [message.kind.word for message in backward(64.0, TensorLayout(1, 1, 4), TensorLayout(), 4)]
     ['reduce_scatter']
 
     Args:
@@ -71,8 +73,8 @@ def backward(nbytes: float, there: Layout, wanted: Layout, partial_sums: int) ->
     if partial_sums == 1:
         return forward(nbytes, wanted, there)
     part = nbytes / wanted.parts
-    reduced = Layout(wanted.sample, wanted.attribute, wanted.channel * partial_sums)
+    reduced = TensorLayout(wanted.sample, wanted.attribute, wanted.channel * partial_sums)
     rest = forward(nbytes, reduced, there)
-    if rest == [Message(Kind.ALL_GATHER, part, partial_sums)]:
-        return [Message(Kind.ALL_REDUCE, part, partial_sums)]
-    return [Message(Kind.REDUCE_SCATTER, part, partial_sums), *rest]
+    if rest == [ReshardingCollective(Kind.ALL_GATHER, part, partial_sums)]:
+        return [ReshardingCollective(Kind.ALL_REDUCE, part, partial_sums)]
+    return [ReshardingCollective(Kind.REDUCE_SCATTER, part, partial_sums), *rest]

@@ -21,8 +21,8 @@ from mpkit.layerwise.chain_search import Choice, chosen, fastest, least_memory
 from mpkit.layerwise.executable import run_on
 from mpkit.layerwise.execute import LayerRun
 from mpkit.layerwise.layer import Layer, Split
-from mpkit.layerwise.metropolis import Walk, metropolis
-from mpkit.layerwise.price import Priced
+from mpkit.layerwise.metropolis import MarkovWalk, metropolis
+from mpkit.layerwise.price import ChainPrices
 from mpkit.plan.checks import real, whole
 from mpkit.support.display import data_frame, draw
 from mpkit.support.units import bytes_text
@@ -60,7 +60,7 @@ class LayerStrategies:
         limit: bytes per device that it had to fit.
     """
 
-    priced: Priced
+    priced: ChainPrices
     choice: Choice
     limit: float
 
@@ -109,7 +109,7 @@ class LayerStrategies:
             places.append(max(only, key=lambda i: splits[i].degree))
         return tuple(places)
 
-    def by_mcmc(self, budget: int = 10_000, seed: int = 0, beta: float | None = None) -> Walk:
+    def by_mcmc(self, budget: int = 10_000, seed: int = 0, beta: float | None = None) -> MarkovWalk:
         """Return what FlexFlow's Markov chain finds within a number of proposals, to compare.
 
         It starts at data parallelism, or where that does not fit, at the least memory.
@@ -145,7 +145,7 @@ class LayerStrategies:
         priced = self.priced
         if hardware is None:
             return searched(priced, memory)
-        return searched(Priced(priced.layers, find(hardware), priced.batch, priced.dtype), memory)
+        return searched(ChainPrices(priced.layers, find(hardware), priced.batch, priced.dtype), memory)
 
     def run(
         self, cluster: Cluster, model: nn.Module, data: Sequence[tuple[Tensor, Tensor]], *,
@@ -190,7 +190,7 @@ class LayerStrategies:
         return str(draw(self, "html"))
 
 
-def searched(priced: Priced, memory: float | None) -> LayerStrategies:
+def searched(priced: ChainPrices, memory: float | None) -> LayerStrategies:
     """Return the fastest strategy for what was priced.
 
     Raises:

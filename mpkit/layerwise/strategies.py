@@ -19,7 +19,7 @@ from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
 from mpkit.layerwise.describe import described
 from mpkit.layerwise.layer import Layer
-from mpkit.layerwise.price import ITEMSIZE, Priced
+from mpkit.layerwise.price import ITEMSIZE, ChainPrices
 from mpkit.layerwise.result import LayerStrategies, searched
 from mpkit.plan.checks import whole
 from mpkit.support.tracebacks import public
@@ -64,7 +64,7 @@ def layer_strategies(
     if dtype not in ITEMSIZE:
         raise ValueError(f"layer_strategies(dtype={dtype!r}): there are {', '.join(map(repr, ITEMSIZE))}")
     machine = _machine(find(hardware), devices)
-    return searched(Priced(_layers(model, sample, dimensions), machine, batch, dtype), memory)
+    return searched(ChainPrices(_layers(model, sample, dimensions), machine, batch, dtype), memory)
 
 
 def _layers(model: Any, sample: tuple[int, ...] | None, dimensions: str) -> list[Layer]:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.models.randomness import OtherDraws
 
-__all__ = ["DRAWING", "GivenDraws", "Heard", "HeardDraws"]
+__all__ = ["DRAWING", "ForwardDraws", "GivenDraws", "HeardDraws"]
 
 DRAWING = (
     "bernoulli", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "uniform_", "normal", "normal_",
@@ -24,7 +24,7 @@ RRELU = ("rrelu_with_noise", "rrelu_with_noise_")
 
 
 @dataclass
-class Heard:
+class ForwardDraws:
     """What the forwards of a step draw at random.
 
     Attributes:

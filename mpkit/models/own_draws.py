@@ -34,9 +34,9 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
 )  # private; tests/training/test_own_draws guards it
 
-from mpkit.models.spans import Span
+from mpkit.models.spans import ForwardSpan
 
-__all__ = ["Kept", "OwnDraws"]
+__all__ = ["KeptSpans", "OwnDraws"]
 
 States = list[tuple[torch.Generator, Tensor]]
 
@@ -52,7 +52,7 @@ class _Open:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptSpans:
     """The spans in which a forward was, so that it can be repeated there."""
 
     spans: tuple[_Open, ...]
@@ -81,7 +81,7 @@ class OwnDraws:
     """
 
     around: tuple[str, ...] = ()
-    spans: list[Span] = field(default_factory=list)
+    spans: list[ForwardSpan] = field(default_factory=list)
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _open: list[_Open] = field(default_factory=list)
 
@@ -160,14 +160,14 @@ class OwnDraws:
             for generator, state in inside:
                 generator.set_state(state)
 
-    def keep(self) -> Kept:
+    def keep(self) -> KeptSpans:
         """Return the spans that have begun."""
-        return Kept(
+        return KeptSpans(
             tuple(_Open(s.name, list(s.outside), s.inside, s.ahead) for s in self._open), dict(self.tokens)
         )
 
     @contextmanager
-    def again(self, kept: Kept) -> Iterator[None]:
+    def again(self, kept: KeptSpans) -> Iterator[None]:
         """Be in the spans of another time, inside the block."""
         before = self.keep()
         self._open[:], self.tokens = kept.spans, dict(kept.tokens)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Span", "spans_at"]
+__all__ = ["ForwardSpan", "spans_at"]
 
 
-class Span(NamedTuple):
+class ForwardSpan(NamedTuple):
     """A stretch of a model's forward, from the start of one module to the end of another.
 
     Attributes:
@@ -24,11 +24,11 @@ class Span(NamedTuple):
     last: str
 
 
-def spans_at(calls: Sequence[tuple[str, bool]], spans: Sequence[Span]) -> list[tuple[str, ...]]:
+def spans_at(calls: Sequence[tuple[str, bool]], spans: Sequence[ForwardSpan]) -> list[tuple[str, ...]]:
     """Return the spans in which each call of a forward begins, the outer ones first.
 
     >>> calls = [(name, True) for name in ("norm", "mlp.up", "mlp.drop", "mlp.down", "drop")]
-    >>> spans_at(calls, [Span("mlp on 0", "mlp.up", "mlp.down")])
+    >>> spans_at(calls, [ForwardSpan("mlp on 0", "mlp.up", "mlp.down")])
     [(), ('mlp on 0',), ('mlp on 0',), ('mlp on 0',), ()]
 
     Args:

@@ -7,7 +7,7 @@ import linecache
 import traceback
 from typing import Any
 
-from mpkit.notebook.exchange import Answer
+from mpkit.notebook.exchange import Reply
 from mpkit.support.caught import one_line, report
 from mpkit.support.tracebacks import fold_chain
 
@@ -20,7 +20,7 @@ MOST = 500
 """The most completions of a text."""
 
 
-def run_cell(code: str, name: str, namespace: dict[str, Any]) -> Answer:
+def run_cell(code: str, name: str, namespace: dict[str, Any]) -> Reply:
     """Run a cell.
 
     Args:
@@ -33,11 +33,11 @@ def run_cell(code: str, name: str, namespace: dict[str, Any]) -> Answer:
         value = _value(code, name, namespace)
         if value is not None:
             namespace["_"] = value
-        return Answer(shown=_shown(value))
+        return Reply(shown=_shown(value))
     except KeyboardInterrupt:
-        return Answer("interrupted")
+        return Reply("interrupted")
     except BaseException as error:  # SystemExit too, which would end the session
-        return Answer("error", error=_described(error))
+        return Reply("error", error=_described(error))
 
 
 def _value(code: str, name: str, namespace: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from mpkit.launch.packing.packing import dumps
 from mpkit.launch.process.folder import part
 from mpkit.support.disk import write_whole
 
-__all__ = ["Answer", "Request", "Requests", "answer", "read_answer", "wake", "write_request"]
+__all__ = ["Reply", "Request", "Requests", "answer", "read_answer", "wake", "write_request"]
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Request:
 
 
 @dataclass
-class Answer:
+class Reply:
     """What a rank answers.
 
     Attributes:
@@ -84,7 +84,7 @@ class Requests:
         return int(line), request
 
 
-def answer(folder: Path, rank: int, number: int, given: Answer) -> None:
+def answer(folder: Path, rank: int, number: int, given: Reply) -> None:
     """Write a rank's answer."""
     write_whole(part(folder, rank, f"answer{number}"), dumps(given))
 
@@ -106,12 +106,12 @@ def wake(folder: Path, rank: int, number: int) -> None:
         os.close(pipe)
 
 
-def read_answer(folder: Path, rank: int, number: int) -> Answer | None:
+def read_answer(folder: Path, rank: int, number: int) -> Reply | None:
     """Return a rank's answer and remove its file; None if there is none yet."""
     path = part(folder, rank, f"answer{number}")
     try:
         with path.open("rb") as file:
-            given: Answer = pickle.load(file)
+            given: Reply = pickle.load(file)
     except FileNotFoundError:
         return None
     path.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from mpkit.launch.process.context import Context
 from mpkit.launch.process.leaving import own_process
 from mpkit.launch.process.output import Labelled
 from mpkit.notebook.cell import complete, run_cell
-from mpkit.notebook.exchange import Answer, Request, Requests, answer
+from mpkit.notebook.exchange import Reply, Request, Requests, answer
 from mpkit.watch.compared import compared
 
 __all__ = ["serve"]
@@ -29,7 +29,7 @@ def serve(context: Context) -> None:
     namespace = _namespace(context)
     requests = Requests(folder, rank)
     context.record.idle(True)
-    answer(folder, rank, 0, Answer())
+    answer(folder, rank, 0, Reply())
     with compared(context.comm):
         _answer_all(context, requests, namespace)
 
@@ -42,7 +42,7 @@ def _answer_all(context: Context, requests: Requests, namespace: dict[str, Any])
         try:
             given = _do(context, request, namespace)
         except KeyboardInterrupt:  # between the cell's end and the next line
-            given = Answer("interrupted")
+            given = Reply("interrupted")
         given.calls, given.ops, given.recorded = context.comm.issued, ops, context.record.count - ops
         sys.stdout.flush()
         sys.stderr.flush()
@@ -65,20 +65,20 @@ def _namespace(context: Context) -> dict[str, Any]:
     return vars(main)
 
 
-def _do(context: Context, request: Request, namespace: dict[str, Any]) -> Answer:
+def _do(context: Context, request: Request, namespace: dict[str, Any]) -> Reply:
     match request.do:
         case "cell":
             return _cell(context, request, namespace)
         case "put":
             namespace[request.text] = pickle.loads(request.value)
-            return Answer()
+            return Reply()
         case "get":
             return _get(request.text, namespace)
         case _:  # complete
-            return Answer(value=complete(request.text, namespace))
+            return Reply(value=complete(request.text, namespace))
 
 
-def _cell(context: Context, request: Request, namespace: dict[str, Any]) -> Answer:
+def _cell(context: Context, request: Request, namespace: dict[str, Any]) -> Reply:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, Labelled):
             stream.begin_again()
@@ -92,10 +92,10 @@ def _cell(context: Context, request: Request, namespace: dict[str, Any]) -> Answ
         context.record.idle(True)
 
 
-def _get(name: str, namespace: dict[str, Any]) -> Answer:
+def _get(name: str, namespace: dict[str, Any]) -> Reply:
     """Return the value of an expression, usually a name; tensors on the CPU."""
     try:
         value = eval(name, namespace)
-        return Answer(value=dumps(value.detach().cpu() if hasattr(value, "detach") else value))
+        return Reply(value=dumps(value.detach().cpu() if hasattr(value, "detach") else value))
     except Exception as error:
-        return Answer("error", error={"type": type(error).__name__, "message": str(error)})
+        return Reply("error", error={"type": type(error).__name__, "message": str(error)})

@@ -22,7 +22,7 @@ from typing import Any
 from mpkit.api.cluster import Cluster
 from mpkit.errors import Deadlock, MpkitError
 from mpkit.launch.launch import Launch
-from mpkit.notebook.exchange import Answer, Request, read_answer, wake, write_request
+from mpkit.notebook.exchange import Reply, Request, read_answer, wake, write_request
 from mpkit.notebook.selection import spelt
 from mpkit.notebook.serve import serve
 from mpkit.support.tracebacks import public
@@ -104,7 +104,7 @@ class RankSession:
         *,
         name: str = "cell",
         timeout: float | None = None,
-    ) -> dict[int, Answer]:
+    ) -> dict[int, Reply]:
         """Run code on some ranks, by default on all, and return their answers by rank.
 
         Args:
@@ -163,7 +163,7 @@ class RankSession:
 
     # ---- requests -----------------------------------------------------------------------------------------
 
-    def _ask(self, request: Request, ranks: list[int], *, timeout: float | None = None) -> dict[int, Answer]:
+    def _ask(self, request: Request, ranks: list[int], *, timeout: float | None = None) -> dict[int, Reply]:
         if self.over:
             raise SessionEnded("these ranks are gone; the next %%ranks cell starts new ones")
         self._number += 1
@@ -172,9 +172,9 @@ class RankSession:
 
     def _wait(
         self, ranks: list[int], number: int, timeout: float | None, asleep: Sequence[int] = ()
-    ) -> dict[int, Answer]:
+    ) -> dict[int, Reply]:
         """Wake those that are asleep, and return the answers of all; an interrupt at any moment is passed on."""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, Reply] = {}
         deadline: float | None = None  # once interrupted
         began = time.monotonic()
         while True:
@@ -201,7 +201,7 @@ class RankSession:
             raise KeyboardInterrupt
         return answers
 
-    def _collect(self, ranks: list[int], number: int, answers: dict[int, Answer]) -> None:
+    def _collect(self, ranks: list[int], number: int, answers: dict[int, Reply]) -> None:
         for rank in ranks:
             if rank not in answers:
                 given = read_answer(self._launch.folder, rank, number)
@@ -213,7 +213,7 @@ class RankSession:
             if self.pids:
                 os.kill(self.pids[rank], signal.SIGINT)
 
-    def _ended(self, ranks: list[int], answers: dict[int, Answer]) -> Exception:
+    def _ended(self, ranks: list[int], answers: dict[int, Reply]) -> Exception:
         """Return why the session is over; what a rank raised before comes first, since others then waited in vain."""
         from mpkit.notebook.show import failure
 
@@ -226,7 +226,7 @@ class RankSession:
             return SessionEnded(f"{raised}\n\nThe other ranks then waited in vain: {why}\n\n{LOST}")
         return SessionEnded(f"{why}\n\n{LOST}")
 
-    def _gave_up(self, ranks: list[int], answers: dict[int, Answer], timeout: float | None) -> Exception:
+    def _gave_up(self, ranks: list[int], answers: dict[int, Reply], timeout: float | None) -> Exception:
         late = spelt([rank for rank in ranks if rank not in answers])
         if timeout is not None:
             return SessionEnded(f"{late} did not finish the cell within {timeout:g} s. {LOST}")

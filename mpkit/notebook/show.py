@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpkit.errors import RankFailed
-from mpkit.notebook.exchange import Answer
+from mpkit.notebook.exchange import Reply
 from mpkit.notebook.selection import spelt
 from mpkit.support.tracebacks import internals_shown
 from mpkit.support.visible import escape, visible
@@ -22,7 +22,7 @@ class CellFailed(RankFailed):
         return str(self).splitlines()
 
 
-def same(answers: Mapping[int, Answer], key: Any) -> dict[Any, list[int]]:
+def same(answers: Mapping[int, Reply], key: Any) -> dict[Any, list[int]]:
     """Return the ranks by what is the same in their answers, the first rank's first."""
     ranks: dict[Any, list[int]] = {}
     for rank in sorted(answers):
@@ -30,7 +30,7 @@ def same(answers: Mapping[int, Answer], key: Any) -> dict[Any, list[int]]:
     return ranks
 
 
-def show_values(answers: Mapping[int, Answer]) -> None:
+def show_values(answers: Mapping[int, Reply]) -> None:
     """Display the value of the cell's last expression, once for all ranks where it is the same."""
     from IPython.display import display
 
@@ -49,7 +49,7 @@ def show_values(answers: Mapping[int, Answer]) -> None:
         display(bundle, raw=True)  # type: ignore[no-untyped-call]
 
 
-def failure(answers: Mapping[int, Answer], world_size: int, note: str = "") -> CellFailed | None:
+def failure(answers: Mapping[int, Reply], world_size: int, note: str = "") -> CellFailed | None:
     """Return the error of the ranks that raised, the same one once; None if none did.
 
     Args:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mpkit.data.stream import Stream, is_stream
 from mpkit.loss.quotient import Quotient
 from mpkit.models.hooks import Hook
-from mpkit.parallel.checkpoint.files import Resume, Saving
+from mpkit.parallel.checkpoint.files import CheckpointSaving, Resume
 from mpkit.parallel.job.feed import WholeBatches
 from mpkit.parallel.job.job import Problem, Procedure, TrainJob
 from mpkit.parallel.job.resolved import ResolvedPlan
@@ -133,7 +133,7 @@ def prepare(
     return TrainJob(what, how, resolved, meta)
 
 
-class Asked(NamedTuple):
+class CheckedArguments(NamedTuple):
     """The given arguments, checked and normalized."""
 
     plan: Plan
@@ -146,7 +146,7 @@ class Asked(NamedTuple):
     verify: Any
 
 
-def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOptions) -> Asked:
+def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOptions) -> CheckedArguments:
     check_surroundings()
     check_model(model)
     check_plan(plan, ranks)
@@ -162,7 +162,7 @@ def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOpt
     if ema is not None and callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = averaging(optimizer, ema)
     verify = check_verify(options.get("verify", False))
-    return Asked(plan, options["loss"], optimizer, steps, seed, on_step, ema, verify)
+    return CheckedArguments(plan, options["loss"], optimizer, steps, seed, on_step, ema, verify)
 
 
 def _check_fit(
@@ -182,7 +182,7 @@ def _check_fit(
 
 def _check_checkpoints(
     options: TrainOptions, examined: Examined, facts: dict[str, Any], steps: int
-) -> tuple[Saving | None, Resume | None]:
+) -> tuple[CheckpointSaving | None, Resume | None]:
     """Return where checkpoints are saved, and the checkpoint to resume from."""
     every, folder = options.get("checkpoint_every"), options.get("checkpoint_dir")
     saving, resume_from = (

@@ -14,8 +14,8 @@ from uuid import uuid4
 import torch
 from torch import nn
 
-from mpkit.parallel.checkpoint.files import PARTIAL, Resume, Saving, candidates, read_head
-from mpkit.parallel.checkpoint.head import HEAD, Damaged, Head
+from mpkit.parallel.checkpoint.files import PARTIAL, CheckpointSaving, Resume, candidates, read_head
+from mpkit.parallel.checkpoint.head import HEAD, CheckpointHead, Damaged
 from mpkit.parallel.checkpoint.index import check_told, read_index
 from mpkit.prepare.optimizer.trial import Examined
 
@@ -24,7 +24,7 @@ __all__ = ["check_saved", "check_saving", "facts_of", "find_checkpoint", "name_t
 EXAMPLE = 'checkpoint_every=100, checkpoint_dir="checkpoints"'
 
 
-def check_saving(every: Any, folder: Any, keep: Any) -> Saving | None:
+def check_saving(every: Any, folder: Any, keep: Any) -> CheckpointSaving | None:
     """Return when and where to save checkpoints; None: never.
 
     Raises:
@@ -56,10 +56,10 @@ def check_saving(every: Any, folder: Any, keep: Any) -> Saving | None:
             f"checkpoint_dir={str(folder)!r} cannot be written to ({error.strerror or error}): a folder that every "
             f"rank can write to is wanted, such as {EXAMPLE}"
         ) from None
-    return Saving(numbers[0], str(path), numbers[1])
+    return CheckpointSaving(numbers[0], str(path), numbers[1])
 
 
-def name_training(saving: Saving, resume: Resume | None) -> Saving:
+def name_training(saving: CheckpointSaving, resume: Resume | None) -> CheckpointSaving:
     """Return where to save, and by what name: that of the training that is resumed, if it goes on in its own folder."""
     if resume is None or not os.path.samefile(Path(resume.path).parent, saving.folder):
         return replace(saving, training=uuid4().hex)
@@ -195,7 +195,7 @@ def take_up(resume: Resume, facts: dict[str, Any], steps: int) -> Resume:
     return resume
 
 
-def _compare(where: str, head: Head, what: str, ours: Mapping[str, str]) -> None:
+def _compare(where: str, head: CheckpointHead, what: str, ours: Mapping[str, str]) -> None:
     theirs: Mapping[str, str] = head.facts.get(what, {})
     if dict(theirs) == dict(ours):
         return

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.data.microbatch import Value, leaves
 from mpkit.data.stream import Stream
-from mpkit.parallel.job.feed import Source, WholeBatches
+from mpkit.parallel.job.feed import BatchSource, WholeBatches
 
 __all__ = ["SpecialValues", "telling_steps"]
 
@@ -70,7 +70,7 @@ class _Hearing(TorchDispatchMode):
 
 
 def telling_steps(
-    batches: WholeBatches | Source | Stream, steps: range, special: set[float], every: int | None
+    batches: WholeBatches | BatchSource | Stream, steps: range, special: set[float], every: int | None
 ) -> tuple[int, ...]:
     """Return the telling steps, counted from 0.
 
@@ -88,7 +88,7 @@ def telling_steps(
     found = []
     seen: set[Hashable] = set()
     for step in steps if not isinstance(batches, Stream) else ():
-        if step - steps.start >= len(cast(Source, batches)):
+        if step - steps.start >= len(cast(BatchSource, batches)):
             break  # from here on the batches repeat
         facts = set(_facts(batches, step, special))
         if seen and not facts <= seen:

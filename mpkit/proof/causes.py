@@ -27,7 +27,7 @@ from mpkit.parallel.job.job import TrainJob
 from mpkit.prepare.probe.compare import are_apart
 from mpkit.prepare.probe.explain import explain
 from mpkit.prepare.probe.parts import scattered
-from mpkit.prepare.probe.trial import Trial
+from mpkit.prepare.probe.trial import ProbeTrial
 from mpkit.proof.attempt import Attempt
 from mpkit.proof.rounding import coarsest, distance, largest
 from mpkit.support.caught import one_line
@@ -137,7 +137,7 @@ def _memory(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]
 
 
 def _parts(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    trial = Trial(attempt.model, attempt.serial.loss, attempt.batch)
+    trial = ProbeTrial(attempt.model, attempt.serial.loss, attempt.batch)
     size = batch_size(attempt.batch[0])
     parts = scattered(size, job.plan.microbatches, job.plan.dp)
     if len(parts) == 1:

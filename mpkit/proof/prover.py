@@ -24,7 +24,7 @@ from mpkit.errors import NotSerial
 from mpkit.launch.packing.packing import dumps
 from mpkit.models.hooks import register
 from mpkit.models.python_state import PythonState
-from mpkit.parallel.job.feed import Source
+from mpkit.parallel.job.feed import BatchSource
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.evidence import lost_of
 from mpkit.parallel.stage.stage import PRECISIONS
@@ -153,7 +153,7 @@ class Prover:
         source = self._job.what.batches
         if isinstance(source, Stream):  # of which `mpkit.prepare.verify` asks for no other steps
             return source.first[step]
-        return cast(Source, source).part(step, slice(0, source.size(step)))
+        return cast(BatchSource, source).part(step, slice(0, source.size(step)))
 
     def _start(self, step: int, found: Assembled) -> None:
         serial = self._serial

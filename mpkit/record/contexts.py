@@ -10,7 +10,7 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     from mpkit.record.recorder import Recorder
 
-__all__ = ["Current", "Span", "Step"]
+__all__ = ["Current", "RecordedSpan", "Step"]
 
 
 class Current(NamedTuple):
@@ -37,7 +37,7 @@ class Step:
             self._recorder.end_step()
 
 
-class Span:
+class RecordedSpan:
     """The context of a piece of a function; see `Recorder.span`."""
 
     def __init__(self, recorder: Recorder, name: str, flops: float, nbytes: int) -> None:

@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from mpkit.record.ledger import Ledger
 
-__all__ = ["Gradients"]
+__all__ = ["RecordedGradients"]
 
 
-class Gradients:
+class RecordedGradients:
     """The gradients of some parameters.
 
     Args:

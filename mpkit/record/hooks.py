@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from mpkit.record.gradients import Gradients
+from mpkit.record.gradients import RecordedGradients
 from mpkit.record.recorder import Recorder
 from mpkit.record.saved import saving
 from mpkit.trace import Kind
 
-__all__ = ["Watch", "layers_of", "saving", "watch", "watch_optimizer"]
+__all__ = ["HookHandles", "layers_of", "saving", "watch", "watch_optimizer"]
 
 
-class Watch:
+class HookHandles:
     """The hooks that `watch` registered; `close` removes them."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Watch:
 
     def _watch_gradients(self, recorder: Recorder, module: nn.Module) -> None:
         ledger, savings = recorder.ledger, recorder.savings
-        gradients = Gradients(
+        gradients = RecordedGradients(
             ledger, module.parameters(), made=lambda: savings.gradient_made(recorder.place()[:2])
         )
         ledger.change(("grads", gradients.collect()))  # existing gradients
@@ -61,7 +61,7 @@ def watch(
     *,
     flops: Mapping[str, tuple[float, float]] | None = None,
     layers: bool = True,
-) -> Watch:
+) -> HookHandles:
     """Record the module's states as they are made and freed, and the optimizer's steps.
 
     Args:
@@ -70,7 +70,7 @@ def watch(
         flops: (forward, backward) FLOPs by layer, as in `Flops.layers`; used if `recorder.layers` is set.
         layers: whether the module's layers may be watched too, if `recorder.layers` is set.
     """
-    watched = Watch()
+    watched = HookHandles()
     ledger = recorder.ledger
     for parameter in module.parameters():
         ledger.track(parameter, "params")
@@ -150,7 +150,7 @@ def layers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _watch_layer(
-    watched: Watch, recorder: Recorder, name: str, layer: nn.Module, flops: tuple[float, float]
+    watched: HookHandles, recorder: Recorder, name: str, layer: nn.Module, flops: tuple[float, float]
 ) -> list[RemovableHandle]:
     """Record a layer's forward, from call to return, and its backward.
 

@@ -24,7 +24,7 @@ import torch
 
 from mpkit.record.allocated import allocated_on
 from mpkit.record.clock import clock_for
-from mpkit.record.contexts import Current, Span, Step
+from mpkit.record.contexts import Current, RecordedSpan, Step
 from mpkit.record.files import NameFile, RecordFile, warn_of_end
 from mpkit.record.ledger import Ledger
 from mpkit.record.saved import Savings
@@ -239,12 +239,12 @@ class Recorder:
         """Log a number of your own; see `Context.log`."""
         self.values.log(name, value, self._step if step is None else step)
 
-    def span(self, name: str, *, flops: float = 0.0, nbytes: int = 0) -> Span:
+    def span(self, name: str, *, flops: float = 0.0, nbytes: int = 0) -> RecordedSpan:
         """Record a piece of a function of your own: `with ctx.record.span("attention"):`.
 
         It has the stage and micro-batch of the op around it. If an exception leaves it, it stays open.
         """
-        return Span(self, name, flops, nbytes)
+        return RecordedSpan(self, name, flops, nbytes)
 
     @property
     def current(self) -> Current:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from mpkit.record.gradients import Gradients
+from mpkit.record.gradients import RecordedGradients
 from mpkit.record.ledger import Claim, Ledger
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ __all__ = ["Packed", "Saved", "Savings", "saving"]
 
 
 @dataclass
-class Measured:
+class MeasuredShape:
     """What one measured forward and its backward showed about a shape.
 
     Attributes:
@@ -73,8 +73,8 @@ class Savings:
 
     def __init__(self, allocated: Allocated | None = None) -> None:
         self._allocated = allocated
-        self.measured: dict[Hashable, Measured] = {}
-        self.gradients: list[Gradients] = []
+        self.measured: dict[Hashable, MeasuredShape] = {}
+        self.gradients: list[RecordedGradients] = []
         self.under_way: dict[tuple[int, int], weakref.ref[MeasuredSaved]] = {}
         self.measuring = 0
 
@@ -125,7 +125,7 @@ class MeasuredSaved(Saved):
     """A measured forward: the ledger sees its storages one by one."""
 
     def __init__(self, recorder: Recorder, key: Hashable, *, every: bool) -> None:
-        self.measured = Measured()
+        self.measured = MeasuredShape()
         self._ledger, self._savings = recorder.ledger, recorder.savings
         self._key, self._every = key, every
         self._grads_before = -1
@@ -186,7 +186,7 @@ class MeasuredSaved(Saved):
 class ReusedSaved(Saved):
     """A forward that reuses a measurement: the ledger sees one sum."""
 
-    def __init__(self, recorder: Recorder, measured: Measured) -> None:
+    def __init__(self, recorder: Recorder, measured: MeasuredShape) -> None:
         self._ledger, self._savings = recorder.ledger, recorder.savings
         self._measured = measured
         self._held = 0
@@ -243,7 +243,7 @@ def saving(recorder: Recorder, stage: int, key: Hashable, *, every: bool = False
     return MeasuredSaved(recorder, (stage, key), every=every)
 
 
-def _measuring(ledger: Ledger, measured: Measured) -> saved_tensors_hooks:
+def _measuring(ledger: Ledger, measured: MeasuredShape) -> saved_tensors_hooks:
     """Return the hooks that measure each tensor as autograd saves it."""
 
     # The tensor itself must not be returned: an output that its own node saves would keep itself alive. And since

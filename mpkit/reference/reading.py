@@ -7,7 +7,7 @@ from importlib.resources import files
 
 from mpkit.support.tracebacks import public
 
-__all__ = ["SOURCES", "Source", "source"]
+__all__ = ["SOURCES", "PythonSource", "source"]
 
 SOURCES = {
     "serial": "serial",
@@ -23,7 +23,7 @@ SOURCES = {
 """The module of `mpkit.reference` by the name of the strategy."""
 
 
-class Source(str):
+class PythonSource(str):
     """Python source. As the last line of a cell it shows itself, highlighted."""
 
     def __repr__(self) -> str:
@@ -34,7 +34,7 @@ class Source(str):
 
 
 @public
-def source(name: str) -> Source:
+def source(name: str) -> PythonSource:
     """Return the reference of a strategy: the whole of it, as its paper has it.
 
     Args:
@@ -56,4 +56,4 @@ def source(name: str) -> Source:
         raise ValueError(
             f"mk.source({name!r}): there is no reference of this name.{meant} There are: {', '.join(SOURCES)}."
         )
-    return Source(files("mpkit.reference").joinpath(f"{module}.py").read_text(encoding="utf-8"))
+    return PythonSource(files("mpkit.reference").joinpath(f"{module}.py").read_text(encoding="utf-8"))

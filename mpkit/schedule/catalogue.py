@@ -25,7 +25,7 @@ __all__ = [
     "ONE_F_ONE_B",
     "SCHEDULES",
     "ZB_H1",
-    "Entry",
+    "ScheduleEntry",
     "named",
     "names_in",
 ]
@@ -38,7 +38,7 @@ ANY = 0
 
 
 @dataclass(frozen=True)
-class Entry:
+class ScheduleEntry:
     """A schedule of the catalogue.
 
     Attributes:
@@ -73,15 +73,15 @@ class Entry:
         return v > 1 if self.per_rank == ANY else v == self.per_rank
 
 
-SCHEDULES: dict[str, Entry] = {
-    NAIVE: Entry(
+SCHEDULES: dict[str, ScheduleEntry] = {
+    NAIVE: ScheduleEntry(
         lambda p, m, v: naive(p, m),
         "naive",
         "One micro-batch at a time: while one stage works, all others wait.",
         idle=lambda p, m: 3 * (p - 1) * m,
         filled=lambda p, m: True,
     ),
-    GPIPE: Entry(
+    GPIPE: ScheduleEntry(
         lambda p, m, v: gpipe(p, m),
         "GPipe",
         "All forwards, then all backwards. A rank holds the activations of all micro-batches.",
@@ -90,7 +90,7 @@ SCHEDULES: dict[str, Entry] = {
         filled=lambda p, m: True,
         elsewhere={"torchtitan": "GPipe", "nanotron": "afab"},
     ),
-    ONE_F_ONE_B: Entry(
+    ONE_F_ONE_B: ScheduleEntry(
         lambda p, m, v: one_f_one_b(p, m),
         "1F1B",
         "After a warm-up each rank alternates between one forward and one backward. The bubble is GPipe's, but a rank "
@@ -100,7 +100,7 @@ SCHEDULES: dict[str, Entry] = {
         advised=(1,),
         elsewhere={"torchtitan": "1F1B", "nanotron": "1f1b", "megatron": "1F1B"},
     ),
-    "looped_bfs": Entry(
+    "looped_bfs": ScheduleEntry(
         looped_bfs,
         "looped BFS",
         "GPipe with two stages per rank: all micro-batches pass a stage before the rank turns to its next one.",
@@ -109,7 +109,7 @@ SCHEDULES: dict[str, Entry] = {
         idle=lambda p, m: 3 * (p - 1),
         elsewhere={"torchtitan": "LoopedBFS"},
     ),
-    INTERLEAVED_1F1B: Entry(
+    INTERLEAVED_1F1B: ScheduleEntry(
         interleaved_1f1b,
         "interleaved 1F1B",
         "1F1B with two stages per rank: warm-up and cool-down take half as long, for more than twice as many messages.",
@@ -118,7 +118,7 @@ SCHEDULES: dict[str, Entry] = {
         advised=(2, 4),
         elsewhere={"torchtitan": "Interleaved1F1B", "megatron": "interleaved 1F1B"},
     ),
-    ZB_H1: Entry(
+    ZB_H1: ScheduleEntry(
         lambda p, m, v: zb_h1(p, m),
         "ZB-H1",
         "Backwards are split: the stage before waits for the input gradients only, and the weight gradients fill what "
@@ -126,7 +126,7 @@ SCHEDULES: dict[str, Entry] = {
         idle=lambda p, m: p - 1,  # (p-1)(F+I-W)
         advised=(1,),
     ),
-    "zb_h2": Entry(
+    "zb_h2": ScheduleEntry(
         lambda p, m, v: zb_h2(p, m),
         "ZB-H2",
         "Split backwards and a longer warm-up: with equal times and free messages no rank waits between its first "
@@ -134,7 +134,7 @@ SCHEDULES: dict[str, Entry] = {
         "rank went on with the next step at once.",
         idle=lambda p, m: p - 1,  # at the beginning and the end, and 0 in between
     ),
-    "zbv": Entry(
+    "zbv": ScheduleEntry(
         lambda p, m, v: zbv(p, m),
         "ZB-V",
         "Split backwards, and stages in a V: the first rank holds the first stage and the last one, so that it begins "
@@ -145,7 +145,7 @@ SCHEDULES: dict[str, Entry] = {
         advised=(2,),
         elsewhere={"torchtitan": "ZBVZeroBubble"},
     ),
-    "interleaved_zb": Entry(
+    "interleaved_zb": ScheduleEntry(
         interleaved_zb,
         "interleaved zero bubble",
         "Interleaved 1F1B with split backwards, whose weight gradients fill what would be bubble.",
@@ -153,7 +153,7 @@ SCHEDULES: dict[str, Entry] = {
         idle=lambda p, m: p - 1,
         elsewhere={"torchtitan": "InterleavedZeroBubble"},
     ),
-    "dualpipev": Entry(
+    "dualpipev": ScheduleEntry(
         lambda p, m, v: dualpipev(p, m),
         "DualPipe-V",
         "Stages in a V. In the middle of the step, the forward of one micro-batch and the backward of another run as a "

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Answer", "ask", "read"]
+__all__ = ["CommandOutput", "ask", "read"]
 
 MOST = 1_000_000
 """The most bytes that are read from a command or file."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandOutput:
     """What a command printed, or what a file holds.
 
     Attributes:
@@ -38,7 +38,7 @@ class Answer:
     missing: str = ""
 
 
-def ask(command: Sequence[str], limit: float = 10.0) -> Answer:
+def ask(command: Sequence[str], limit: float = 10.0) -> CommandOutput:
     """Run a command and return what it printed.
 
     Args:
@@ -47,7 +47,7 @@ def ask(command: Sequence[str], limit: float = 10.0) -> Answer:
     """
     source = " ".join(command)
     if shutil.which(command[0]) is None:
-        return Answer(source, missing=f"{command[0]} is not installed")
+        return CommandOutput(source, missing=f"{command[0]} is not installed")
     try:
         process = subprocess.Popen(
             command,
@@ -57,25 +57,25 @@ def ask(command: Sequence[str], limit: float = 10.0) -> Answer:
             start_new_session=True,
         )
     except OSError as error:
-        return Answer(source, missing=f"`{source}` could not be run: {error.strerror}")
+        return CommandOutput(source, missing=f"`{source}` could not be run: {error.strerror}")
     printed = [_Printed(process, pipe) for pipe in (process.stdout, process.stderr)]
     try:
         process.wait(limit)
     except subprocess.TimeoutExpired:
-        return Answer(source, missing=f"`{source}` did not answer within {limit:g} s")
+        return CommandOutput(source, missing=f"`{source}` did not answer within {limit:g} s")
     finally:
         _kill(process)
         for each in printed:
             each.close(limit)
     if any(each.is_too_long for each in printed):
-        return Answer(source, missing=f"`{source}` printed more than {MOST:,} bytes")
+        return CommandOutput(source, missing=f"`{source}` printed more than {MOST:,} bytes")
     text, errors = (each.data.decode("utf-8", "replace") for each in printed)
     if process.returncode != 0:
         said = (text + errors).strip().splitlines()
-        return Answer(
+        return CommandOutput(
             source, missing=f"`{source}` failed: {said[0] if said else f'exit {process.returncode}'}"
         )
-    return Answer(source, text)
+    return CommandOutput(source, text)
 
 
 class _Printed(threading.Thread):
@@ -113,10 +113,10 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def read(path: str) -> Answer:
+def read(path: str) -> CommandOutput:
     """Return what a file holds, its first megabyte if it is longer."""
     try:
         with Path(path).open("rb") as file:
-            return Answer(path, file.read(MOST).decode("utf-8", "replace"))
+            return CommandOutput(path, file.read(MOST).decode("utf-8", "replace"))
     except OSError as error:
-        return Answer(path, missing=f"{path} cannot be read: {error.strerror}")
+        return CommandOutput(path, missing=f"{path} cannot be read: {error.strerror}")

@@ -61,7 +61,7 @@ def idle_by_cause(timeline: Timeline) -> Array:
 
 def causes_of(graph: StepGraph, spans: Array) -> Array:
     """Return the same for a step that is a graph already, of these spans."""
-    step = _Step(graph, spans)
+    step = _IdleStep(graph, spans)
     causes = step.split(step.graph.took)
     if step.loads.any():
         _charge(causes, DATA, step.split(step.loaded_at_once))
@@ -91,7 +91,7 @@ def _charge(causes: Array, cause: int, without: Array) -> Array:
 
 
 @dataclass
-class _Step:
+class _IdleStep:
     """A step's graph of n pieces, and which of these are work.
 
     Attributes:

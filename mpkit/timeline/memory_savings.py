@@ -21,14 +21,14 @@ from mpkit.schedule.activations import live
 from mpkit.schedule.catalogue import GPIPE, ONE_F_ONE_B, SCHEDULES
 from mpkit.timeline.formula_inputs import FormulaInputs
 
-__all__ = ["Saving", "Situation", "savings"]
+__all__ = ["MemorySaving", "Situation", "savings"]
 
 ADAM = 2.0
 """Numbers that the optimizer keeps per parameter where that is not known yet."""
 
 
 @dataclass(frozen=True)
-class Saving:
+class MemorySaving:
     """A change of the plan.
 
     Attributes:
@@ -126,17 +126,17 @@ class Situation:
         return held
 
 
-def savings(now: Situation) -> list[Saving]:
+def savings(now: Situation) -> list[MemorySaving]:
     """Return the changes that would save memory, the best of each kind, those that save most first."""
     before = now.needs(now.plan)
-    best: dict[str, Saving] = {}
+    best: dict[str, MemorySaving] = {}
     for kind, change, why, price in _changes(now):
         plan = _changed(change)
         if plan is None or plan == now.plan:
             continue
         saved = before - now.needs(plan)
         if saved > 0 and (kind not in best or saved > best[kind].nbytes):
-            best[kind] = Saving(plan, saved, why, price)
+            best[kind] = MemorySaving(plan, saved, why, price)
     return sorted(best.values(), key=lambda saving: -saving.nbytes)
 
 

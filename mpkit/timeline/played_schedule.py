@@ -23,14 +23,14 @@ from mpkit.trace import CATEGORIES, Kind, Lane, lane_of
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["Done", "followed_by", "held", "spans"]
+__all__ = ["PlayedActions", "followed_by", "held", "spans"]
 
 Array = npt.NDArray[Any]
 
 KIND = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRAD, "W": Kind.WEIGHT_GRAD}
 
 
-class Done(NamedTuple):
+class PlayedActions(NamedTuple):
     """The actions of all ranks, by rank in program order, in columns of shape (n,)."""
 
     rank: Array
@@ -43,7 +43,7 @@ class Done(NamedTuple):
     left: Array
 
     @classmethod
-    def of(cls, rows: list[list[Timed]]) -> Done:
+    def of(cls, rows: list[list[Timed]]) -> PlayedActions:
         """Make the columns from what `mpkit.schedule.play.timed` returns."""
         ranks, actions, *times = zip(*(each for row in rows for each in row), strict=True)
         kinds, stages, microbatches = zip(*actions, strict=True)
@@ -52,7 +52,7 @@ class Done(NamedTuple):
 
 
 def spans(
-    done: Done, schedule: Schedule, hop: float, again: Array, steps: int = 1
+    done: PlayedActions, schedule: Schedule, hop: float, again: Array, steps: int = 1
 ) -> tuple[Array, list[str]]:
     """Return the spans, (n,) of `SPAN`, by rank, then start, and the names that they refer to.
 
@@ -101,7 +101,7 @@ def spans(
     return whole[order], ["", *_groups(schedule)]
 
 
-def _messages(done: Done, schedule: Schedule, back: Array) -> tuple[Array, Array]:
+def _messages(done: PlayedActions, schedule: Schedule, back: Array) -> tuple[Array, Array]:
     """Return the actions whose results are sent to another rank, and for each one the action that receives it there."""
     rank, stage, m = done.rank, done.stage, done.microbatch
     forward, holder = done.kind == Kind.FORWARD, np.array(schedule.stage_to_rank)
@@ -114,7 +114,7 @@ def _messages(done: Done, schedule: Schedule, back: Array) -> tuple[Array, Array
     return sent, takers[back[sent].astype(int), to[sent], m[sent]]
 
 
-def held(done: Done) -> Array:
+def held(done: PlayedActions) -> Array:
     """Return the changes in memory, (n,) of `HELD`: a micro-batch counts 1 from the start of its F to the end of its B
     or W.
     """

@@ -19,7 +19,7 @@ from mpkit.plan.plan import Plan
 from mpkit.schedule import Action, Schedule
 from mpkit.schedule.play import timed
 from mpkit.support.tracebacks import public
-from mpkit.timeline.played_schedule import Done, held, spans
+from mpkit.timeline.played_schedule import PlayedActions, held, spans
 from mpkit.timeline.timeline import Timeline
 
 __all__ = ["Times", "by_stage", "simulate", "time_of", "whole_backward"]
@@ -80,7 +80,7 @@ def simulate(
     slots = {"F": f, "I": i, "W": w, "B": whole_backward(backward, i, w)}
     rows, stuck = timed(schedule, slots, time_of("hop", hop), again)
     assert not stuck, "a plan's schedule is valid"
-    done = Done.of(rows)
+    done = PlayedActions.of(rows)
     table, names = spans(done, schedule, hop, np.array(again), steps)
     meta = {"plan": plan.to_json(), "schedule": schedule.name}
     return Timeline(table, names, held(done), schedule.ranks, "simulated", meta)

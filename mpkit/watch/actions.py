@@ -20,7 +20,7 @@ import torch
 
 from mpkit.record.recorder import Recorder
 from mpkit.trace import Kind, Lane, lane_of
-from mpkit.watch.costs import Costs
+from mpkit.watch.costs import WatchedCosts
 
 __all__ = ["Actions"]
 
@@ -40,7 +40,9 @@ class Actions:
         alone: the group of communications by hand: this rank.
     """
 
-    def __init__(self, record: Recorder, costs: Costs, before: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, record: Recorder, costs: WatchedCosts, before: Callable[[], None] = lambda: None
+    ) -> None:
         self._record, self._costs, self._before = record, costs, before
         self.place = -1, -1
         self.backwards = 0

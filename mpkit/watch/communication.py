@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpkit.comm.call_checks import Call, CallChecks
+from mpkit.comm.call_checks import CallChecks, CheckedCall
 from mpkit.comm.communicator import Communicator
 from mpkit.comm.tags import LIMIT
 from mpkit.record.recorder import Recorder
@@ -28,8 +28,8 @@ from mpkit.support.disk import write_whole
 from mpkit.trace import Kind
 from mpkit.watch.annotations import Annotations
 from mpkit.watch.completion import Completion
-from mpkit.watch.lines import Lines
-from mpkit.watch.operators import OPERATORS, Operator, payload
+from mpkit.watch.lines import SourceLines
+from mpkit.watch.operators import OPERATORS, C10dOperator, payload
 
 __all__ = ["Communication", "warn_of_unknown"]
 
@@ -52,7 +52,7 @@ class Communication:
     """
 
     def __init__(
-        self, comm: Communicator, completion: Completion, lines: Lines, annotations: Annotations,
+        self, comm: Communicator, completion: Completion, lines: SourceLines, annotations: Annotations,
         checks: CallChecks | None = None, *, direct_only: bool = False,
     ) -> None:  # fmt: skip
         self._direct_only = direct_only
@@ -85,7 +85,7 @@ class Communication:
 
     # ---- the kernels
 
-    def _kernel(self, name: str, operator: Operator) -> Any:
+    def _kernel(self, name: str, operator: C10dOperator) -> Any:
         go_on, after = getattr(torch.ops.c10d, name).default._handle.redispatch_boxed, _after()
         at_group = _place_of_group(name)
         unbox, completion, lines, begin = dist.Work.unbox, self._completion, self._lines, self._begin
@@ -121,8 +121,8 @@ class Communication:
     # ---- what is recorded
 
     def _begin(
-        self, operator: Operator, args: tuple[Any, ...], boxed: Any, where: str
-    ) -> tuple[int, Call | None]:
+        self, operator: C10dOperator, args: tuple[Any, ...], boxed: Any, where: str
+    ) -> tuple[int, CheckedCall | None]:
         """Begin the op of a call; return it, and what compares it with its peers' if the program calls it itself."""
         kind, group = operator.kind, self._group(boxed)
         tensors = payload(args[operator.tensors]) if operator.tensors >= 0 else []

@@ -16,9 +16,9 @@ from mpkit.launch.process.context import Context
 from mpkit.watch.annotations import Annotations
 from mpkit.watch.communication import Communication
 from mpkit.watch.completion import Completion
-from mpkit.watch.lines import Lines
+from mpkit.watch.lines import SourceLines
 
-__all__ = ["Compared", "compared"]
+__all__ = ["ComparedFunction", "compared"]
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def compared(comm: Communicator, checks: CallChecks | None = None) -> Iterator[N
         yield
         return
     completion = Completion(comm.wire.record)
-    communication = Communication(comm, completion, Lines(), Annotations(), checks, direct_only=True)
+    communication = Communication(comm, completion, SourceLines(), Annotations(), checks, direct_only=True)
     completion.install()
     communication.install()
     try:
@@ -45,7 +45,7 @@ def compared(comm: Communicator, checks: CallChecks | None = None) -> Iterator[N
         completion.uninstall()
 
 
-class Compared:
+class ComparedFunction:
     """A rank's function whose own calls of torch.distributed are compared; it has that function's name.
 
     Args:

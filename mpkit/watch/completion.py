@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mpkit.comm.call_checks import Call
+from mpkit.comm.call_checks import CheckedCall
 from mpkit.record.recorder import Recorder
 from mpkit.support.replaced import Replaced
 from mpkit.trace import Kind
@@ -38,7 +38,7 @@ class _Issued(NamedTuple):
     work: Any
     op: int
     where: str
-    call: Call | None
+    call: CheckedCall | None
 
 
 class Completion:
@@ -81,7 +81,7 @@ class Completion:
     # ---- a communication starts
 
     def started(
-        self, op: int, work: Any, where: str, filled: Any, *, by_python: bool, call: Call | None = None
+        self, op: int, work: Any, where: str, filled: Any, *, by_python: bool, call: CheckedCall | None = None
     ) -> None:
         """Follow a communication whose op has begun.
 

@@ -31,7 +31,7 @@ from mpkit.trace import Kind
 from mpkit.watch.annotations import Annotations
 from mpkit.watch.measuring import Measuring
 
-__all__ = ["Cost", "Costs"]
+__all__ = ["Cost", "WatchedCosts"]
 
 
 class Cost(NamedTuple):
@@ -47,7 +47,7 @@ class Cost(NamedTuple):
     changes: list[tuple[str, int]]
 
 
-class Costs:
+class WatchedCosts:
     """The costs of one rank's actions.
 
     Args:

@@ -10,10 +10,10 @@ import torch.autograd.graph
 
 from mpkit.support.replaced import Replaced
 
-__all__ = ["Backwards"]
+__all__ = ["EngineRuns"]
 
 
-class Backwards:
+class EngineRuns:
     """The runs of autograd's engine.
 
     Args:

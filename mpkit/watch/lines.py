@@ -8,7 +8,7 @@ from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["Lines"]
+__all__ = ["SourceLines"]
 
 _KIT = str(Path(__file__).parents[1])
 _INTERNAL = (str(Path(torch.__file__).parent), _KIT, "<frozen")
@@ -24,7 +24,7 @@ _COMM_FOLDER = str(Path(_KIT, "comm"))  # what ctx.comm issues is recorded there
 _PROGRAM, _CALL, _INSIDE, _COMM, _MODE = range(5)
 
 
-class Lines:
+class SourceLines:
     """The lines of one program, each put into words once.
 
     Attributes:

@@ -11,10 +11,10 @@ from mpkit.support.replaced import Replaced
 from mpkit.trace import Kind
 from mpkit.watch.actions import Actions
 
-__all__ = ["Loading"]
+__all__ = ["WatchedLoaders"]
 
 
-class Loading:
+class WatchedLoaders:
     """The batches of every DataLoader of one rank's program.
 
     Args:

@@ -16,10 +16,10 @@ import torch
 
 from mpkit.trace import Kind
 
-__all__ = ["OPERATORS", "Operator", "payload"]
+__all__ = ["OPERATORS", "C10dOperator", "payload"]
 
 
-class Operator(NamedTuple):
+class C10dOperator(NamedTuple):
     """One of c10d's operators.
 
     Attributes:
@@ -40,26 +40,26 @@ class Operator(NamedTuple):
 
 
 OPERATORS = {
-    "allreduce_": Operator(Kind.ALL_REDUCE, reduces=2),
-    "allreduce_coalesced_": Operator(Kind.ALL_REDUCE, reduces=2),
-    "allgather_": Operator(Kind.ALL_GATHER),
-    "_allgather_base_": Operator(Kind.ALL_GATHER),
-    "allgather_coalesced_": Operator(Kind.ALL_GATHER),
-    "allgather_into_tensor_coalesced_": Operator(Kind.ALL_GATHER),
-    "reduce_scatter_": Operator(Kind.REDUCE_SCATTER, tensors=1, reduces=3),
-    "_reduce_scatter_base_": Operator(Kind.REDUCE_SCATTER, tensors=1, reduces=3),
-    "reduce_scatter_tensor_coalesced_": Operator(Kind.REDUCE_SCATTER, tensors=1, reduces=3),
-    "broadcast_": Operator(Kind.BROADCAST, peer=2),
-    "reduce_": Operator(Kind.REDUCE, peer=3, reduces=2),
-    "gather_": Operator(Kind.GATHER, tensors=1, peer=3, per_rank=True),
-    "scatter_": Operator(Kind.SCATTER, peer=3, per_rank=True),
-    "alltoall_": Operator(Kind.ALL_TO_ALL, tensors=1),
-    "alltoall_base_": Operator(Kind.ALL_TO_ALL, tensors=1),
-    "barrier": Operator(Kind.BARRIER, tensors=-1),
-    "monitored_barrier_": Operator(Kind.BARRIER, tensors=-1),
-    "send": Operator(Kind.SEND, peer=2, tag=3),
-    "recv_": Operator(Kind.RECV, peer=2, tag=3),
-    "recv_any_source_": Operator(Kind.RECV, tag=2),
+    "allreduce_": C10dOperator(Kind.ALL_REDUCE, reduces=2),
+    "allreduce_coalesced_": C10dOperator(Kind.ALL_REDUCE, reduces=2),
+    "allgather_": C10dOperator(Kind.ALL_GATHER),
+    "_allgather_base_": C10dOperator(Kind.ALL_GATHER),
+    "allgather_coalesced_": C10dOperator(Kind.ALL_GATHER),
+    "allgather_into_tensor_coalesced_": C10dOperator(Kind.ALL_GATHER),
+    "reduce_scatter_": C10dOperator(Kind.REDUCE_SCATTER, tensors=1, reduces=3),
+    "_reduce_scatter_base_": C10dOperator(Kind.REDUCE_SCATTER, tensors=1, reduces=3),
+    "reduce_scatter_tensor_coalesced_": C10dOperator(Kind.REDUCE_SCATTER, tensors=1, reduces=3),
+    "broadcast_": C10dOperator(Kind.BROADCAST, peer=2),
+    "reduce_": C10dOperator(Kind.REDUCE, peer=3, reduces=2),
+    "gather_": C10dOperator(Kind.GATHER, tensors=1, peer=3, per_rank=True),
+    "scatter_": C10dOperator(Kind.SCATTER, peer=3, per_rank=True),
+    "alltoall_": C10dOperator(Kind.ALL_TO_ALL, tensors=1),
+    "alltoall_base_": C10dOperator(Kind.ALL_TO_ALL, tensors=1),
+    "barrier": C10dOperator(Kind.BARRIER, tensors=-1),
+    "monitored_barrier_": C10dOperator(Kind.BARRIER, tensors=-1),
+    "send": C10dOperator(Kind.SEND, peer=2, tag=3),
+    "recv_": C10dOperator(Kind.RECV, peer=2, tag=3),
+    "recv_any_source_": C10dOperator(Kind.RECV, tag=2),
 }
 """The operators of c10d that communicate, by name."""
 

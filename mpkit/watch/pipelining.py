@@ -17,10 +17,10 @@ from mpkit.support.replaced import Replaced
 from mpkit.trace import Kind
 from mpkit.watch.actions import Actions
 
-__all__ = ["Stages"]
+__all__ = ["ProgramStages"]
 
 
-class Stages:
+class ProgramStages:
     """The stages of one rank's program.
 
     Args:

@@ -26,13 +26,13 @@ from mpkit.watch.actions import Actions
 from mpkit.watch.annotations import Annotations
 from mpkit.watch.communication import Communication, warn_of_unknown
 from mpkit.watch.completion import Completion
-from mpkit.watch.costs import Costs
-from mpkit.watch.engine import Backwards
-from mpkit.watch.lines import Lines
-from mpkit.watch.loading import Loading
+from mpkit.watch.costs import WatchedCosts
+from mpkit.watch.engine import EngineRuns
+from mpkit.watch.lines import SourceLines
+from mpkit.watch.loading import WatchedLoaders
 from mpkit.watch.modules import Modules
 from mpkit.watch.optimizers import Optimizers
-from mpkit.watch.pipelining import Stages
+from mpkit.watch.pipelining import ProgramStages
 from mpkit.watch.step import WATCHED
 
 __all__ = ["Watching"]
@@ -48,20 +48,20 @@ class Watching:
 
     def __init__(self, comm: Communicator, depth: int | None = None) -> None:
         record = comm.wire.record
-        lines, self.annotations = Lines(), Annotations()
+        lines, self.annotations = SourceLines(), Annotations()
         self.completion = Completion(record)
         self.communication = Communication(comm, self.completion, lines, self.annotations)
         roots: WeakSet[nn.Module] = WeakSet()
         optimizers: WeakSet[Optimizer] = WeakSet()
-        self.costs = Costs(record, self.annotations, roots, optimizers)
+        self.costs = WatchedCosts(record, self.annotations, roots, optimizers)
         self.actions = Actions(record, self.costs, self.completion.settle)
         self.actions.alone = str(comm.rank)
         self.modules = Modules(record, self.actions, roots, depth)
         self.actions.step_ended = self.modules.step_ended
         self.optimizers = Optimizers(self.actions, optimizers)
-        self.backwards = Backwards(self._backward_begins, self._backward_ends)
-        self.loading = Loading(record, self.actions)
-        self.stages = Stages(self.actions)
+        self.backwards = EngineRuns(self._backward_begins, self._backward_ends)
+        self.loading = WatchedLoaders(record, self.actions)
+        self.stages = ProgramStages(self.actions)
         self._backward_ops: list[int] = []
 
     def __enter__(self) -> Self:
@@ -88,10 +88,10 @@ class Watching:
         | Communication
         | Modules
         | Optimizers
-        | Backwards
-        | Costs
-        | Loading
-        | Stages,
+        | EngineRuns
+        | WatchedCosts
+        | WatchedLoaders
+        | ProgramStages,
         ...,
     ]:
         return (

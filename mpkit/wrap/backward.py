@@ -23,10 +23,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from mpkit.models.nested import flatten, is_opaque
 
-__all__ = ["Backwards"]
+__all__ = ["ModuleBackwards"]
 
 
-class Backwards:
+class ModuleBackwards:
     """The backwards through one module.
 
     Args:

@@ -21,7 +21,7 @@ from mpkit.prepare.arguments.embeddings import check_embeddings
 from mpkit.proof.assembled import Elements
 from mpkit.trace import Kind
 from mpkit.wrap.averaged import Averaged
-from mpkit.wrap.backward import Backwards
+from mpkit.wrap.backward import ModuleBackwards
 from mpkit.wrap.held import HeldParameters
 from mpkit.wrap.loop_proof.checked import checked_prove
 from mpkit.wrap.loop_proof.proof import LoopProof
@@ -112,7 +112,9 @@ class DataParallel(Wrapped):
         self._op = -1
         # Before the reducer's own hooks, which need a backward that has begun.
         proof.hear(module)
-        self._backwards = Backwards(module.parameters(), self._begin, self._end, alone=self._refuse_alone)
+        self._backwards = ModuleBackwards(
+            module.parameters(), self._begin, self._end, alone=self._refuse_alone
+        )
         self._sync = Averaged(
             Replicated(
                 context, plan, {0: stage}, replicas, allow_unused="find_unused_parameters=True in mk.ddp"

@@ -32,14 +32,14 @@ from mpkit.plan.plan import Plan
 from mpkit.prepare.arguments.embeddings import check_embeddings
 from mpkit.proof.assembled import Elements
 from mpkit.trace import Kind
-from mpkit.wrap.backward import Backwards
+from mpkit.wrap.backward import ModuleBackwards
 from mpkit.wrap.half import Half
 from mpkit.wrap.held import HeldParameters
 from mpkit.wrap.loop_proof.proof import LoopProof
 from mpkit.wrap.loop_proof.weights import HeldElements
 from mpkit.wrap.norm import clip
 from mpkit.wrap.replicas import Group, context_for, replicas_of
-from mpkit.wrap.shares import Shares
+from mpkit.wrap.shares import ShardedParameters
 from mpkit.wrap.wrapped import Wrapped
 
 __all__ = ["FullySharded"]
@@ -47,7 +47,7 @@ __all__ = ["FullySharded"]
 UNUSED = "find_unused_parameters=True in mk.fully_shard"
 
 
-class Loose(nn.Module):
+class FlatNamedModule(nn.Module):
     """Parameters by the names that they have elsewhere, dots included."""
 
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
@@ -85,7 +85,7 @@ class FullySharded(Wrapped):
         self._half = Half(plan.precision, self._replicas, context.device)
         # Before the hooks of strategies, which need a backward that has begun; after the cast, since autograd remembers
         # the dtype.
-        self._backwards = Backwards(module.parameters(), self._begin, self._end, second=plan.zero < 3)
+        self._backwards = ModuleBackwards(module.parameters(), self._begin, self._end, second=plan.zero < 3)
         # ---- shard what is large, replicate what is small
         stage = Stage(0, [("", module)], context.device)
         self._sync = zero_sync(
@@ -93,7 +93,7 @@ class FullySharded(Wrapped):
                 context, plan, {0: stage}, self._replicas, whole=tuple(small.values()), allow_unused=UNUSED
             )
         )
-        own = Stage(0, [("", Loose(small))], context.device)
+        own = Stage(0, [("", FlatNamedModule(small))], context.device)
         self._small = DDP(Replicated(context, plan, {0: own}, self._replicas, allow_unused=UNUSED))
         # ---- share
         in_zero = [piece for pieces in self._sync.pieces_of.values() for piece in pieces]
@@ -102,7 +102,7 @@ class FullySharded(Wrapped):
         # Of frozen ones too, which a state has in full precision.
         numbers = [piece for piece in pieces if piece.parameter.is_floating_point()]
         masters = Masters(context, plan, numbers, fp32_params)
-        self._shares = Shares(
+        self._shares = ShardedParameters(
             module, pieces, self._sync.pieces_of, masters, self._replicas, context.record.ledger
         )
         self._is_shared = set(in_zero)

@@ -22,7 +22,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.data.microbatch import batch_size, part, signature, split
 from mpkit.launch.process.context import Context
-from mpkit.models.heard_draws import Heard
+from mpkit.models.heard_draws import ForwardDraws
 from mpkit.parallel.data_parallel.tied import TiedWeights
 from mpkit.parallel.job.feed import MicroBatch
 from mpkit.parallel.job.job import TrainJob
@@ -102,7 +102,7 @@ class PipelineParallel(Wrapped):
         self._send_tied()
         self._proof.enter((inputs, targets), {})
         self._proof.begin()
-        heard = Heard()
+        heard = ForwardDraws()
         self._pipeline.listen(heard if self._proof.active else None)
         microbatches = self._split(inputs, targets)
         before = self._set_aside()

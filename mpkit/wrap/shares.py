@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from mpkit.comm.communicator import Communicator
 from mpkit.parallel.stage.gradient_sync import Piece
 from mpkit.parallel.update.master_weights import Masters
-from mpkit.parallel.zero.flat import Layout
+from mpkit.parallel.zero.flat import FlatLayout
 from mpkit.record.ledger import Ledger
 from mpkit.wrap.divided_optimizer import divided
 from mpkit.wrap.gradient_part import marked
 
-__all__ = ["Shares"]
+__all__ = ["ShardedParameters"]
 
 
 def _refuse_gradient(name: str, _gradient: Tensor) -> None:
@@ -40,7 +40,7 @@ def _refuse_gradient(name: str, _gradient: Tensor) -> None:
     )
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where a parameter is in the module."""
 
     module: nn.Module
@@ -49,7 +49,7 @@ class Place(NamedTuple):
     share: nn.Parameter
 
 
-class Shares:
+class ShardedParameters:
     """The shares of one module.
 
     Args:
@@ -65,7 +65,7 @@ class Shares:
         self,
         module: nn.Module,
         pieces: Iterable[Piece],
-        sharded: Mapping[Layout, list[Piece]],
+        sharded: Mapping[FlatLayout, list[Piece]],
         masters: Masters,
         replicas: Communicator,
         ledger: Ledger,
@@ -87,7 +87,7 @@ class Shares:
                 share.register_hook(partial(_refuse_gradient, piece.name))
         by_parameter = {piece.parameter: share for piece, share in self.of.items()}
         self._places = [
-            Place(inner, key, parameter, by_parameter[parameter])
+            ParameterPlace(inner, key, parameter, by_parameter[parameter])
             for inner in module.modules()
             for key, parameter in inner._parameters.items()
             if parameter is not None

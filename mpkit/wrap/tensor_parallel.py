@@ -25,7 +25,7 @@ from mpkit.parallel.tensor.shards import partial_sums, shards_of
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.prepare.arguments.embeddings import check_embeddings
 from mpkit.proof.assembled import Elements
-from mpkit.wrap.backward import Backwards
+from mpkit.wrap.backward import ModuleBackwards
 from mpkit.wrap.divided_optimizer import divided
 from mpkit.wrap.gradient_part import marked_when_ready
 from mpkit.wrap.held import HeldParameters
@@ -71,7 +71,7 @@ class TensorParallel(Wrapped):
             module, [HeldElements(Elements(comm.rank, n, 0, mine.get(n)), p) for n, p in named.items()]
         )
         if proof.active:
-            self._backwards = Backwards(module.parameters(), proof.begin, self._end)
+            self._backwards = ModuleBackwards(module.parameters(), proof.begin, self._end)
         for name, parameter in module.named_parameters():
             if name in shards[0] and parameter.requires_grad:
                 marked_when_ready(parameter)

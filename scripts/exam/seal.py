@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from types import ModuleType
 
-from mpkit.classroom.catalogue import Entry
+from mpkit.classroom.catalogue import ExerciseEntry
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.questions import Questions
 from mpkit.classroom.framework.schedules import Schedules
@@ -29,7 +29,7 @@ RIGHT = {OnRanks: "expected", Questions: "truth"}
 """The function that knows what is right."""
 
 
-def sealed(entry: Entry, module: ModuleType, code: str) -> str:
+def sealed(entry: ExerciseEntry, module: ModuleType, code: str) -> str:
     """Return the code of an exercise's file without its solution."""
     head, _, rest = code.partition("# %% answer\n")
     _, _, checks = rest.partition("# %% checks\n")
@@ -47,7 +47,7 @@ def sealed(entry: Entry, module: ModuleType, code: str) -> str:
     return _imported(text)
 
 
-def _exercise(entry: Entry, checks: str) -> str:
+def _exercise(entry: ExerciseEntry, checks: str) -> str:
     """Return the assignment of EXERCISE, with what is kept of it."""
     made = next(
         node.value

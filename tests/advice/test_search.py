@@ -13,8 +13,8 @@ import mpkit as mk
 from mpkit.advice.advice import advised, plan_of
 from mpkit.advice.objective import TIME
 from mpkit.advice.offers import offers_of
-from mpkit.advice.search import Found, Priced
-from mpkit.advice.space import Question, families
+from mpkit.advice.search import FoundLayout, LayoutPrices
+from mpkit.advice.space import TrainingQuestion, families
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.fits import FRAGMENTATION
 from mpkit.cost_model.known_models import known_models
@@ -37,16 +37,16 @@ def machine(memory: float, nodes: int = 1, per_node: int = 4) -> Hardware:
 
 def priced(
     name: str, hardware: Hardware, stack: str = "pytorch", batch: int = 8, sequence: int = 2048
-) -> Priced:
-    return Priced(
-        Question(MODELS[name], batch, sequence),
+) -> LayoutPrices:
+    return LayoutPrices(
+        TrainingQuestion(MODELS[name], batch, sequence),
         hardware,
         stack_of(stack),
         preset_for(hardware.device.name, stack),
     )
 
 
-def every(asked: Priced) -> list[Found]:
+def every(asked: LayoutPrices) -> list[FoundLayout]:
     """All layouts that fit, by trying each with each relief, and the memory of all stages."""
     found = []
     offers = offers_of(asked.stack.name)
@@ -61,7 +61,7 @@ def every(asked: Priced) -> list[Found]:
             )  # fmt: skip
             memory = guess.peak_memory * (1 + FRAGMENTATION)
             if memory <= asked.hardware.device.memory:
-                found.append(Found(this, guess.step_time, memory))
+                found.append(FoundLayout(this, guess.step_time, memory))
     return sorted(found, key=lambda each: each.seconds)
 
 

@@ -7,21 +7,21 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Page, expect
 
-from mpkit.classroom.catalogue import Entry, find, of_family
+from mpkit.classroom.catalogue import ExerciseEntry, find, of_family
 from mpkit.classroom.framework.source import IMPORTS
 from tests.browser.lab import in_cell, look_at, open_notebook, run, write
 
 Screenshot = Callable[[Page, str], None]
 
 
-def open_exercise(page: Page, jupyterlab: str, notebook: str, entry: Entry) -> None:
+def open_exercise(page: Page, jupyterlab: str, notebook: str, entry: ExerciseEntry) -> None:
     """Its notebook, with all run that comes before the answer."""
     open_notebook(page, f"{jupyterlab}/workspaces/{notebook}/tree/exercises/{notebook}.ipynb")
     for code in filter(None, (IMPORTS, entry.given.strip())):
         run(page, in_cell(page, code.splitlines()[0]))
 
 
-def first_line(entry: Entry) -> str:
+def first_line(entry: ExerciseEntry) -> str:
     """Of the student's cell, by which it is found."""
     return next(line for line in entry.source.stub.splitlines() if line.strip())
 

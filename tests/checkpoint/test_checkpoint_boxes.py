@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import mpkit as mk
-from mpkit.parallel.checkpoint.boxes import Box, boxes_of, disjoint, rows_and_columns, tile
+from mpkit.parallel.checkpoint.boxes import ParameterBox, boxes_of, disjoint, rows_and_columns, tile
 from mpkit.parallel.checkpoint.head import Damaged
 from mpkit.parallel.checkpoint.index import read_index
 from mpkit.parallel.checkpoint.planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
 from mpkit.parallel.stage.shard import Shard
-from mpkit.parallel.zero.flat import Layout
+from mpkit.parallel.zero.flat import FlatLayout
 from mpkit.plan.mesh import Mesh
 
 Clusters = Callable[[int], mk.Cluster]
@@ -72,7 +72,7 @@ class Division(NamedTuple):
         local = [(name, self.shards[name][place.tp]) for name in names]
         sizes = [torch.Size(shard.shape if shard else shape_of(name)).numel() for name, shard in local]
         n, index = (self.mesh.dp, place.dp) if self.zero else (1, 0)
-        layout = Layout([nn.Parameter(torch.empty(size)) for size in sizes], index, n)
+        layout = FlatLayout([nn.Parameter(torch.empty(size)) for size in sizes], index, n)
         found = [(name, shard, *layout.own(i)) for i, (name, shard) in enumerate(local)]
         return [(name, shard, start, end) for name, shard, start, end in found if start < end]
 
@@ -205,13 +205,17 @@ def views(piece: Slice) -> list[tuple[dcp.ChunkStorageMetadata, Tensor]]:
     return [(chunk, piece.__get_tensor_shard__(dcp.MetadataIndex("", chunk.offsets))) for chunk in chunks]
 
 
-BOX = st.tuples(*[st.integers(0, 5)] * 4).filter(lambda b: b[0] < b[2] and b[1] < b[3]).map(lambda b: Box(*b))
+BOX = (
+    st.tuples(*[st.integers(0, 5)] * 4)
+    .filter(lambda b: b[0] < b[2] and b[1] < b[3])
+    .map(lambda b: ParameterBox(*b))
+)
 
 
 @pytest.mark.soak
 @given(boxes=st.lists(BOX, min_size=1, max_size=5))
 @settings(max_examples=300)
-def test_overlaps_are_found(boxes: list[Box]) -> None:
+def test_overlaps_are_found(boxes: list[ParameterBox]) -> None:
     count = torch.zeros(5, 5)
     for box in boxes:
         count[box.top : box.bottom, box.left : box.right] += 1

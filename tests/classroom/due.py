@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpkit.classroom.catalogue import Entry
+from mpkit.classroom.catalogue import ExerciseEntry
 
 CLASSROOM = "mpkit/classroom/"
 JUDGING = [f"{CLASSROOM}{part}" for part in ("exercises", "framework", "lab", "judge.py")]
@@ -32,7 +32,7 @@ CHANGED = (
 )
 
 
-def marks(entry: Entry, case: str) -> list[pytest.MarkDecorator]:
+def marks(entry: ExerciseEntry, case: str) -> list[pytest.MarkDecorator]:
     """Nothing for a quarter of the cases, drawn by the last commit, and for all those of an exercise that has changed
     since `PASSED`, or of all if what judges them has; soak for the others. All workers of xdist draw the same."""
     family = f"{CLASSROOM}exercises/{entry.family}/"

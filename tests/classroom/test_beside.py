@@ -6,7 +6,7 @@ import pytest
 
 import mpkit as mk
 from mpkit.classroom.beside import BesideSerial
-from mpkit.classroom.catalogue import Entry, of_family
+from mpkit.classroom.catalogue import ExerciseEntry, of_family
 from mpkit.classroom.framework.source import run_cell
 from tests.classroom.due import marks
 
@@ -17,12 +17,12 @@ BUGS = [
 ]
 
 
-def table(entry: Entry, code: str) -> BesideSerial:
+def table(entry: ExerciseEntry, code: str) -> BesideSerial:
     return mk.compare(entry.name, run_cell(code, entry.exercise.name_of_answer, "cell", entry.given))
 
 
 @pytest.mark.parametrize("entry", BUGS)
-def test_a_silent_bug_is_silent_and_the_table_shows_it(entry: Entry) -> None:
+def test_a_silent_bug_is_silent_and_the_table_shows_it(entry: ExerciseEntry) -> None:
     frame = table(entry, entry.source.stub).frame
     for name in frame.filter(like="loss, rank"):
         losses = frame[name].astype(float).tolist()
@@ -31,7 +31,7 @@ def test_a_silent_bug_is_silent_and_the_table_shows_it(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("entry", BUGS)
-def test_a_mended_program_is_serial_training(entry: Entry) -> None:
+def test_a_mended_program_is_serial_training(entry: ExerciseEntry) -> None:
     frame = table(entry, entry.source.solution).frame
     assert (frame["weights that differ after it, by"] == "none").all(), str(frame)
     assert all((frame[name] == frame["loss, serial"]).all() for name in frame.filter(like="loss, rank"))

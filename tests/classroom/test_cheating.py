@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from mpkit.classroom.catalogue import families, find, solution_folders
-from mpkit.classroom.framework.room import Answer
+from mpkit.classroom.framework.room import PackedAnswer
 from mpkit.classroom.framework.source import run_cell
 from mpkit.classroom.grading import enclose, grader, guard
 from mpkit.classroom.grading.guard import Guard, below, enclosed
@@ -53,7 +53,7 @@ def judges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def judged(judges: Judges, source: str, name: str = "pass-the-token") -> tuple[Checked | None, str]:
     entry = find(name)
     value = run_cell(source, entry.exercise.name_of_answer, "answer", entry.given)
-    return judges.judge(entry, Answer.of(value).packed)
+    return judges.judge(entry, PackedAnswer.of(value).packed)
 
 
 @pytest.mark.alone

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import mpkit
-from mpkit.classroom.catalogue import Entry, families, of_family
-from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.catalogue import ExerciseEntry, families, of_family
+from mpkit.classroom.framework.room import PackedAnswer, Room
 from mpkit.classroom.framework.source import run_cell
 from mpkit.classroom.judge import judge
 from tests.classroom.due import marks
@@ -22,21 +22,21 @@ MISTAKES = [
 ]
 
 
-def answer(entry: Entry, code: str, label: str) -> Answer:
+def answer(entry: ExerciseEntry, code: str, label: str) -> PackedAnswer:
     """What a cell of that code hands in."""
     name = entry.exercise.name_of_answer
-    return Answer.of(run_cell(code, name, f"{entry.name} {label}", entry.given))
+    return PackedAnswer.of(run_cell(code, name, f"{entry.name} {label}", entry.given))
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_the_solution_passes(room: Room, entry: Entry) -> None:
+def test_the_solution_passes(room: Room, entry: ExerciseEntry) -> None:
     checked = judge(entry, answer(entry, entry.source.solution, "solution"), room)
     assert checked.passed, str(checked)
     assert checked.hint == ""
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_the_stub_gets_the_first_hint(room: Room, entry: Entry) -> None:
+def test_the_stub_gets_the_first_hint(room: Room, entry: ExerciseEntry) -> None:
     assert entry.source.stub != entry.source.plain, "nothing is left for the student to write"
     checked = judge(entry, answer(entry, entry.source.stub, "stub"), room, draw=False)
     assert not checked.passed
@@ -47,7 +47,7 @@ def test_the_stub_gets_the_first_hint(room: Room, entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("entry, mistake", MISTAKES, ids=lambda one: one.name)
-def test_a_wrong_answer_gets_its_hint(room: Room, entry: Entry, mistake: object) -> None:
+def test_a_wrong_answer_gets_its_hint(room: Room, entry: ExerciseEntry, mistake: object) -> None:
     code = entry.source.wrong(mistake)
     wrong = answer(entry, code, mistake.name)
     assert code != entry.source.plain
@@ -59,7 +59,7 @@ def test_a_wrong_answer_gets_its_hint(room: Room, entry: Entry, mistake: object)
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_an_exercise_is_whole(entry: Entry) -> None:
+def test_an_exercise_is_whole(entry: ExerciseEntry) -> None:
     exercise = entry.exercise
     assert len(exercise.mistakes) >= 3
     assert len({mistake.name for mistake in exercise.mistakes}) == len(exercise.mistakes)

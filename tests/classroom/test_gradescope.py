@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpkit.classroom.catalogue import find
-from mpkit.classroom.framework.exercise import Row
+from mpkit.classroom.framework.exercise import CheckRow
 from mpkit.classroom.grading.gradescope import results, write_gradescope
 from mpkit.classroom.grading.handed_in import HandedIn
 from mpkit.classroom.grading.kept import Grade
@@ -22,7 +22,9 @@ OF_A_TEST = {"name", "score", "max_score", "status", "output", "output_format", 
 def grade(student: str, right: tuple[bool | None, ...], name: str = "hw.ipynb", **more: object) -> Grade:
     each = HandedIn(student, f"{student}/{name}", ENTRIES, questions=("bubble",))
     checked = {
-        entry.name: Checked(entry.name, entry.source.title, (Row("all", "1", "1", ok),), ok, hint="think")
+        entry.name: Checked(
+            entry.name, entry.source.title, (CheckRow("all", "1", "1", ok),), ok, hint="think"
+        )
         if ok is not None
         else None
         for entry, ok in zip(ENTRIES, right, strict=True)

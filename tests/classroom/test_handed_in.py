@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from mpkit.classroom.catalogue import find
-from mpkit.classroom.framework.exercise import Row
-from mpkit.classroom.framework.room import Answer
+from mpkit.classroom.framework.exercise import CheckRow
+from mpkit.classroom.framework.room import PackedAnswer
 from mpkit.classroom.grading import grade as grading
 from mpkit.classroom.grading.enclose import WAYS
 from mpkit.classroom.grading.guard import enclosed, way_to_enclose
 from mpkit.classroom.grading.handed_in import HandedIn, handed_in
 from mpkit.classroom.grading.kept import Grade
-from mpkit.classroom.grading.report import Report, page_names
+from mpkit.classroom.grading.report import GradeReport, page_names
 from mpkit.classroom.grading.roster import due_date, read_roster
 from mpkit.classroom.grading.same import suspicion
 from mpkit.classroom.judge import Checked
@@ -126,7 +126,7 @@ ODD = [
 
 def solved(each: HandedIn, *, points: bool = True) -> Grade:
     checked: dict[str, Checked | None] = {
-        entry.name: Checked(entry.name, entry.source.title, (Row("all", "1", "1", points),), points)
+        entry.name: Checked(entry.name, entry.source.title, (CheckRow("all", "1", "1", points),), points)
         for entry in each.exercises
     }
     return Grade(each, checked)
@@ -147,7 +147,7 @@ def test_no_two_names_share_a_row_or_a_page(tmp_path: Path) -> None:
     names = page_names(students)
     assert len({name.casefold() for name in names.values()}) == len(names)
     assert all("/" not in name and len(name) < 120 for name in names.values())
-    report = Report(found, tmp_path / "grades.csv", tmp_path / "grades")
+    report = GradeReport(found, tmp_path / "grades.csv", tmp_path / "grades")
     for each in found:
         report.add(solved(each))
     report.finish()
@@ -165,7 +165,7 @@ def test_no_two_names_share_a_row_or_a_page(tmp_path: Path) -> None:
 def test_cells_of_the_table_are_no_formulas(tmp_path: Path) -> None:
     (tmp_path / "=1+1.ipynb").write_bytes(b"{}")
     found = handed_in(tmp_path, ("gpipe",))
-    Report(found, tmp_path / "grades.csv", None).add(Grade(found[0], {"gpipe": None}, ["@note\x1b[2J"]))
+    GradeReport(found, tmp_path / "grades.csv", None).add(Grade(found[0], {"gpipe": None}, ["@note\x1b[2J"]))
     text = (tmp_path / "grades.csv").read_text()
     assert "'=1+1,0,10,0,'@note\\x1b[2J" in text
 
@@ -175,7 +175,7 @@ def test_an_exercise_in_two_notebooks_counts_once(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(GOOD)
     found = handed_in(tmp_path, ("gpipe",))
-    report = Report(found, tmp_path / "grades.csv", None)
+    report = GradeReport(found, tmp_path / "grades.csv", None)
     report.add(solved(found[0], points=False), solved(found[1]))
     row = (tmp_path / "grades.csv").read_text().splitlines()[1]
     said = '"2 notebooks answer the same exercises, of each the best counts: a/again.ipynb, a/first.ipynb"'
@@ -193,7 +193,7 @@ def test_who_is_missing_is_told(tmp_path: Path, text: str) -> None:
     for name in ("Kim_Lee", "eve"):
         (folder / f"{name}.ipynb").write_bytes(GOOD)
     found = handed_in(folder, ("gpipe",))
-    report = Report(found, tmp_path / "grades.csv", None, read_roster(tmp_path / "roster"))
+    report = GradeReport(found, tmp_path / "grades.csv", None, read_roster(tmp_path / "roster"))
     report.add(*map(solved, found))
     assert (tmp_path / "grades.csv").read_text().splitlines()[1:] == [
         "Kim_Lee,10,10,10,",
@@ -294,17 +294,17 @@ def test_what_is_enclosed_writes_and_signals_nowhere_else(tmp_path: Path) -> Non
 
 def test_the_solution_is_known_by_other_names_too() -> None:
     entry = find("ring-all-reduce")
-    source, packed = entry.source.plain, Answer.of(len).packed
+    source, packed = entry.source.plain, PackedAnswer.of(len).packed
     other = re.sub(r"\b(ctx|tensor|parts|step)\b", r"my_\1", source.replace('"""', '"""In other words: ', 1))
     told = "identical to the solution"
     assert suspicion(entry, packed, ["x = 1", source]) == told
     assert suspicion(entry, packed, [f"# mine\n{other}"]) == told
     assert suspicion(entry, packed, [source.replace("ctx.rank", "ctx.rank + 0", 1)]) == ""
     assert suspicion(entry, packed, ["+".join("1" * 50_000), "def f(:"]) == ""
-    assert "mpkit.classroom" in suspicion(entry, Answer.of(entry.exercise.solution).packed, [])
+    assert "mpkit.classroom" in suspicion(entry, PackedAnswer.of(entry.exercise.solution).packed, [])
     space: dict[str, Any] = {"__name__": "__main__"}
     exec(f"import torch, mpkit as mk\nfrom torch import Tensor\n{source}", space)
-    assert suspicion(entry, Answer.of(space[entry.exercise.name_of_answer]).packed, []) == told
+    assert suspicion(entry, PackedAnswer.of(space[entry.exercise.name_of_answer]).packed, []) == told
 
 
 # ---------------------------------------------------------------- what students write, and who was late
@@ -330,7 +330,7 @@ def test_a_justification_is_shown_to_the_instructor(tmp_path: Path) -> None:
         ("gpipe", "Since <b>all</b> forwards come first."),
         ("nothing", "About the whole."),
     )
-    Report([each], tmp_path / "grades.csv", tmp_path / "pages").add(solved(each))
+    GradeReport([each], tmp_path / "grades.csv", tmp_path / "pages").add(solved(each))
     page = (tmp_path / "pages" / "ada.html").read_text()
     assert "Since &lt;b&gt;all&lt;/b&gt; forwards" in page and "About the whole." in page
     assert page.index("Since") < page.index("About")
@@ -368,7 +368,7 @@ def test_when_it_was_handed_in(tmp_path: Path) -> None:
     roster = "name,handed in,due\nada,2026-11-20T14:00+02:00,\nlee,,2026-11-20T13:30+00:00\n"
     (tmp_path / "roster.csv").write_text(roster)
     found = handed_in(tmp_path / "class", ("gpipe",))
-    report = Report(found, tmp_path / "grades.csv", None, read_roster(tmp_path / "roster.csv"), noon)
+    report = GradeReport(found, tmp_path / "grades.csv", None, read_roster(tmp_path / "roster.csv"), noon)
     report.add(*map(solved, found))
     with (tmp_path / "grades.csv").open(newline="") as file:
         late = {row["student"]: row["late"] for row in csv.DictReader(file)}

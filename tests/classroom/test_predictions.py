@@ -11,12 +11,12 @@ import pytest
 import mpkit as mk
 from mpkit.classroom.grading.handed_in import handed_in
 from mpkit.classroom.grading.kept import Grade
-from mpkit.classroom.grading.report import Report
+from mpkit.classroom.grading.report import GradeReport
 from mpkit.classroom.predictions.amounts import amount
 from mpkit.classroom.predictions.box import box
 from mpkit.classroom.predictions.predict import PREDICTED
 from mpkit.classroom.predictions.questions import QUESTIONS, question
-from mpkit.classroom.progress import FILE, Predicted, Progress
+from mpkit.classroom.progress import FILE, Progress, StudentPrediction
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_the_first_number_counts() -> None:
     compared = again.against(0.3)
     assert compared.gap == pytest.approx(-0.05)
     assert "5.0 percentage points too low" in str(compared)
-    assert Progress.read().predictions == {"bubble": Predicted(0.25, 0.3)}
+    assert Progress.read().predictions == {"bubble": StudentPrediction(0.25, 0.3)}
 
 
 def test_what_came_is_not_told_before_a_prediction() -> None:
@@ -117,7 +117,7 @@ def test_the_gap_is_part_of_the_grade(tmp_path: Path) -> None:
     ada, eve, kim = handed_in(folder, ("gpipe",))
     assert (ada.predicted, eve.predicted, kim.predicted) == ({"bubble": 0.27}, {}, {"bubble": 0.5})
     assert (ada.tries, kim.tries) == ({}, {"gpipe": 3})
-    report = Report([ada, eve, kim], tmp_path / "grades.csv", tmp_path / "pages")
+    report = GradeReport([ada, eve, kim], tmp_path / "grades.csv", tmp_path / "pages")
     for each in (ada, eve, kim):
         made = {"bubble": each.predicted.get("bubble")}
         grade = Grade(each, {"gpipe": None}, predictions=made)

@@ -8,13 +8,13 @@ import pytest
 
 import mpkit as mk
 from mpkit.classroom.framework.fingerprint import fingerprint
-from mpkit.classroom.progress import FILE, Done, Progress
+from mpkit.classroom.progress import FILE, ExerciseProgress, Progress
 
 
 def test_failures_count_until_it_is_solved(tmp_path: Path) -> None:
     for passed in (False, False, True, False):
         Progress.read(tmp_path).after("gpipe", passed).write()
-    assert Progress.read(tmp_path).done == {"gpipe": Done(tries=4, failures=1, passed=True)}
+    assert Progress.read(tmp_path).done == {"gpipe": ExerciseProgress(tries=4, failures=1, passed=True)}
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
@@ -94,7 +94,7 @@ def test_the_stub_and_a_typing_error_are_no_tries() -> None:
     mistyped = mk.check("gpipe", box("[' '.join(f'F{i}' for i in rnge(m))] * p"))
     assert (stub.mistake, mistyped.mistake) == ("not-written", "an-error")
     assert not mistyped.hint and "rnge" in "".join(mistyped.lesson) and "line" in mistyped.lesson[-1]
-    assert Progress.read().done["gpipe"] == Done()
+    assert Progress.read().done["gpipe"] == ExerciseProgress()
     right = mk.check("gpipe", box("[' '.join(f'{k}{i}' for k in 'FB' for i in range(m))] * p"))
     assert right.passed and right.tries == 1
 

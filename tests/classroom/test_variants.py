@@ -12,8 +12,8 @@ import pytest
 
 import mpkit as mk
 from mpkit.apps.cli import main
-from mpkit.classroom.catalogue import Entry, families, find, of_family
-from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.catalogue import ExerciseEntry, families, find, of_family
+from mpkit.classroom.framework.room import PackedAnswer, Room
 from mpkit.classroom.framework.source import run_cell
 from mpkit.classroom.framework.variants import Variant
 from mpkit.classroom.judge import judge
@@ -31,16 +31,16 @@ WHOLE = [
 ]
 
 
-def of(entry: Entry, student: str) -> Entry:
+def of(entry: ExerciseEntry, student: str) -> ExerciseEntry:
     return replace(entry, variant=str(Variant.of("pp-2026", student)))
 
 
-def answer(entry: Entry, code: str) -> Answer:
-    return Answer.of(run_cell(code, entry.exercise.name_of_answer, "answer", entry.given))
+def answer(entry: ExerciseEntry, code: str) -> PackedAnswer:
+    return PackedAnswer.of(run_cell(code, entry.exercise.name_of_answer, "answer", entry.given))
 
 
 @pytest.mark.parametrize("entry, student", WHOLE, ids=lambda one: getattr(one, "name", one))
-def test_each_variant_is_a_whole_exercise(room: Room, entry: Entry, student: str) -> None:
+def test_each_variant_is_a_whole_exercise(room: Room, entry: ExerciseEntry, student: str) -> None:
     own = of(entry, student)
     assert judge(own, answer(own, own.source.solution), room, draw=False).passed
     stub = judge(own, answer(own, own.source.stub), room, draw=False)
@@ -51,7 +51,7 @@ def test_each_variant_is_a_whole_exercise(room: Room, entry: Entry, student: str
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_a_dozen_students_share_few_numbers(entry: Entry) -> None:
+def test_a_dozen_students_share_few_numbers(entry: ExerciseEntry) -> None:
     ours = [of(entry, f"student {number}") for number in range(12)]
     texts = {f"{one.source.text} {one.given} {getattr(one.exercise, 'cases', ())}" for one in ours}
     assert len(texts) >= 4

@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from mpkit.classroom.catalogue import find
-from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.framework.room import PackedAnswer, Room
 from mpkit.classroom.framework.source import run_cell
 from mpkit.classroom.judge import judge
 
@@ -96,7 +96,7 @@ SERIAL = {
 def test_work_that_is_not_divided_is_found(name: str, room: Room) -> None:
     entry = find(name)
     value = run_cell(dedent(SERIAL[name]), entry.exercise.name_of_answer, "answer", entry.given)
-    checked = judge(entry, Answer.of(value), room, draw=False)
+    checked = judge(entry, PackedAnswer.of(value), room, draw=False)
     assert not checked.passed
     assert checked.mistake == "work-not-divided", checked
     assert all(row.ok for row in checked.rows[:-1])

@@ -13,7 +13,7 @@ from benchmarks.golden import Case, main, read_cases
 from mpkit.cost_model.known_models import known_models
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.memory import activations, stage_memory, workspaces
-from mpkit.cost_model.shares import Shares
+from mpkit.cost_model.shares import ParameterShares
 from mpkit.cost_model.stack import MIB, stack_of
 from mpkit.devices.catalogue import cluster_of
 
@@ -104,7 +104,7 @@ def test_deferred_gradients_of_logits_and_kept_outputs_take_their_bytes() -> Non
 
     def last(**changes: Any) -> dict[str, float]:
         stack = stack_of("megatron", **changes)
-        return stage_memory(model, layout, 1024, stack, Shares(model, layout, stack))[-1]
+        return stage_memory(model, layout, 1024, stack, ParameterShares(model, layout, stack))[-1]
 
     tokens = 4 * 1024
     more = last(deferred=2)["logits"] - last()["logits"]

@@ -33,7 +33,7 @@ from mpkit.cost_model.kernels import STREAM, Kernels
 from mpkit.cost_model.layer import head_time
 from mpkit.cost_model.memory import stage_memory
 from mpkit.cost_model.preset import UNFITTED, preset_for, presets, prior_of
-from mpkit.cost_model.shares import Shares
+from mpkit.cost_model.shares import ParameterShares
 from mpkit.devices.catalogue import cluster_of
 from mpkit.plan.plan import Plan
 
@@ -274,7 +274,7 @@ def test_the_first_stages_of_nanotron_hold_what_was_measured() -> None:
     errors = {}
     for step, peak in zip(rows, measured, strict=True):
         if step.layout.microbatch == 1 and step.layout.pp > 1:
-            shares = Shares(step.model, step.layout, step.stack)
+            shares = ParameterShares(step.model, step.layout, step.stack)
             first = stage_memory(step.model, step.layout, step.sequence, step.stack, shares)[0]
             errors[step.name] = (sum(first.values()) - first["context"]) / peak - 1
     assert len(errors) == 3

@@ -7,11 +7,11 @@ from typing import Any
 
 from mpkit.checkup.doctor import judge
 from mpkit.checkup.parsers.facts import Unknown
-from mpkit.checkup.probes.evidence import COMMANDS, Evidence, Process
+from mpkit.checkup.probes.evidence import COMMANDS, ProbeAnswers, Process
 from mpkit.checkup.probes.torch_build import TorchBuild
-from mpkit.checkup.report import Report
+from mpkit.checkup.report import CheckupReport
 from mpkit.checkup.topics import find_topic
-from mpkit.support.ask import Answer
+from mpkit.support.ask import CommandOutput
 
 DATA = Path(__file__).parent / "data"
 CASES = sorted(path.name for path in DATA.iterdir())
@@ -37,29 +37,31 @@ def evidence(
     environment: dict[str, str] | None = None,
     torch: TorchBuild | None = None,
     **process: Any,
-) -> Evidence:
+) -> ProbeAnswers:
     """The evidence of a stored machine; None: of one without GPUs, on which nothing is installed."""
     answers = {
-        name: Answer(" ".join(command), text(case, name))
+        name: CommandOutput(" ".join(command), text(case, name))
         if case is not None and (DATA / case / f"{name}.txt").exists()
-        else Answer(" ".join(command), missing=f"{command[0]} is not installed")
+        else CommandOutput(" ".join(command), missing=f"{command[0]} is not installed")
         for name, command in COMMANDS.items()
     }
-    answers["memory"] = Answer("/proc/meminfo", f"MemTotal: {512 << 20} kB\nMemAvailable: {500 << 20} kB\n")
-    answers["ports"] = Answer("ip_local_port_range", "32768\t60999\n")
+    answers["memory"] = CommandOutput(
+        "/proc/meminfo", f"MemTotal: {512 << 20} kB\nMemAvailable: {500 << 20} kB\n"
+    )
+    answers["ports"] = CommandOutput("ip_local_port_range", "32768\t60999\n")
     gpus = len(text(case, "gpus").splitlines()) if case is not None else 0
     build = torch or (
         TorchBuild("2.13.0+cu126", "12.6", "", gpus, True) if gpus else TorchBuild("2.13.0+cpu")
     )
-    return Evidence(
+    return ProbeAnswers(
         answers, environment or {}, Process(**{**vars(ROOMY), **process}), build, f"stored outputs of {case}"
     )
 
 
-def report(case: str | None, topic: str | None = None, **how: Any) -> Report:
+def report(case: str | None, topic: str | None = None, **how: Any) -> CheckupReport:
     return judge(evidence(case, **how), Unknown("nothing was measured"), find_topic(topic) if topic else None)
 
 
-def costs(found: Report) -> list[str]:
+def costs(found: CheckupReport) -> list[str]:
     """What costs, by subject and sentence."""
     return [f"{finding.subject}: {finding.what}" for finding in found.of("costs")]

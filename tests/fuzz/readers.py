@@ -29,7 +29,7 @@ from mpkit.cost_model.known_models import architecture_of
 from mpkit.errors import TraceError
 from mpkit.kineto.opened import OpenedTrace
 from mpkit.parallel.checkpoint.files import digest
-from mpkit.parallel.checkpoint.head import HEAD, Head, seal
+from mpkit.parallel.checkpoint.head import HEAD, CheckpointHead, seal
 from mpkit.parallel.checkpoint.planner import SavePlanner, Slice, Writer
 from mpkit.prepare.resume import find_checkpoint
 from mpkit.record.recorder import Recorder
@@ -244,7 +244,7 @@ def checkpoint() -> list[bytes]:
             "random/0": Slice(torch.zeros(16, dtype=torch.uint8), (16,)),
         }
         save(state, storage_writer=Writer(name), planner=SavePlanner(), no_dist=True)
-        head = Head(
+        head = CheckpointHead(
             step=2, number=1, plan=json.loads(Plan.serial().to_json()), world_size=1,
             facts={"trained": {"0.weight": form}, **facts}, scaler={"scale": 1.0, "good": 0}, skipped=0,
             layout=["0.weight"], training="0" * 32,

@@ -19,7 +19,7 @@ import pytest
 import mpkit as mk
 from mpkit.devices.local.inventory import inventory_of_gpus
 from mpkit.devices.local.nvidia_smi import Gpu
-from mpkit.devices.local.nvml import NvmlGpu, NvmlMissing, Reading
+from mpkit.devices.local.nvml import GpuReading, NvmlGpu, NvmlMissing
 from mpkit.errors import TraceError
 from mpkit.launch import gpu_sampler
 from mpkit.launch.gpu_sampler import GpuSampler, gpus_of, sample_of, sampler_for
@@ -88,7 +88,7 @@ def trace() -> mk.Trace:
 def test_a_gpu_is_read_in_bytes() -> None:
     fake = FakeNvml()
     reading = NvmlGpu(fake, FIRST).read()
-    assert reading == Reading(0, 2e9, 1024 * 3_000_005, 1024 * 3_000_005, 12e6, 40e6)
+    assert reading == GpuReading(0, 2e9, 1024 * 3_000_005, 1024 * 3_000_005, 12e6, 40e6)
 
 
 def test_what_a_gpu_does_not_tell_is_nan() -> None:
@@ -98,8 +98,8 @@ def test_what_a_gpu_does_not_tell_is_nan() -> None:
 
 
 def test_nvlink_is_bytes_per_second_since_the_sample_before() -> None:
-    before = (ORIGIN, Reading(0, 0, 1000.0, 500.0, 0, 0))
-    [sample] = np.frombuffer(sample_of(ORIGIN + TENTH, Reading(0, 0, 4000.0, 400.0, 0, 0), before), SAMPLE)
+    before = (ORIGIN, GpuReading(0, 0, 1000.0, 500.0, 0, 0))
+    [sample] = np.frombuffer(sample_of(ORIGIN + TENTH, GpuReading(0, 0, 4000.0, 400.0, 0, 0), before), SAMPLE)
     assert sample["nvlink_sent"] == pytest.approx(30_000)
     assert np.isnan(sample["nvlink_received"])  # the counter was set back
     [first] = np.frombuffer(sample_of(ORIGIN, before[1], None), SAMPLE)

@@ -16,12 +16,12 @@ from torch.distributed import TCPStore
 
 import mpkit as mk
 from mpkit.apps.launch_commands import LaunchPlan, commands
-from mpkit.apps.watch import Program
+from mpkit.apps.watch import CommandProgram
 from mpkit.errors import CommMismatch, Deadlock, MpkitError, RankFailed
 from mpkit.launch.external.clock_offset import answer_pings, measure_offset
 from mpkit.launch.external.collector import RemoteProcesses
 from mpkit.launch.external.environment import place_here
-from mpkit.launch.external.mirror import Mirror
+from mpkit.launch.external.mirror import FileMirror
 from mpkit.launch.external.packets import WINDOW, Sender
 from mpkit.launch.external.rendezvous import clone, interface_to, wait_for
 from mpkit.launch.external.verdict import Verdict
@@ -138,7 +138,7 @@ def test_ranks_elsewhere_run_if_their_heartbeats_say_so() -> None:
 # ---- packets -------------------------------------------------------------------------------------------------
 
 
-def copied(sender: Sender, mirror: Mirror) -> int:
+def copied(sender: Sender, mirror: FileMirror) -> int:
     packets = 0
     while (packet := sender.packet()) is not None:
         mirror.take(packet)
@@ -151,7 +151,7 @@ def test_a_copy_grows_with_what_is_recorded(tmp_path: Path) -> None:
     here.mkdir(), there.mkdir()
     reserve(here, 3), reserve(there, 3)
     record = Recorder(here, 2, torch.device("cpu"))
-    sender, mirror = Sender(here, 2), Mirror(there, 2, -AHEAD)
+    sender, mirror = Sender(here, 2), FileMirror(there, 2, -AHEAD)
     assert copied(sender, mirror) == 1  # a rank that has begun, and has no name but ""
     with record.step(0):
         record.ledger.change(("params", 100))
@@ -183,7 +183,7 @@ def test_an_op_that_ends_late_is_sent_again(tmp_path: Path) -> None:
     here.mkdir(), there.mkdir()
     reserve(here, 1), reserve(there, 1)
     record = Recorder(here, 0, torch.device("cpu"))
-    sender, mirror = Sender(here, 0), Mirror(there, 0, 0)
+    sender, mirror = Sender(here, 0), FileMirror(there, 0, 0)
     early = record.begin(Kind.ALL_REDUCE, group="0,1", number=0)
     for _ in range(2 * WINDOW + 10):
         record.end(record.begin(Kind.COMPUTE))
@@ -205,7 +205,7 @@ def test_nothing_is_lost_if_a_rank_ends_while_its_files_are_read(
     here.mkdir(), there.mkdir()
     reserve(here, 1), reserve(there, 1)
     record = Recorder(here, 0, torch.device("cpu"))
-    sender, mirror = Sender(here, 0), Mirror(there, 0, 0)
+    sender, mirror = Sender(here, 0), FileMirror(there, 0, 0)
     record.end(record.begin(Kind.COMPUTE))
     copied(sender, mirror)
     look = os.fstat
@@ -228,7 +228,7 @@ def test_nothing_is_new_once_the_nodes_folder_is_gone(tmp_path: Path) -> None:
     here.mkdir(), there.mkdir()
     reserve(here, 2), reserve(there, 2)
     record = Recorder(here, 1, torch.device("cpu"))
-    sender, mirror = Sender(here, 1), Mirror(there, 1, 0)
+    sender, mirror = Sender(here, 1), FileMirror(there, 1, 0)
     record.end(record.begin(Kind.COMPUTE))
     record.close()
     copied(sender, mirror)
@@ -241,7 +241,7 @@ def test_an_error_travels_with_its_time(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir(), there.mkdir()
     reserve(here, 1), reserve(there, 1)
-    sender, mirror = Sender(here, 0), Mirror(there, 0, 5)
+    sender, mirror = Sender(here, 0), FileMirror(there, 0, 5)
     write_error(here, 0, {"time": 10, "message": "of no use"})
     copied(sender, mirror)
     assert read_error(there, 0) == {"time": 15, "message": "of no use"}
@@ -267,12 +267,12 @@ def test_a_verdict_is_the_same_for_everyone(error: Exception) -> None:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Program:
+def script(tmp_path: Path) -> CommandProgram:
     (tmp_path / "train.py").write_text("")
-    return Program(str(tmp_path / "train.py"), ("--name", "two words"))
+    return CommandProgram(str(tmp_path / "train.py"), ("--name", "two words"))
 
 
-def test_the_commands(script: Program) -> None:
+def test_the_commands(script: CommandProgram) -> None:
     text = commands(LaunchPlan(script, nodes=3, gpus=8, address="n1"))
     ranks = [line for line in text.splitlines() if line.startswith("torchrun")]
     assert len(ranks) == 3 and all(line.endswith("train.py --name 'two words'") for line in ranks)
@@ -299,8 +299,8 @@ def test_the_commands(script: Program) -> None:
         ({"hours": 0}, "--hours 0: more than 0"),
     ],
 )
-def test_launch_mistakes(script: Program, how: dict, says: str) -> None:
+def test_launch_mistakes(script: CommandProgram, how: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         LaunchPlan(script, **how).check()
     with pytest.raises(ValueError, match="no such file here"):
-        LaunchPlan(Program("trian.py")).check()
+        LaunchPlan(CommandProgram("trian.py")).check()

@@ -15,7 +15,7 @@ import torch
 
 import mpkit as mk
 from mpkit.launch.failure import failure
-from mpkit.launch.hang.progress import Watch
+from mpkit.launch.hang.progress import RankWatch
 from mpkit.launch.process.folder import reserve, write_error
 from mpkit.trace import MEMORY, OP, RankTrace, Trace
 from tests.limits import EVENT, wait_until_gone
@@ -149,7 +149,7 @@ def test_looking_at_ranks_loses_no_ctrl_c(cluster: mk.Cluster) -> None:
     """It comes at any moment; numpy, comparing a scalar with an enum, would swallow it."""
     launch = cluster.launch(lambda ctx: ctx.comm.barrier(), (), sink=print)
     launch.finish()
-    watch = Watch(launch.folder, 4)
+    watch = RankWatch(launch.folder, 4)
     came = caught = 0
     looking = False
 

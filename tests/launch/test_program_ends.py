@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
-from mpkit.apps.watch import Program
+from mpkit.apps.watch import CommandProgram
 
 
 def test_bytes_and_files_of_the_standard_output(
@@ -92,7 +92,7 @@ def test_a_watched_program_ends_as_python_ends_it(
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(END)
-    clusters(2).run(Program(str(program), (str(tmp_path), how)).run, watch=True)
+    clusters(2).run(CommandProgram(str(program), (str(tmp_path), how)).run, watch=True)
     noted = {path.name for path in tmp_path.iterdir()} - {"program.py"}
     if how == "_exit":  # which waits for nothing
         assert not any(name.startswith("atexit") for name in noted)

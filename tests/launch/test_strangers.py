@@ -23,10 +23,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore, distributed_c10d
 
-from mpkit.data.digest import Taken
+from mpkit.data.digest import SampleLog
 from mpkit.errors import MpkitError
 from mpkit.launch.external.greeting import greet
-from mpkit.launch.external.mirror import MOST_PACKET, Mirror
+from mpkit.launch.external.mirror import MOST_PACKET, FileMirror
 from mpkit.launch.external.results import Results
 from mpkit.launch.external.secret import Secret, find_secret
 from mpkit.launch.external.signed_store import SignedStore
@@ -212,7 +212,7 @@ def packet(fields: dict[str, Any], which: list[int], rows: int, *, body: bytes |
 )
 def test_a_packet_writes_no_more_than_a_rank_can_have_recorded(hostile: bytes, tmp_path: Path) -> None:
     reserve(tmp_path, 1)
-    mirror = Mirror(tmp_path, 0, 0)
+    mirror = FileMirror(tmp_path, 0, 0)
     mirror.take(packet({}, [0], 1))
     with pytest.raises(MpkitError, match="rank 0 has sent a packet that cannot be read"):
         mirror.take(hostile)
@@ -230,9 +230,9 @@ def test_a_packet_writes_no_more_than_a_rank_can_have_recorded(hostile: bytes, t
         ("rank0.ops", lambda folder: Recorder(folder, 0, torch.device("cpu"))),
         ("rank0.names", lambda folder: Recorder(folder, 0, torch.device("cpu"))),
         ("rank0.mem", lambda folder: Recorder(folder, 0, torch.device("cpu"))),
-        ("rank0.ops", lambda folder: Mirror(folder, 0, 0)),
-        ("rank0.taken", lambda folder: Mirror(folder, 0, 0)),
-        ("rank0.taken", lambda folder: Taken(folder, 0)),
+        ("rank0.ops", lambda folder: FileMirror(folder, 0, 0)),
+        ("rank0.taken", lambda folder: FileMirror(folder, 0, 0)),
+        ("rank0.taken", lambda folder: SampleLog(folder, 0)),
     ],
 )
 def test_a_link_in_a_run_folder_is_not_followed(

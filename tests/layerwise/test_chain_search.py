@@ -17,7 +17,7 @@ import mpkit as mk
 from mpkit.devices.hardware import Hardware
 from mpkit.layerwise.chain_search import brute_force, fastest, least_memory
 from mpkit.layerwise.layer import CHANNELS, Layer, Split
-from mpkit.layerwise.price import Costs, Priced
+from mpkit.layerwise.price import ChainCosts, ChainPrices
 from mpkit.layerwise.strategies import layer_strategies
 
 
@@ -49,12 +49,12 @@ def machine(seed: int = 0, memory: float = 80e9) -> Hardware:
     return replace(found, device=replace(found.device, memory=int(memory)))
 
 
-def small_chain(seed: int, most: int = 20_000) -> Priced:
+def small_chain(seed: int, most: int = 20_000) -> ChainPrices:
     """A random chain of few enough choices to try them all."""
     layers = random_chain(seed)
-    while prod(map(len, Priced(layers, machine(seed), 16).splits)) > most:
+    while prod(map(len, ChainPrices(layers, machine(seed), 16).splits)) > most:
         layers = layers[:-1]
-    return Priced(layers, machine(seed), 16)
+    return ChainPrices(layers, machine(seed), 16)
 
 
 @pytest.mark.parametrize("block", [0, 1, *(pytest.param(n, marks=pytest.mark.soak) for n in range(2, 8))])
@@ -79,7 +79,7 @@ def test_as_fast_as_the_best_of_all_choices_with_any_numbers() -> None:
     rng = np.random.default_rng(7)
     for _ in range(200):
         sizes = rng.integers(1, 6, rng.integers(2, 6))
-        costs = Costs(
+        costs = ChainCosts(
             [rng.random(n) for n in sizes],
             [rng.integers(0, 9, n).astype(float) for n in sizes],
             [rng.random((a, b)) for a, b in pairwise(sizes)],
@@ -91,7 +91,7 @@ def test_as_fast_as_the_best_of_all_choices_with_any_numbers() -> None:
             assert found.time == pytest.approx(best.time, rel=1e-12)
 
 
-def by_table(costs: Costs, limit: int) -> float:
+def by_table(costs: ChainCosts, limit: int) -> float:
     """The least time within a limit where memory is whole numbers: a table over (split, memory), without any bound."""
     table = np.full((len(costs.time[0]), limit + 1), np.inf)
     for x, (seconds, nbytes) in enumerate(zip(costs.time[0], costs.memory[0], strict=True)):
@@ -110,7 +110,7 @@ def test_long_chains_against_a_table_over_memory() -> None:
     rng = np.random.default_rng(3)
     for length in (10, 40, 80):
         for _ in range(4):
-            costs = Costs(
+            costs = ChainCosts(
                 list(rng.random((length, 12))),
                 list(rng.integers(0, 30, (length, 12)).astype(float)),
                 list(0.5 * rng.random((length - 1, 12, 12))),
@@ -154,19 +154,20 @@ def large_gpt(layers: int) -> list[Layer]:
 
 @pytest.mark.parametrize("share", [None, 0.4])
 def test_identical_layers_priced_once_or_one_by_one(share: float | None) -> None:
-    class OneByOne(Priced):
+    class OneByOne(ChainPrices):
         """No two layers are identical."""
 
         @property
-        def costs(self) -> Costs:  # type: ignore[override]
-            alone = [Priced([layer], self.hardware, self.batch).costs for layer in self.layers]
+        def costs(self) -> ChainCosts:  # type: ignore[override]
+            alone = [ChainPrices([layer], self.hardware, self.batch).costs for layer in self.layers]
             pairs = [
-                Priced([a, b], self.hardware, self.batch).costs.between[0] for a, b in pairwise(self.layers)
+                ChainPrices([a, b], self.hardware, self.batch).costs.between[0]
+                for a, b in pairwise(self.layers)
             ]
-            return Costs([each.time[0] for each in alone], [each.memory[0] for each in alone], pairs)
+            return ChainCosts([each.time[0] for each in alone], [each.memory[0] for each in alone], pairs)
 
     layers, hardware = large_gpt(10), mk.hardware("2x8-h100-ndr")
-    together, apart = (each(layers, hardware, 32).costs for each in (Priced, OneByOne))
+    together, apart = (each(layers, hardware, 32).costs for each in (ChainPrices, OneByOne))
     assert len({id(matrix) for matrix in together.between}) == 3  # into, within and out of the run of blocks
     assert len({id(matrix) for matrix in apart.between}) == 11
     free, least = fastest(together), least_memory(together).memory
@@ -265,14 +266,14 @@ def test_the_memory_that_the_refusal_names_is_enough() -> None:
 
 def test_what_has_no_parameters_has_no_gradients_to_sum() -> None:
     layer = Layer("relu", 64, 64, flops=0, parameter=64, channels="kept")
-    priced = Priced([layer], mk.hardware("4x-a100-nvlink"), 8)
+    priced = ChainPrices([layer], mk.hardware("4x-a100-nvlink"), 8)
     assert priced.parts(layer, Split(sample=4))["gradients"] == 0
 
 
 def test_what_is_sent_between_two_linear_layers() -> None:
     """Column-parallel twice: the output is gathered, and the sums of its gradient are scattered again."""
     layer = Layer("fc", 64, 64, flops=8192, parameters=4096, parameter=64)
-    priced = Priced([layer, layer], mk.hardware("4x-a100-nvlink"), 8)
+    priced = ChainPrices([layer, layer], mk.hardware("4x-a100-nvlink"), 8)
     nbytes, link = 4 * 8 * 64, priced.hardware.link
     columns, samples = Split(parameter=4), Split(sample=4)
     gather, scatter = (

@@ -15,7 +15,7 @@ from mpkit.parallel.job.feed import Feed
 from mpkit.parallel.runtime.pipeline import Pipeline
 from mpkit.parallel.runtime.train import Training
 from mpkit.parallel.stage.gradient_sync import GradientSync
-from mpkit.parallel.stage.partitioned import Part
+from mpkit.parallel.stage.partitioned import PartitionedStage
 from mpkit.parallel.update.update import Update
 from mpkit.parallel.zero.zero import Zero
 
@@ -95,7 +95,7 @@ def mode(rank: int) -> None:
     def evaluate(self: Any, *_: Any) -> None:
         for stage in self.sync.stages.values():
             stage.layers.eval()
-            if isinstance(stage, Part):
+            if isinstance(stage, PartitionedStage):
                 stage._skeleton.model.eval()
 
     after(Training, "__init__", evaluate)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.models import GPT
-from mpkit.parallel.runtime.evidence import Evidence
+from mpkit.parallel.runtime.evidence import RankEvidence
 from mpkit.prepare.prepare import prepare
 from mpkit.trace import Trace
 from tests.proof.planted import FAULTS, Planted
@@ -195,7 +195,7 @@ def test_the_cause_is_found_in_16_bits(clusters: Clusters, precision: str) -> No
 def test_nothing_is_written_after_the_verified_steps(
     clusters: Clusters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Evidence.begin.__doc__ and "if it is verified" in Evidence.begin.__doc__
+    assert RankEvidence.begin.__doc__ and "if it is verified" in RankEvidence.begin.__doc__
     run = train(clusters, Net(), mk.Plan.ddp(2), steps=30, verify=(1,)).wait()
     assert run.proof.steps == (1,)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import mpkit as mk
 from benchmarks.allocator import Peak, peak_of
-from mpkit.apps.watch import Program
+from mpkit.apps.watch import CommandProgram
 from mpkit.timeline.timeline import Timeline
 from tests.systems.systems import Sizes, System
 
@@ -84,7 +84,7 @@ def _run(ctx: Any, system: System, folder: str) -> None:
     os.environ["REPORT"] = folder
     sys.stdout.flush()
     arguments = (system.variant,) if system.variant else ()
-    Program(str(FOLDER / f"{system.script}.py"), arguments).run(ctx)
+    CommandProgram(str(FOLDER / f"{system.script}.py"), arguments).run(ctx)
 
 
 def _profiled(ctx: Any, system: System, folder: str) -> Peak:

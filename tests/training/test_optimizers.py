@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import mpkit as mk
-from mpkit.parallel.update.optimizer import Held, make_optimizer
-from mpkit.parallel.update.whole import Whole
+from mpkit.parallel.update.optimizer import UpdatedPart, make_optimizer
+from mpkit.parallel.update.whole import WholeParameter
 from mpkit.prepare.prepare import prepare
 from tests.serial import Train, check_equal
 
@@ -493,11 +493,13 @@ def test_counts_that_no_checkpoint_has(tmp_path: Any) -> None:
 
 
 def test_an_initial_state_goes_with_its_part() -> None:
-    whole = [Whole("w", (2, 3), torch.float32), Whole("b", (3,), torch.float32)]
+    whole = [WholeParameter("w", (2, 3), torch.float32), WholeParameter("b", (3,), torch.float32)]
     take: Callable[[Tensor], Tensor] = lambda t: t.reshape(-1)[1:3]  # noqa: E731
     part = nn.Parameter(torch.zeros(2))
     adagrad = make_optimizer(
-        lambda ps: torch.optim.Adagrad(ps, initial_accumulator_value=0.5), whole, {"w": Held(part, take)}
+        lambda ps: torch.optim.Adagrad(ps, initial_accumulator_value=0.5),
+        whole,
+        {"w": UpdatedPart(part, take)},
     )
     assert adagrad is not None
     assert [p is part for group in adagrad.param_groups for p in group["params"]] == [True]

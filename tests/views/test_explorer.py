@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 import mpkit as mk
-from mpkit.apps.explored import Setting
+from mpkit.apps.explored import ExplorerSetting
 from mpkit.schedule import NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_is_explored_as_it_is_simulated(name: str) -> None:
-    setting = Setting(
+    setting = ExplorerSetting(
         name, ranks=4, microbatches=8, virtual_stages=2, forward=1, input_grad=1.5, weight_grad=0.5
     )
     found = setting.explored()
@@ -22,7 +22,7 @@ def test_every_schedule_is_explored_as_it_is_simulated(name: str) -> None:
     assert found.peaks == [held["activations"] / v for held in t.peak_memory]
     assert found.figures["bubble"] == f"{100 * t.bubble:.1f} %"
     # The rows as text make the same schedule again.
-    again = Setting(found.text, forward=1, input_grad=1.5, weight_grad=0.5).explored()
+    again = ExplorerSetting(found.text, forward=1, input_grad=1.5, weight_grad=0.5).explored()
     assert again.timeline.makespan == pytest.approx(t.makespan)
 
 

@@ -10,12 +10,12 @@ from mpkit.timeline.replay.spans import SPAN
 from mpkit.views.browser import esm
 from mpkit.views.drawing.colours import Key
 from mpkit.views.timeline.counting import BubbleCounter
-from mpkit.views.timeline.wire import COLUMNS, Batches, look
+from mpkit.views.timeline.wire import COLUMNS, SpanBatches, look
 from tests.wire import unpack
 
 
 def test_columns_come_back_as_they_went(gpipe: mk.Timeline) -> None:
-    batches = Batches()
+    batches = SpanBatches()
     batches.add(gpipe.spans, gpipe.names)
     ((head, buffer),) = batches.since(0, {0: (0.0, 34.5)})
     columns = unpack(buffer, head["count"])
@@ -35,7 +35,7 @@ def test_columns_are_aligned_for_typed_arrays() -> None:
 @pytest.mark.parametrize("first", [0, 1, 700, 999])
 def test_who_has_some_gets_the_rest(long_run, first: int) -> None:
     spans = long_run(1000).spans[:1000]
-    batches = Batches()
+    batches = SpanBatches()
     for at in range(0, 1000, 137):
         batches.add(spans[at : at + 137], [""])
     assert np.array_equal(batches.spans, spans)
@@ -49,7 +49,7 @@ def test_who_has_some_gets_the_rest(long_run, first: int) -> None:
 
 
 def test_a_new_epoch_begins_at_nothing(gpipe: mk.Timeline) -> None:
-    batches = Batches()
+    batches = SpanBatches()
     batches.add(gpipe.spans, gpipe.names)
     batches.reset()
     ((head, buffer),) = batches.since(0, {})

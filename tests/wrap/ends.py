@@ -159,9 +159,9 @@ def from_env() -> None:
 
 
 def watched() -> None:
-    from mpkit.apps.watch import Program, watch
+    from mpkit.apps.watch import CommandProgram, watch
 
-    watch(Program(__file__, ("torch_ddp",)), device="cpu")
+    watch(CommandProgram(__file__, ("torch_ddp",)), device="cpu")
 
 
 def late() -> None:

@@ -25,7 +25,7 @@ from mpkit.parallel.tensor import by_hand, operators
 from mpkit.wrap.averaged import Averaged
 from mpkit.wrap.fully_sharded import FullySharded
 from mpkit.wrap.pipelined import PipelineParallel
-from mpkit.wrap.shares import Shares
+from mpkit.wrap.shares import ShardedParameters
 
 sys.path.insert(0, str(Path(__file__).parent))
 from loops import Branches, Normed, Toy, adamw, data, mine, momentum
@@ -223,7 +223,11 @@ def test_sums_and_micro_batches_that_are_missing_are_found(clusters: Clusters) -
 
 def scaled(self: Any, original: Callable[..., None], *args: Any) -> None:
     original(self, *args)
-    pieces = self.of.values() if isinstance(self, Shares) else [piece.parameter for piece in self.pieces]
+    pieces = (
+        self.of.values()
+        if isinstance(self, ShardedParameters)
+        else [piece.parameter for piece in self.pieces]
+    )
     for parameter in pieces:
         if parameter.grad is not None:
             parameter.grad.mul_(2)
@@ -292,9 +296,9 @@ FAULTS: dict[str, tuple[type, str, Any, Wrap, Callable[[], nn.Module], int, str]
         "the mean over the ranks is missing",
     ),
     "lost buffers": (StatefulBuffers, "synchronize", nothing, mk.ddp, Normed, 2, "the buffer inner.1."),
-    "a share's scale": (Shares, "take", scaled, ZERO, Toy, 1, "All gradients are 2 times"),
+    "a share's scale": (ShardedParameters, "take", scaled, ZERO, Toy, 1, "All gradients are 2 times"),
     "stale shards": (FullySharded, "renew", nothing, ZERO, Toy, 2, "It computed with other weights"),
-    "stale 16 bits": (Shares, "give", nothing, BF16, Toy, 2, ""),
+    "stale 16 bits": (ShardedParameters, "give", nothing, BF16, Toy, 2, ""),
 }
 
 

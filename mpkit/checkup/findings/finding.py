@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Finding", "Level", "gigabytes", "plural"]
+__all__ = ["CheckupFinding", "Level", "gigabytes", "plural"]
 
 
 class Level(StrEnum):
@@ -18,7 +18,7 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckupFinding:
     """One finding.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from mpkit.checkup.findings.finding import Finding, Level, gigabytes, plural
+from mpkit.checkup.findings.finding import CheckupFinding, Level, gigabytes, plural
 from mpkit.checkup.parsers.facts import Facts, Unknown
 from mpkit.devices.local.visible import visible
 
@@ -16,10 +16,10 @@ USED = 0.1
 """The share of a GPU's memory in use by others from which on it is worth a finding."""
 
 
-def gpus(facts: Facts) -> Iterator[Finding]:
+def gpus(facts: Facts) -> Iterator[CheckupFinding]:
     """Yield what there is to say about the GPUs."""
     if isinstance(facts.gpus, Unknown) and facts.torch.gpus == 0:
-        yield Finding(
+        yield CheckupFinding(
             "GPUs",
             Level.NOTE,
             "There is no GPU that the driver or torch knows of: ranks are CPU processes here, over gloo.",
@@ -31,7 +31,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
         return
     if isinstance(facts.gpus, Unknown):
         many = plural(facts.torch.gpus, "GPU")
-        yield Finding(
+        yield CheckupFinding(
             "GPUs",
             Level.UNCHECKED,
             f"torch sees {many}; their names and memory are not known.",
@@ -44,7 +44,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
     if facts.torch.gpus < len(seen.gpus):
         yield _unseen(facts, listed, len(seen.gpus))
     elif len(seen.gpus) < len(facts.gpus):
-        yield Finding(
+        yield CheckupFinding(
             "GPUs",
             Level.NOTE,
             f"{seen.decided_by} lets programs see {len(seen.gpus)} of {plural(len(facts.gpus), 'GPU')}.",
@@ -53,9 +53,12 @@ def gpus(facts: Facts) -> Iterator[Finding]:
             topics=HIDDEN,
         )
     else:
-        yield Finding("GPUs", Level.FINE, f"{listed}.", "nvidia-smi; torch sees as many", topics=HIDDEN)
+        yield CheckupFinding(
+            "GPUs", Level.FINE, f"{listed}.", "nvidia-smi; torch sees as many", topics=HIDDEN
+        )
     yield from (
-        Finding("GPUs", Level.COSTS, note, seen.decided_by, _COST_HIDDEN, seen.mend) for note in seen.wrong
+        CheckupFinding("GPUs", Level.COSTS, note, seen.decided_by, _COST_HIDDEN, seen.mend)
+        for note in seen.wrong
     )
     yield from _alike(facts, len(names))
     yield from _used(facts)
@@ -64,7 +67,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 _COST_HIDDEN = "other GPUs than those meant, or fewer, compute"
 
 
-def _unseen(facts: Facts, listed: str, there: int) -> Finding:
+def _unseen(facts: Facts, listed: str, there: int) -> CheckupFinding:
     build = facts.torch
     why, mend = "", "nvidia-smi -L; python -c 'import torch; print(torch.version.cuda)'"
     if not build.cuda and not build.hip:
@@ -72,7 +75,7 @@ def _unseen(facts: Facts, listed: str, there: int) -> Finding:
         mend = "pip uninstall torch, then the command for your CUDA from pytorch.org (Get Started)"
     elif build.error:
         why = f": {build.error}"
-    return Finding(
+    return CheckupFinding(
         "GPUs",
         Level.COSTS,
         f"torch sees {build.gpus} of the {plural(there, 'GPU')} that nvidia-smi lists{why}.",
@@ -83,12 +86,12 @@ def _unseen(facts: Facts, listed: str, there: int) -> Finding:
     )
 
 
-def _alike(facts: Facts, kinds: int) -> Iterator[Finding]:
+def _alike(facts: Facts, kinds: int) -> Iterator[CheckupFinding]:
     gpus = facts.gpu_list
     if kinds > 1:
         smallest = min(gpus, key=lambda gpu: gpu.memory)
         lost = sum(gpu.memory - smallest.memory for gpu in gpus)
-        yield Finding(
+        yield CheckupFinding(
             "GPUs",
             Level.COSTS,
             f"The GPUs are not alike: {', '.join(dict.fromkeys(gpu.name for gpu in gpus))}.",
@@ -100,7 +103,7 @@ def _alike(facts: Facts, kinds: int) -> Iterator[Finding]:
             ("gpu 0 busier", "slow scaling"),
         )
         if "CUDA_DEVICE_ORDER" not in facts.environment:
-            yield Finding(
+            yield CheckupFinding(
                 "GPUs",
                 Level.NOTE,
                 "CUDA counts unlike GPUs from the fastest on, nvidia-smi by their place on the PCI bus.",
@@ -109,7 +112,7 @@ def _alike(facts: Facts, kinds: int) -> Iterator[Finding]:
                 "export CUDA_DEVICE_ORDER=PCI_BUS_ID  # before Python starts",
             )
     elif len(gpus) > 1:
-        yield Finding("GPUs", Level.FINE, "The GPUs are alike.", f"{len(gpus)} x {gpus[0].name}")
+        yield CheckupFinding("GPUs", Level.FINE, "The GPUs are alike.", f"{len(gpus)} x {gpus[0].name}")
 
 
 def _largest_kind(facts: Facts) -> list[int]:
@@ -119,11 +122,11 @@ def _largest_kind(facts: Facts) -> list[int]:
     return [place for place, gpu in enumerate(seen) if gpu.name == name]
 
 
-def _used(facts: Facts) -> Iterator[Finding]:
+def _used(facts: Facts) -> Iterator[CheckupFinding]:
     for gpu in facts.gpu_list:
         if gpu.memory and gpu.used > USED * gpu.memory:
             busy = f", busy {gpu.busy} % of the time" if gpu.busy else ""
-            yield Finding(
+            yield CheckupFinding(
                 "GPUs",
                 Level.COSTS,
                 f"GPU {gpu.index} is in use: {gigabytes(gpu.used)} of its {gigabytes(gpu.memory)} are taken.",

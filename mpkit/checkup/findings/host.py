@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpkit.checkup.findings.finding import Finding, Level, gigabytes, plural
+from mpkit.checkup.findings.finding import CheckupFinding, Level, gigabytes, plural
 from mpkit.checkup.parsers.facts import Facts, Unknown
 
 __all__ = ["cpus", "limits", "memory", "ports", "shared_memory"]
@@ -18,20 +18,20 @@ FILES = 4096
 PORTS = 4096
 
 
-def memory(facts: Facts) -> Iterator[Finding]:
+def memory(facts: Facts) -> Iterator[CheckupFinding]:
     """Yield system RAM per GPU, and what is free."""
     if isinstance(facts.memory, Unknown):
-        yield Finding("memory", Level.UNCHECKED, "System RAM.", facts.memory.why)
+        yield CheckupFinding("memory", Level.UNCHECKED, "System RAM.", facts.memory.why)
         return
     total, free = facts.memory
     gpus = len(facts.gpu_list) or facts.torch.gpus
     seen = f"/proc/meminfo: {gigabytes(total)} in all, {gigabytes(free)} available"
     if not gpus:
-        yield Finding(
+        yield CheckupFinding(
             "memory", Level.FINE, f"Ranks share {gigabytes(total)} of RAM, {gigabytes(free)} free.", seen
         )
     elif total < 0.95 * RAM_PER_GPU * gpus:
-        yield Finding(
+        yield CheckupFinding(
             "memory",
             Level.COSTS,
             f"{total / gpus / 1e9:.3g} GB of RAM per GPU, where 16 GB is the rule.",
@@ -42,11 +42,11 @@ def memory(facts: Facts) -> Iterator[Finding]:
             ("out of memory",),
         )
     else:
-        yield Finding(
+        yield CheckupFinding(
             "memory", Level.FINE, f"{total / gpus / 1e9:.3g} GB of RAM per GPU (the rule: 16 GB).", seen
         )
     if free < 0.1 * total:
-        yield Finding(
+        yield CheckupFinding(
             "memory",
             Level.COSTS,
             f"Only {gigabytes(free)} of {gigabytes(total)} RAM are free.",
@@ -57,14 +57,14 @@ def memory(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def cpus(facts: Facts) -> Iterator[Finding]:
+def cpus(facts: Facts) -> Iterator[CheckupFinding]:
     """Yield CPUs per GPU, what a container allows, and whether others use them."""
     gpus = len(facts.gpu_list) or facts.torch.gpus
     can = facts.cpus
     seen = f"{facts.process.cpus} CPUs for this process"
     seen += f", of whose time it may use {can:g}" if can < facts.process.cpus else ""
     if gpus and can < 2 * gpus:
-        yield Finding(
+        yield CheckupFinding(
             "CPUs",
             Level.COSTS,
             f"{can:g} CPUs for {plural(gpus, 'GPU')}: less than two for each.",
@@ -75,9 +75,9 @@ def cpus(facts: Facts) -> Iterator[Finding]:
             ("slow scaling", "gpu 0 busier"),
         )
     else:
-        yield Finding("CPUs", Level.FINE, f"{can:g} CPUs.", seen)
+        yield CheckupFinding("CPUs", Level.FINE, f"{can:g} CPUs.", seen)
     if not isinstance(facts.load, Unknown) and facts.load > facts.process.cpus + 0.5:
-        yield Finding(
+        yield CheckupFinding(
             "CPUs",
             Level.COSTS,
             f"Other programs use the CPUs: {facts.load:.3g} want to run on {facts.process.cpus}.",
@@ -88,7 +88,7 @@ def cpus(facts: Facts) -> Iterator[Finding]:
         )
     threads = facts.environment.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > can:
-        yield Finding(
+        yield CheckupFinding(
             "CPUs",
             Level.COSTS,
             f"OMP_NUM_THREADS={threads} on {can:g} CPUs.",
@@ -98,18 +98,18 @@ def cpus(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def shared_memory(facts: Facts) -> Iterator[Finding]:
+def shared_memory(facts: Facts) -> Iterator[CheckupFinding]:
     """Yield the size of /dev/shm, which loaders' workers and nccl use."""
     if facts.process.shm is None:
-        yield Finding("/dev/shm", Level.UNCHECKED, "Shared memory.", "there is no /dev/shm here")
+        yield CheckupFinding("/dev/shm", Level.UNCHECKED, "Shared memory.", "there is no /dev/shm here")
         return
     total, free = facts.process.shm
     seen = f"df /dev/shm: {gigabytes(total)}, {gigabytes(free)} free"
     if free >= SHM:
-        yield Finding("/dev/shm", Level.FINE, f"{gigabytes(free)} of shared memory are free.", seen)
+        yield CheckupFinding("/dev/shm", Level.FINE, f"{gigabytes(free)} of shared memory are free.", seen)
         return
     docker = " (64 MiB is Docker's default)" if total <= 64 << 20 else ""
-    yield Finding(
+    yield CheckupFinding(
         "/dev/shm",
         Level.COSTS,
         f"Shared memory is small: {free >> 20} MiB free{docker}.",
@@ -120,12 +120,12 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def limits(facts: Facts) -> Iterator[Finding]:
+def limits(facts: Facts) -> Iterator[CheckupFinding]:
     """Yield the limits on open files and locked memory."""
     files, hard = facts.process.limits.get("nofile", (-1, -1))
     if 0 <= files < FILES:
         low = files < 1024
-        yield Finding(
+        yield CheckupFinding(
             "limits",
             Level.COSTS if low else Level.NOTE,
             f"This process may open {files} files.",
@@ -137,13 +137,13 @@ def limits(facts: Facts) -> Iterator[Finding]:
             else "the hard limit is as low: docker run --ulimit nofile=65536, LimitNOFILE= of systemd, or limits.conf",
         )
     else:
-        yield Finding(
+        yield CheckupFinding(
             "limits", Level.FINE, f"Open files: {'unlimited' if files < 0 else files}.", "ulimit -n"
         )
     locked, _ = facts.process.limits.get("memlock", (-1, -1))
     if 0 <= locked < 1 << 30:
         card = not isinstance(facts.topology, Unknown) and facts.topology.network_cards > 0
-        yield Finding(
+        yield CheckupFinding(
             "limits",
             Level.COSTS if card else Level.NOTE,
             f"This process may lock {locked >> 10} KiB of memory.",
@@ -155,12 +155,12 @@ def limits(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def ports(facts: Facts) -> Iterator[Finding]:
+def ports(facts: Facts) -> Iterator[CheckupFinding]:
     """Yield what ranks on several machines need of ports; on one machine mpkit uses a file instead."""
     if isinstance(facts.ports, Unknown):
-        yield Finding("ports", Level.UNCHECKED, "Ports for outgoing connections.", facts.ports.why)
+        yield CheckupFinding("ports", Level.UNCHECKED, "Ports for outgoing connections.", facts.ports.why)
     elif facts.ports < PORTS:
-        yield Finding(
+        yield CheckupFinding(
             "ports",
             Level.COSTS,
             f"Only {facts.ports} ports for outgoing connections.",
@@ -170,7 +170,7 @@ def ports(facts: Facts) -> Iterator[Finding]:
             ("nccl time-outs",),
         )
     if facts.process.port_in_use:
-        yield Finding(
+        yield CheckupFinding(
             "ports",
             Level.NOTE,
             "Somebody listens on port 29500.",
@@ -180,6 +180,6 @@ def ports(facts: Facts) -> Iterator[Finding]:
             ("nccl time-outs",),
         )
     elif not isinstance(facts.ports, Unknown) and facts.ports >= PORTS:
-        yield Finding(
+        yield CheckupFinding(
             "ports", Level.FINE, f"{facts.ports} ports, and torchrun's 29500 is free.", "ip_local_port_range"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from mpkit.checkup.findings.finding import Finding, Level, plural
+from mpkit.checkup.findings.finding import CheckupFinding, Level, plural
 from mpkit.checkup.parsers.facts import Facts, Unknown
 from mpkit.checkup.parsers.p2p import WHY_NOT
 from mpkit.checkup.parsers.pci import PciGpu
@@ -20,12 +20,12 @@ ENOUGH = 12e9
 """Bytes per second per GPU that the guide takes for enough: PCIe 4 x8 or 3 x16, some 16 GB/s by the data sheet."""
 
 
-def links(facts: Facts) -> Iterator[Finding]:
+def links(facts: Facts) -> Iterator[CheckupFinding]:
     """Yield how the GPUs are connected."""
     if len(facts.gpu_list) < 2:
         return
     if isinstance(facts.topology, Unknown):
-        yield Finding(
+        yield CheckupFinding(
             "links", Level.UNCHECKED, "How the GPUs are connected.", facts.topology.why, topics=SLOW
         )
         return
@@ -34,12 +34,12 @@ def links(facts: Facts) -> Iterator[Finding]:
     yield from _p2p(facts)
 
 
-def _topology(facts: Facts, topology: Topology) -> Finding:
+def _topology(facts: Facts, topology: Topology) -> CheckupFinding:
     pairs = Counter(topology.links.values())
     seen = "nvidia-smi topo -m, pairs: " + ", ".join(f"{count} x {kind}" for kind, count in pairs.items())
     if all(topology.nvlinks(*pair) for pair in topology.links):
         counts = sorted({topology.nvlinks(*pair) for pair in topology.links})
-        return Finding(
+        return CheckupFinding(
             "links",
             Level.FINE,
             f"Every pair of GPUs has NVLink ({', '.join(f'NV{n}' for n in counts)}).",
@@ -48,7 +48,7 @@ def _topology(facts: Facts, topology: Topology) -> Finding:
         )
     if any(topology.nvlinks(*pair) for pair in topology.links):
         apart = next(pair for pair in topology.links if not topology.nvlinks(*pair))
-        return Finding(
+        return CheckupFinding(
             "links",
             Level.NOTE,
             f"Some pairs have NVLink and others not: GPU {apart[0]} and {apart[1]} talk over {topology.links[apart]}.",
@@ -61,7 +61,7 @@ def _topology(facts: Facts, topology: Topology) -> Finding:
     n, how = topology.gpus, topology.worst
     across = [pair for pair in topology.links if topology.kind(*pair) in ACROSS_CPU]
     seconds = wire_factor(Kind.ALL_REDUCE, n) * 4e9 / ENOUGH
-    return Finding(
+    return CheckupFinding(
         "links",
         Level.COSTS if across else Level.NOTE,
         f"No NVLink: the GPUs talk over PCI Express{', through the CPU' if across else ''} ({how} at worst).",
@@ -94,14 +94,14 @@ def _clique(topology: Topology) -> list[int]:
     return best
 
 
-def _nvlink_down(facts: Facts) -> Iterator[Finding]:
+def _nvlink_down(facts: Facts) -> Iterator[CheckupFinding]:
     if isinstance(facts.nvlink, Unknown):
         return
     most = max((len(gpu.rates) for gpu in facts.nvlink), default=0)
     for gpu in facts.nvlink:
         if (gpu.rates and len(gpu.rates) < most) or (gpu.down and gpu.rates):
             down = max(most - len(gpu.rates), len(gpu.down))
-            yield Finding(
+            yield CheckupFinding(
                 "links",
                 Level.COSTS,
                 f"GPU {gpu.gpu} has {plural(len(gpu.rates), 'NVLink')} up, and {down} down.",
@@ -115,9 +115,9 @@ def _nvlink_down(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _p2p(facts: Facts) -> Iterator[Finding]:
+def _p2p(facts: Facts) -> Iterator[CheckupFinding]:
     if isinstance(facts.p2p, Unknown):
-        yield Finding(
+        yield CheckupFinding(
             "links",
             Level.UNCHECKED,
             "Whether GPUs read each other's memory (P2P).",
@@ -127,13 +127,13 @@ def _p2p(facts: Facts) -> Iterator[Finding]:
         return
     refused = {why for why in facts.p2p.values() if why != "OK"}
     if not refused:
-        yield Finding(
+        yield CheckupFinding(
             "links", Level.FINE, "All GPUs read each other's memory directly (P2P).", "nvidia-smi topo -p2p r"
         )
         return
     reasons = "; ".join(WHY_NOT.get(why, why) for why in sorted(refused))
     count = sum(why != "OK" for why in facts.p2p.values())
-    yield Finding(
+    yield CheckupFinding(
         "links",
         Level.COSTS,
         f"{plural(count, 'pair')} of GPUs cannot read each other's memory (P2P): {reasons}.",
@@ -144,16 +144,18 @@ def _p2p(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def pci(facts: Facts) -> Iterator[Finding]:
+def pci(facts: Facts) -> Iterator[CheckupFinding]:
     """Yield lanes and generation of PCI Express, against what card and slot could do."""
     if not facts.gpu_list and (isinstance(facts.pci, Unknown) or not facts.pci):
         return
     if isinstance(facts.pci, Unknown):
-        yield Finding("PCI Express", Level.UNCHECKED, "Lanes and generation.", facts.pci.why, topics=SLOW)
+        yield CheckupFinding(
+            "PCI Express", Level.UNCHECKED, "Lanes and generation.", facts.pci.why, topics=SLOW
+        )
         return
     silent = [card for card in facts.pci if card.now is None or card.card is None]
     if silent or not facts.pci:
-        yield Finding(
+        yield CheckupFinding(
             "PCI Express",
             Level.UNCHECKED,
             "Lanes and generation.",
@@ -167,7 +169,7 @@ def pci(facts: Facts) -> Iterator[Finding]:
         links = ", ".join(
             f"{count} x {link}" for link, count in Counter(str(each.card) for each in whole).items()
         )
-        yield Finding(
+        yield CheckupFinding(
             "PCI Express",
             Level.FINE,
             f"All lanes are in use: {links}.",
@@ -176,7 +178,7 @@ def pci(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _narrow(card: PciGpu) -> Finding | None:
+def _narrow(card: PciGpu) -> CheckupFinding | None:
     """Return a finding where fewer lanes, or a lower generation, are in use than the card could."""
     assert card.card is not None and card.now is not None
     slot = card.slot
@@ -199,7 +201,7 @@ def _narrow(card: PciGpu) -> Finding | None:
         why = f"its slot is of generation {generation}"
         mend = "set the slot's generation in the BIOS to Auto, or use a newer board"
     enough = does >= ENOUGH
-    return Finding(
+    return CheckupFinding(
         "PCI Express",
         Level.NOTE if enough else Level.COSTS,
         f"{card.name} at {card.address}: {why}, {does / 1e9:.3g} GB/s of the {could / 1e9:.3g} GB/s that it could do.",

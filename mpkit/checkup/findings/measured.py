@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpkit.checkup.findings.finding import Finding, Level
+from mpkit.checkup.findings.finding import CheckupFinding, Level
 from mpkit.checkup.parsers.facts import Facts, Unknown
-from mpkit.checkup.probes.measure import Loading, Measured
+from mpkit.checkup.probes.measure import LoaderSpeed, RankMeasurements
 from mpkit.devices.catalogue import hardware
 from mpkit.devices.hardware import Link
 from mpkit.trace import Kind
@@ -17,18 +17,20 @@ SLOWER = 3.0
 """A link that is slower than the catalogue's by this factor costs."""
 
 
-def measured(facts: Facts) -> Iterator[Finding]:
+def measured(facts: Facts) -> Iterator[CheckupFinding]:
     """Yield the speed of the link between ranks beside the catalogue's, and the speed of loading data."""
     found = facts.measured
     if isinstance(found, Unknown):
-        yield Finding("measured", Level.UNCHECKED, "The link between ranks, and loading data.", found.why)
+        yield CheckupFinding(
+            "measured", Level.UNCHECKED, "The link between ranks, and loading data.", found.why
+        )
         return
     yield from _link(facts, found)
     if found.loading is not None:
         yield _loading(found.loading)
 
 
-def _link(facts: Facts, found: Measured) -> Iterator[Finding]:
+def _link(facts: Facts, found: RankMeasurements) -> Iterator[CheckupFinding]:
     expected, name = _expected(facts, found)
     rate = found.all_reduce / 1e9
     seen = (
@@ -37,7 +39,9 @@ def _link(facts: Facts, found: Measured) -> Iterator[Finding]:
         f"an all-reduce at {rate:.3g} GB/s on the wire"
     )
     if expected is None:
-        yield Finding("measured", Level.NOTE, "The link between ranks; the catalogue has none like it.", seen)
+        yield CheckupFinding(
+            "measured", Level.NOTE, "The link between ranks; the catalogue has none like it.", seen
+        )
         return
     wanted = expected.bus.get(Kind.ALL_REDUCE, expected.bandwidth)
     seen += (
@@ -47,7 +51,7 @@ def _link(facts: Facts, found: Measured) -> Iterator[Finding]:
     slower = max(wanted / found.all_reduce, expected.bandwidth / found.bandwidth)
     busy = not isinstance(facts.load, Unknown) and facts.load > facts.process.cpus + 0.5
     if slower > SLOWER and not busy:
-        yield Finding(
+        yield CheckupFinding(
             "measured",
             Level.COSTS,
             f"The link between ranks is {slower:.2g} times slower than the catalogue's.",
@@ -59,7 +63,7 @@ def _link(facts: Facts, found: Measured) -> Iterator[Finding]:
         )
     else:
         also = "; others use the CPUs, so it may be faster" if slower > SLOWER else ""
-        yield Finding(
+        yield CheckupFinding(
             "measured",
             Level.NOTE if also else Level.FINE,
             "The link between ranks, beside the catalogue's.",
@@ -68,7 +72,7 @@ def _link(facts: Facts, found: Measured) -> Iterator[Finding]:
         )
 
 
-def _expected(facts: Facts, found: Measured) -> tuple[Link | None, str]:
+def _expected(facts: Facts, found: RankMeasurements) -> tuple[Link | None, str]:
     """Return the link of the catalogue that this machine's should be like."""
     if found.backend == "gloo":
         return hardware("cpu").link, "loopback"
@@ -87,7 +91,7 @@ def _expected(facts: Facts, found: Measured) -> tuple[Link | None, str]:
     return hardware("2x-rtx-4090").link, "PCIe 4 without P2P"
 
 
-def _loading(found: Loading) -> Finding:
+def _loading(found: LoaderSpeed) -> CheckupFinding:
     best = max(found.rates, key=lambda workers: found.rates[workers])
     each = ", ".join(
         f"{workers} workers {rate:,.0f} samples/s ({rate * found.nbytes / 1e6:,.0f} MB/s)"
@@ -97,9 +101,11 @@ def _loading(found: Loading) -> Finding:
     if best == 0 or found.rates[best] < 1.3 * found.rates[0]:
         what = "Loading data: workers make it no faster here."
         more = "" if found.own else "mk.doctor(data=my_dataset) measures yours, whose samples may take longer"
-        return Finding("measured", Level.FINE, what, seen, mend=more, topics=("gpu 0 busier", "slow scaling"))
+        return CheckupFinding(
+            "measured", Level.FINE, what, seen, mend=more, topics=("gpu 0 busier", "slow scaling")
+        )
     gain = found.rates[best] / found.rates[0]
-    return Finding(
+    return CheckupFinding(
         "measured",
         Level.NOTE,
         f"Loading data is {gain:.2g} times faster with {best} workers.",

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpkit.checkup.findings.finding import Finding, Level
+from mpkit.checkup.findings.finding import CheckupFinding, Level
 from mpkit.checkup.parsers.driver import version
 from mpkit.checkup.parsers.facts import Facts, Unknown
 
 __all__ = ["software"]
 
 
-def software(facts: Facts) -> Iterator[Finding]:
+def software(facts: Facts) -> Iterator[CheckupFinding]:
     """Yield whether the driver runs what torch was built for."""
     build = facts.torch
     kind = f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.hip}" if build.hip else "CPUs"
     if isinstance(facts.driver, Unknown):
         if facts.gpu_list or build.cuda:
-            yield Finding(
+            yield CheckupFinding(
                 "software", Level.UNCHECKED, f"The driver against torch's {kind}.", facts.driver.why
             )
         else:
-            yield Finding(
+            yield CheckupFinding(
                 "software", Level.FINE, f"torch {build.version}, built for {kind}.", "torch.__version__"
             )
         return
@@ -30,11 +30,11 @@ def software(facts: Facts) -> Iterator[Finding]:
     seen += f"; torch {build.version}"
     topics = ("gpus not found",)
     if newest is None or wanted is None:
-        yield Finding(
+        yield CheckupFinding(
             "software", Level.NOTE, f"torch {build.version} is built for {kind}.", seen, topics=topics
         )
     elif newest[0] < wanted[0]:
-        yield Finding(
+        yield CheckupFinding(
             "software",
             Level.COSTS,
             f"The driver is too old for torch's CUDA {build.cuda}.",
@@ -44,7 +44,7 @@ def software(facts: Facts) -> Iterator[Finding]:
             topics,
         )
     elif newest < wanted:
-        yield Finding(
+        yield CheckupFinding(
             "software",
             Level.NOTE,
             f"torch's CUDA {build.cuda} is newer than the driver's {newest[0]}.{newest[1]}.",
@@ -54,11 +54,11 @@ def software(facts: Facts) -> Iterator[Finding]:
             topics,
         )
     else:
-        yield Finding(
+        yield CheckupFinding(
             "software", Level.FINE, f"The driver runs torch's CUDA {build.cuda}.", seen, topics=topics
         )
     if facts.gpu_list and build.cuda and not build.nccl:
-        yield Finding(
+        yield CheckupFinding(
             "software",
             Level.COSTS,
             "This torch has no nccl.",

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 
-from mpkit.checkup.findings.finding import Finding, Level
+from mpkit.checkup.findings.finding import CheckupFinding, Level
 from mpkit.checkup.parsers.facts import Facts, Unknown
 
 __all__ = ["Variable", "table", "variables"]
@@ -94,7 +94,7 @@ def table() -> Mapping[str, Variable]:
     return {row["name"]: Variable(**row) for row in csv.DictReader(text.splitlines())}
 
 
-def variables(facts: Facts) -> Iterator[Finding]:
+def variables(facts: Facts) -> Iterator[CheckupFinding]:
     """Yield each variable that is set now, explained; mistyped ones, and values that it does not take."""
     known = table()
     set_now = sorted(name for name in facts.environment if name in known or name.startswith(PREFIXES))
@@ -102,7 +102,7 @@ def variables(facts: Facts) -> Iterator[Finding]:
     for name in set_now:
         yield _one(facts, name, facts.environment[name], known, gpus)
     if not set_now:
-        yield Finding(
+        yield CheckupFinding(
             "variables",
             Level.FINE,
             "No variable of nccl or gloo is set: their defaults suit most machines.",
@@ -112,14 +112,14 @@ def variables(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _one(facts: Facts, name: str, value: str, known: Mapping[str, Variable], gpus: int) -> Finding:
+def _one(facts: Facts, name: str, value: str, known: Mapping[str, Variable], gpus: int) -> CheckupFinding:
     seen = f"{name}={value}"
     row = known.get(name)
     if row is None:
         return _unknown(name, value, known)
     if not row.takes(value):
         options = {"#": "a number", "*": "something"}.get(row.values, row.values.replace("|", ", "))
-        return Finding(
+        return CheckupFinding(
             "variables",
             Level.COSTS,
             f"{name} does not take {value!r}: {options}.",
@@ -133,9 +133,13 @@ def _one(facts: Facts, name: str, value: str, known: Mapping[str, Variable], gpu
     costs = row.costs_if and value.strip().upper() == row.costs_if
     idle, what = _idle(facts, name, gpus), f"{name}: {row.meaning}"
     if costs and not idle:
-        return Finding("variables", Level.COSTS, what, seen, row.costs, f"unset {name}  # {row.when}", TOPICS)
+        return CheckupFinding(
+            "variables", Level.COSTS, what, seen, row.costs, f"unset {name}  # {row.when}", TOPICS
+        )
     when = f"when to set it: {row.when}"
-    return Finding("variables", Level.NOTE, what, seen + idle, row.costs if costs else "", when, TOPICS)
+    return CheckupFinding(
+        "variables", Level.NOTE, what, seen + idle, row.costs if costs else "", when, TOPICS
+    )
 
 
 def _idle(facts: Facts, name: str, gpus: int) -> str:
@@ -152,10 +156,10 @@ def _idle(facts: Facts, name: str, gpus: int) -> str:
     return ""
 
 
-def _unknown(name: str, value: str, known: Mapping[str, Variable]) -> Finding:
+def _unknown(name: str, value: str, known: Mapping[str, Variable]) -> CheckupFinding:
     seen = f"{name}={value}"
     if name in OLD:
-        return Finding(
+        return CheckupFinding(
             "variables",
             Level.COSTS,
             f"{name} is called {OLD[name]} since torch 2.2.",
@@ -171,8 +175,8 @@ def _unknown(name: str, value: str, known: Mapping[str, Variable]) -> Finding:
             if name in KNOWN
             else "no table here knows it"
         )
-        return Finding("variables", Level.NOTE, f"{name}: {who}.", seen, topics=TOPICS)
-    return Finding(
+        return CheckupFinding("variables", Level.NOTE, f"{name}: {who}.", seen, topics=TOPICS)
+    return CheckupFinding(
         "variables",
         Level.COSTS,
         f"There is no {name}: did you mean {near[0]}?",
@@ -183,7 +187,7 @@ def _unknown(name: str, value: str, known: Mapping[str, Variable]) -> Finding:
     )
 
 
-def _interface(facts: Facts, name: str, value: str) -> Finding | None:
+def _interface(facts: Facts, name: str, value: str) -> CheckupFinding | None:
     """Return a finding if the value names interfaces, and this machine has none of them."""
     there = facts.process.interfaces
     if value.startswith("^") or not there:
@@ -193,7 +197,7 @@ def _interface(facts: Facts, name: str, value: str) -> Finding | None:
     if any(each == one or (not exact and one.startswith(each)) for each in wanted for one in there):
         return None
     real = [one for one in there if one != "lo"] or list(there)
-    return Finding(
+    return CheckupFinding(
         "variables",
         Level.COSTS,
         f"{name} names {value}, and this machine has {', '.join(there)}.",

@@ -18,12 +18,12 @@ from mpkit.checkup.parsers.nvlink import NvLinks, parse_nvlink
 from mpkit.checkup.parsers.p2p import parse_p2p
 from mpkit.checkup.parsers.pci import PciGpu, parse_pci
 from mpkit.checkup.parsers.topology import Topology, parse_topology
-from mpkit.checkup.probes.evidence import Evidence, Process
+from mpkit.checkup.probes.evidence import ProbeAnswers, Process
 from mpkit.checkup.probes.torch_build import TorchBuild
 from mpkit.devices.local.nvidia_smi import Gpu, parse_gpus
 
 if TYPE_CHECKING:
-    from mpkit.checkup.probes.measure import Measured
+    from mpkit.checkup.probes.measure import RankMeasurements
 
 __all__ = ["Facts", "Unknown", "facts_of"]
 
@@ -47,9 +47,9 @@ class Facts:
         cpus: CPUs that this process may use, a container's share counted.
         ports: how many ports outgoing connections may use.
         load: processes that ran or wanted to run in the last minute, on average.
-        process, torch, environment: see `Evidence`.
+        process, torch, environment: see `ProbeAnswers`.
         measured: what ranks measured; `Unknown` where that was left out.
-        composed: see `Evidence`.
+        composed: see `ProbeAnswers`.
     """
 
     gpus: list[Gpu] | Unknown
@@ -65,7 +65,7 @@ class Facts:
     process: Process
     torch: TorchBuild
     environment: Mapping[str, str]
-    measured: Measured | Unknown
+    measured: RankMeasurements | Unknown
     composed: str = ""
 
     @property
@@ -74,7 +74,7 @@ class Facts:
         return [] if isinstance(self.gpus, Unknown) else self.gpus
 
 
-def facts_of(evidence: Evidence, measured: Measured | Unknown | None = None) -> Facts:
+def facts_of(evidence: ProbeAnswers, measured: RankMeasurements | Unknown | None = None) -> Facts:
     """Parse the evidence. What cannot be parsed is unknown, with the parser's reason."""
 
     def known(name: str, parse: Callable[[str], Value]) -> Value | Unknown:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from mpkit.checkup.probes.torch_build import TorchBuild, torch_build
 from mpkit.devices.local.nvidia_smi import QUERY
-from mpkit.support.ask import Answer, ask, read
+from mpkit.support.ask import CommandOutput, ask, read
 from mpkit.support.cores import cores
 
-__all__ = ["COMMANDS", "FILES", "Evidence", "Process", "gather"]
+__all__ = ["COMMANDS", "FILES", "ProbeAnswers", "Process", "gather"]
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "gpus": QUERY,
@@ -59,7 +59,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class ProbeAnswers:
     """What was asked, and what the answers were.
 
     Attributes:
@@ -70,25 +70,25 @@ class Evidence:
         composed: where the evidence is from if not from this machine; a report then says so.
     """
 
-    answers: Mapping[str, Answer]
+    answers: Mapping[str, CommandOutput]
     environment: Mapping[str, str]
     process: Process
     torch: TorchBuild
     composed: str = field(default="")
 
-    def answer(self, name: str) -> Answer:
+    def answer(self, name: str) -> CommandOutput:
         """Return one answer; of what nobody asked, the reason says so."""
-        return self.answers.get(name) or Answer(name, missing=f"{name} was not asked")
+        return self.answers.get(name) or CommandOutput(name, missing=f"{name} was not asked")
 
 
-def gather(limit: float = 10.0) -> Evidence:
+def gather(limit: float = 10.0) -> ProbeAnswers:
     """Ask this machine. Commands run side by side, so this takes as long as the slowest, `limit` seconds at most."""
     with ThreadPoolExecutor(len(COMMANDS)) as pool:
         asked = {name: pool.submit(ask, command, limit) for name, command in COMMANDS.items()}
         answers = {name: read(path) for name, path in FILES.items()}
         process, build = this_process(), torch_build()
         answers |= {name: future.result() for name, future in asked.items()}
-    return Evidence(answers, dict(os.environ), process, build)
+    return ProbeAnswers(answers, dict(os.environ), process, build)
 
 
 def this_process() -> Process:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpkit.api.cluster import Cluster
     from mpkit.launch.process.context import Context
 
-__all__ = ["Loading", "Measured", "measure"]
+__all__ = ["LoaderSpeed", "RankMeasurements", "measure"]
 
 SMALL = 4
 LARGE = {"cpu": 8 << 20, "cuda": 256 << 20}
@@ -30,7 +30,7 @@ SECONDS = 0.4
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoaderSpeed:
     """How fast a DataLoader loads.
 
     Attributes:
@@ -47,7 +47,7 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RankMeasurements:
     """What ranks measured.
 
     Attributes:
@@ -65,10 +65,10 @@ class Measured:
     nbytes: int
     bandwidth: float
     all_reduce: float
-    loading: Loading | None = None
+    loading: LoaderSpeed | None = None
 
 
-def measure(cluster: Cluster, data: Any = None) -> Measured:
+def measure(cluster: Cluster, data: Any = None) -> RankMeasurements:
     """Measure on the ranks of a cluster, which takes about two seconds.
 
     Args:
@@ -84,7 +84,7 @@ def measure(cluster: Cluster, data: Any = None) -> Measured:
         _seconds([spans[rank][0][call] for rank in range(cluster.ranks)]) for call in range(3)
     )
     factor = wire_factor(Kind.ALL_REDUCE, cluster.ranks)
-    return Measured(
+    return RankMeasurements(
         cluster.ranks, cluster.backend, small, nbytes, nbytes / large, factor * nbytes / reduce, spans[0][1]
     )
 
@@ -92,7 +92,7 @@ def measure(cluster: Cluster, data: Any = None) -> Measured:
 Spans = list[tuple[float, float]]
 
 
-def _on_rank(ctx: Context, data: Any) -> tuple[list[Spans], Loading | None]:
+def _on_rank(ctx: Context, data: Any) -> tuple[list[Spans], LoaderSpeed | None]:
     """Return when the three calls began and ended, and on rank 0 how fast data is loaded."""
     import torch
 
@@ -155,7 +155,7 @@ class _Images:
         return torch.full((3, 224, 224), index % 256, dtype=torch.uint8).float().div_(255)
 
 
-def _load(data: Any) -> Loading:
+def _load(data: Any) -> LoaderSpeed:
     """Load batches of 16 for a moment, with no workers and with two and four of them, as far as there are cores."""
     from torch.utils.data import DataLoader
 
@@ -176,7 +176,7 @@ def _load(data: Any) -> Loading:
         rates[workers] = loaded / max(monotonic() - begin, 1e-9)
         del batches
     own = data is not None
-    return Loading(
+    return LoaderSpeed(
         type(data).__name__ if own else "images of 3 x 224 x 224 made in memory", nbytes, rates, own
     )
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from mpkit.classroom.framework.room import Answer, Room
+    from mpkit.classroom.framework.room import PackedAnswer, Room
     from mpkit.classroom.framework.seen import Seen
 
-__all__ = ["HOMES", "SOLUTIONS", "UNFORESEEN", "Budget", "Case", "Exercise", "Mistake", "Row"]
+__all__ = ["HOMES", "SOLUTIONS", "UNFORESEEN", "Budget", "Case", "CheckRow", "Exercise", "Mistake"]
 
 SOLUTIONS = "mpkit_solutions"
 """The package of the distribution mpkit-solutions."""
@@ -97,12 +97,12 @@ class Budget:
         """Return the limit in a case."""
         return self.limit(case) if callable(self.limit) else self.limit
 
-    def row(self, seen: Seen) -> Row:
+    def row(self, seen: Seen) -> CheckRow:
         """Check whether an answer kept to the budget."""
         limit, used = self.of(seen.case), self.measure(seen)
         ok = used <= limit * (1 + 1e-9)
         what = f"{self.what}, on {seen.case}"
-        return Row(
+        return CheckRow(
             what, f"at most {self._spell(limit)}", self._spell(used), ok, replace(seen, budget=self.what)
         )
 
@@ -131,7 +131,7 @@ class Mistake:
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """A line of the table: one thing that was checked.
 
     Attributes:
@@ -188,18 +188,18 @@ class Exercise(ABC):
         return False
 
     @abstractmethod
-    def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
+    def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:
         """Try the answer; yield a row for each thing checked, up to the first that is wrong."""
 
     @abstractmethod
-    def tried(self, answer: Answer, room: Room) -> Seen:
+    def tried(self, answer: PackedAnswer, room: Room) -> Seen:
         """Run the answer in the first case, without saying whether it is right."""
 
     def asked(self, stub: Any) -> tuple[str, ...]:
         """Return the questions that an answer has to have a value for, by the cell that is handed out."""
         return ()
 
-    def again(self, answer: Answer, seen: Seen, room: Room) -> Seen | None:
+    def again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen | None:
         """Return what another answer does in the same case; None if there is nothing to run."""
         return None
 

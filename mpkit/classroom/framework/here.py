@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from mpkit.classroom.framework.exercise import Case
-from mpkit.classroom.framework.room import Answer, Limits, Play, Room, error_and_line
+from mpkit.classroom.framework.room import Limits, PackedAnswer, Play, Room, error_and_line
 from mpkit.classroom.framework.sealed import plain
 from mpkit.classroom.framework.seen import Seen
 from mpkit.support.needs import needs_torch
@@ -45,7 +45,7 @@ class Here(Room):
     def close(self) -> None:
         """End nothing."""
 
-    def play(self, play: Play, answer: Answer, case: Case) -> Seen:
+    def play(self, play: Play, answer: PackedAnswer, case: Case) -> Seen:
         """Run the answer in this process, as the only rank."""
         if case.ranks > 1:
             self.cluster(case.ranks)

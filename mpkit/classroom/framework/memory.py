@@ -11,7 +11,7 @@ is counted while it lives, wherever it is kept. By category:
 
 The memory of a `Host` is not counted. As between a GPU and its host, no operator takes tensors from both.
 
-`Work` counts how much the answer computes.
+`CountedWork` counts how much the answer computes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
 
-__all__ = ["Host", "Memory", "Work"]
+__all__ = ["CountedWork", "Host", "Memory"]
 
 
 class Memory(TorchDispatchMode):
@@ -164,11 +164,11 @@ class Host:
         return copy
 
 
-class Work(TorchDispatchMode):
+class CountedWork(TorchDispatchMode):
     """Counts the FLOPs of matrix products and convolutions of this thread, a multiply-add as two.
 
     >>> import torch
-    >>> with Work() as work:
+    >>> with CountedWork() as work:
     ...     _ = torch.ones(2, 3) @ torch.ones(3, 4)
     >>> work.flops
     48.0

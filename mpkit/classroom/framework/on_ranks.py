@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.classroom.framework.equal import WHOLE, difference, spell, wrong_call
-from mpkit.classroom.framework.exercise import UNFORESEEN, Budget, Case, Exercise, Mistake, Row
-from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.framework.exercise import UNFORESEEN, Budget, Case, CheckRow, Exercise, Mistake
+from mpkit.classroom.framework.room import PackedAnswer, Room
 from mpkit.classroom.framework.seen import Seen
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class OnRanks(Exercise):
         """Whether some case has several ranks."""
         return any(case.ranks > 1 for case in self.cases)
 
-    def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
+    def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:
         """Try the answer case by case."""
         for case in self.cases:
             seen = replace(self._played(answer, case, room), expected=self.expected(case))
@@ -83,19 +83,19 @@ class OnRanks(Exercise):
             if not all(row.ok for row in rows):
                 return
             if case is self.cases[-1]:
-                divided = _work_row(seen, self.again(Answer.of(self.solution), seen, room))
+                divided = _work_row(seen, self.again(PackedAnswer.of(self.solution), seen, room))
                 if divided is not None:
                     yield divided
 
-    def tried(self, answer: Answer, room: Room) -> Seen:
+    def tried(self, answer: PackedAnswer, room: Room) -> Seen:
         """Run the answer in the first case."""
         return room.play(self.play, answer, self.cases[0])
 
-    def again(self, answer: Answer, seen: Seen, room: Room) -> Seen:
+    def again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen:
         """Try another answer on the same case."""
         return replace(self._played(answer, seen.case, room), expected=seen.expected, budget=seen.budget)
 
-    def _played(self, answer: Answer, case: Case, room: Room) -> Seen:
+    def _played(self, answer: PackedAnswer, case: Case, room: Room) -> Seen:
         seen = room.play(self.play, answer, case)
         if self.together is None or seen.got is None:
             return seen
@@ -104,28 +104,28 @@ class OnRanks(Exercise):
         except UNFORESEEN:  # results of another form, which the comparison says
             return seen
 
-    def _result(self, seen: Seen) -> Row:
+    def _result(self, seen: Seen) -> CheckRow:
         what = f"{self.result}, on {seen.case}"
         first = spell(seen.expected[0])
         if seen.got is None:
             got = "the ranks hang" if seen.hang else seen.error.partition(". ")[0]
-            return Row(what, first, got, False, seen)
+            return CheckRow(what, first, got, False, seen)
         for rank, (expected, got) in enumerate(zip(seen.expected, seen.got, strict=True)):
             wrong = difference(expected, got)
             if wrong is not None:
                 if call := wrong_call(expected, got):
-                    return Row(what, f"{call} is {spell(expected[call], WHOLE)}", wrong, False, seen)
-                return Row(what, spell(expected), f"rank {rank}: {wrong}", False, seen)
-        return Row(what, first, "equal on every rank", True, seen)
+                    return CheckRow(what, f"{call} is {spell(expected[call], WHOLE)}", wrong, False, seen)
+                return CheckRow(what, spell(expected), f"rank {rank}: {wrong}", False, seen)
+        return CheckRow(what, first, "equal on every rank", True, seen)
 
 
-def _work_row(seen: Seen, target: Seen) -> Row | None:
+def _work_row(seen: Seen, target: Seen) -> CheckRow | None:
     """Check that no rank computes much more than the solution's busiest one; None if the solution computes nothing."""
     most = max(target.work, default=0.0)
     if most == 0.0:
         return None
     times = max(seen.work) / most
-    return Row(
+    return CheckRow(
         f"{WHAT}, on {seen.case}",
         f"at most {ROOM:g} times that of a right answer",
         f"{times:.2g} times",

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.classroom.framework.equal import difference, spell
-from mpkit.classroom.framework.exercise import Case, Exercise, Row
-from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.framework.exercise import Case, CheckRow, Exercise
+from mpkit.classroom.framework.room import PackedAnswer, Room
 from mpkit.classroom.framework.seen import Seen
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Questions(Exercise):
     truth: Callable[[Room], Mapping[str, Any]]
     within: Mapping[str, float] = field(default_factory=dict)
 
-    def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
+    def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:
         """Check the values question by question, all of them."""
         given = self._given(answer, room)  # before anything that it could look for is on this machine
         truth = self.truth(room)
@@ -42,15 +42,15 @@ class Questions(Exercise):
         if not isinstance(values, dict):
             got = seen.error or seen.hang or spell(values)
             asked = f"a dict: a value for each of {len(truth)} questions"
-            yield Row("your answers", asked, got, False, replace(seen, got=None))
+            yield CheckRow("your answers", asked, got, False, replace(seen, got=None))
             return
         for name, right in truth.items():
             value = values.get(name, ...)
             ok = self._right(name, right, value)
             got = "no answer yet" if value in (..., "...") else spell(value)
-            yield Row(name, spell(right) if ok else "?", got, ok, seen)
+            yield CheckRow(name, spell(right) if ok else "?", got, ok, seen)
 
-    def tried(self, answer: Answer, room: Room) -> Seen:
+    def tried(self, answer: PackedAnswer, room: Room) -> Seen:
         """Read the values."""
         return self._given(answer, room)
 
@@ -58,7 +58,7 @@ class Questions(Exercise):
         """Return the questions of the dict that is handed out."""
         return tuple(stub)
 
-    def again(self, answer: Answer, seen: Seen, room: Room) -> Seen:
+    def again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen:
         """Read the values of another answer."""
         return replace(self._given(answer, room), expected=seen.expected)
 
@@ -84,7 +84,7 @@ class Questions(Exercise):
             return abs(value - right) <= self.within.get(name, 0.01) * abs(right)
         return difference(right, value) is None
 
-    def _given(self, answer: Answer, room: Room) -> Seen:
+    def _given(self, answer: PackedAnswer, room: Room) -> Seen:
         return room.play(_value, answer, Case(1))
 
 

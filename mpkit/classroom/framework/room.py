@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mpkit.api.cluster import Cluster
     from mpkit.launch.process.context import Context
 
-__all__ = ["Answer", "Limits", "Play", "Room", "error_and_line", "limit_memory"]
+__all__ = ["Limits", "PackedAnswer", "Play", "Room", "error_and_line", "limit_memory"]
 
 Play = Callable[[Any, Any, Case], Any]
 """The function that runs on a rank: takes the rank's context (None in `Here`), the answer and the case;
@@ -42,7 +42,7 @@ returns the result to check."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class PackedAnswer:
     """A student's answer, packed by value.
 
     Attributes:
@@ -56,7 +56,7 @@ class Answer:
     print: str = ""
 
     @classmethod
-    def of(cls, value: Any) -> Answer:
+    def of(cls, value: Any) -> PackedAnswer:
         """Pack a value.
 
         Raises:
@@ -127,7 +127,7 @@ class Room:
         """End the helper process."""
         self._cluster.close()
 
-    def play(self, play: Play, answer: Answer, case: Case) -> Seen:
+    def play(self, play: Play, answer: PackedAnswer, case: Case) -> Seen:
         """Run the answer on the case's ranks.
 
         Args:
@@ -182,7 +182,7 @@ def _send_exercises_by_value() -> None:
 
 def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:
     """Run the answer on this rank, under the limits."""
-    from mpkit.classroom.framework.memory import Work
+    from mpkit.classroom.framework.memory import CountedWork
     from mpkit.watch.compared import compared
 
     # ---- limit
@@ -191,7 +191,7 @@ def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits)
     if limits.delay:
         ctx.comm.delays(_delays(case, ctx.rank, limits.delay))
     # ---- watch, count
-    with compared(ctx.comm), Work() as work:
+    with compared(ctx.comm), CountedWork() as work:
         # ---- play
         result = play(ctx, pickle.loads(packed), case)
     return sealed((result, work.flops))

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.classroom.framework.equal import difference, spell
-from mpkit.classroom.framework.exercise import Budget, Case, Exercise, Row
-from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.framework.exercise import Budget, Case, CheckRow, Exercise
+from mpkit.classroom.framework.room import PackedAnswer, Room
 from mpkit.classroom.framework.seen import Seen
 from mpkit.errors import RankFailed
 from mpkit.plan.plan import Plan
@@ -68,14 +68,14 @@ class Schedules(Exercise):
     shape: Callable[[Schedule, Case], str] | None = None
     times: dict[str, Any] = field(default_factory=dict)
 
-    def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
+    def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:
         """Try the answer case by case."""
         for case in self.cases:
             # ---- read, validate
             seen = self._seen(answer, case, room)
             what = f"a schedule that can run, on {case}"
             if seen.schedule is None:
-                yield Row(
+                yield CheckRow(
                     what,
                     "rows for every rank",
                     seen.error.partition("\n")[0] or "the answer hangs",
@@ -83,10 +83,12 @@ class Schedules(Exercise):
                     seen,
                 )
                 return
-            yield Row(what, "every F and B, once", f"{sum(map(len, seen.schedule.rows))} actions", True, seen)
+            yield CheckRow(
+                what, "every F and B, once", f"{sum(map(len, seen.schedule.rows))} actions", True, seen
+            )
             # ---- shape
             if self.shape is not None and (odd := self.shape(seen.schedule, case)):
-                yield Row(
+                yield CheckRow(
                     f"the order, on {case}", "as the text has it", odd, False, replace(seen, budget=SHAPE)
                 )
                 return
@@ -102,20 +104,20 @@ class Schedules(Exercise):
                 if not row.ok:
                     return
 
-    def tried(self, answer: Answer, room: Room) -> Seen:
+    def tried(self, answer: PackedAnswer, room: Room) -> Seen:
         """Read the rows of the schedule for the first case."""
         return self._read(answer, self.cases[0], room)
 
-    def again(self, answer: Answer, seen: Seen, room: Room) -> Seen:
+    def again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen:
         """Try another answer on the same case."""
         return replace(self._seen(answer, seen.case, room), budget=seen.budget)
 
-    def _read(self, answer: Answer, case: Case, room: Room) -> Seen:
+    def _read(self, answer: PackedAnswer, case: Case, room: Room) -> Seen:
         more = [case[name] for name in self.also]
         asked = {**case.sizes, "stages": case.ranks, "more": more}
         return replace(room.play(_rows, answer, replace(case, ranks=1, sizes=asked)), case=case)
 
-    def _seen(self, answer: Answer, case: Case, room: Room) -> Seen:
+    def _seen(self, answer: PackedAnswer, case: Case, room: Room) -> Seen:
         read = replace(self._read(answer, case, room), expected=[None])
         if read.got is None:
             return read
@@ -159,7 +161,7 @@ def _rows(ctx: Context, answer: Any, case: Case) -> list[str]:
     return [" ".join(map(str, row)) for row in schedule.rows]
 
 
-def _trained(seen: Seen, room: Room) -> Row:
+def _trained(seen: Seen, room: Room) -> CheckRow:
     """Train a small model with the schedule, and compare the losses with those of serial training."""
     import torch
 
@@ -178,6 +180,6 @@ def _trained(seen: Seen, room: Room) -> Row:
         )  # fmt: skip
         losses = run.wait().losses
     except (RankFailed, ValueError) as error:
-        return Row(what, spell(expected), str(error), False, replace(seen, error=str(error)))
+        return CheckRow(what, spell(expected), str(error), False, replace(seen, error=str(error)))
     wrong = difference(expected, losses)
-    return Row(what, spell(expected), wrong or "equal to serial training's", wrong is None, seen)
+    return CheckRow(what, spell(expected), wrong or "equal to serial training's", wrong is None, seen)

@@ -20,7 +20,7 @@ from typing import Any
 from mpkit.classroom.framework.exercise import Mistake
 from mpkit.classroom.framework.variants import filled
 
-__all__ = ["BEGIN", "END", "Source", "given_in", "run_cell"]
+__all__ = ["BEGIN", "END", "ExerciseSource", "given_in", "run_cell"]
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 """nbgrader's own markers."""
@@ -44,7 +44,7 @@ never evaluated, because IPython applies the `from __future__` of one cell to th
 
 
 @dataclass(frozen=True)
-class Source:
+class ExerciseSource:
     """An exercise's file, in its parts.
 
     Attributes:
@@ -60,7 +60,7 @@ class Source:
     solution: str
 
     @classmethod
-    def of(cls, module: ModuleType, code: str) -> Source:
+    def of(cls, module: ModuleType, code: str) -> ExerciseSource:
         """Read the parts of an exercise's module and its code."""
         title, _, text = filled(inspect.cleandoc(module.__doc__ or ""), module).partition("\n")
         answer = re.search(r"^# %% answer\n(.*?)^# %% checks", code, re.S | re.M)

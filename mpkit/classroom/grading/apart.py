@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpkit.classroom.catalogue import find
-from mpkit.classroom.framework.room import Answer
+from mpkit.classroom.framework.room import PackedAnswer
 from mpkit.classroom.grading.grader import environment
 from mpkit.classroom.grading.guard import Guard
 from mpkit.classroom.grading.judging import Judges
@@ -35,7 +35,7 @@ def require(name: str, answer: Any, *, variant: str = "") -> bool:
         NotSolved: the answer is wrong, or there is no verdict; the message has the table, or says why.
     """
     entry = find(name, variant)
-    checked, why = _judges().judge(entry, Answer.of(answer).packed)
+    checked, why = _judges().judge(entry, PackedAnswer.of(answer).packed)
     if checked is None:
         raise NotSolved(f"{entry.source.title}: no verdict, since {why}")
     return checked.require().passed

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from mpkit.classroom.catalogue import Entry
+from mpkit.classroom.catalogue import ExerciseEntry
 from mpkit.classroom.grading.kept import Grade
 from mpkit.classroom.judge import SLIP
 from mpkit.support.visible import escape, visible
@@ -137,7 +137,8 @@ class ClassReport:
 
 
 def class_report(
-    entries: Sequence[Entry], theirs: Mapping[str, Sequence[Grade]], shares: Sequence[float], missing: int, late: int
+    entries: Sequence[ExerciseEntry], theirs: Mapping[str, Sequence[Grade]], shares: Sequence[float], missing: int,
+    late: int,
 ) -> ClassReport:  # fmt: skip
     """Count over a class.
 
@@ -151,7 +152,7 @@ def class_report(
     return ClassReport(tuple(shares), missing, late, tuple(_hardness(entry, theirs) for entry in entries))
 
 
-def _hardness(entry: Entry, theirs: Mapping[str, Sequence[Grade]]) -> Hardness:
+def _hardness(entry: ExerciseEntry, theirs: Mapping[str, Sequence[Grade]]) -> Hardness:
     asked = [[grade for grade in grades if entry.name in grade.checked] for grades in theirs.values()]
     asked = [grades for grades in asked if grades]
     best = [max(grades, key=lambda grade: _rank(grade, entry.name)) for grades in asked]

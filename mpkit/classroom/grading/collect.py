@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mpkit
-from mpkit.classroom.framework.room import Answer, limit_memory
+from mpkit.classroom.framework.room import PackedAnswer, limit_memory
 from mpkit.classroom.grading.reading import checks_in
 
 __all__ = ["ENDED", "STARTED", "main"]
@@ -82,7 +82,7 @@ def _pack(name: str, node: ast.expr, space: dict[str, Any], out: Path) -> bool:
     try:
         expression = ast.fix_missing_locations(ast.Expression(node))
         value = eval(compile(expression, "<answer>", "eval"), space)
-        packed = Answer.of(value)
+        packed = PackedAnswer.of(value)
     except Exception as error:  # whatever a student's object raises, it is no answer
         (out / f"{name}.why").write_text(f"{type(error).__name__}: {error}"[:300], encoding="utf-8")
         return False

@@ -19,8 +19,8 @@ from mpkit.classroom.grading.class_report import ClassReport
 from mpkit.classroom.grading.grader import Grader
 from mpkit.classroom.grading.guard import Guard, adopt_orphans, way_to_enclose
 from mpkit.classroom.grading.handed_in import HandedIn, handed_in
-from mpkit.classroom.grading.kept import Grade, Kept, key_of
-from mpkit.classroom.grading.report import Report
+from mpkit.classroom.grading.kept import Grade, GradeStore, key_of
+from mpkit.classroom.grading.report import GradeReport
 from mpkit.classroom.grading.roster import Roster
 from mpkit.classroom.grading.workers import in_parallel
 from mpkit.support.undumpable import make_undumpable
@@ -90,9 +90,9 @@ def grade(
         raise ValueError(f"--jobs {jobs}: at least one notebook is graded at a time; --jobs 2 grades two")
     submissions = handed_in(folder, exercises, course)
     guard = replace(guard or Guard(), hidden=tuple(_hideable(folder, pages)))
-    report = Report(submissions, output, pages, roster, due)
+    report = GradeReport(submissions, output, pages, roster, due)
     keys = {each.name: key_of(each, guard) for each in submissions}
-    kept = Kept(output.with_suffix(".graded.jsonl") if output is not None else None, anew=again)
+    kept = GradeStore(output.with_suffix(".graded.jsonl") if output is not None else None, anew=again)
     known = {each.name: old for each in submissions if (old := kept.get(keys[each.name], each)) is not None}
     kept.begin({keys[name]: old for name, old in known.items()})
     new = [each for each in submissions if each.name not in known]

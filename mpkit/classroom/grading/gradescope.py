@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mpkit.classroom.catalogue import Entry
+from mpkit.classroom.catalogue import ExerciseEntry
 from mpkit.classroom.grading.kept import Grade
 from mpkit.classroom.grading.report import page_names
 from mpkit.classroom.predictions.questions import POINTS
@@ -67,7 +67,7 @@ def results(grades: Sequence[Grade]) -> dict[str, Any]:
     }
 
 
-def _exercise(entry: Entry, grades: Sequence[Grade]) -> Mapping[str, Any]:
+def _exercise(entry: ExerciseEntry, grades: Sequence[Grade]) -> Mapping[str, Any]:
     best = max(
         grades, key=lambda grade: (grade.points(entry.name), grade.checked.get(entry.name) is not None)
     )

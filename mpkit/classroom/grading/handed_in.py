@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from mpkit.classroom.catalogue import Entry, find, of_family
+from mpkit.classroom.catalogue import ExerciseEntry, find, of_family
 from mpkit.classroom.framework.variants import Variant, plainly
 from mpkit.classroom.grading.reading import NoNotebook, checks_in, code_cells, read_file
 from mpkit.classroom.grading.shown import (
@@ -61,7 +61,7 @@ class HandedIn:
 
     student: str
     name: str
-    exercises: tuple[Entry, ...]
+    exercises: tuple[ExerciseEntry, ...]
     cells: tuple[str, ...] = ()
     data: bytes = b""
     broken: str = ""
@@ -174,7 +174,7 @@ def _students(firsts: list[str]) -> dict[str, str]:
     }
 
 
-def _read(folder: Path, path: Path, student: str, asked: tuple[Entry, ...]) -> HandedIn:
+def _read(folder: Path, path: Path, student: str, asked: tuple[ExerciseEntry, ...]) -> HandedIn:
     name = visible(str(path.relative_to(folder))).replace("\n", "\\n")
     data = b""
     try:
@@ -223,9 +223,9 @@ def _tries(progress: Any, data: bytes) -> dict[str, int]:
     return found
 
 
-def _of(names: list[str]) -> tuple[Entry, ...]:
+def _of(names: list[str]) -> tuple[ExerciseEntry, ...]:
     """Return all exercises of the families to which the named ones belong."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ExerciseEntry] = {}
     for name in names:
         try:
             family = find(name).family

@@ -30,8 +30,8 @@ from typing import Any
 
 import psutil
 
-from mpkit.classroom.catalogue import Entry, find, solution_folders
-from mpkit.classroom.framework.room import Answer, Limits, Room
+from mpkit.classroom.catalogue import ExerciseEntry, find, solution_folders
+from mpkit.classroom.framework.room import Limits, PackedAnswer, Room
 from mpkit.classroom.grading.guard import Guard, adopt_orphans, below, enclosed, sweep, way_to_enclose
 from mpkit.classroom.grading.ranks_apart import RanksApart
 from mpkit.classroom.judge import Checked, judge
@@ -79,7 +79,7 @@ class Judges:
         with self._lock:
             return {self._process.pid} if self._process is not None else set()
 
-    def judge(self, entry: Entry, packed: bytes) -> tuple[Checked | None, str]:
+    def judge(self, entry: ExerciseEntry, packed: bytes) -> tuple[Checked | None, str]:
         """Judge an answer; return the verdict and "", or None and the reason why there is no verdict."""
         process = self._started()
         assert process.stdin is not None
@@ -191,7 +191,7 @@ def main(folder: str, way: str) -> None:
             linecache.clearcache()  # of wrong answers to an earlier exercise: ranks get what is in it
             request = json.loads(line)
             entry = find(request["exercise"], request["variant"])
-            answer = Answer(Path(request["packed"]).read_bytes(), entry.exercise.name_of_answer)
+            answer = PackedAnswer(Path(request["packed"]).read_bytes(), entry.exercise.name_of_answer)
             verdict = told(judge(entry, answer, room, FAILURES, draw=False))
             cluster.clear()
             sweep(lambda: room.pids)

@@ -21,7 +21,7 @@ from mpkit.classroom.judge import Checked
 from mpkit.classroom.predictions.questions import POINTS, question
 from mpkit.classroom.told import checked_of, told
 
-__all__ = ["Grade", "Kept", "key_of"]
+__all__ = ["Grade", "GradeStore", "key_of"]
 
 VERSION = 4
 
@@ -101,7 +101,7 @@ class Grade:
         return cls(handed_in, checked, tuple(map(str, values["notes"])), remarks, predictions)
 
 
-class Kept:
+class GradeStore:
     """The file of grades.
 
     Args:

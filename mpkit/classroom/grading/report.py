@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from mpkit.classroom.catalogue import Entry
+from mpkit.classroom.catalogue import ExerciseEntry
 from mpkit.classroom.framework.variants import plainly
 from mpkit.classroom.grading.class_report import ClassReport, class_report
 from mpkit.classroom.grading.handed_in import HandedIn
@@ -26,10 +26,10 @@ from mpkit.classroom.grading.student_page import student_page
 from mpkit.classroom.predictions.questions import POINTS
 from mpkit.support.visible import visible
 
-__all__ = ["Report", "page_names"]
+__all__ = ["GradeReport", "page_names"]
 
 
-class Report:
+class GradeReport:
     """The table and the pages.
 
     Args:
@@ -174,7 +174,7 @@ def _totals(grades: Sequence[Grade]) -> tuple[int, int]:
     return best, sum(entry.exercise.points for entry in entries.values()) + POINTS * len(questions)
 
 
-def _points(grades: Sequence[Grade], entry: Entry) -> int | str:
+def _points(grades: Sequence[Grade], entry: ExerciseEntry) -> int | str:
     asked = [grade for grade in grades if entry.name in grade.checked]
     return max(grade.points(entry.name) for grade in asked) if asked else ""
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
-from mpkit.classroom.catalogue import Entry
+from mpkit.classroom.catalogue import ExerciseEntry
 
 __all__ = ["suspicion"]
 
@@ -23,7 +23,7 @@ CHANCE = 4
 """The number of statements up to which a solution may be found again by chance."""
 
 
-def suspicion(entry: Entry, packed: bytes, cells: Sequence[str]) -> str:
+def suspicion(entry: ExerciseEntry, packed: bytes, cells: Sequence[str]) -> str:
     """Return why an answer seems to be the solution itself; "" if it does not.
 
     Args:

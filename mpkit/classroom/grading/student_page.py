@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
-from mpkit.classroom.catalogue import Entry
+from mpkit.classroom.catalogue import ExerciseEntry
 from mpkit.classroom.checked_html import checked_html
 from mpkit.classroom.grading.kept import Grade
 from mpkit.classroom.grading.roster import late_text
@@ -52,7 +52,7 @@ def student_page(
     )
 
 
-def _exercise(grade: Grade, entry: Entry) -> str:
+def _exercise(grade: Grade, entry: ExerciseEntry) -> str:
     """Return the verdict on one answer; how many tries it took is said only if it is known."""
     checked, remark = grade.checked.get(entry.name), grade.remarks.get(entry.name, "")
     tries = grade.handed_in.tries.get(entry.name, 0)

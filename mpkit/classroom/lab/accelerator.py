@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Accelerator", "Reading", "Source"]
+__all__ = ["Accelerator", "LabSource", "ReadBatch"]
 
 LAUNCH, OPERATOR, READ = 30e-6, 60e-6, 3e-3
 """Seconds: of the host per operator, of the device per operator, of a batch."""
@@ -124,7 +124,7 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Source:
+class LabSource:
     """Batches that have to be read: by the host, or ahead by a worker.
 
     Args:
@@ -142,12 +142,12 @@ class Source:
         self._device.host += READ
         return self._batches[step]
 
-    def start(self, step: int) -> Reading:
+    def start(self, step: int) -> ReadBatch:
         """Let the worker read a step's batch, after those that were started before; return at once."""
         self._worker = max(self._worker, self._device.host) + READ
         self.open += 1
         self.most_open = max(self.most_open, self.open)
-        return Reading(self, self._batches[step], self._worker)
+        return ReadBatch(self, self._batches[step], self._worker)
 
     def ready(self, at: float) -> None:
         """Let the host wait until a time."""
@@ -155,10 +155,10 @@ class Source:
         self.open -= 1
 
 
-class Reading:
+class ReadBatch:
     """A batch that a worker reads."""
 
-    def __init__(self, source: Source, batch: Batch, ready: float) -> None:
+    def __init__(self, source: LabSource, batch: Batch, ready: float) -> None:
         self._source, self._batch, self._ready = source, batch, ready
 
     def get(self) -> Batch:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpkit.classroom.predictions.amounts import EXAMPLES, amount, spell_amount
-from mpkit.classroom.predictions.questions import Question, question
-from mpkit.classroom.progress import Predicted, Progress
+from mpkit.classroom.predictions.questions import PredictionQuestion, question
+from mpkit.classroom.progress import Progress, StudentPrediction
 from mpkit.support.visible import escape
 
-__all__ = ["PREDICTED", "Compared", "Prediction", "predict"]
+__all__ = ["PREDICTED", "Prediction", "PredictionOutcome", "predict"]
 
 PREDICTED = "application/vnd.mpkit.predicted+json"
 """The type of the part of an output that a notebook keeps for the grader; browsers do not show it."""
@@ -52,7 +52,7 @@ class Prediction:
         said: what became of the last number, if it was not locked in.
     """
 
-    question: Question
+    question: PredictionQuestion
     said: str = field(default="", init=False)
 
     @property
@@ -70,11 +70,11 @@ class Prediction:
         number, kept = amount(value, self.question.unit), self._kept
         self.said = ""
         if kept is None:
-            Progress.read().predicting(self.question.name, Predicted(number)).write()
+            Progress.read().predicting(self.question.name, StudentPrediction(number)).write()
         elif kept.value != number:
             self.said = f"{self._spell(kept.value)} was locked in first, and stays."
 
-    def against(self, shown: float | None = None) -> Compared:
+    def against(self, shown: float | None = None) -> PredictionOutcome:
         """Compare the prediction with what came; before a number is locked in, only ask for one.
 
         Args:
@@ -83,10 +83,10 @@ class Prediction:
         kept = self._kept
         shown = self.question.truth() if shown is None else amount(shown, self.question.unit)
         if kept is None:
-            return Compared(self.question, None, shown)
+            return PredictionOutcome(self.question, None, shown)
         if kept.shown is None:
-            Progress.read().predicting(self.question.name, Predicted(kept.value, shown)).write()
-        return Compared(self.question, kept.value, shown)
+            Progress.read().predicting(self.question.name, StudentPrediction(kept.value, shown)).write()
+        return PredictionOutcome(self.question, kept.value, shown)
 
     def __str__(self) -> str:
         if self.value is None:
@@ -111,7 +111,7 @@ class Prediction:
         return bundle | {PREDICTED: {"name": self.question.name, "value": self.value}}
 
     @property
-    def _kept(self) -> Predicted | None:
+    def _kept(self) -> StudentPrediction | None:
         return Progress.read().predictions.get(self.question.name)
 
     def _spell(self, value: float) -> str:
@@ -119,7 +119,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, repr=False)
-class Compared:
+class PredictionOutcome:
     """A prediction beside what came.
 
     Attributes:
@@ -128,7 +128,7 @@ class Compared:
         shown: what came.
     """
 
-    question: Question
+    question: PredictionQuestion
     value: float | None
     shown: float
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from mpkit.classroom.predictions.amounts import spell_amount
 
-__all__ = ["POINTS", "QUESTIONS", "Question", "question"]
+__all__ = ["POINTS", "QUESTIONS", "PredictionQuestion", "question"]
 
 POINTS = 2
 """The points for a prediction: one for making it, one more if it is close."""
 
 
 @dataclass(frozen=True)
-class Question:
+class PredictionQuestion:
     """A number to predict.
 
     Attributes:
@@ -56,7 +56,7 @@ class Question:
         return f"{size} too {'high' if value > shown else 'low'}"
 
 
-def question(name: str) -> Question:
+def question(name: str) -> PredictionQuestion:
     """Return the question of a name.
 
     >>> question("buble")
@@ -89,21 +89,21 @@ def _naive_bubble() -> float:
 
 
 QUESTIONS = (
-    Question(
+    PredictionQuestion(
         "naive-bubble",
         "Four GPUs hold one stage of a model each, and work one after the other. Which share of a step is each idle?",
         "share",
         _naive_bubble,
         "One of four works at any time: the bubble is (p-1)/p, with p stages.",
     ),
-    Question(
+    PredictionQuestion(
         "bubble",
         "GPipe with 4 stages and 8 micro-batches: which share of a step is each GPU idle?",
         "share",
         _bubble,
         "Each GPU is idle for p-1 micro-batches' time out of m+p-1: the bubble is (p-1)/(m+p-1), here 3/11.",
     ),
-    Question(
+    PredictionQuestion(
         "ddp-bytes",
         "A model has 1,000,000 parameters in fp32. DDP all-reduces their gradients around a ring of 4 GPUs. "
         "How many bytes does each GPU send per step?",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import isnan, nan
 from typing import Any, NamedTuple
 
-__all__ = ["NOT_SAMPLED", "NvmlGpu", "NvmlMissing", "Reading", "open_nvml"]
+__all__ = ["NOT_SAMPLED", "GpuReading", "NvmlGpu", "NvmlMissing", "open_nvml"]
 
 KB, KIB = 1000, 1024
 """The units in which NVML counts traffic: over PCIe, and over NVLink."""
@@ -23,7 +23,7 @@ class NvmlMissing(Exception):
     """NVML cannot be used here; the message says why, and which command mends it or looks for the cause."""
 
 
-class Reading(NamedTuple):
+class GpuReading(NamedTuple):
     """What NVML says of a GPU at one moment; nan where the GPU or its driver does not tell.
 
     Attributes:
@@ -93,7 +93,7 @@ class NvmlGpu:
             [field for field in fields if not isnan(self._counted([field]))] for fields in every
         )
 
-    def read(self) -> Reading:
+    def read(self) -> GpuReading:
         """Ask for everything; this takes some 40 ms where the GPU counts PCIe traffic."""
         nvml, gpu = self._nvml, self._gpu
         # PCIe first, which takes long: the others are then of the moment at which this returns.
@@ -102,7 +102,9 @@ class NvmlGpu:
         utilisation = self._ask(lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
         memory = self._ask(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used)
         nvlink_sent, nvlink_received = self._counted(self._sent), self._counted(self._received)
-        return Reading(utilisation, memory, nvlink_sent, nvlink_received, KB * pcie_sent, KB * pcie_received)
+        return GpuReading(
+            utilisation, memory, nvlink_sent, nvlink_received, KB * pcie_sent, KB * pcie_received
+        )
 
     def _ask(self, question: Callable[[], float]) -> float:
         try:

@@ -10,12 +10,12 @@ from mpkit.devices.local.choose import Chosen
 from mpkit.devices.local.inventory import Inventory, LocalDevice
 from mpkit.support.visible import escape, visible
 
-__all__ = ["Row", "devices_html", "devices_text", "html_table", "row_of", "text_table"]
+__all__ = ["DeviceRow", "devices_html", "devices_text", "html_table", "row_of", "text_table"]
 
 HEAD = ("rank", "device", "name", "UUID or bus id", "memory")
 
 
-class Row(NamedTuple):
+class DeviceRow(NamedTuple):
     """A rank's device, in words."""
 
     device: str
@@ -54,14 +54,14 @@ def html_table(chosen: Chosen, ranks: int, inventory: Inventory | None) -> str:
     return _html([row_of(chosen, rank, inventory) for rank in range(ranks)], inventory)
 
 
-def row_of(chosen: Chosen, rank: int, inventory: Inventory | None) -> Row:
+def row_of(chosen: Chosen, rank: int, inventory: Inventory | None) -> DeviceRow:
     """Return the row of a rank, which is its number on its node where a launcher has started it."""
     there = inventory.devices if inventory is not None else ()
     number = chosen.number_of(rank)
     device = there[number] if number < len(there) else LocalDevice()
     memory = f"{device.memory / 2**30:.3g} GiB" if device.memory else "?"
     name = "mps" if chosen.kind == "mps" else f"{chosen.kind}:{number}"
-    return Row(name, device.name or "?", device.identity or "?", memory)
+    return DeviceRow(name, device.name or "?", device.identity or "?", memory)
 
 
 def _text(each: Iterable[Sequence[str]], inventory: Inventory | None) -> str:

@@ -14,7 +14,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from mpkit.formats.text.shell_text import ASSIGNS, Command, Part, commands
+from mpkit.formats.text.shell_text import ASSIGNS, Command, WordPart, commands
 from mpkit.formats.text.word import Word
 
 __all__ = ["Shell"]
@@ -63,7 +63,7 @@ class Shell:
             depends = command.joint == "||" or (command.joint == "&&" and (tests or depends))
 
     def _read(
-        self, command: Command, words: Sequence[list[Part]], *, is_open: bool
+        self, command: Command, words: Sequence[list[WordPart]], *, is_open: bool
     ) -> Iterator[list[Pieces]]:
         """Yield what an assignment holds, in words, or the words of a command."""
         expanded = [pieces for word in words for pieces in self._expand(word)]
@@ -74,7 +74,7 @@ class Shell:
         elif words and (len(assigns) == len(words) or _plain(words[0]) in _DECLARES):
             for word in assigns:
                 target = _assigned(word)
-                value = [Part(word[0].text[len(target) :]), *word[1:]]
+                value = [WordPart(word[0].text[len(target) :]), *word[1:]]
                 pieces = [piece for found in self._expand(value, split=False) for piece in found]
                 self._assign(target, [pieces], is_open)
                 yield _divided(pieces)
@@ -95,7 +95,7 @@ class Shell:
 
     # ---- words
 
-    def _expand(self, word: Sequence[Part], *, split: bool = True) -> list[Pieces]:
+    def _expand(self, word: Sequence[WordPart], *, split: bool = True) -> list[Pieces]:
         """Return the words that a word becomes: variables outside of quotes, and arrays, may be several."""
         found: list[Pieces] = [[]]
         for part in word:
@@ -173,11 +173,11 @@ def _open(name: str, reason: str) -> Word:
     return Word(f"${name[:60]}", reason=f"${name[:60]} is open ({reason}); write the number there, such as 2")
 
 
-def _plain(word: Sequence[Part]) -> str:
+def _plain(word: Sequence[WordPart]) -> str:
     return word[0].text if len(word) == 1 and not word[0].is_variable and not word[0].is_quoted else ""
 
 
-def _assigned(word: Sequence[Part]) -> str:
+def _assigned(word: Sequence[WordPart]) -> str:
     """Return what a word assigns to, such as "TP=" or "ARGS+="; "" if it assigns nothing."""
     found = ASSIGNS.match(word[0].text) if not (word[0].is_quoted or word[0].is_variable) else None
     return found[0] if found else ""

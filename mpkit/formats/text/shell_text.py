@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["ASSIGNS", "Command", "Part", "commands"]
+__all__ = ["ASSIGNS", "Command", "WordPart", "commands"]
 
 ASSIGNS = re.compile(r"([A-Za-z_]\w*)(\+?=)")
 
@@ -24,7 +24,7 @@ _BRACKET, _WORD = re.compile(r"[(){}]"), re.compile(r"\w*")
 
 
 @dataclass(frozen=True)
-class Part:
+class WordPart:
     """A part of a word: as it stands, or a variable, without its "$"."""
 
     text: str
@@ -42,7 +42,7 @@ class Command:
         joint: what follows it, such as ";" or "&&".
     """
 
-    words: list[list[Part]] = field(default_factory=list)
+    words: list[list[WordPart]] = field(default_factory=list)
     array: str = ""
     joint: str = ""
 
@@ -57,7 +57,7 @@ def commands(text: str) -> Iterator[Command]:
         ValueError: a quote or a bracket is open at the end.
     """
     at, command, ends = 0, Command(), list[str]()
-    word: list[Part] | None = None
+    word: list[WordPart] | None = None
     while at < len(text):
         token = _TOKEN.match(text, at)
         assert token is not None
@@ -88,30 +88,30 @@ def commands(text: str) -> Iterator[Command]:
         elif token["variable"]:
             at = _variable(text, token.start(), token["variable"], word, is_quoted=False)
         elif token["single"] is not None:
-            word.append(Part(token["single"], is_quoted=True))
+            word.append(WordPart(token["single"], is_quoted=True))
         else:
             is_escaped = token["plain"].startswith("\\")
-            word.append(Part(token["plain"][is_escaped:], is_quoted=is_escaped))
+            word.append(WordPart(token["plain"][is_escaped:], is_quoted=is_escaped))
     if command.array:
         raise ValueError(f"this is no command line: the bracket of {command.array}( is not closed")
     yield Command([*command.words, *([] if word is None else [word])])
 
 
-def _quoted(text: str, at: int, word: list[Part]) -> int:
+def _quoted(text: str, at: int, word: list[WordPart]) -> int:
     """Add the parts up to the closing quote, and return the place after it."""
-    word.append(Part("", is_quoted=True))
+    word.append(WordPart("", is_quoted=True))
     while token := _IN_QUOTES.match(text, at):
         at = token.end()
         if token["variable"]:
             at = _variable(text, token.start(), token["variable"], word, is_quoted=True)
         else:
-            word.append(Part(token["plain"].removeprefix("\\").removeprefix("\n"), is_quoted=True))
+            word.append(WordPart(token["plain"].removeprefix("\\").removeprefix("\n"), is_quoted=True))
     if at == len(text):
         raise ValueError("this is no command line: a quote is not closed")
     return at + 1
 
 
-def _variable(text: str, start: int, begin: str, word: list[Part], *, is_quoted: bool) -> int:
+def _variable(text: str, start: int, begin: str, word: list[WordPart], *, is_quoted: bool) -> int:
     """Add a variable, and return the place after it."""
     at = start + len(begin)
     if begin == "`":
@@ -127,5 +127,5 @@ def _variable(text: str, start: int, begin: str, word: list[Part], *, is_quoted:
         at = name.end() if name else at
     if not at:
         raise ValueError(f"this is no command line: {text[start : start + 20]!r} is not closed")
-    word.append(Part(text[start + (begin != "`") : at], is_variable=True, is_quoted=is_quoted))
+    word.append(WordPart(text[start + (begin != "`") : at], is_variable=True, is_quoted=is_quoted))
     return at

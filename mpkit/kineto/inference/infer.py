@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from mpkit.kineto.inference.layers import exchanged, tensor_of
-from mpkit.kineto.inference.observed import Found, Observed
-from mpkit.kineto.inference.pipeline import Pipeline, pipeline_of
+from mpkit.kineto.inference.observed import AxisEvidence, Observed
+from mpkit.kineto.inference.pipeline import InferredPipeline, pipeline_of
 from mpkit.kineto.inference.replicas import replicas_of
 from mpkit.plan.plan import Plan
 from mpkit.trace import Kind, Trace
@@ -58,10 +58,10 @@ def infer(trace: Trace) -> Inferred:
     pipeline = pipeline_of(seen.ranks)
     replicas = replicas_of(seen)
     parts = {
-        "pp": Found() if pipeline is None else _of_pipeline(pipeline),
+        "pp": AxisEvidence() if pipeline is None else _of_pipeline(pipeline),
         "dp": replicas,
         "tp": tensor_of(seen, sharded=bool(replicas.options.get("zero"))),
-        "microbatches": _of_accumulation(seen) if pipeline is None else Found(),
+        "microbatches": _of_accumulation(seen) if pipeline is None else AxisEvidence(),
         "recompute": _of_recomputation(seen),
     }
     evidence = [sentence for part in parts.values() for sentence in part.evidence] + exchanged(seen)
@@ -81,7 +81,7 @@ def infer(trace: Trace) -> Inferred:
     return Inferred(plan, evidence)
 
 
-def _within_world(parts: Mapping[str, Found], world: int) -> tuple[dict[str, Any], list[str]]:
+def _within_world(parts: Mapping[str, AxisEvidence], world: int) -> tuple[dict[str, Any], list[str]]:
     """Return the options of all parts but for those that contradict the number of ranks, and what to say of it.
 
     What no library announces goes first.
@@ -100,7 +100,7 @@ def _within_world(parts: Mapping[str, Found], world: int) -> tuple[dict[str, Any
                 f"{product} would be {prod(degrees.values())} ranks, and there are {world}. So {doubtful} is not in "
                 f"the plan: it {why}."
             )
-            kept[doubtful] = Found()
+            kept[doubtful] = AxisEvidence()
     return {name: value for part in kept.values() for name, value in part.options.items()}, sentences
 
 
@@ -110,15 +110,15 @@ AXES = ("pp", "dp", "tp")
 # ---- the parts
 
 
-def _of_pipeline(pipeline: Pipeline) -> Found:
+def _of_pipeline(pipeline: InferredPipeline) -> AxisEvidence:
     options = {
         "pp": pipeline.ranks, "microbatches": pipeline.microbatches, "virtual_stages": pipeline.virtual_stages,
         **({"schedule": pipeline.schedule} if pipeline.schedule else {}),
     }  # fmt: skip
-    return Found(options, list(pipeline.evidence), announced=True)
+    return AxisEvidence(options, list(pipeline.evidence), announced=True)
 
 
-def _of_accumulation(seen: Observed) -> Found:
+def _of_accumulation(seen: Observed) -> AxisEvidence:
     counts = []
     for rank in seen.ranks:
         actions = rank.ops[
@@ -130,14 +130,14 @@ def _of_accumulation(seen: Observed) -> Found:
     each = max(counts, default=0)
     steps = any((rank.ops["kind"] == Kind.STEP).any() for rank in seen.ranks)
     if each < 2 or not steps:
-        return Found()
+        return AxisEvidence()
     words = f"Each step has {each} forwards, each followed by its backward: {each} micro-batches."
-    return Found({"microbatches": each}, [words])
+    return AxisEvidence({"microbatches": each}, [words])
 
 
-def _of_recomputation(seen: Observed) -> Found:
+def _of_recomputation(seen: Observed) -> AxisEvidence:
     again = sum(each["recomputed"] for each in seen.said)
     if not again:
-        return Found()
+        return AxisEvidence()
     words = f"{again:,} operators that autograd records run within backwards: activations are recomputed."
-    return Found({"recompute": "full"}, [words])
+    return AxisEvidence({"recompute": "full"}, [words])

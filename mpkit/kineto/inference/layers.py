@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mpkit.kineto.inference.observed import Found, Observed
+from mpkit.kineto.inference.observed import AxisEvidence, Observed
 from mpkit.trace import Kind
 
 __all__ = ["exchanged", "tensor_of"]
 
 
-def tensor_of(seen: Observed, *, sharded: bool) -> Found:
+def tensor_of(seen: Observed, *, sharded: bool) -> AxisEvidence:
     """Find all-reduces within forwards, equally many of one size: those that end a layer divided by rows.
 
     Args:
@@ -34,10 +34,10 @@ def tensor_of(seen: Observed, *, sharded: bool) -> Found:
                 else "of equal sizes, as layers divided by rows end"
             )  # fmt: skip
             words = f"{len(chosen)} all-reduces among {size} ranks within the forwards of a step, {how}"
-            return Found(
+            return AxisEvidence(
                 {"tp": size}, [f"{words}: tensor parallelism."], announced=bool(named or redistributed)
             )
-    return Found()
+    return AxisEvidence()
 
 
 def exchanged(seen: Observed) -> list[str]:

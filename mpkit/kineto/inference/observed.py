@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mpkit.trace import Kind, RankTrace, Trace
 
-__all__ = ["Found", "Observed", "some"]
+__all__ = ["AxisEvidence", "Observed", "some"]
 
 Array = npt.NDArray[Any]
 _ELEMENTS = re.compile(r"\[([0-9]{1,15})\]$")
@@ -22,7 +22,7 @@ COLLECTIVES = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_T
 
 
 @dataclass(frozen=True)
-class Found:
+class AxisEvidence:
     """What one kind of evidence says.
 
     Attributes:

@@ -19,13 +19,13 @@ from mpkit.plan.plan import Plan
 from mpkit.schedule.catalogue import GPIPE, SCHEDULES
 from mpkit.trace import Kind, RankTrace
 
-__all__ = ["Pipeline", "pipeline_of"]
+__all__ = ["InferredPipeline", "pipeline_of"]
 
 _LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT_GRAD: "I", Kind.WEIGHT_GRAD: "W"}
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class InferredPipeline:
     """What was found of a pipeline.
 
     Attributes:
@@ -45,7 +45,7 @@ class Pipeline:
     evidence: list[str]
 
 
-def pipeline_of(ranks: Sequence[RankTrace]) -> Pipeline | None:
+def pipeline_of(ranks: Sequence[RankTrace]) -> InferredPipeline | None:
     """Return the pipeline of these ranks' last steps; None if no rank sends to another.
 
     Args:
@@ -74,7 +74,7 @@ def pipeline_of(ranks: Sequence[RankTrace]) -> Pipeline | None:
         f"The first stage's order in a step is {first} ..., {microbatches} micro-batches: "
         + (f"schedule {schedule!r}." if schedule else "no schedule of mpkit's has this order on all ranks.")
     )
-    return Pipeline(len(chain), microbatches, virtual, schedule, chain, evidence)
+    return InferredPipeline(len(chain), microbatches, virtual, schedule, chain, evidence)
 
 
 def _stages_said(ranks: Sequence[RankTrace]) -> dict[int, int]:

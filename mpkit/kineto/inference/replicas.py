@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.kineto.inference.buckets import describe_buckets, fits_gradients
-from mpkit.kineto.inference.observed import Found, Observed, some
+from mpkit.kineto.inference.observed import AxisEvidence, Observed, some
 from mpkit.trace import Kind
 
 __all__ = ["replicas_of"]
@@ -21,12 +21,12 @@ __all__ = ["replicas_of"]
 Array = npt.NDArray[np.void]
 
 
-def replicas_of(seen: Observed) -> Found:
+def replicas_of(seen: Observed) -> AxisEvidence:
     """Return what a trace says of its replicas."""
-    return _fsdp(seen) or _divided_optimizer(seen) or _all_reduced(seen) or Found()
+    return _fsdp(seen) or _divided_optimizer(seen) or _all_reduced(seen) or AxisEvidence()
 
 
-def _fsdp(seen: Observed) -> Found | None:
+def _fsdp(seen: Observed) -> AxisEvidence | None:
     layers = {layer: count for each in seen.said for layer, count in each["fsdp"]["gathers"].items()}
     if not layers:
         return None
@@ -44,7 +44,7 @@ def _fsdp(seen: Observed) -> Found | None:
             f"It reduces each shard among {replicas} ranks as well: hybrid shards, {replicas} copies of {shards} "
             f"shards. A Plan has no word for that: dp={shards * replicas} with zero={zero} would shard among all."
         )
-    return Found({"dp": shards * replicas, "zero": zero}, evidence, announced=True)
+    return AxisEvidence({"dp": shards * replicas, "zero": zero}, evidence, announced=True)
 
 
 def _hybrid(seen: Observed, size: int) -> tuple[int, int]:
@@ -64,7 +64,7 @@ def _hybrid(seen: Observed, size: int) -> tuple[int, int]:
     return shards, max(replicas, 1)
 
 
-def _divided_optimizer(seen: Observed) -> Found | None:
+def _divided_optimizer(seen: Observed) -> AxisEvidence | None:
     """Find gradients that are reduced to shards in the backward, and new weights that are gathered after the update."""
     for number in range(len(seen.ranks)):
         scatters = seen.reductions(number, Kind.REDUCE_SCATTER)
@@ -80,11 +80,11 @@ def _divided_optimizer(seen: Observed) -> Found | None:
             f"weights after the update, among {size} ranks: an optimizer divided among replicas, ZeRO-1 (or 2: whether "
             "gradients stay whole meanwhile is not in the file)."
         )
-        return Found({"dp": size, "zero": 1}, [words]) if size > 1 else None
+        return AxisEvidence({"dp": size, "zero": 1}, [words]) if size > 1 else None
     return None
 
 
-def _all_reduced(seen: Observed) -> Found | None:
+def _all_reduced(seen: Observed) -> AxisEvidence | None:
     reduced = [_without_mirrored(seen, number) for number in range(len(seen.ranks))]
     size, called = seen.usual_size(reduced), sum(each["ddp"] for each in seen.said)
     if size < 2:
@@ -104,13 +104,13 @@ def _all_reduced(seen: Observed) -> Found | None:
             f"{len(payloads)} all-reduces in the backward have {sum(count for _, count in payloads):,} elements, and "
             f"the gradients {sum(gradients):,}: they are not read as data parallelism."
         )
-        return Found({}, [words])
+        return AxisEvidence({}, [words])
     evidence.append(describe_buckets(payloads, gradients, size, ddp=bool(called)))
     zero = {}
     if any(each["optimizer"] == "ZeroRedundancyOptimizer" for each in seen.said):
         evidence.append("ZeroRedundancyOptimizer updates a part on each rank, and broadcasts it: ZeRO-1.")
         zero = {"zero": 1}
-    return Found({"dp": size, **zero}, evidence, announced=bool(called))
+    return AxisEvidence({"dp": size, **zero}, evidence, announced=bool(called))
 
 
 def _without_mirrored(seen: Observed, number: int) -> Array:

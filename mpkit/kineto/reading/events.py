@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.kineto.reading.table import Table
+from mpkit.kineto.reading.table import EventTable
 
-__all__ = ["ANNOTATIONS", "CATEGORIES", "DEVICE", "IGNORED", "STEP", "Events", "Table"]
+__all__ = ["ANNOTATIONS", "CATEGORIES", "DEVICE", "IGNORED", "STEP", "EventTable", "Events"]
 
 Array = npt.NDArray[Any]
 
@@ -67,7 +67,7 @@ class Events:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.threads: list[tuple[str, str]] = []
-        self.tables = {word: Table() for word in (*dict.fromkeys(CATEGORIES.values()), "other")}
+        self.tables = {word: EventTable() for word in (*dict.fromkeys(CATEGORIES.values()), "other")}
         self.memory: Array = np.zeros((0, 5), np.int64)
         self.header: dict[str, Any] = {}
         self.origin = 0
@@ -77,7 +77,7 @@ class Events:
         self.processes: dict[str, str] = {}
         self.categories: list[str] = []
 
-    def __getitem__(self, word: str) -> Table:
+    def __getitem__(self, word: str) -> EventTable:
         return self.tables[word]
 
     @property

@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 from mpkit.kineto.reading.sound_event import count_of, sound_args
 
-__all__ = ["Table"]
+__all__ = ["EventTable"]
 
 Array = npt.NDArray[Any]
 
 COLUMNS = ("name", "thread", "correlation", "external", "nbytes", "records", "operand")
 
 
-class Table:
+class EventTable:
     """Events of one kind as columns.
 
     Attributes:

@@ -17,7 +17,7 @@ import numpy as np
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from mpkit.errors import MpkitError, RankFailed
-from mpkit.launch.external.mirror import Mirror
+from mpkit.launch.external.mirror import FileMirror
 from mpkit.launch.external.verdict import Verdict
 from mpkit.launch.failure import failure, lost
 from mpkit.launch.hang.hang import Patience
@@ -92,7 +92,7 @@ class Collector:
     ) -> None:
         self._store, self._folder, self._names, self.say = store, folder, names, say
         self._ranks = len(names)
-        self._mirrors = {rank: Mirror(folder, rank, offset) for rank, offset in offsets.items()}
+        self._mirrors = {rank: FileMirror(folder, rank, offset) for rank, offset in offsets.items()}
         self._taken = dict.fromkeys(self._mirrors, 0)
         self._beats: list[dict[str, Any]] = [{"n": 0, "state": "running"} for _ in names]
         self._heard = [time.monotonic()] * self._ranks

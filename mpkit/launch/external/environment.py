@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mpkit.launch.process.joined import OWN
 
-__all__ = ["LAUNCHERS", "Place", "first_host", "is_launched", "place_here", "within_cluster"]
+__all__ = ["LAUNCHERS", "LauncherPlace", "first_host", "is_launched", "place_here", "within_cluster"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ PORT = 29500
 
 
 @dataclass(frozen=True)
-class Place:
+class LauncherPlace:
     """This process among those that the launcher started.
 
     Attributes:
@@ -95,7 +95,7 @@ def within_cluster(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get("TORCHELASTIC_RUN_ID", "").startswith(OWN)
 
 
-def place_here(environment: Mapping[str, str] = os.environ) -> Place:
+def place_here(environment: Mapping[str, str] = os.environ) -> LauncherPlace:
     """Return this process's place.
 
     >>> place = place_here({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
@@ -129,7 +129,7 @@ def place_here(environment: Mapping[str, str] = os.environ) -> Place:
         )
     host = socket.gethostname()
     alone = size == _number(environment, launcher.local_size, size if size == 1 else 0)
-    return Place(
+    return LauncherPlace(
         launcher.name,
         rank,
         size,

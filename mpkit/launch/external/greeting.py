@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpkit.errors import MpkitError
-from mpkit.launch.external.environment import Place
+from mpkit.launch.external.environment import LauncherPlace
 from mpkit.launch.external.secret import Secret
 from mpkit.launch.external.signed_store import SignedStore
 from mpkit.launch.process.seal import EXPORT, Seal
@@ -24,7 +24,11 @@ SIGNED, PLAIN = b"signed ", b"plain  "
 
 
 def greet(
-    store: SignedStore, place: Place, secret: Secret, facts: dict[str, Any], wait: Callable[[], list[bytes]]
+    store: SignedStore,
+    place: LauncherPlace,
+    secret: Secret,
+    facts: dict[str, Any],
+    wait: Callable[[], list[bytes]],
 ) -> tuple[list[dict[str, Any]], Seal]:
     """Return what every process told, by rank, and what signs the messages of this launch.
 

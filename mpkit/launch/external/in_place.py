@@ -25,7 +25,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from mpkit.comm.current import left
 from mpkit.comm.release import free_kept
-from mpkit.launch.external.environment import Place
+from mpkit.launch.external.environment import LauncherPlace
 from mpkit.launch.external.results import Results
 from mpkit.launch.external.signed_store import SignedStore
 from mpkit.launch.packing.packing import dumps
@@ -41,7 +41,12 @@ __all__ = ["note_termination", "run_rank"]
 
 
 def run_rank(
-    place: Place, settings: Settings, folder: Path, store: SignedStore, payload: bytes, results: Results
+    place: LauncherPlace,
+    settings: Settings,
+    folder: Path,
+    store: SignedStore,
+    payload: bytes,
+    results: Results,
 ) -> None:
     """Run this process's rank, and write what every rank returned into `results`.
 
@@ -71,7 +76,7 @@ def run_rank(
 
 
 @contextmanager
-def _group(place: Place, settings: Settings, store: SignedStore) -> Iterator[None]:
+def _group(place: LauncherPlace, settings: Settings, store: SignedStore) -> Iterator[None]:
     """Form the process group; afterwards free it and the groups of the mesh. After an error, everything stays."""
     own, hook = not dist.is_initialized(), sys.excepthook  # each init_process_group wraps the hook once more
     if own:
@@ -96,7 +101,7 @@ def _group(place: Place, settings: Settings, store: SignedStore) -> Iterator[Non
         dist.destroy_process_group(group)
 
 
-def _form(place: Place, settings: Settings, store: Store) -> None:
+def _form(place: LauncherPlace, settings: Settings, store: Store) -> None:
     dist.init_process_group(
         settings.backend,
         store=store,
@@ -106,7 +111,9 @@ def _form(place: Place, settings: Settings, store: Store) -> None:
     )
 
 
-def _share(place: Place, settings: Settings, results: Results, store: SignedStore, result: bytes) -> None:
+def _share(
+    place: LauncherPlace, settings: Settings, results: Results, store: SignedStore, result: bytes
+) -> None:
     """Write every rank's result."""
     if not dist.is_initialized():  # a program frees its groups at its end
         _form(place, settings, store.for_group("share", settings.backend))

@@ -23,13 +23,13 @@ from mpkit.support.private import create
 from mpkit.trace import HEADER, MEMORY, OP
 from mpkit.trace.records import MAGIC, VALUE
 
-__all__ = ["Mirror"]
+__all__ = ["FileMirror"]
 
 MOST_PACKET = 1 << 26
 """Bytes of a packet, which are unpacked in memory."""
 
 
-class Mirror:
+class FileMirror:
     """Writes a copy of another rank's files, packet by packet.
 
     Args:

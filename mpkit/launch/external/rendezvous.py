@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from mpkit.errors import MpkitError
-from mpkit.launch.external.environment import Place
+from mpkit.launch.external.environment import LauncherPlace
 from mpkit.launch.external.signed_store import SignedStore
 from mpkit.launch.process.seal import Seal
 
@@ -32,7 +32,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
 """Seconds between two looks for somebody's key."""
 
 
-def rendezvous(place: Place) -> SignedStore:
+def rendezvous(place: LauncherPlace) -> SignedStore:
     """Return a store that all processes of the launcher share, with a connection of its own, unsigned as yet.
 
     Each call returns a new part of the store, the same on all processes for their first call, second call, and so on.
@@ -55,7 +55,7 @@ def clone(store: Store) -> Store:
     return copy
 
 
-def _connect(place: Place) -> TCPStore:
+def _connect(place: LauncherPlace) -> TCPStore:
     listening, where = None, f"{place.address}:{place.port}"
     if place.rank == 0 and not place.agent_store:
         listening = _listen(place)
@@ -77,7 +77,7 @@ def _connect(place: Place) -> TCPStore:
         ) from None
 
 
-def _listen(place: Place) -> socket.socket | None:
+def _listen(place: LauncherPlace) -> socket.socket | None:
     """Listen at the launcher's address; None if this process already does, for an earlier cluster."""
     kind, _, _, _, address = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
     listening = socket.socket(kind, socket.SOCK_STREAM)

@@ -16,7 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from mpkit.devices.local.choose import Chosen
 from mpkit.errors import MpkitError
-from mpkit.launch.external.environment import Place, place_here
+from mpkit.launch.external.environment import LauncherPlace, place_here
 from mpkit.launch.external.greeting import greet
 from mpkit.launch.external.node_devices import all_alone, check_named, tell
 from mpkit.launch.external.rendezvous import rendezvous, use_interface_to, wait_for
@@ -38,7 +38,7 @@ class Session:
         place: this process among all.
         hosts, nodes: the host and the node of each rank.
         names: the ranks in words, for messages.
-        devices: by rank, its device in words (`mpkit.devices.local.table.Row`); [] on CPUs.
+        devices: by rank, its device in words (`mpkit.devices.local.table.DeviceRow`); [] on CPUs.
         backend: the backend that suits all processes; that of the process group if there is one already.
         store: the store; values that no process of this launch has signed are not believed.
         seal: signs them.
@@ -51,7 +51,7 @@ class Session:
     """
 
     def __init__(self, chosen: Chosen) -> None:
-        self.place: Place = place_here()
+        self.place: LauncherPlace = place_here()
         use_interface_to(self.place.address)
         self.store = rendezvous(self.place)
         self.broken = False

@@ -1,6 +1,6 @@
 """HangWatch: looks at the ranks of a launch again and again, says for whom they wait, and finds when they hang.
 
-look      whether the ranks hang (`Patience`); if not, whether some wait long for others (`Waiting`)
+look      whether the ranks hang (`Patience`); if not, whether some wait long for others (`WaitWatch`)
 notice    says for which ranks others wait and where those are, once for each place
 verdict   the error of ranks that hang, with a report of which rank waits where
 """
@@ -16,9 +16,9 @@ from typing import Protocol
 from mpkit.errors import CommMismatch, Deadlock
 from mpkit.launch.hang.ask_stacks import ask_stacks
 from mpkit.launch.hang.hang import LIMIT, Patience, explain
-from mpkit.launch.hang.progress import FINISHED, Sight, Watch
+from mpkit.launch.hang.progress import FINISHED, RankWatch, Sight
 from mpkit.launch.hang.unmatched import first_mismatch
-from mpkit.launch.hang.waiting import IDLE, NOTICE_AFTER, Waiting, ranks_spelt, stopped_words
+from mpkit.launch.hang.waiting import IDLE, NOTICE_AFTER, WaitWatch, ranks_spelt, stopped_words
 from mpkit.launch.process.rank_processes import RankProcesses
 from mpkit.launch.process.stacks import place_of
 from mpkit.trace import Trace
@@ -66,8 +66,8 @@ class HangWatch:
     ) -> None:
         self._ranks, self._processes = ranks, processes
         self._ask: Ask = ask or partial(ask_stacks, folder, processes)
-        self._patience, self._watch = patience, Watch(folder, ranks)
-        self._waiting = Waiting(NOTICE_AFTER)
+        self._patience, self._watch = patience, RankWatch(folder, ranks)
+        self._waiting = WaitWatch(NOTICE_AFTER)
         self._said: set[str] = set()
         self.waiting_for: str | None = None
         self._waited_for: list[int] = []  # the ranks that it is about

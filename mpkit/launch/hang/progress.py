@@ -12,7 +12,7 @@ import numpy as np
 from mpkit.launch.process.folder import part
 from mpkit.trace import HEADER, OP, Kind
 
-__all__ = ["FINISHED", "Sight", "Watch"]
+__all__ = ["FINISHED", "RankWatch", "Sight"]
 
 FINISHED = 1
 """The state of a rank that has finished."""
@@ -37,7 +37,7 @@ class Sight:
     started: bool = True
 
 
-class Watch:
+class RankWatch:
     """Watches all ranks of a launch. It maps each file once, and each look reads two records of it."""
 
     def __init__(self, folder: Path, ranks: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from mpkit.launch.hang.progress import Sight
 from mpkit.launch.process.vitals import cpu_seconds
 
-__all__ = ["NOTICE_AFTER", "Waiting", "ranks_spelt", "stopped_words"]
+__all__ = ["NOTICE_AFTER", "WaitWatch", "ranks_spelt", "stopped_words"]
 
 NOTICE_AFTER = 10.0
 """Seconds that ranks wait before the notice is printed."""
@@ -25,7 +25,7 @@ IDLE = 0.05
 
 
 @dataclass
-class Waiting:
+class WaitWatch:
     """Watches which ranks wait for which.
 
     Args:

@@ -26,10 +26,10 @@ from typing import NamedTuple
 
 from mpkit.parallel.stage.shard import Shard
 
-__all__ = ["Box", "boxes_of", "disjoint", "rows_and_columns", "tile"]
+__all__ = ["ParameterBox", "boxes_of", "disjoint", "rows_and_columns", "tile"]
 
 
-class Box(NamedTuple):
+class ParameterBox(NamedTuple):
     """Rows `top` to `bottom` and columns `left` to `right` of a whole parameter, the last ones not included."""
 
     top: int
@@ -57,7 +57,9 @@ def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
-def boxes_of(whole: Sequence[int], shard: Shard | None, start: int, end: int) -> list[tuple[Box, int]]:
+def boxes_of(
+    whole: Sequence[int], shard: Shard | None, start: int, end: int
+) -> list[tuple[ParameterBox, int]]:
     """Return where elements `start` to `end` of a flattened local parameter lie in the whole parameter.
 
     >>> shard = Shard((6, 4), 1, (range(1, 3),))
@@ -84,26 +86,26 @@ def boxes_of(whole: Sequence[int], shard: Shard | None, start: int, end: int) ->
     columns = shard.ranges if shard and shard.dim == 1 else (range(rows_and_columns(whole)[1] // inner),)
     columns = tuple(range(part.start * inner, part.stop * inner) for part in columns)
     return [
-        (Box(above.start, left.start, above.stop, left.stop), row * width + column)
+        (ParameterBox(above.start, left.start, above.stop, left.stop), row * width + column)
         for box in _of_range(start, end, width)
         for above, row in _cut(rows, box.top, box.bottom)
         for left, column in _cut(columns, box.left, box.right)
     ]
 
 
-def _of_range(start: int, end: int, width: int) -> Iterator[Box]:
+def _of_range(start: int, end: int, width: int) -> Iterator[ParameterBox]:
     """Yield the boxes of a range of a flattened matrix: part of a row, whole rows, part of a row."""
     (top, left), (bottom, right) = divmod(start, width), divmod(end, width)
     if top == bottom:
-        yield Box(top, left, top + 1, right)
+        yield ParameterBox(top, left, top + 1, right)
         return
     if left > 0:
-        yield Box(top, left, top + 1, width)
+        yield ParameterBox(top, left, top + 1, width)
         top += 1
     if top < bottom:
-        yield Box(top, 0, bottom, width)
+        yield ParameterBox(top, 0, bottom, width)
     if right > 0:
-        yield Box(bottom, 0, bottom + 1, right)
+        yield ParameterBox(bottom, 0, bottom + 1, right)
 
 
 def _cut(ranges: Sequence[range], start: int, end: int) -> Iterator[tuple[range, int]]:
@@ -118,17 +120,17 @@ def _cut(ranges: Sequence[range], start: int, end: int) -> Iterator[tuple[range,
 # ---- many of them ------------------------------------------------------------------------------------------------
 
 
-def tile(boxes: Sequence[Box], rows: int, columns: int) -> bool:
+def tile(boxes: Sequence[ParameterBox], rows: int, columns: int) -> bool:
     """Return whether the boxes cover a whole matrix, each element once.
 
-    >>> tile([Box(0, 0, 2, 1), Box(0, 1, 2, 3)], 2, 3), tile([Box(0, 0, 2, 1), Box(0, 1, 1, 3)], 2, 3)
-    (True, False)
+    >>> [tile([ParameterBox(0, 0, 2, 1), ParameterBox(0, 1, below, 3)], 2, 3) for below in (2, 1)]
+    [True, False]
     """
     inside = all(0 <= b.top < b.bottom <= rows and 0 <= b.left < b.right <= columns for b in boxes)
     return inside and sum(box.numel for box in boxes) == rows * columns and disjoint(boxes)
 
 
-def disjoint(boxes: Iterable[Box]) -> bool:
+def disjoint(boxes: Iterable[ParameterBox]) -> bool:
     """Return whether no element is in two of the boxes, none of which is empty.
 
     A sweep down the rows holds a box's columns from its top to its bottom: boxes that overlap want the same column.

@@ -2,7 +2,7 @@
 
     step-00000010.partial     being written; the next training in the folder deletes it
     step-00000010             complete: it got this name when every byte was on the disk
-        mpkit.json            the `Head`, with a digest of itself and of all other files
+        mpkit.json            the `CheckpointHead`, with a digest of itself and of all other files
         .metadata, *.distcp   torch.distributed.checkpoint's own files
     step-00000010.replaced    only while a newer one of the same step takes its place
 
@@ -23,14 +23,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpkit.parallel.checkpoint.head import HEAD, Damaged, Head, open_plain, read_told
+from mpkit.parallel.checkpoint.head import HEAD, CheckpointHead, Damaged, open_plain, read_told
 
 __all__ = [
     "PARTIAL",
     "REPLACED",
     "WRITTEN",
+    "CheckpointSaving",
     "Resume",
-    "Saving",
     "candidates",
     "digest",
     "is_own",
@@ -48,7 +48,7 @@ WRITTEN = re.compile(rf"__[0-9]+_[0-9]+\.distcp|\.metadata(\.tmp)?|{HEAD}")
 
 
 @dataclass(frozen=True)
-class Saving:
+class CheckpointSaving:
     """When and where a training saves checkpoints.
 
     Attributes:
@@ -71,10 +71,10 @@ class Resume:
     """The complete checkpoint from which a training resumes."""
 
     path: str
-    head: Head
+    head: CheckpointHead
 
 
-def read_head(folder: Path) -> Head:
+def read_head(folder: Path) -> CheckpointHead:
     """Return a checkpoint's head after checking its files against it.
 
     Raises:

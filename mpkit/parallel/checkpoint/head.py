@@ -23,7 +23,7 @@ from typing import Any
 from mpkit.plan.plan import Plan
 from mpkit.support.bounded import read_json
 
-__all__ = ["FORMAT", "HEAD", "Damaged", "Head", "open_plain", "read_told"]
+__all__ = ["FORMAT", "HEAD", "CheckpointHead", "Damaged", "open_plain", "read_told"]
 
 FORMAT = 4
 """1: each parameter flattened, before tensor parallelism; 2: without a digest of its own; 3: without its training."""
@@ -38,7 +38,7 @@ class Damaged(Exception):
 
 
 @dataclass
-class Head:
+class CheckpointHead:
     """A checkpoint's description of itself, in JSON.
 
     Attributes:
@@ -97,7 +97,7 @@ def open_plain(path: Path) -> BufferedReader:
     return os.fdopen(handle, "rb")
 
 
-def read_told(folder: Path) -> Head:
+def read_told(folder: Path) -> CheckpointHead:
     """Return a checkpoint's head without reading any other file.
 
     Raises:
@@ -123,7 +123,7 @@ def read_told(folder: Path) -> Head:
         raise Damaged(f"its {HEAD} was changed or damaged after it was written: its SHA-256 differs")
     values.setdefault("training", "")
     _check_fields(values)
-    return Head(**values)
+    return CheckpointHead(**values)
 
 
 def _check_format(number: int) -> None:
@@ -141,8 +141,8 @@ def _check_format(number: int) -> None:
 
 
 def _check_fields(values: dict[str, Any]) -> None:
-    if set(values) != {each.name for each in fields(Head)}:
-        odd = sorted(set(values) ^ {each.name for each in fields(Head)})
+    if set(values) != {each.name for each in fields(CheckpointHead)}:
+        odd = sorted(set(values) ^ {each.name for each in fields(CheckpointHead)})
         raise Damaged(f"its {HEAD} is not one that mpkit wrote: of its fields {', '.join(odd)[:200]} are odd")
     for name, (is_right, wanted) in _FIELDS.items():
         if not is_right(values[name]):

@@ -17,8 +17,8 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from mpkit.parallel.checkpoint.boxes import Box, tile
-from mpkit.parallel.checkpoint.head import HEAD, Damaged, Head, open_plain
+from mpkit.parallel.checkpoint.boxes import ParameterBox, tile
+from mpkit.parallel.checkpoint.head import HEAD, CheckpointHead, Damaged, open_plain
 
 __all__ = ["check_told", "read_index"]
 
@@ -46,7 +46,7 @@ def read_index(folder: Path) -> dcp.Metadata:
     raise Damaged("its .metadata is not an index of tensors that mpkit wrote")
 
 
-def check_told(head: Head, index: dcp.Metadata) -> None:
+def check_told(head: CheckpointHead, index: dcp.Metadata) -> None:
     """Check that a checkpoint has the tensors that its head names: parameters, buffers and random states.
 
     Raises:
@@ -143,7 +143,7 @@ def _is_tensor(name: Any, tensor: Any, places: dict[Any, _StorageInfo]) -> bool:
         ):
             return False
         (top, left), (rows, columns) = chunk.offsets, chunk.sizes
-        boxes.append(Box(top, left, top + rows, left + columns))
+        boxes.append(ParameterBox(top, left, top + rows, left + columns))
         place = places.get(dcp.MetadataIndex(name, chunk.offsets))
         if place is None or place.length < rows * columns * dtype.itemsize:
             return False

@@ -7,8 +7,8 @@ from pathlib import Path
 from mpkit.parallel.checkpoint.files import (
     PARTIAL,
     REPLACED,
+    CheckpointSaving,
     Resume,
-    Saving,
     candidates,
     is_own,
     is_unfinished,
@@ -21,7 +21,7 @@ from mpkit.parallel.checkpoint.publish import may_replace
 __all__ = ["lock_folder"]
 
 
-def lock_folder(saving: Saving, resume: Resume | None, steps: int) -> FolderLock:
+def lock_folder(saving: CheckpointSaving, resume: Resume | None, steps: int) -> FolderLock:
     """Lock the folder where a training saves.
 
     Raises:
@@ -36,7 +36,7 @@ def lock_folder(saving: Saving, resume: Resume | None, steps: int) -> FolderLock
     return lock
 
 
-def _check_others(saving: Saving, first: int, last: int) -> None:
+def _check_others(saving: CheckpointSaving, first: int, last: int) -> None:
     folder = Path(saving.folder)
     asked, elsewhere = f"checkpoint_dir={saving.folder!r}", f"checkpoint_dir={saving.folder + '-2'!r}"
     others = [] if saving.resumes else [path.name for path in candidates(folder) if _is_whole(path)]
@@ -58,7 +58,7 @@ def _check_others(saving: Saving, first: int, last: int) -> None:
             )
 
 
-def _gives_way(path: Path, saving: Saving) -> bool:
+def _gives_way(path: Path, saving: CheckpointSaving) -> bool:
     return may_replace(path, saving) if path.suffix != REPLACED else is_own(path, saving.training)
 
 

@@ -10,7 +10,7 @@ from mpkit.parallel.checkpoint.files import (
     PARTIAL,
     REPLACED,
     WRITTEN,
-    Saving,
+    CheckpointSaving,
     candidates,
     is_own,
     is_unfinished,
@@ -19,7 +19,7 @@ from mpkit.parallel.checkpoint.files import (
     regular_files,
     step_of,
 )
-from mpkit.parallel.checkpoint.head import HEAD, Head
+from mpkit.parallel.checkpoint.head import HEAD, CheckpointHead
 
 __all__ = ["clean", "may_replace", "next_number", "partial_of", "publish"]
 
@@ -49,7 +49,7 @@ def next_number(folder: Path) -> int:
     return 1 + max(map(number_of, candidates(folder)), default=0)
 
 
-def publish(partial: Path, head: Head, saving: Saving) -> None:
+def publish(partial: Path, head: CheckpointHead, saving: CheckpointSaving) -> None:
     """Give a completely written checkpoint its name, and keep only the newest ones of this training."""
     # ---- all of it on the disk
     head.write(partial)
@@ -72,7 +72,7 @@ def publish(partial: Path, head: Head, saving: Saving) -> None:
             _discard(old)
 
 
-def may_replace(path: Path, saving: Saving) -> bool:
+def may_replace(path: Path, saving: CheckpointSaving) -> bool:
     """Return whether a new checkpoint may take this one's place: this training's, or a damaged one where it goes on."""
     if is_own(path, saving.training):
         return True

@@ -12,11 +12,11 @@ from mpkit.parallel.stage.second_forward import StartingPoint
 from mpkit.parallel.stage.split_backward import WeightGrads
 from mpkit.record.saved import Saved
 
-__all__ = ["Kept"]
+__all__ = ["KeptForward"]
 
 
 @dataclass
-class Kept:
+class KeptForward:
     """What the forward of one micro-batch keeps.
 
     Attributes:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mpkit.data.microbatch import Value
 from mpkit.parallel.compute.stage_forward import StageForward
-from mpkit.parallel.stage.partitioned import Part
+from mpkit.parallel.stage.partitioned import PartitionedStage
 
 __all__ = ["PartForward"]
 
@@ -17,7 +17,7 @@ class PartForward(StageForward):
     def __call__(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
         """Return what other stages need from this one; at the last stage, the micro-batch's share of the loss."""
         assert (
-            isinstance(self._stage, Part)
+            isinstance(self._stage, PartitionedStage)
             and isinstance(inputs, tuple)
             and self._job.where.partition is not None
         )

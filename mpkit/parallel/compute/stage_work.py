@@ -6,7 +6,7 @@
     input_grads    I   gradients of the inputs alone
     weight_grads   W   gradients of the weights alone
 
-What a forward keeps for its backward (`Kept`) is held here, by micro-batch, and released as soon as possible.
+What a forward keeps for its backward (`KeptForward`) is held here, by micro-batch, and released as soon as possible.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from mpkit.data.microbatch import Value
-from mpkit.models.heard_draws import Heard, HeardDraws
-from mpkit.parallel.compute.kept import Kept
+from mpkit.models.heard_draws import ForwardDraws, HeardDraws
+from mpkit.parallel.compute.kept import KeptForward
 from mpkit.parallel.compute.stage_forward import StageForward
 from mpkit.parallel.compute.stage_record import StageRecord
 from mpkit.parallel.job.feed import MicroBatch
@@ -66,10 +66,10 @@ class StageWork:
         self._twice = SecondForward(stage.layers)
         self._inside = AttentionAgain if job.plan.recompute == "selective" else nullcontext
         self._split = frozenset(split)
-        self._kept: dict[int, Kept] = {}  # by micro-batch
+        self._kept: dict[int, KeptForward] = {}  # by micro-batch
         self._microbatches: list[MicroBatch] = []
         self._loss_scale = 1.0
-        self._heard: Heard | None = None
+        self._heard: ForwardDraws | None = None
         # Compiled code cannot be listened to.
         self._compiled = any(type(each).__name__ == "OptimizedModule" for each in stage.layers.modules())
 
@@ -78,7 +78,7 @@ class StageWork:
         self._compute.begin_step(number, microbatches)
         self._microbatches, self._loss_scale = microbatches, loss_scale
 
-    def listen(self, heard: Heard | None) -> None:
+    def listen(self, heard: ForwardDraws | None) -> None:
         """Note what forwards draw at random from now on; None: no longer."""
         self._heard = heard
         self._compute.others = None if heard is None else heard.others
@@ -98,7 +98,7 @@ class StageWork:
         """
         key = self._key(m)
         op = self._record.begin(Kind.FORWARD, m, key)
-        kept = self._kept[m] = Kept(inputs)
+        kept = self._kept[m] = KeptForward(inputs)
         if self._recompute:
             with torch.no_grad(), self._twice.first() as kept.start, self._hearing(m):
                 outputs = self._compute(m, inputs)
@@ -197,7 +197,7 @@ class StageWork:
             kept.saved.release()
         self._record.end(op)
 
-    def _of_inputs(self, kept: Kept, grads: list[Tensor | None]) -> tuple[Tensor, ...]:
+    def _of_inputs(self, kept: KeptForward, grads: list[Tensor | None]) -> tuple[Tensor, ...]:
         """Return the gradients of the inputs, with zeros for inputs that the outputs do not depend on."""
         pairs = zip(kept.differentiable, grads, strict=True)
         gradients = tuple(torch.zeros_like(tensor) if grad is None else grad for tensor, grad in pairs)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mpkit.data.digest import Taken
+from mpkit.data.digest import SampleLog
 from mpkit.data.fed import FedBatches
 from mpkit.data.microbatch import Value, batch_size, leaves, part, share, signature, split
 from mpkit.errors import MpkitError
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
     from mpkit.parallel.job.job import TrainJob
 
-__all__ = ["Feed", "MicroBatch", "Source", "WholeBatches"]
+__all__ = ["BatchSource", "Feed", "MicroBatch", "WholeBatches"]
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """A source of batches; `mpkit.Batches` is one too.
 
     Attributes:
@@ -114,7 +114,7 @@ class Feed:
     """
 
     def __init__(self, context: Context, job: TrainJob, *, needed: bool, accounts: bool = True) -> None:
-        self._source = cast(Source, job.what.batches)
+        self._source = cast(BatchSource, job.what.batches)
         if isinstance(job.what.batches, FedBatches):
             job.what.batches.connect(context.record.folder, context.rank)
         self._known = job.where.numbers
@@ -125,7 +125,7 @@ class Feed:
         self._parts = job.plan.cp
         self._needed = needed
         self._parts_of_step: Parts = {}
-        self._taken = Taken(context.record.folder, context.rank) if accounts else None
+        self._taken = SampleLog(context.record.folder, context.rank) if accounts else None
         steps = range(job.how.first_step, job.how.steps)
         on_gpu = context.device.type == "cuda"
         self._loader = Loader(self._source, self._wanted, steps, context.record, pins=on_gpu)

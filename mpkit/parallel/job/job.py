@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mpkit.data.batches import Batches
 from mpkit.models.hooks import Hook
-from mpkit.parallel.checkpoint.files import Resume, Saving
+from mpkit.parallel.checkpoint.files import CheckpointSaving, Resume
 from mpkit.parallel.job.evaluation import EvaluationData
 from mpkit.parallel.job.feed import WholeBatches
 from mpkit.parallel.job.resolved import ResolvedPlan
@@ -80,7 +80,7 @@ class Procedure:
     seed: int
     max_grad_norm: float | None = None
     lr_schedule: Callable[[int], float] | None = None
-    saving: Saving | None = None
+    saving: CheckpointSaving | None = None
     resume: Resume | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     on_step: Callable[[Any, int], Any] | None = None

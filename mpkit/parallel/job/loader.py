@@ -25,7 +25,7 @@ from mpkit.record.recorder import Recorder
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
-    from mpkit.parallel.job.feed import Source
+    from mpkit.parallel.job.feed import BatchSource
 
 __all__ = ["Loader", "Parts"]
 
@@ -46,7 +46,7 @@ class Loader:
 
     def __init__(
         self,
-        source: Source,
+        source: BatchSource,
         wanted: Callable[[int], list[slice]],
         steps: range,
         record: Recorder,
@@ -92,7 +92,7 @@ class Loader:
 class _Steps(Dataset[Parts]):
     """The parts that a rank takes, by step."""
 
-    def __init__(self, source: Source, wanted: Callable[[int], list[slice]]) -> None:
+    def __init__(self, source: BatchSource, wanted: Callable[[int], list[slice]]) -> None:
         self._source, self._wanted = source, wanted
 
     def __getitem__(self, step: int) -> Parts:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.data.microbatch import Value, leaves, map_tensors
-from mpkit.models.heard_draws import Heard
+from mpkit.models.heard_draws import ForwardDraws
 from mpkit.parallel.compute.stage_work import StageWork
 from mpkit.parallel.data_parallel.unused import unused_error
 from mpkit.parallel.job.feed import MicroBatch
@@ -89,7 +89,7 @@ class DP(GradientSync):
 
     # ---- a step -------------------------------------------------------------------------------------------
 
-    def listen(self, heard: Heard | None) -> None:
+    def listen(self, heard: ForwardDraws | None) -> None:
         """Note what forwards draw at random from now on; None: no longer."""
         self._work.listen(heard)
 

@@ -21,14 +21,14 @@ from mpkit.models.nested import Shape, flatten, rebuild
 from mpkit.models.randomness import Draws
 from mpkit.models.spans import spans_at
 from mpkit.parallel.partition.boundary import Spec
-from mpkit.parallel.partition.graph import Constant, Division, Given, Leaf, Node
+from mpkit.parallel.partition.graph import CallNode, Constant, Division, Leaf, PassedArgument
 from mpkit.parallel.partition.value import Looked, Value, spec_of
-from mpkit.parallel.partition.walk import Call, Walk
+from mpkit.parallel.partition.walk import ForwardWalk, OriginalForward
 
 __all__ = ["Forward"]
 
 
-class Forward(Walk):
+class Forward(ForwardWalk):
     """One stage's walk through a forward.
 
     Args:
@@ -92,10 +92,10 @@ class Forward(Walk):
             raise _another_way(f"{self._graph.nodes[self._next].name} did not happen")
 
     def _answer(
-        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], due: Node | None
+        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], due: CallNode | None
     ) -> Any:
         """Answer a question about shapes, which every value can; anything else is unexpected here."""
-        if type(func) is not Call:
+        if type(func) is not OriginalForward:
             try:
                 return func(*args, **kwargs)
             except Looked:
@@ -104,7 +104,7 @@ class Forward(Walk):
 
     # ---- own ----------------------------------------------------------------------------------------------
 
-    def _do(self, node: Node, func: Any, leaves: list[Any], shape: Shape) -> Any:
+    def _do(self, node: CallNode, func: Any, leaves: list[Any], shape: Shape) -> Any:
         real = [self.tensor(leaf) if type(leaf) is Value else leaf for leaf in leaves]
         for i, _ in node.written:
             real[i] = self._before_writing(leaves[i], real[i])
@@ -141,7 +141,7 @@ class Forward(Walk):
 
     def _checked(
         self,
-        node: Node,
+        node: CallNode,
         promised: Leaf,
         leaf: Any,
         given: list[Any],
@@ -156,7 +156,7 @@ class Forward(Walk):
                     "go on with; what depends on numbers travels in a tensor"
                 )
             return leaf
-        if isinstance(promised, Given):
+        if isinstance(promised, PassedArgument):
             before = given[promised.place]
             if leaf is not real[promised.place] and type(before) is Value and isinstance(leaf, Tensor):
                 return Value(spec_of(leaf), self._device, before.number, leaf)  # a copy on this rank
@@ -179,7 +179,7 @@ class Forward(Walk):
 
     # ---- another's ----------------------------------------------------------------------------------------
 
-    def _pass_over(self, node: Node, given: list[Any]) -> Any:
+    def _pass_over(self, node: CallNode, given: list[Any]) -> Any:
         for i, number in node.written:
             given[i].number, given[i].behind = number, None
         fresh: dict[int, Value] = {}
@@ -187,7 +187,7 @@ class Forward(Walk):
         for leaf in node.leaves:
             if isinstance(leaf, Constant):
                 back.append(leaf.value)
-            elif isinstance(leaf, Given):
+            elif isinstance(leaf, PassedArgument):
                 back.append(given[leaf.place])
             else:
                 if leaf.number not in fresh:

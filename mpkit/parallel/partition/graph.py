@@ -14,7 +14,7 @@ from mpkit.models.nested import Shape
 from mpkit.parallel.partition.boundary import Route, Shared, Spec
 from mpkit.record.flops import Flops, total
 
-__all__ = ["Constant", "Division", "Given", "Graph", "Leaf", "New", "Node", "PartitionedModel"]
+__all__ = ["CallNode", "Constant", "Division", "Graph", "Leaf", "New", "PartitionedModel", "PassedArgument"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class New:
 
 
 @dataclass(frozen=True)
-class Given:
+class PassedArgument:
     """A leaf of a node's result that is the same object as one leaf of its arguments."""
 
     place: int
@@ -38,11 +38,11 @@ class Constant:
     value: Any
 
 
-Leaf = New | Given | Constant
+Leaf = New | PassedArgument | Constant
 
 
 @dataclass
-class Node:
+class CallNode:
     """A call of a block, or an operation between blocks.
 
     Attributes:
@@ -90,7 +90,7 @@ class Graph:
         loss: FLOPs of the loss.
     """
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[CallNode] = field(default_factory=list)
     specs: dict[int, Spec] = field(default_factory=dict)
     wanted: tuple[int, ...] = ()
     loss: Flops = field(default_factory=Flops)

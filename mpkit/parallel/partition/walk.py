@@ -28,7 +28,7 @@ from mpkit.models.nested import ATOMS, Shape, flatten, is_data
 from mpkit.parallel.partition.interception import intercept
 from mpkit.parallel.partition.value import Value
 
-__all__ = ["Call", "Walk", "current_walk", "prepare_modules"]
+__all__ = ["ForwardWalk", "OriginalForward", "current_walk", "prepare_modules"]
 
 HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
@@ -37,7 +37,7 @@ HOOKS = (
 """The attributes in which a module keeps its hooks."""
 
 
-class Call:
+class OriginalForward:
     """The forward of a block, as it was before `prepare_modules`, with the hooks around it."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -49,7 +49,7 @@ class Call:
         return self.forward(*args, **kwargs)
 
 
-class Walk(TorchFunctionMode):
+class ForwardWalk(TorchFunctionMode):
     """Intercepts one forward: `with Walk(...) as walk: model(...)`.
 
     Args:
@@ -69,7 +69,7 @@ class Walk(TorchFunctionMode):
     ) -> Any:
         # ---- seen
         kwargs = kwargs or {}
-        if type(func) is Call:
+        if type(func) is OriginalForward:
             return self.node(func.name, func, args, kwargs)
         # ---- inputs only
         if not (self._has_value(args) or (kwargs and self._has_value(kwargs.values()))):
@@ -135,7 +135,7 @@ def prepare_modules(model: nn.Module, opened: Iterable[str], blocks: Iterable[st
     for name in opened:
         modules[name].forward = _as_written(name, modules[name].forward)
     for name in blocks:
-        modules[name].forward = AsAWhole(Call(name, modules[name]))
+        modules[name].forward = AsAWhole(OriginalForward(name, modules[name]))
     return {name: modules[name] for name in blocks}
 
 
@@ -176,7 +176,7 @@ def _with_hooks(module: nn.Module) -> Callable[..., Any]:
 class AsAWhole:
     """A block's replaced forward: it asks the walk, which runs the call or skips it."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: OriginalForward) -> None:
         self.call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,9 +212,9 @@ def around_forward(
     call.forward = forward
 
 
-def current_walk() -> Walk | None:
+def current_walk() -> ForwardWalk | None:
     """Return the walk that is active now, or None outside of walks and inside a block."""
-    return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, Walk)), None)
+    return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, ForwardWalk)), None)
 
 
 def _name_of(func: Any) -> str:

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from mpkit.errors import MpkitError
 from mpkit.models.randomness import seed_all
-from mpkit.parallel.checkpoint.files import Resume, Saving, digest
-from mpkit.parallel.checkpoint.head import Head
+from mpkit.parallel.checkpoint.files import CheckpointSaving, Resume, digest
+from mpkit.parallel.checkpoint.head import CheckpointHead
 from mpkit.parallel.checkpoint.index import read_index
 from mpkit.parallel.checkpoint.lock import FolderLock
 from mpkit.parallel.checkpoint.planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
@@ -100,7 +100,7 @@ class Checkpoints:
 
     # ---- save -----------------------------------------------------------------------------------------------
 
-    def _save(self, saving: Saving, step: int) -> int:
+    def _save(self, saving: CheckpointSaving, step: int) -> int:
         """Save a checkpoint, and return the number of bytes that this rank wrote."""
         context = self._context
         partial = partial_of(Path(saving.folder), step)
@@ -143,9 +143,9 @@ class Checkpoints:
             publish(partial, head, saving)
         return sum(nbytes for nbytes, _ in digests.values())
 
-    def _head(self, number: int, step: int, training: str) -> Head:
+    def _head(self, number: int, step: int, training: str) -> CheckpointHead:
         update = self._training.update
-        return Head(
+        return CheckpointHead(
             step=step,
             number=number,
             plan=json.loads(self._job.plan.to_json()),

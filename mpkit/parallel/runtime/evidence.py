@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mpkit.launch.process.folder import APART, LAUNCHED, part, read_difference
-from mpkit.models.heard_draws import Heard
+from mpkit.models.heard_draws import ForwardDraws
 from mpkit.models.python_state import PythonState
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.checkpoint_state import buffers
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
     from mpkit.parallel.runtime.train import Training
 
-__all__ = ["Evidence", "digest_of", "evidence_of", "lost_of", "verdict_of"]
+__all__ = ["RankEvidence", "digest_of", "evidence_of", "lost_of", "verdict_of"]
 
 LOOK_EVERY = 0.005
 """Seconds between two looks for the verdict on a step whose checkpoint waits for it."""
@@ -58,7 +58,7 @@ def verdict_of(step: int) -> str:
     return f"verdict-{step}"
 
 
-class Evidence:
+class RankEvidence:
     """One rank's evidence.
 
     Ranks that a launcher started cannot be ended from outside. So they look for the difference that was found, and wait
@@ -76,7 +76,7 @@ class Evidence:
         self._launched = launched.read_text() if launched.exists() else ""
         self._training, self._steps = training, () if self._launched == APART else job.how.verified
         self._now: dict[str, Any] | None = None
-        self._heard = Heard()
+        self._heard = ForwardDraws()
         self._last: int | None = None  # the latest step that was verified
         self._step = 0
         if self._steps:
@@ -95,7 +95,7 @@ class Evidence:
         states = anew and self._training.update.optimizer is not None
         pieces = [self._elements(piece, states=states) for piece in self._training.sync.pieces]
         held = {name: tensor.clone() for name, tensor in self._buffers().items()}
-        self._heard = Heard()
+        self._heard = ForwardDraws()
         frozen = [
             self._place_of(piece) | {"held": _flat(piece.held)}
             for piece in self._training.sync.frozen if states

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from mpkit.comm.mesh_axes import MeshAxes
 from mpkit.data.microbatch import Value
-from mpkit.models.heard_draws import Heard
+from mpkit.models.heard_draws import ForwardDraws
 from mpkit.parallel.compute.part_forward import PartForward
 from mpkit.parallel.compute.stage_forward import StageForward
 from mpkit.parallel.compute.stage_work import StageWork
@@ -105,7 +105,7 @@ class Pipeline:
         self._broadcasts_early = context.comm.wire.by_name
         self._known_routes: dict[tuple[Hashable, int], Routes] = {}  # by signature and stage
 
-    def listen(self, heard: Heard | None) -> None:
+    def listen(self, heard: ForwardDraws | None) -> None:
         """Note what forwards draw at random from now on; None: no longer."""
         for work in self._work.values():
             work.listen(heard)

@@ -36,7 +36,7 @@ from mpkit.parallel.nn_dataparallel.dp import DP
 from mpkit.parallel.nn_dataparallel.scatter_feed import ScatterFeed
 from mpkit.parallel.runtime.after_step import AfterStep
 from mpkit.parallel.runtime.checkpoints import Checkpoints
-from mpkit.parallel.runtime.evidence import Evidence
+from mpkit.parallel.runtime.evidence import RankEvidence
 from mpkit.parallel.runtime.local_model import localize
 from mpkit.parallel.runtime.pipeline import Pipeline
 from mpkit.parallel.stage.block_recompute import RecomputedBlock, recompute_blocks
@@ -138,7 +138,7 @@ class Training:
         self.loss: float | None = None  # of the latest step, or this replica's share of it
         self.after = AfterStep(context, job, axes, self, checks)
         self.checkpoints = Checkpoints(context, job, self)
-        self.evidence = Evidence(context, job, self)
+        self.evidence = RankEvidence(context, job, self)
 
     def step(self, number: int) -> None:
         """Run one training step on its batch."""

@@ -26,7 +26,14 @@ from mpkit.models.containers import Containers, bring_back
 from mpkit.models.nested import flatten, rebuild
 from mpkit.models.own_draws import OwnDraws
 from mpkit.parallel.partition.graph import PartitionedModel
-from mpkit.parallel.stage.recomputed_call import MADE, Around, Call, Given, Recomputed, Setting
+from mpkit.parallel.stage.recomputed_call import (
+    MADE,
+    Around,
+    BlockCall,
+    ForwardContext,
+    PassedThrough,
+    Recomputed,
+)
 from mpkit.parallel.stage.second_forward import SecondForward, StartingPoint
 from mpkit.plan.checks import every
 
@@ -146,14 +153,14 @@ class RecomputedBlock:
             return inner(*args, **kwargs)
         # A tensor that requires a gradient, so that the block has a backward even if its inputs need none.
         anchor = torch.zeros((), requires_grad=not any(tensor.requires_grad for tensor in tensors))
-        setting = Setting.now(tensors, self._draws, others=self._draws_others is not False)
-        call = Call(self, compute, setting)
+        setting = ForwardContext.now(tensors, self._draws, others=self._draws_others is not False)
+        call = BlockCall(self, compute, setting)
         results = Recomputed.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
         if self._draws_others is None and setting.others is not None:
             self._draws_others = not setting.others.is_now()
         made = iter(results if isinstance(results, tuple) else (results,))
         outputs = [
-            tensors[leaf.place] if isinstance(leaf, Given) else next(made) if leaf is MADE else leaf
+            tensors[leaf.place] if isinstance(leaf, PassedThrough) else next(made) if leaf is MADE else leaf
             for leaf in call.outputs
         ]
         result = rebuild(call.shape, outputs)
@@ -168,7 +175,7 @@ class RecomputedBlock:
         versions = [copy._version for copy in copies]
         with (
             torch.no_grad(),
-            Setting.now(tensors, self._draws, others=True).again(),
+            ForwardContext.now(tensors, self._draws, others=True).again(),
             StartingPoint(self.block, None).again(),
         ):
             compute(copies)

@@ -26,7 +26,7 @@ from mpkit.parallel.partition.walk import prepare_modules
 from mpkit.parallel.stage.shard import Sharded
 from mpkit.parallel.stage.stage import Stage, call
 
-__all__ = ["Loose", "Part", "place_parts"]
+__all__ = ["LooseParameters", "PartitionedStage", "place_parts"]
 
 
 def place_parts(
@@ -60,7 +60,7 @@ def place_parts(
         if not isinstance(value, Value)  # a parameter of another rank
     }
     parts: dict[int, Stage] = {
-        number: Part(number, skeleton, partition, sharded, repeated) for number in here
+        number: PartitionedStage(number, skeleton, partition, sharded, repeated) for number in here
     }
     return parts, rest if 0 in here else {}
 
@@ -110,7 +110,7 @@ class Skeleton:
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
 
 
-class Loose(nn.Module):
+class LooseParameters(nn.Module):
     """The parameters of a stage that belong to opened modules, such as a position embedding that the model adds itself.
 
     Whatever runs while this module is called may use them.
@@ -125,7 +125,7 @@ class Loose(nn.Module):
         return run()
 
 
-class Part(Stage):
+class PartitionedStage(Stage):
     """A stage of a partitioned model.
 
     Attributes:
@@ -143,7 +143,7 @@ class Part(Stage):
         blocks = [(name, skeleton.blocks[name]) for name in partition.placed[number]]
         self._parameters = {name: skeleton.parameters[name] for name in partition.held[number]}
         inside = {id(parameter) for _, block in blocks for parameter in block.parameters()}
-        self._loose = Loose([p for p in self._parameters.values() if id(p) not in inside])
+        self._loose = LooseParameters([p for p in self._parameters.values() if id(p) not in inside])
         layers = [*blocks, ("loose parameters", self._loose)]
         super().__init__(number, layers, skeleton.device, sharded=sharded, blocks=repeated)
         self._skeleton = skeleton

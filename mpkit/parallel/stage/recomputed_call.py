@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpkit.errors import MpkitError
-from mpkit.models.own_draws import Kept, OwnDraws
+from mpkit.models.own_draws import KeptSpans, OwnDraws
 from mpkit.models.randomness import OtherState
 from mpkit.parallel.stage.second_forward import StartingPoint
 from mpkit.parallel.stage.split_backward import WeightGrads, input_grads
@@ -23,7 +23,7 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     from mpkit.parallel.stage.block_recompute import RecomputedBlock
 
-__all__ = ["MADE", "Around", "Call", "Given", "Recomputed", "Setting"]
+__all__ = ["MADE", "Around", "BlockCall", "ForwardContext", "PassedThrough", "Recomputed"]
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Around:
 
 
 @dataclass
-class Setting:
+class ForwardContext:
     """What a forward depends on besides its inputs: random states and autocast."""
 
     random: Tensor
@@ -54,11 +54,11 @@ class Setting:
     device: torch.device
     cast: tuple[bool, torch.dtype]
     draws: OwnDraws
-    spans: Kept
+    spans: KeptSpans
     others: OtherState | None
 
     @classmethod
-    def now(cls, tensors: list[Tensor], draws: OwnDraws, *, others: bool) -> Setting:
+    def now(cls, tensors: list[Tensor], draws: OwnDraws, *, others: bool) -> ForwardContext:
         """Return the current setting; `others`: with the states of generators that are not torch's."""
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -94,20 +94,20 @@ MADE = object()
 
 
 @dataclass(frozen=True)
-class Given:
+class PassedThrough:
     """Marks the place of a tensor that a block was given and passes on."""
 
     place: int
 
 
-class Call:
+class BlockCall:
     """One call of a block, from its forward to its backward."""
 
     def __init__(
         self,
         block: RecomputedBlock,
         compute: Callable[[list[Tensor]], tuple[list[Any], Any]],
-        setting: Setting,
+        setting: ForwardContext,
     ) -> None:
         assert block.around is not None
         self.block, self.around, self.compute, self.setting = block, block.around, compute, setting
@@ -132,7 +132,11 @@ class Call:
             )
         given = {id(tensor): i for i, tensor in enumerate(tensors)}
         self.outputs = [
-            leaf if not isinstance(leaf, Tensor) else Given(given[id(leaf)]) if id(leaf) in given else MADE
+            leaf
+            if not isinstance(leaf, Tensor)
+            else PassedThrough(given[id(leaf)])
+            if id(leaf) in given
+            else MADE
             for leaf in leaves
         ]
         made = self._made(leaves)
@@ -194,7 +198,7 @@ class Recomputed(torch.autograd.Function):
     """A call of a block that keeps only its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, _anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: BlockCall, _anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Compute the block without a graph."""
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -206,7 +210,7 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Recompute the block with a graph, and run its backward."""
-        call: Call = ctx.call
+        call: BlockCall = ctx.call
         if call.gradients is None:
             grads = tuple(call.backward(list(ctx.saved_tensors), gradients))
             if call.around.weight_grads is None:

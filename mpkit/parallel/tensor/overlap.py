@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from mpkit.comm.process_group import Pending, ProcessGroup
 from mpkit.parallel.tensor.operators import by_parts, from_parts, join_sequence
 
-__all__ = ["Entered", "Weights", "enter", "linear"]
+__all__ = ["RegionInput", "Weights", "enter", "linear"]
 
 
 class Weights(NamedTuple):
@@ -53,7 +53,7 @@ class Weights(NamedTuple):
 
 
 @dataclass
-class Entered:
+class RegionInput:
     """x inside of a region.
 
     Attributes:
@@ -117,7 +117,7 @@ class _Flight:
 
 def enter(
     group: ProcessGroup, x: Tensor, layers: Sequence[tuple[nn.Module, Weights]], *, sequence: bool
-) -> Entered:
+) -> RegionInput:
     """Bring x into a region.
 
     Args:
@@ -135,10 +135,10 @@ def enter(
     flight.weights = sum(handle.requires_grad for handle in handles.values())
     # ---- start
     inside = _Start.apply(flight, entering)  # type: ignore[no-untyped-call]
-    return Entered(inside, handles, part, flight)
+    return RegionInput(inside, handles, part, flight)
 
 
-def linear(entered: Entered, layer: nn.Module, weights: Weights) -> Tensor:
+def linear(entered: RegionInput, layer: nn.Module, weights: Weights) -> Tensor:
     """Compute a column layer's y = x W^T + b."""
     weight, bias, across = weights
     return _Column.apply(  # type: ignore[no-any-return, no-untyped-call]

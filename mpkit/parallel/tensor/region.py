@@ -28,11 +28,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from mpkit.comm.process_group import ProcessGroup
 from mpkit.models.own_draws import OwnDraws
-from mpkit.models.spans import Span
+from mpkit.models.spans import ForwardSpan
 from mpkit.parallel.partition.value import Value
 from mpkit.parallel.tensor import overlap as overlapped
 from mpkit.parallel.tensor.operators import f, f_bar, g, g_bar
-from mpkit.parallel.tensor.overlap import Entered, Weights
+from mpkit.parallel.tensor.overlap import RegionInput, Weights
 from mpkit.plan.tensor_plan import Region
 
 __all__ = ["RegionAtWork", "has_outputs", "is_across", "is_linear", "is_weight"]
@@ -104,8 +104,8 @@ class RegionAtWork:
         self._draws, self._name = draws, f"{name} on {group.index}"
         self._has_row = region is not None and region.row is not None
         if region is not None and region.row is not None:
-            draws.spans.append(Span(self._name, name, name if row is None else region.row))
-        self._entered: Entered | None = None
+            draws.spans.append(ForwardSpan(self._name, name, name if row is None else region.row))
+        self._entered: RegionInput | None = None
         entry.register_forward_pre_hook(self._enter, with_kwargs=True)
         for layer in columns:
             layer.forward = partial(self._column, layer)

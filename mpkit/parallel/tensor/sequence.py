@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from mpkit.comm.process_group import ProcessGroup
 from mpkit.models.own_draws import OwnDraws
 from mpkit.models.randomness import may_draw
-from mpkit.models.spans import Span
+from mpkit.models.spans import ForwardSpan
 from mpkit.parallel.tensor.operators import gather, scatter
 
 __all__ = ["divide_sequence", "modules_between"]
@@ -53,7 +53,7 @@ def divide_sequence(model: nn.Module, group: ProcessGroup, draws: OwnDraws, firs
     """Scatter before the first module, gather after the last, and draw for this rank's tokens in between."""
     modules = dict(model.named_modules())
     name = f"sequence on {group.index}"
-    draws.spans.insert(0, Span(name, first, last))  # regions are inside
+    draws.spans.insert(0, ForwardSpan(name, first, last))  # regions are inside
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = "" if args else "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
 from mpkit.parallel.update.several import SeveralOptimizers
-from mpkit.parallel.update.whole import Whole, nothing, stand_in
+from mpkit.parallel.update.whole import WholeParameter, nothing, stand_in
 
-__all__ = ["Held", "OptimizerFunction", "by_name", "described", "elementwise", "make_optimizer"]
+__all__ = ["OptimizerFunction", "UpdatedPart", "by_name", "described", "elementwise", "make_optimizer"]
 
 Take = Callable[[Tensor], Tensor]
 
 
-class Held(NamedTuple):
+class UpdatedPart(NamedTuple):
     """The part of a parameter that one rank updates.
 
     Attributes:
@@ -121,7 +121,7 @@ def elementwise(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFu
 
 
 def make_optimizer(
-    function: Callable[[Any], Any], whole: Sequence[Whole], held: Mapping[str, Held]
+    function: Callable[[Any], Any], whole: Sequence[WholeParameter], held: Mapping[str, UpdatedPart]
 ) -> torch.optim.Optimizer | None:
     """Make the optimizer for what one rank updates.
 
@@ -159,7 +159,7 @@ def make_optimizer(
     return optimizer if optimizer.param_groups else None
 
 
-def _given(whole: Whole, held: Held | None, device: torch.device) -> nn.Parameter:
+def _given(whole: WholeParameter, held: UpdatedPart | None, device: torch.device) -> nn.Parameter:
     """Return what the user's function is given for a parameter."""
     if whole.original is not None:
         return whole.original
@@ -167,7 +167,7 @@ def _given(whole: Whole, held: Held | None, device: torch.device) -> nn.Paramete
 
 
 @contextmanager
-def _standing_in(whole: Sequence[Whole], device: torch.device) -> Iterator[None]:
+def _standing_in(whole: Sequence[WholeParameter], device: torch.device) -> Iterator[None]:
     """Give originals their whole shape without memory, inside the block; after it they have what they had."""
     originals = [(each.original, each) for each in whole if each.original is not None]
     with DisableTorchFunctionSubclass():  # a sharded parameter refuses to be looked at
@@ -184,11 +184,11 @@ def _standing_in(whole: Sequence[Whole], device: torch.device) -> Iterator[None]
                 parameter.data, parameter.__class__ = data, kind
 
 
-def _divide(group: dict[str, Any], parts: Mapping[int, Held | None]) -> None:
+def _divide(group: dict[str, Any], parts: Mapping[int, UpdatedPart | None]) -> None:
     """Keep in a group only what is held, in place, since an optimizer may have kept its lists."""
     kept = []
     for i, parameter in enumerate(group["params"]):
-        part = parts.get(id(parameter)) if id(parameter) in parts else Held(parameter)
+        part = parts.get(id(parameter)) if id(parameter) in parts else UpdatedPart(parameter)
         if part is not None and part.parameter.numel():
             kept.append((i, part.parameter))
     if "param_names" in group:
@@ -196,7 +196,7 @@ def _divide(group: dict[str, Any], parts: Mapping[int, Held | None]) -> None:
     group["params"][:] = [parameter for _, parameter in kept]
 
 
-def _part(value: Any, part: Held, shape: torch.Size) -> Any:
+def _part(value: Any, part: UpdatedPart, shape: torch.Size) -> Any:
     """Return this rank's slice of an initial state that has the full parameter's shape; keep others."""
     if part.take is None or not isinstance(value, Tensor) or value.shape != shape or not value.dim():
         return value

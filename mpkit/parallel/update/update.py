@@ -27,8 +27,8 @@ from mpkit.parallel.stage.gradient_sync import GradientSync, Piece
 from mpkit.parallel.update.average import KEY
 from mpkit.parallel.update.loss_scaler import LossScaler
 from mpkit.parallel.update.master_weights import Masters
-from mpkit.parallel.update.optimizer import Held, Take, make_optimizer
-from mpkit.parallel.update.whole import Whole
+from mpkit.parallel.update.optimizer import Take, UpdatedPart, make_optimizer
+from mpkit.parallel.update.whole import WholeParameter
 from mpkit.record.hooks import watch_optimizer
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Update:
         sync: GradientSync,
         tied: TiedWeights,
         fp32_params: Mapping[nn.Parameter, Tensor],
-        trained: tuple[Sequence[Whole], Mapping[str, str]],
+        trained: tuple[Sequence[WholeParameter], Mapping[str, str]],
     ) -> None:
         self._comm, self._device = context.comm, context.device
         self._sync, self._tied = sync, tied
@@ -81,11 +81,11 @@ class Update:
             watch_optimizer(context.record, self.optimizer, elsewhere=job.plan.offload != "none")
 
     def _make(
-        self, job: TrainJob, whole: Sequence[Whole], first_names: Mapping[str, str]
+        self, job: TrainJob, whole: Sequence[WholeParameter], first_names: Mapping[str, str]
     ) -> torch.optim.Optimizer | None:
         """Make the user's optimizer for this rank's pieces, grouped as the whole model's."""
         held = {
-            first_names[piece.name]: Held(self.masters.of(piece), _taking(piece))
+            first_names[piece.name]: UpdatedPart(self.masters.of(piece), _taking(piece))
             for piece in self._sync.pieces
         }
         if job.plan.precision != "full":  # masters are in 32 bits

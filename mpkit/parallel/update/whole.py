@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Whole", "free", "like", "nothing", "stand_in", "trained_parameters"]
+__all__ = ["WholeParameter", "free", "like", "nothing", "stand_in", "trained_parameters"]
 
 
-class Whole(NamedTuple):
+class WholeParameter(NamedTuple):
     """A trained parameter of the model, before it is divided among ranks.
 
     Attributes:
@@ -29,7 +29,9 @@ class Whole(NamedTuple):
     original: nn.Parameter | None = None
 
 
-def trained_parameters(model: nn.Module, *, here: bool = False) -> tuple[list[Whole], dict[str, str]]:
+def trained_parameters(
+    model: nn.Module, *, here: bool = False
+) -> tuple[list[WholeParameter], dict[str, str]]:
     """Return a model's trained parameters in its order, and a parameter's first name for each of its names.
 
     >>> layer = nn.Linear(3, 2, bias=False)
@@ -47,27 +49,27 @@ def trained_parameters(model: nn.Module, *, here: bool = False) -> tuple[list[Wh
     return whole, {name: first[id(parameter)] for name, parameter in every}
 
 
-def _whole(name: str, parameter: nn.Parameter, *, here: bool) -> Whole:
-    whole = Whole(name, tuple(parameter.shape), parameter.dtype)
+def _whole(name: str, parameter: nn.Parameter, *, here: bool) -> WholeParameter:
+    whole = WholeParameter(name, tuple(parameter.shape), parameter.dtype)
     if not issubclass(type(parameter), nn.Parameter):  # a fake tensor, whose attributes are torch's
         return whole
     original = parameter if here and type(parameter.data) is Tensor else None
     return whole._replace(kind=type(parameter), attributes=dict(vars(parameter)), original=original)
 
 
-def free(whole: Sequence[Whole], used: Collection[nn.Parameter]) -> None:
+def free(whole: Sequence[WholeParameter], used: Collection[nn.Parameter]) -> None:
     """Free the memory of originals that this rank does not compute with, though a user's function may keep them."""
     for each in whole:
         if each.original is not None and each.original not in used:
             each.original.data = nothing(each, each.original.device)
 
 
-def stand_in(whole: Whole, device: torch.device | None = None) -> nn.Parameter:
+def stand_in(whole: WholeParameter, device: torch.device | None = None) -> nn.Parameter:
     """Return a parameter of the whole shape that takes no memory: all its elements are the same zero."""
     return like(whole, nothing(whole, device))
 
 
-def like(whole: Whole, data: Tensor) -> nn.Parameter:
+def like(whole: WholeParameter, data: Tensor) -> nn.Parameter:
     """Return a parameter that looks as the model's does, but for its values."""
     plain = nn.Parameter(data)
     parameter = plain if whole.kind is nn.Parameter else Tensor._make_subclass(whole.kind, data, True)
@@ -75,6 +77,6 @@ def like(whole: Whole, data: Tensor) -> nn.Parameter:
     return parameter
 
 
-def nothing(whole: Whole, device: torch.device | None) -> Tensor:
+def nothing(whole: WholeParameter, device: torch.device | None) -> Tensor:
     """Return zeros of the whole shape that take no memory."""
     return torch.zeros((), dtype=whole.dtype, device=device).expand(whole.shape)

@@ -21,10 +21,10 @@ from mpkit.comm.communicator import Communicator
 from mpkit.comm.process_group import Pending
 from mpkit.record.recorder import Recorder
 
-__all__ = ["Flat", "Layout", "ShardedFlat"]
+__all__ = ["Flat", "FlatLayout", "ShardedFlat"]
 
 
-class Layout:
+class FlatLayout:
     """Where each parameter lies in a flat tensor, and which part of the tensor is this rank's.
 
     Args:
@@ -36,7 +36,7 @@ class Layout:
         k: elements per shard; the flat tensor has n k.
         begin, end: this rank's range of elements.
 
-    >>> layout = Layout([nn.Parameter(torch.empty(2, 3)), nn.Parameter(torch.empty(5))], rank=1, n=4)
+    >>> layout = FlatLayout([nn.Parameter(torch.empty(2, 3)), nn.Parameter(torch.empty(5))], rank=1, n=4)
     >>> layout.k, layout.begin, layout.end
     (3, 3, 6)
     >>> layout.own(0), layout.own(1)  # the last three elements of the first, none of the second
@@ -90,7 +90,7 @@ class Flat:
         parts: the parameters' parts of the shard, in one dimension.
     """
 
-    def __init__(self, layout: Layout, record: Recorder, category: str) -> None:
+    def __init__(self, layout: FlatLayout, record: Recorder, category: str) -> None:
         first = layout.parameters[0]
         self.layout = layout
         self._record = record

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from mpkit.comm.communicator import Communicator
 from mpkit.comm.process_group import Pending
-from mpkit.parallel.zero.flat import Flat, Layout, ShardedFlat
+from mpkit.parallel.zero.flat import Flat, FlatLayout, ShardedFlat
 from mpkit.record.recorder import Recorder
 
 __all__ = ["AccumulatedGradients", "Gradients", "ShardedGradients"]
@@ -51,7 +51,9 @@ class Gradients(ABC):
 
     flat: Flat
 
-    def __init__(self, layout: Layout, record: Recorder, replicas: Communicator, stage: int | None) -> None:
+    def __init__(
+        self, layout: FlatLayout, record: Recorder, replicas: Communicator, stage: int | None
+    ) -> None:
         self.layout, self.stage = layout, stage
         self._replicas = replicas
         self.ready: set[nn.Parameter] = set()
@@ -143,7 +145,9 @@ class ShardedGradients(Gradients):
 
     flat: ShardedFlat
 
-    def __init__(self, layout: Layout, record: Recorder, replicas: Communicator, stage: int | None) -> None:
+    def __init__(
+        self, layout: FlatLayout, record: Recorder, replicas: Communicator, stage: int | None
+    ) -> None:
         super().__init__(layout, record, replicas, stage)
         self._has_sum = False  # whether the shard holds the sum of an earlier backward
         self._more: Tensor | None = None  # (k,), where the next sum is written if it does

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from mpkit.parallel.data_parallel.bucket import FIRST_BYTES
-from mpkit.parallel.stage.partitioned import Loose
+from mpkit.parallel.stage.partitioned import LooseParameters
 from mpkit.parallel.stage.stage import Stage
 
 __all__ = ["Site", "Unit", "by_bucket", "by_site", "sites_of"]
@@ -58,7 +58,7 @@ def sites_of(stages: dict[int, Stage], whole: Collection[nn.Parameter] = ()) -> 
     found: dict[nn.Module, Site] = {}  # a module that is registered twice is one site
     for number, stage in stages.items():
         for name, layer in zip(stage.names, stage.layers, strict=True):
-            if isinstance(layer, Loose):
+            if isinstance(layer, LooseParameters):
                 sites = [Site(number, layer, [], list(layer.parameters()), around=True)]
             else:
                 sites = _sites(number, layer, stage.blocks, is_model=not name)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from mpkit.parallel.data_parallel.buffers import StatefulBuffers
 from mpkit.parallel.data_parallel.replicated import Replicated
 from mpkit.parallel.stage.gradient_sync import GradientSync, Piece, named_parameters
-from mpkit.parallel.zero.flat import Flat, Layout
+from mpkit.parallel.zero.flat import Flat, FlatLayout
 from mpkit.parallel.zero.gradients import AccumulatedGradients, Gradients
 from mpkit.parallel.zero.reducer import Reducer
 from mpkit.parallel.zero.units import Unit
@@ -81,7 +81,7 @@ class Zero(GradientSync):
 
     def _flatten(self, unit: Unit) -> Flat:
         """Move a unit's parameters into a flat tensor, of which they become views."""
-        layout = Layout(unit.parameters, self._replicas.index, self._replicas.size)
+        layout = FlatLayout(unit.parameters, self._replicas.index, self._replicas.size)
         flat = self.flat_params(layout, self._record, "params")
         for parameter, view in zip(unit.parameters, flat.views, strict=True):
             view.copy_(parameter.detach())
@@ -99,15 +99,15 @@ class Zero(GradientSync):
             if tensor not in sharded:
                 self._replicas.broadcast(tensor.detach())
 
-    def _gradients_of(self, unit: Unit, layout: Layout) -> Gradients:
+    def _gradients_of(self, unit: Unit, layout: FlatLayout) -> Gradients:
         """Return a place for a unit's gradients; those of a tied weight accumulate in every stage of ZeRO."""
         keep = AccumulatedGradients if unit.stage is None else self.flat_grads
         return keep(layout, self._record, self._replicas, unit.stage)
 
-    def _divide(self) -> dict[Layout, list[Piece]]:
+    def _divide(self) -> dict[FlatLayout, list[Piece]]:
         """Replace whole parameters by this rank's parts of them; return these by flat tensor."""
         names = {parameter: name for name, parameter in named_parameters(self.stages).items()}
-        pieces_of: dict[Layout, list[Piece]] = {}
+        pieces_of: dict[FlatLayout, list[Piece]] = {}
         for flat in self._params:
             layout = flat.layout
             pieces_of[layout] = []

@@ -26,7 +26,7 @@ from mpkit.parallel.stage.shard import Sharded, put_together
 from mpkit.parallel.tensor import shard_model
 from mpkit.plan.plan import Plan
 from mpkit.prepare.layout.meeting import Meeting, Seat
-from mpkit.prepare.layout.whole import Gradients, Whole, compute_whole, train, unknown
+from mpkit.prepare.layout.whole import Gradients, WholeModel, compute_whole, train, unknown
 from mpkit.support.caught import one_line, report
 
 __all__ = ["check_divided"]
@@ -86,7 +86,7 @@ def check_divided(model: nn.Module, batch: tuple[Value, Value], plan: Plan, loss
 class _Examined:
     """Computes the gradients of the shards and combines them."""
 
-    def __init__(self, whole: Whole, plan: Plan, loss: Loss) -> None:
+    def __init__(self, whole: WholeModel, plan: Plan, loss: Loss) -> None:
         self._plan, self._whole = plan, whole.model
         self._batch = whole.x, whole.y, loss
         self._meeting = Meeting(plan.tp)

@@ -17,7 +17,7 @@ from mpkit.parallel.stage.stage import call
 from mpkit.plan.plan import Plan
 from mpkit.support.caught import one_line
 
-__all__ = ["Gradients", "Whole", "compute_whole", "train", "unknown"]
+__all__ = ["Gradients", "WholeModel", "compute_whole", "train", "unknown"]
 
 Loss = Callable[[Any, Any], Any]
 Gradients = dict[str, Tensor | None]
@@ -26,7 +26,7 @@ CLOSE = 1e-3
 """The relative error of a gradient that may be due to rounding in float64: some models compute parts in float32."""
 
 
-class Whole(NamedTuple):
+class WholeModel(NamedTuple):
     """The whole model on two samples.
 
     Attributes:
@@ -63,7 +63,7 @@ class Whole(NamedTuple):
         return max(self.error(name, grad) for name, grad in again.items()) <= self.close
 
 
-def compute_whole(model: nn.Module, batch: tuple[Value, Value], plan: Plan, loss: Loss) -> Whole:
+def compute_whole(model: nn.Module, batch: tuple[Value, Value], plan: Plan, loss: Loss) -> WholeModel:
     """Compute two samples with the whole model, in float64 or else in the model's own precision.
 
     Raises:
@@ -81,7 +81,7 @@ def compute_whole(model: nn.Module, batch: tuple[Value, Value], plan: Plan, loss
             whole, eps, given = _noisy(copy.deepcopy(model)), torch.finfo(own).eps, (x, y)
         close = max(CLOSE, eps**0.5)
         try:
-            return Whole(whole, *given, train(whole, *given, loss), close, max(1e-6, 10 * eps / close))
+            return WholeModel(whole, *given, train(whole, *given, loss), close, max(1e-6, 10 * eps / close))
         except Exception as error:
             failed.append(f"{'in float64' if wide else 'in its own precision'} {one_line(error)}")
     why = unknown(model, plan, f"it fails in evaluation mode ({'; '.join(failed)})")

@@ -31,7 +31,7 @@ from mpkit.plan.plan import Plan
 from mpkit.prepare.arguments.arguments import ADAM
 from mpkit.prepare.dry_run.dry_run import quiet
 from mpkit.prepare.optimizer.made import check_optimizer, is_elementwise
-from mpkit.prepare.optimizer.trial import SCALES, Division, Examined, Trial
+from mpkit.prepare.optimizer.trial import SCALES, Division, Examined, OptimizerTrial
 from mpkit.support.caught import one_line, report
 
 __all__ = ["examine_optimizer"]
@@ -79,7 +79,7 @@ def examine_optimizer(
             return Examined()
         known = is_elementwise(made)
         steps = 1 if known else len(SCALES)
-        checks = _Checks(described(optimizer), plan, Trial(described(optimizer), whole, steps))
+        checks = _Checks(described(optimizer), plan, OptimizerTrial(described(optimizer), whole, steps))
         # ---- tried, and divided as the plan says
         expected = checks.tried()
         if expected is None:
@@ -104,7 +104,7 @@ class _Checks:
 
     function: OptimizerFunction
     plan: Plan
-    trial: Trial
+    trial: OptimizerTrial
     tolerance: float = 1e-6
 
     @property

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.parallel.update.optimizer import Held, OptimizerFunction, Take, make_optimizer
+from mpkit.parallel.update.optimizer import OptimizerFunction, Take, UpdatedPart, make_optimizer
 from mpkit.parallel.update.several import SeveralOptimizers, kind_of
-from mpkit.parallel.update.whole import Whole, like
+from mpkit.parallel.update.whole import WholeParameter, like
 from mpkit.prepare.optimizer.plain import plain
 
-__all__ = ["SCALES", "Division", "Examined", "Trial"]
+__all__ = ["SCALES", "Division", "Examined", "OptimizerTrial"]
 
 SCALES = (1.0, 0.01, 100.0, 1.0, 1e4, 1e-3, 1.0, 1.0, 30.0, 0.1, 1.0, 1e3)
 """Sizes of the gradients, step by step."""
@@ -52,7 +52,7 @@ class Examined:
     elsewhere: str = ""
 
 
-class Trial:
+class OptimizerTrial:
     """Steps of a user's optimizer.
 
     Args:
@@ -68,16 +68,18 @@ class Trial:
 
     examined = Examined()
 
-    def __init__(self, function: OptimizerFunction, whole: Sequence[Whole], steps: int = len(SCALES)) -> None:
+    def __init__(
+        self, function: OptimizerFunction, whole: Sequence[WholeParameter], steps: int = len(SCALES)
+    ) -> None:
         self._function, self._scales = function, SCALES[:steps]
         self.smaller = sum(prod(w.shape) for w in whole) > ENOUGH
         self.whole = _smaller(whole) if self.smaller else list(whole)
         self._gradients: dict[tuple[int, int], Tensor] = {}  # by parameter and step: the same in every run
 
-    def in_float64(self) -> Trial:
+    def in_float64(self) -> OptimizerTrial:
         """Return this trial with parameters in float64, which shows the smallest differences."""
         wide = [w._replace(dtype=torch.float64) if w.dtype.is_floating_point else w for w in self.whole]
-        trial = Trial(self._function, wide, len(self._scales))
+        trial = OptimizerTrial(self._function, wide, len(self._scales))
         trial.smaller = self.smaller
         return trial
 
@@ -92,7 +94,7 @@ class Trial:
         torch.manual_seed(seed)
         takes: Division = {w.name: None for w in self.whole} if division is None else division
         held = {
-            w.name: Held(like(w, _taken(takes[w.name], _values(w, i)).clone()), takes[w.name])
+            w.name: UpdatedPart(like(w, _taken(takes[w.name], _values(w, i)).clone()), takes[w.name])
             for i, w in enumerate(self.whole)
             if w.name in takes
         }
@@ -172,21 +174,21 @@ def _taken(take: Take | None, tensor: Tensor) -> Tensor:
     return tensor if take is None else take(tensor)
 
 
-def _values(whole: Whole, number: int) -> Tensor:
+def _values(whole: WholeParameter, number: int) -> Tensor:
     return _wave(whole, 0.7 + 0.1 * number, 0.3)
 
 
-def _gradient(whole: Whole, number: int, step: int) -> Tensor:
+def _gradient(whole: WholeParameter, number: int, step: int) -> Tensor:
     return _wave(whole, 1.3 + 0.07 * number + step, 10.0 ** (number % 3 - 1))
 
 
-def _wave(whole: Whole, phase: float, size: float) -> Tensor:
+def _wave(whole: WholeParameter, phase: float, size: float) -> Tensor:
     """Return values of both signs, none of them near zero."""
     wave = torch.sin(torch.arange(prod(whole.shape), dtype=torch.float64) * 0.37 + phase)
     return ((wave + 0.1 * torch.sign(wave)) * size).to(whole.dtype).view(whole.shape)
 
 
-def _smaller(whole: Sequence[Whole]) -> list[Whole]:
+def _smaller(whole: Sequence[WholeParameter]) -> list[WholeParameter]:
     seen: set[tuple[int, ...]] = set()
     shrunk = []
     for each in whole:

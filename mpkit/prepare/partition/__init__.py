@@ -29,7 +29,7 @@ from mpkit.prepare.partition.choice import PartitionChoice, choose
 from mpkit.prepare.partition.divide import divide
 from mpkit.prepare.partition.hold import hold
 from mpkit.prepare.partition.record import record
-from mpkit.prepare.partition.refusals import CannotCut, Entered, tell_if_entered
+from mpkit.prepare.partition.refusals import CannotCut, EnteredFromOutside, tell_if_entered
 from mpkit.record.fake_mode import FakeMode
 from mpkit.support.caught import fakes_or_real, one_line, report
 
@@ -138,7 +138,7 @@ def _walk_through(
         dry = _DryRuns(model, choice)
         try:
             return choice, {key: dry.record(x, y, loss) for key, (x, y) in shapes.items()}
-        except Entered as error:
+        except EnteredFromOutside as error:
             if error.block in closed:
                 raise ValueError(_explain(model, CannotCut(error.block, closed[error.block]))) from None
             assert error.block not in entered, "it would have been opened"
@@ -176,7 +176,7 @@ class _DryRuns:
             return record(self._true, x, y, loss, cpu)
 
         what = f"The graph of {type(self._model).__name__}'s blocks"
-        return fakes_or_real(on_fakes, on_real, what, final=(CannotCut, Entered))
+        return fakes_or_real(on_fakes, on_real, what, final=(CannotCut, EnteredFromOutside))
 
     def _copy(self, of: Callable[[Tensor], Tensor]) -> nn.Module:
         memo: dict[int, Any] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from math import prod
 
 from mpkit.parallel.partition.boundary import Route, Spec
-from mpkit.parallel.partition.graph import Division, Graph, Node
+from mpkit.parallel.partition.graph import CallNode, Division, Graph
 
 __all__ = ["divide"]
 
@@ -79,13 +79,13 @@ def _place(graph: Graph, of_blocks: dict[int, int], stages: int) -> list[int]:
     return placed
 
 
-def _received(graph: Graph, node: Node, users: dict[int, list[int]], stage: int) -> int:
+def _received(graph: Graph, node: CallNode, users: dict[int, list[int]], stage: int) -> int:
     """Return the bytes that a stage must receive to run the node, besides what it receives anyway."""
     missing = {number for number in node.arguments if stage not in users.get(number, ())}
     return sum(_nbytes(graph.specs[number]) for number in missing)
 
 
-def _sent(graph: Graph, node: Node) -> int:
+def _sent(graph: Graph, node: CallNode) -> int:
     return sum(_nbytes(graph.specs[number]) for number in node.made)
 
 

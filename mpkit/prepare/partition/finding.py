@@ -26,7 +26,7 @@ from mpkit.prepare.dry_run.threads import on_threads
 from mpkit.prepare.partition import partition_model
 from mpkit.prepare.partition.calls import calls_of, groups_of
 from mpkit.prepare.partition.cut import Cut, StageFound
-from mpkit.prepare.partition.timing import Taken, Timing
+from mpkit.prepare.partition.timing import CallCost, Timing
 
 __all__ = ["find"]
 
@@ -82,7 +82,9 @@ def find(
     return Cut(points, by, stages_found, sends, tied)
 
 
-def _taken(model: nn.Module, modules: tuple[str, ...], blocks: tuple[str, ...], inputs: Value) -> list[Taken]:
+def _taken(
+    model: nn.Module, modules: tuple[str, ...], blocks: tuple[str, ...], inputs: Value
+) -> list[CallCost]:
     """Measure each call of a block on this machine, on one thread, since idle threads would spin."""
     held = copy.deepcopy(model)
     prepare_modules(held, modules, blocks)
@@ -95,7 +97,7 @@ def _costs(
     by: str,
     graph: Graph,
     groups: list[list[int]],
-    taken: list[Taken],
+    taken: list[CallCost],
     sizes: list[int],
     kept: list[int],
 ) -> list[float]:

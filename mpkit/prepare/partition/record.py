@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpkit.data.microbatch import Value as Data
 from mpkit.models.containers import Containers, bring_back
 from mpkit.models.nested import flatten, rebuild
-from mpkit.parallel.partition.graph import Constant, Given, Graph, Leaf, New, Node
+from mpkit.parallel.partition.graph import CallNode, Constant, Graph, Leaf, New, PassedArgument
 from mpkit.parallel.partition.value import Looked, Value, spec_of
-from mpkit.parallel.partition.walk import Call, Walk
+from mpkit.parallel.partition.walk import ForwardWalk, OriginalForward
 from mpkit.parallel.stage.stage import call
 from mpkit.prepare.partition.refusals import CannotCut
 from mpkit.record.flops import Flops
@@ -54,7 +54,7 @@ def record(
     return graph
 
 
-class Recording(Walk):
+class Recording(ForwardWalk):
     """A walk that records every node."""
 
     def __init__(self, parameters: dict[int, str], device: torch.device) -> None:
@@ -78,7 +78,7 @@ class Recording(Walk):
                 raise CannotCut(scope, f"{name} is given a view of a tensor that was written into since")
         real = [_real(leaf) for leaf in leaves]
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in real]
-        watch = Watch(self, len(graph.nodes), real, "" if isinstance(func, Call) else name)
+        watch = OperatorWatch(self, len(graph.nodes), real, "" if isinstance(func, OriginalForward) else name)
         real_args, real_kwargs = rebuild(shape, real)
         containers = Containers((real_args, real_kwargs), self.is_whole)
         with watch:
@@ -92,11 +92,15 @@ class Recording(Walk):
             i for i, (leaf, version) in enumerate(zip(real, versions, strict=True))
             if isinstance(leaf, Tensor) and leaf._version != version
         ]  # fmt: skip
-        if not isinstance(func, Call) and not written and not any(isinstance(leaf, Tensor) for leaf in made):
+        if (
+            not isinstance(func, OriginalForward)
+            and not written
+            and not any(isinstance(leaf, Tensor) for leaf in made)
+        ):
             return self._answer(name, func, args, kwargs)
-        node = Node(
+        node = CallNode(
             name,
-            isinstance(func, Call),
+            isinstance(func, OriginalForward),
             scope,
             tuple(value.number for value in values),
             tuple(self._parameters[id(leaf)] for leaf in leaves if id(leaf) in self._parameters),
@@ -142,7 +146,7 @@ class Recording(Walk):
             ) from None
 
     def _write(
-        self, node: Node, leaves: list[Any], real: list[Any], written: list[int]
+        self, node: CallNode, leaves: list[Any], real: list[Any], written: list[int]
     ) -> tuple[tuple[int, int], ...]:
         """Give every value that was written into a new number: it is a different value from now on.
 
@@ -164,7 +168,7 @@ class Recording(Walk):
         return tuple(versions)
 
     def _wrap(
-        self, node: Node, leaves: list[Any], real: list[Any], made: list[Any]
+        self, node: CallNode, leaves: list[Any], real: list[Any], made: list[Any]
     ) -> tuple[tuple[Leaf, ...], list[Any]]:
         """Return the leaves of a result as the graph records them, and as the model's forward continues with them."""
         places = {
@@ -175,7 +179,7 @@ class Recording(Walk):
         back: list[Any] = []
         for leaf in made:
             if id(leaf) in places:
-                described.append(Given(places[id(leaf)]))
+                described.append(PassedArgument(places[id(leaf)]))
                 back.append(leaves[places[id(leaf)]])
             elif isinstance(leaf, Tensor):
                 value = fresh.get(id(leaf))
@@ -211,7 +215,7 @@ class Recording(Walk):
         return self._made_in.get(_storage(tensor))
 
 
-class Watch(TorchDispatchMode):
+class OperatorWatch(TorchDispatchMode):
     """Observes the operators of a node: FLOPs, random numbers, and tensors of other blocks that bypass the graph."""
 
     def __init__(self, recording: Recording, node: int, given: list[Any], operation: str = "") -> None:
@@ -257,13 +261,13 @@ class Watch(TorchDispatchMode):
         return out
 
 
-class Wanted(Walk):
+class Wanted(ForwardWalk):
     """A walk that records which values the loss uses."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__(recording._parameters)
         self.numbers: dict[int, None] = {}
-        self.watch = Watch(recording, -1, [])
+        self.watch = OperatorWatch(recording, -1, [])
         self._recording = recording
 
     def node(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

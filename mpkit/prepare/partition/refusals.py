@@ -8,7 +8,7 @@ from torch import nn
 
 from mpkit.parallel.partition.walk import current_walk
 
-__all__ = ["CannotCut", "Entered", "tell_if_entered"]
+__all__ = ["CannotCut", "EnteredFromOutside", "tell_if_entered"]
 
 
 class CannotCut(Exception):
@@ -23,7 +23,7 @@ class CannotCut(Exception):
         self.scope = scope
 
 
-class Entered(Exception):
+class EnteredFromOutside(Exception):
     """A submodule of a block is called from outside, so the block must be opened.
 
     Attributes:
@@ -43,7 +43,7 @@ def tell_if_entered(name: str, block: nn.Module) -> None:
 
     def check(*_: Any) -> None:
         if current_walk() is not None:
-            raise Entered(name)
+            raise EnteredFromOutside(name)
 
     for inner in block.modules():
         if inner is not block and not isinstance(inner, (nn.ModuleList, nn.ModuleDict)):

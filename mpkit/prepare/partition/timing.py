@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from mpkit.models.nested import flatten, rebuild
-from mpkit.parallel.partition.walk import Call, Walk
+from mpkit.parallel.partition.walk import ForwardWalk, OriginalForward
 
-__all__ = ["Taken", "Timing"]
+__all__ = ["CallCost", "Timing"]
 
 TIMES = 3
 """How often each block is run."""
 
 
-class Taken(NamedTuple):
+class CallCost(NamedTuple):
     """The cost of one call of a block.
 
     Attributes:
@@ -36,7 +36,7 @@ class Taken(NamedTuple):
     kept: int
 
 
-class Timing(Walk):
+class Timing(ForwardWalk):
     """A walk that computes everything and times each call of a block.
 
     Attributes:
@@ -45,13 +45,13 @@ class Timing(Walk):
 
     def __init__(self) -> None:
         super().__init__({})
-        self.calls: list[tuple[str, Taken]] = []
+        self.calls: list[tuple[str, CallCost]] = []
 
     def node(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Time the call of a block; operations between blocks are not seen, since there are no values here."""
-        assert isinstance(func, Call)
+        assert isinstance(func, OriginalForward)
         runs = [_once(func, args, kwargs) for _ in range(TIMES)]
-        taken = Taken(
+        taken = CallCost(
             min(run.forward for run in runs), min(run.backward for run in runs), max(run.kept for run in runs)
         )
         self.calls.append((name, taken))
@@ -59,7 +59,7 @@ class Timing(Walk):
             return func(*args, **kwargs)
 
 
-def _once(block: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
+def _once(block: OriginalForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallCost:
     leaves, shape = flatten((args, kwargs))
     # Objects are copied too, so that a cache that a block writes into starts the same in each run.
     copies = [_leaf(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves]
@@ -82,7 +82,7 @@ def _once(block: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
     middle = time.thread_time()
     if ends and wanted:
         torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
-    return Taken(between - begun, time.thread_time() - middle, sum(kept.values()))
+    return CallCost(between - begun, time.thread_time() - middle, sum(kept.values()))
 
 
 def _leaf(tensor: Tensor) -> Tensor:

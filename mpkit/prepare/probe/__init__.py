@@ -13,6 +13,6 @@ Both conditions are tested here with real computation on a few samples of the fi
     words      the messages
 """
 
-from mpkit.prepare.probe.verdict import Objective, objective
+from mpkit.prepare.probe.verdict import ProbedLoss, objective
 
-__all__ = ["Objective", "objective"]
+__all__ = ["ProbedLoss", "objective"]

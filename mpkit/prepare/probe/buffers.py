@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mpkit.plan.plan import Plan
 from mpkit.prepare.probe.compare import SINGLE, differ, far
-from mpkit.prepare.probe.trial import Found, Trial
+from mpkit.prepare.probe.trial import ProbeResult, ProbeTrial
 from mpkit.prepare.probe.words import for_layer
 
 __all__ = ["check_buffers"]
@@ -17,7 +17,7 @@ Parts = Sequence[Sequence[int]]
 
 
 def check_buffers(
-    trial: Trial,
+    trial: ProbeTrial,
     everything: Parts,
     parts: Parts,
     plan: Plan,
@@ -42,7 +42,7 @@ def check_buffers(
         return []
     by_samples = far(whole, split, SINGLE)
 
-    def twice(tried: Trial) -> tuple[Found, Found]:
+    def twice(tried: ProbeTrial) -> tuple[ProbeResult, ProbeResult]:
         return tried.run(everything, calls=2), tried.run(parts, calls=2)
 
     if by_samples and differ(trial, twice)[2]:
@@ -63,7 +63,7 @@ def check_buffers(
     return warnings
 
 
-def _matters(trial: Trial, everything: Parts) -> bool:
+def _matters(trial: ProbeTrial, everything: Parts) -> bool:
     """Return whether a second forward has a different result."""
     return differ(trial, lambda tried: (tried.run(everything), tried.run(everything, calls=2)))[2]
 

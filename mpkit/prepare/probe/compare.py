@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mpkit.prepare.probe.trial import Found, Trial
+from mpkit.prepare.probe.trial import ProbeResult, ProbeTrial
 from mpkit.support.caught import one_line, report
 
 __all__ = ["ROUNDING", "SINGLE", "are_apart", "differ", "far", "same_rows"]
@@ -24,8 +24,10 @@ SINGLE = torch.finfo(torch.float32).eps ** 0.5
 
 
 def differ(
-    trial: Trial, compared: Callable[[Trial], tuple[Found, Found]], known: tuple[Found, Found] | None = None
-) -> tuple[Found, Found, bool]:
+    trial: ProbeTrial,
+    compared: Callable[[ProbeTrial], tuple[ProbeResult, ProbeResult]],
+    known: tuple[ProbeResult, ProbeResult] | None = None,
+) -> tuple[ProbeResult, ProbeResult, bool]:
     """Try both ways; if they differ by what may be rounding, repeat in float64 to decide.
 
     If the model cannot run in float64, less precision has to do, which is reported where it decides. A model that
@@ -77,7 +79,7 @@ class _Coarsest(TorchDispatchMode):
         return made
 
 
-def are_apart(whole: Found, parts: Found, tolerance: float) -> bool:
+def are_apart(whole: ProbeResult, parts: ProbeResult, tolerance: float) -> bool:
     """Return whether losses or gradients differ by more than rounding."""
     if not isfinite(whole.loss):
         return False  # infinities and NaN cannot be compared

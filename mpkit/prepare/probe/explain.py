@@ -12,7 +12,7 @@ from mpkit.models.nested import flatten
 from mpkit.plan.plan import Plan
 from mpkit.prepare.probe.compare import ROUNDING, SINGLE, far, same_rows
 from mpkit.prepare.probe.layers import first_that_differs
-from mpkit.prepare.probe.trial import Found, Trial
+from mpkit.prepare.probe.trial import ProbeResult, ProbeTrial
 from mpkit.prepare.probe.words import for_layer, for_loss, for_model_loss
 from mpkit.support.caught import one_line
 
@@ -21,7 +21,9 @@ __all__ = ["explain", "kind_of"]
 Parts = Sequence[Sequence[int]]
 
 
-def explain(plan: Plan, trial: Trial, whole: Found, split: Found, parts: Parts, size: int) -> str:
+def explain(
+    plan: Plan, trial: ProbeTrial, whole: ProbeResult, split: ProbeResult, parts: Parts, size: int
+) -> str:
     """Return the message that explains the difference.
 
     Args:
@@ -35,11 +37,11 @@ def explain(plan: Plan, trial: Trial, whole: Found, split: Found, parts: Parts, 
 
 def _explain(
     plan: Plan,
-    trial: Trial,
-    tried: Trial,
+    trial: ProbeTrial,
+    tried: ProbeTrial,
     tolerance: float,
-    whole: Found,
-    split: Found,
+    whole: ProbeResult,
+    split: ProbeResult,
     parts: Parts,
     size: int,
 ) -> str:
@@ -69,7 +71,7 @@ def _explain(
     return for_loss(plan, kind, whole.loss, split.loss, size) + note
 
 
-def kind_of(trial: Trial, whole: Found, split: Found) -> tuple[str, str]:
+def kind_of(trial: ProbeTrial, whole: ProbeResult, split: ProbeResult) -> tuple[str, str]:
     """Return the kind of loss, and a note where fewer samples have none.
 
     The kinds are "sum", "mean" (over something other than samples) and "whole".
@@ -99,7 +101,7 @@ def _is_weighted_mean(a: float, b: float, c: float, ab: float, bc: float, abc: f
     return weight_b > 0 and weight_c > 0 and isclose(expected, abc, rel_tol=1e-6)
 
 
-def _precisely(trial: Trial) -> tuple[float, Trial, str]:
+def _precisely(trial: ProbeTrial) -> tuple[float, ProbeTrial, str]:
     """Return the tolerance and the trial in float64; where that fails, the given trial, and a note that says so."""
     try:
         wide = trial.wide()

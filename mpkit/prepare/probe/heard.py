@@ -10,10 +10,10 @@ from torch import Tensor
 from mpkit.data.microbatch import Value, leaves
 from mpkit.loss.mean import INDEXED, Reduced
 
-__all__ = ["Heard"]
+__all__ = ["MeanLossDetector"]
 
 
-class Heard:
+class MeanLossDetector:
     """A loss that returns (total, count) if it is a single call of a mean of torch.nn.functional.
 
     Args:

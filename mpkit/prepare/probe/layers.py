@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from mpkit.models.nested import flatten
 from mpkit.prepare.probe.compare import same_rows
-from mpkit.prepare.probe.trial import Trial
+from mpkit.prepare.probe.trial import ProbeTrial
 
 __all__ = ["first_that_differs"]
 
 Calls = list[tuple[str, list[Any]]]
 
 
-def first_that_differs(trial: Trial, parts: Sequence[Sequence[int]], tolerance: float) -> str | None:
+def first_that_differs(trial: ProbeTrial, parts: Sequence[Sequence[int]], tolerance: float) -> str | None:
     """Return the name of the innermost module whose output differs first; None if all are the same."""
     everybody = sorted(i for part in parts for i in part)
     whole = _calls(trial, [everybody])[0]
@@ -34,7 +34,7 @@ def first_that_differs(trial: Trial, parts: Sequence[Sequence[int]], tolerance: 
     return None
 
 
-def _calls(trial: Trial, parts: Sequence[Sequence[int]]) -> list[Calls]:
+def _calls(trial: ProbeTrial, parts: Sequence[Sequence[int]]) -> list[Calls]:
     """Return, by part, the outputs of each module in the order of the calls."""
     all_calls: list[Calls] = []
 

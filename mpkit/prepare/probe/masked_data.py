@@ -13,9 +13,9 @@ from torch import Tensor
 from mpkit.loss.guard import Guarded, Masked
 from mpkit.plan.plan import Plan
 from mpkit.prepare.probe.compare import ROUNDING, are_apart, differ
-from mpkit.prepare.probe.masks import Variant, variants
+from mpkit.prepare.probe.masks import MaskedData, variants
 from mpkit.prepare.probe.parts import Parts
-from mpkit.prepare.probe.trial import Trial
+from mpkit.prepare.probe.trial import ProbeTrial
 from mpkit.prepare.probe.words import for_masked, for_model_loss, for_untried
 from mpkit.support.caught import report
 
@@ -26,7 +26,12 @@ Made = tuple[Parts, list[Any]]
 
 
 def try_masked(
-    plan: Plan, trial: Trial, loss: Callable[[Any, Any], Tensor], batches: Any, at_once: Made, apart: Made
+    plan: Plan,
+    trial: ProbeTrial,
+    loss: Callable[[Any, Any], Tensor],
+    batches: Any,
+    at_once: Made,
+    apart: Made,
 ) -> Guarded | None:
     """Try data in which some targets do not count; return a guarded loss if only the ranks can look for such data.
 
@@ -69,7 +74,7 @@ def try_masked(
     return None
 
 
-def _differs(trial: Trial, variant: Variant, at_once: Made, apart: Made) -> bool:
+def _differs(trial: ProbeTrial, variant: MaskedData, at_once: Made, apart: Made) -> bool:
     """Return whether loss or gradients of the changed data at once differ from those in parts."""
     tried = trial.of(variant.data)
     if variant.masked.side == 0:

@@ -17,14 +17,14 @@ from torch import Tensor
 from mpkit.data.microbatch import Value, leaves, map_tensors
 from mpkit.loss.guard import Masked
 
-__all__ = ["Variant", "variants"]
+__all__ = ["MaskedData", "variants"]
 
 IGNORED = (-100, -1, 0)
 """Customary values of padded targets."""
 
 
 @dataclass(frozen=True)
-class Variant:
+class MaskedData:
     """The data with one tensor changed.
 
     Attributes:
@@ -36,7 +36,7 @@ class Variant:
     masked: Masked
 
 
-def variants(loss: Any, data: tuple[Value, Value]) -> Iterator[Variant]:
+def variants(loss: Any, data: tuple[Value, Value]) -> Iterator[MaskedData]:
     """Yield the changes that a loss, or a model that computes its loss itself, could treat as masks."""
     own = getattr(loss, "ignore_index", None)
     numbers = dict.fromkeys((*([own] if isinstance(own, int) else []), *IGNORED))
@@ -46,16 +46,16 @@ def variants(loss: Any, data: tuple[Value, Value]) -> Iterator[Variant]:
             called = str(name or "").lower()
             labels = side == 1 or "label" in called or "target" in called
             if leaf.dtype == torch.bool and (labels or "mask" in called):
-                yield Variant(_changed(data, side, place, _without), Masked(side, place, None))
+                yield MaskedData(_changed(data, side, place, _without), Masked(side, place, None))
             elif leaf.is_floating_point() and labels:
-                yield Variant(_changed(data, side, place, _weighted), Masked(side, place, None))
-                yield Variant(_changed(data, side, place, _without), Masked(side, place, None))
+                yield MaskedData(_changed(data, side, place, _weighted), Masked(side, place, None))
+                yield MaskedData(_changed(data, side, place, _without), Masked(side, place, None))
             elif labels and not leaf.is_floating_point() and not leaf.is_complex():
                 for number in numbers:
                     changed = _changed(data, side, place, partial(_filled, number=number))
-                    yield Variant(changed, Masked(side, place, number))
+                    yield MaskedData(changed, Masked(side, place, number))
             elif "mask" in called and side == 0:
-                yield Variant(_changed(data, side, place, _without), Masked(side, place, None))
+                yield MaskedData(_changed(data, side, place, _without), Masked(side, place, None))
 
 
 def _changed(

@@ -22,18 +22,18 @@ from mpkit.plan.plan import Plan
 from mpkit.prepare.probe.buffers import check_buffers
 from mpkit.prepare.probe.compare import differ
 from mpkit.prepare.probe.explain import explain
-from mpkit.prepare.probe.heard import Heard
+from mpkit.prepare.probe.heard import MeanLossDetector
 from mpkit.prepare.probe.masked_data import try_masked
 from mpkit.prepare.probe.parts import Parts, division, scattered
 from mpkit.prepare.probe.sequences import check_sequence_loss
-from mpkit.prepare.probe.trial import Found, Trial
+from mpkit.prepare.probe.trial import ProbeResult, ProbeTrial
 from mpkit.support.caught import one_line
 
 __all__ = [
     "MOST",
     "Loss",
-    "Objective",
     "Probe",
+    "ProbedLoss",
     "Untried",
     "copied",
     "in_one_part",
@@ -52,7 +52,7 @@ class Untried(Exception):
     """The model or the loss fails on parts of a batch; `__cause__` is the error."""
 
 
-class Objective(NamedTuple):
+class ProbedLoss(NamedTuple):
     """The loss that is trained.
 
     Attributes:
@@ -90,7 +90,7 @@ class Probe:
         first: tuple[Value, Value],
         plan: Plan,
         flops: float,
-        plain: Objective,
+        plain: ProbedLoss,
         *,
         whole: bool = False,
     ) -> None:
@@ -103,16 +103,16 @@ class Probe:
         self.all = [list(range(wanted))]
         self.parts = scattered(wanted, micro, replicas)
         self.data = part(first[0], slice(wanted)), part(first[1], slice(wanted))
-        self.trial = Trial(model, copied(loss), self.data)
+        self.trial = ProbeTrial(model, copied(loss), self.data)
         # Rank 0 of DP, and a loss of the whole batch, see the outputs of all replicas.
         self.gathers = (plan.dp > 1 and plan.data_parallel == "dp") or isinstance(loss, WholeBatchLoss)
         self.of_loss = scattered(wanted, micro, 1) if self.gathers else self.parts
 
-    def verdict(self) -> Objective:
+    def verdict(self) -> ProbedLoss:
         """Try model and loss, and return the resulting objective."""
         if 6 * self.of_a_sample * len(self.all[0]) > MOST:
             return self.plain
-        heard = Heard(self.trial.loss)
+        heard = MeanLossDetector(self.trial.loss)
         try:
             whole = self._hear(heard)
         except Untried:
@@ -145,7 +145,7 @@ class Probe:
         warned = check_buffers(self.trial, self.all, self.parts, self.plan, (first.buffers, split.buffers))
         return objective._replace(warnings=tuple(warned))
 
-    def _hear(self, heard: Heard) -> Found:
+    def _hear(self, heard: MeanLossDetector) -> ProbeResult:
         """Return the result for all samples at once, with what this loss hears.
 
         Raises:
@@ -159,7 +159,7 @@ class Probe:
         self.trial.still = hearing.still
         return whole
 
-    def _again(self) -> Objective | None:
+    def _again(self) -> ProbedLoss | None:
         """Try the whole batch, on which the dry run has succeeded, unless that is too expensive."""
         if len(self.all[0]) == self.size or 6 * self.of_a_sample * self.size > MOST:
             return None
@@ -175,7 +175,7 @@ class Probe:
         )
         return again.verdict()
 
-    def _form(self, heard: Heard, whole: Found) -> Objective:
+    def _form(self, heard: MeanLossDetector, whole: ProbeResult) -> ProbedLoss:
         """Return how a rank calls the loss.
 
         A mean of torch's in which targets may not count is called as (total, count).
@@ -187,9 +187,11 @@ class Probe:
             return self.plain
         self.trial = self.trial.with_loss(MeanLoss(self.trial.loss))
         assert count is not None
-        return Objective(MeanLoss(self.loss), nominal_count(count))
+        return ProbedLoss(MeanLoss(self.loss), nominal_count(count))
 
-    def _check(self, trial: Trial, parts: Parts, whole: Found | None = None) -> tuple[Found, Found]:
+    def _check(
+        self, trial: ProbeTrial, parts: Parts, whole: ProbeResult | None = None
+    ) -> tuple[ProbeResult, ProbeResult]:
         """Check that loss and gradients of all samples equal those of the parts.
 
         Args:
@@ -205,7 +207,7 @@ class Probe:
             Untried: the model or the loss fails on the parts.
         """
 
-        def compared(tried: Trial) -> tuple[Found, Found]:
+        def compared(tried: ProbeTrial) -> tuple[ProbeResult, ProbeResult]:
             return tried.run(self.all, gradients=True), tried.run(parts, gradients=True)
 
         try:

@@ -14,7 +14,7 @@ from mpkit.parallel.context.sequence import sequence_part
 from mpkit.plan.plan import Plan
 from mpkit.prepare.probe.compare import ROUNDING
 from mpkit.prepare.probe.draws import SameDraws
-from mpkit.prepare.probe.trial import Found
+from mpkit.prepare.probe.trial import ProbeResult
 
 __all__ = ["check_sequence_loss"]
 
@@ -37,7 +37,7 @@ def check_sequence_loss(plan: Plan, loss: Callable[[Any, Any], Any], outputs: An
         ]
         return loss(rebuild(shape, mine), sequence_part(targets, rank, plan.cp, plan.cp_order))
 
-    whole, parts = Found(), Found()
+    whole, parts = ProbeResult(), ProbeResult()
     with torch.no_grad(), SameDraws():  # type: ignore[no-untyped-call]
         whole.add_up([loss(outputs, targets)], [1.0])
         parts.add_up([of(rank) for rank in range(plan.cp)], [1 / plan.cp] * plan.cp)

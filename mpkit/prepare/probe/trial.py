@@ -25,13 +25,13 @@ from mpkit.parallel.stage.stage import call
 from mpkit.prepare.dry_run.copying import copied
 from mpkit.prepare.probe.draws import SameDraws
 
-__all__ = ["Found", "Trial", "rows_of"]
+__all__ = ["ProbeResult", "ProbeTrial", "rows_of"]
 
 Samples = Sequence[int]
 
 
 @dataclass
-class Found:
+class ProbeResult:
     """The result for a batch, in one part or several.
 
     Attributes:
@@ -70,7 +70,7 @@ class Found:
         return loss
 
 
-class Trial:
+class ProbeTrial:
     """A model and a loss that can be tried.
 
     Args:
@@ -88,7 +88,7 @@ class Trial:
         self.still = False  # whether draws must be replaced by constants
         self.seed = 0  # of Python's and NumPy's random numbers, for each part
 
-    def wide(self) -> Trial:
+    def wide(self) -> ProbeTrial:
         """Return this trial in float64."""
         made = copy.copy(self)
         made.model = copied(self.model).double()
@@ -97,19 +97,19 @@ class Trial:
             made.loss = copy.deepcopy(self.loss).double()
         return made
 
-    def stilled(self) -> Trial:
+    def stilled(self) -> ProbeTrial:
         """Return this trial without randomness."""
         made = copy.copy(self)
         made.still = True
         return made
 
-    def with_loss(self, loss: Callable[[Any, Any], Any]) -> Trial:
+    def with_loss(self, loss: Callable[[Any, Any], Any]) -> ProbeTrial:
         """Return this trial with another loss."""
         made = copy.copy(self)
         made.loss = loss
         return made
 
-    def evaluating(self) -> Trial:
+    def evaluating(self) -> ProbeTrial:
         """Return this trial with the model in evaluation mode."""
         made = copy.copy(self)
         made.model = copied(self.model).eval()
@@ -121,7 +121,7 @@ class Trial:
         other.seed = 1
         return self.run(parts).loss == other.run(parts).loss
 
-    def of(self, data: tuple[Value, Value]) -> Trial:
+    def of(self, data: tuple[Value, Value]) -> ProbeTrial:
         """Return this trial with other data."""
         made = copy.copy(self)
         made.data = data
@@ -134,7 +134,7 @@ class Trial:
         gradients: bool = False,
         calls: int = 1,
         watch: Callable[[nn.Module], Any] | None = None,
-    ) -> Found:
+    ) -> ProbeResult:
         """Run these parts, which together are the batch; if there was randomness, run them again without it.
 
         Args:
@@ -152,9 +152,9 @@ class Trial:
         with SameDraws():  # type: ignore[no-untyped-call]
             return self._run(parts, gradients, calls, watch)
 
-    def of_outputs(self, outputs: list[Any], parts: Sequence[Samples]) -> Found:
+    def of_outputs(self, outputs: list[Any], parts: Sequence[Samples]) -> ProbeResult:
         """Return the result of the loss for these parts, given the model's outputs."""
-        result, samples = Found(), sum(map(len, parts))
+        result, samples = ProbeResult(), sum(map(len, parts))
         with torch.no_grad(), SameDraws():  # type: ignore[no-untyped-call]
             values = [
                 self.loss(made, rows_of(self.data[1], part))
@@ -169,9 +169,9 @@ class Trial:
         gradients: bool,
         calls: int,
         watch: Callable[[nn.Module], Any] | None,
-    ) -> Found:
+    ) -> ProbeResult:
         """Run forward and loss, and the backward if gradients are requested."""
-        result, samples = Found(), sum(map(len, parts))
+        result, samples = ProbeResult(), sum(map(len, parts))
         values: list[Any] = []
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         with torch.set_grad_enabled(gradients), _eager():

@@ -13,9 +13,9 @@ from mpkit.loss.quotient import Quotient, nominal_count
 from mpkit.loss.whole_batch import WholeBatchLoss
 from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.plan.plan import Plan
-from mpkit.prepare.probe.probe import Loss, Objective, Probe, in_one_part
+from mpkit.prepare.probe.probe import Loss, Probe, ProbedLoss, in_one_part
 
-__all__ = ["Objective", "objective"]
+__all__ = ["ProbedLoss", "objective"]
 
 
 def objective(
@@ -26,7 +26,7 @@ def objective(
     resolved: ResolvedPlan,
     *,
     pairs: bool,
-) -> Objective:
+) -> ProbedLoss:
     """Try model and loss, and determine how the loss of a batch is combined from its parts.
 
     Args:
@@ -44,7 +44,7 @@ def objective(
     if in_one_part(plan):
         loss = loss.mean if isinstance(loss, MeanLoss) else Quotient(loss) if pairs else loss
         counts = False
-    plain = Objective(loss, nominal_count(batch_size(first[0])) if counts else None)
+    plain = ProbedLoss(loss, nominal_count(batch_size(first[0])) if counts else None)
     if (in_one_part(plan) and plan.dp == 1) or _without_content(model, first):
         return plain
     return Probe(model, loss, batches, first, plan, resolved.flops_of_a_sample(), plain).verdict()

@@ -20,11 +20,11 @@ from math import inf
 
 from mpkit.schedule.action import Action
 
-__all__ = ["Costs", "Policy", "greedy"]
+__all__ = ["ActionCosts", "Policy", "greedy"]
 
 
 @dataclass(frozen=True)
-class Costs:
+class ActionCosts:
     """How long a stage's actions take, and how much memory it holds.
 
     Attributes:
@@ -52,7 +52,7 @@ class Policy:
         first: the kind that goes first, "I" or "F", or "turns": the one that did not run last.
         lead: by rank, how far the I's may be ahead of the W's while something else could run.
         patience: a W does not begin if something else becomes ready within this fraction of its time.
-        limit: by rank, the most to hold, which is at most `Costs.max_live`.
+        limit: by rank, the most to hold, which is at most `ActionCosts.max_live`.
     """
 
     forwards: str
@@ -62,10 +62,10 @@ class Policy:
     limit: Sequence[float]
 
 
-def greedy(stage_to_rank: Sequence[int], m: int, costs: Costs, policy: Policy) -> list[list[Action]]:
+def greedy(stage_to_rank: Sequence[int], m: int, costs: ActionCosts, policy: Policy) -> list[list[Action]]:
     """Return each rank's actions in the order in which they were run.
 
-    >>> costs = Costs([1, 1], [1, 1], [1, 1], hop=0, activation=[1, 1], max_live=[2, 2])
+    >>> costs = ActionCosts([1, 1], [1, 1], [1, 1], hop=0, activation=[1, 1], max_live=[2, 2])
     >>> greedy([0, 1], 3, costs, Policy("deep", "I", lead=[0, 0], patience=0, limit=[2, 2]))[0]
     [0F0, 0F1, 0I0, 0W0, 0F2, 0I1, 0W1, 0I2, 0W2]
     """
@@ -100,7 +100,9 @@ class _Rank:
         row: the actions that it has run.
     """
 
-    def __init__(self, rank: int, stage_to_rank: Sequence[int], m: int, costs: Costs, policy: Policy) -> None:
+    def __init__(
+        self, rank: int, stage_to_rank: Sequence[int], m: int, costs: ActionCosts, policy: Policy
+    ) -> None:
         self.stages = [stage for stage, holder in enumerate(stage_to_rank) if holder == rank]
         self._last = len(stage_to_rank) - 1
         self._p = max(stage_to_rank) + 1

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mpkit.support.display import Drawn, data_frame, draw, written
 from mpkit.timeline.dependencies.build import graph_of
 from mpkit.timeline.dependencies.graph import Node, StepGraph
-from mpkit.timeline.dependencies.waiting import Waiting, waiting_of
+from mpkit.timeline.dependencies.waiting import StepWaiting, waiting_of
 from mpkit.timeline.replay.spans import Replayed
 from mpkit.trace import Kind
 
@@ -97,7 +97,7 @@ class CriticalPath(Drawn):
         return dict(sorted(sums.items(), key=lambda each: -each[1]))
 
     @cached_property
-    def waiting(self) -> Waiting:
+    def waiting(self) -> StepWaiting:
         """Who waits for whom: each wait is charged to the rank that came last, until it came."""
         return waiting_of(self.graph, self.timeline.spans)
 

@@ -16,14 +16,14 @@ import numpy.typing as npt
 from mpkit.timeline.dependencies.graph import Node, StepGraph
 from mpkit.trace import Kind
 
-__all__ = ["Waiting", "waiting_of"]
+__all__ = ["StepWaiting", "waiting_of"]
 
 Array = npt.NDArray[Any]
 MESSAGES = (Kind.SEND, Kind.RECV)
 
 
 @dataclass(frozen=True)
-class Waiting:
+class StepWaiting:
     """The waiting of one step.
 
     Attributes:
@@ -39,7 +39,7 @@ class Waiting:
     collectives: int
 
 
-def waiting_of(graph: StepGraph, spans: Array) -> Waiting:
+def waiting_of(graph: StepGraph, spans: Array) -> StepWaiting:
     """Return who waits for whom in a step.
 
     Args:
@@ -69,4 +69,4 @@ def waiting_of(graph: StepGraph, spans: Array) -> Waiting:
         if len(times) > 1 and times[-1] - times[-2] > close:
             counted += 1
             last[graph.rank[ready]] += 1
-    return Waiting(waits, under_way, last, counted)
+    return StepWaiting(waits, under_way, last, counted)

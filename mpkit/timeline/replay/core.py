@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from mpkit.devices.hardware import Hardware
 from mpkit.timeline.replay.costs import MEASURED, machine
-from mpkit.timeline.replay.network import Network
-from mpkit.timeline.replay.program import Program
+from mpkit.timeline.replay.network import ReplayNetwork
+from mpkit.timeline.replay.program import RankProgram
 from mpkit.timeline.replay.rank import RankReplay
 from mpkit.timeline.replay.samples import placed_samples
 from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, Names, Replayed
@@ -68,13 +68,13 @@ class Replay:
         chosen, cost, self.notes = machine(hardware, meta or {}, world_size)
         self._meta = {**(meta or {}), "hardware": chosen.name}
         self._names = Names()
-        self._network = Network(world_size, chosen)
+        self._network = ReplayNetwork(world_size, chosen)
         on_gpu = self._meta.get("device") in TIMED_BY_EVENTS
         imported = "imported" in self._meta  # its copies and loads run beside its kernels
         self._ranks = [
             RankReplay(
                 rank,
-                Program(cost(rank), holds_steps=on_gpu, measured=imported or cost(rank) in MEASURED),
+                RankProgram(cost(rank), holds_steps=on_gpu, measured=imported or cost(rank) in MEASURED),
                 self._names,
             )
             for rank in range(world_size)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.timeline.replay.samples import measured_samples
-from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, Lines, Names, Replayed, spans_of
+from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, NameLines, Names, Replayed, spans_of
 from mpkit.trace import CATEGORIES, Kind, RankTrace, Trace
 
 __all__ = ["measured"]
@@ -30,7 +30,7 @@ def measured(trace: Trace) -> Replayed:
         if still_open:
             are = "op open, which is" if still_open == 1 else "ops open, which are"
             notes.append(f"Rank {number} left {still_open:,} {are} not shown.")
-        lines = Lines(names)
+        lines = NameLines(names)
         lines.extend(rank.names)
         spans.append(_spans(number, rank, lines, origin, row=sum(map(len, spans))))
         held.append(_held(number, rank, origin))
@@ -42,7 +42,7 @@ def measured(trace: Trace) -> Replayed:
     )  # fmt: skip
 
 
-def _spans(number: int, rank: RankTrace, lines: Lines, origin: int, row: int) -> Array:
+def _spans(number: int, rank: RankTrace, lines: NameLines, origin: int, row: int) -> Array:
     """Return a rank's spans by start; `row` is the timeline's row of the first one."""
     whole = np.flatnonzero(rank.ops["end"] != 0)
     order = whole[np.argsort(rank.ops["start"][whole], kind="stable")]

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.timeline.replay.program import Program
+from mpkit.timeline.replay.program import RankProgram
 from mpkit.timeline.replay.spans import HELD
 from mpkit.trace import CATEGORIES, Kind
 
-__all__ = ["Held"]
+__all__ = ["HeldMemory"]
 
 Array = npt.NDArray[Any]
 
 
-class Held:
+class HeldMemory:
     """What a rank holds in each category over time.
 
     A change belongs to the op that began last before it. Its time lies within that op, or between it and the next
@@ -27,7 +27,7 @@ class Held:
         self._totals = np.zeros(len(CATEGORIES), np.int64)
         self._time = 0.0
 
-    def place(self, rank: int, program: Program, memory: Array) -> Array:
+    def place(self, rank: int, program: RankProgram, memory: Array) -> Array:
         """Return (n,) of `HELD` for (n,) of `MEMORY`, the next changes."""
         held = np.zeros(len(memory), HELD)
         if not len(memory):
@@ -44,7 +44,7 @@ class Held:
         return held
 
     @staticmethod
-    def _when(program: Program, memory: Array) -> Array:
+    def _when(program: RankProgram, memory: Array) -> Array:
         if not program.count:
             return np.zeros(len(memory))
         ops, work, done = program.ops, program.work, program.done

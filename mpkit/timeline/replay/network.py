@@ -20,7 +20,7 @@ from typing import NamedTuple
 from mpkit.devices.hardware import Hardware, Link
 from mpkit.trace import Kind
 
-__all__ = ["Network", "Settled"]
+__all__ = ["ReplayNetwork", "Settled"]
 
 Moment = tuple[float, int, int]
 """When which op of which rank asks: time, rank, op. No two are the same."""
@@ -55,7 +55,7 @@ class _Request:
         self.end = -1.0
 
 
-class Network:
+class ReplayNetwork:
     """The links of some hardware, and what is under way on them."""
 
     def __init__(self, world_size: int, hardware: Hardware) -> None:

@@ -17,14 +17,14 @@ import numpy.typing as npt
 
 from mpkit.trace import OP, Kind
 
-__all__ = ["Program"]
+__all__ = ["RankProgram"]
 
 _WAIT, _COMM, _HOST, _STEP = int(Kind.WAIT), 32, 64, int(Kind.STEP)
 
 Array = npt.NDArray[Any]
 
 
-class Program:
+class RankProgram:
     """One rank's ops, as far as they have been fed.
 
     Attributes:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.timeline.replay.memory import Held
-from mpkit.timeline.replay.network import Network, Settled
-from mpkit.timeline.replay.program import Program
-from mpkit.timeline.replay.spans import SPAN, Lines, Names, spans_of
+from mpkit.timeline.replay.memory import HeldMemory
+from mpkit.timeline.replay.network import ReplayNetwork, Settled
+from mpkit.timeline.replay.program import RankProgram
+from mpkit.timeline.replay.spans import SPAN, NameLines, Names, spans_of
 from mpkit.trace import MEMORY, OP, SAMPLE, Kind
 
 __all__ = ["RankReplay"]
@@ -27,10 +27,10 @@ Control = tuple[int, int, float, int, int, int, int]
 class RankReplay:
     """One rank's side of a replay: its program, what it has issued, and what is not a span yet."""
 
-    def __init__(self, rank: int, program: Program, names: Names) -> None:
+    def __init__(self, rank: int, program: RankProgram, names: Names) -> None:
         self.rank = rank
         self.program = program
-        self.lines = Lines(names)
+        self.lines = NameLines(names)
         self.memory = np.zeros(0, MEMORY)  # changes that have no time yet
         self.samples = np.zeros(0, SAMPLE)  # of its GPU
         self.waits_for = -1  # the op that the rank is stuck on
@@ -42,7 +42,7 @@ class RankReplay:
         self._waited: list[tuple[int, float, float, int]] = []  # waits, likewise: op, start, end, cause
         self._others = np.zeros(0, np.int64)  # all other ops that are not spans yet
         self._rows = np.zeros(0, np.int64)  # by op: its row among all spans
-        self._held = Held()
+        self._held = HeldMemory()
 
     @property
     def starved(self) -> bool:
@@ -59,7 +59,7 @@ class RankReplay:
         """The earliest moment at which it may issue something new: time, rank, op."""
         return self.program.time, self.rank, self.program.count
 
-    def take(self, network: Network, final: bool) -> None:
+    def take(self, network: ReplayNetwork, final: bool) -> None:
         """Put new records on the work axis, and list what has to be processed one by one."""
         taken = self.program.take(final)
         ops, kind = self.program.ops[taken], self.program.ops["kind"][taken]
@@ -83,7 +83,7 @@ class RankReplay:
         )
         self._others = np.concatenate([self._others, np.flatnonzero(~one_by_one) + taken.start])
 
-    def run(self, network: Network) -> None:
+    def run(self, network: ReplayNetwork) -> None:
         """Run through communication and waits, until a wait is for something unserved."""
         rank, controls, at, pauses = self.rank, self._controls, self._at, self.program.pauses
         ends, settled, waited = self._ends, self._settled, self._waited

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mpkit.support.visible import visible
 from mpkit.trace import SAMPLE
 
-__all__ = ["DEVICE_SAMPLE", "HELD", "SPAN", "Lines", "Names", "Replayed", "spans_of"]
+__all__ = ["DEVICE_SAMPLE", "HELD", "SPAN", "NameLines", "Names", "Replayed", "spans_of"]
 
 Array = npt.NDArray[Any]
 
@@ -96,7 +96,7 @@ class Names:
         return number
 
 
-class Lines:
+class NameLines:
     """One rank's lines of names, as numbers of the timeline's names."""
 
     def __init__(self, names: Names) -> None:
@@ -117,7 +117,7 @@ class Lines:
         return self._numbers[lines]
 
 
-def spans_of(rank: int, records: Array, lines: Lines) -> Array:
+def spans_of(rank: int, records: Array, lines: NameLines) -> Array:
     """Return (n,) of `SPAN` for (n,) of `OP`, without start, end, issued and cause."""
     spans = np.zeros(len(records), SPAN)
     for column in ("lane", "kind", "depth", "stage", "microbatch", "step", "bytes", "flops", "peer"):

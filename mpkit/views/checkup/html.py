@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.checkup.findings.finding import Finding, Level
+from mpkit.checkup.findings.finding import CheckupFinding, Level
 from mpkit.support.visible import escape
 from mpkit.views.checkup.text import verdict
 
 if TYPE_CHECKING:
-    from mpkit.checkup.report import Report
+    from mpkit.checkup.report import CheckupReport
 
 __all__ = ["report_html"]
 
@@ -17,7 +17,7 @@ COLOURS = {Level.COSTS: "#c62828", Level.NOTE: "#00796b", Level.FINE: "#2e7d32",
 ORDER = (Level.COSTS, Level.NOTE, Level.UNCHECKED, Level.FINE)
 
 
-def report_html(report: Report) -> str:
+def report_html(report: CheckupReport) -> str:
     """Return the report as HTML, without scripts."""
     parts = []
     if report.composed:
@@ -45,7 +45,7 @@ def report_html(report: Report) -> str:
     return f"<div>{''.join(parts)}<p><b>{escape(verdict(report))}</b></p></div>"
 
 
-def _row(finding: Finding) -> str:
+def _row(finding: CheckupFinding) -> str:
     level = f"<b style='color:{COLOURS[finding.level]}'>{finding.level}</b>"
     mend = f"<code>{escape(finding.mend)}</code>" if finding.mend else ""
     words = (finding.subject, finding.what, finding.evidence, finding.costs)

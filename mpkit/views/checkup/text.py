@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mpkit.checkup.findings.finding import Finding, Level, plural
+from mpkit.checkup.findings.finding import CheckupFinding, Level, plural
 from mpkit.support.visible import visible
 
 if TYPE_CHECKING:
-    from mpkit.checkup.report import Report
+    from mpkit.checkup.report import CheckupReport
 
 __all__ = ["print_report", "report_text", "verdict"]
 
@@ -26,14 +26,14 @@ MARKS = {
 """The mark and colour of each level, in the order of the report."""
 
 
-def report_text(report: Report, width: int = 110) -> str:
+def report_text(report: CheckupReport, width: int = 110) -> str:
     """Return the report as plain text."""
     page = StringIO()
     print_report(report, Console(file=page, width=width, color_system=None, highlight=False))
     return "\n".join(line.rstrip() for line in page.getvalue().rstrip().splitlines())
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: CheckupReport, console: Console) -> None:
     """Print the report: first what costs, then the rest by subject."""
     if report.composed:
         console.print(Text(f"Not this machine: {visible(report.composed)}", style="bold yellow"))
@@ -56,7 +56,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(Text(verdict(report), style="bold"))
 
 
-def verdict(report: Report) -> str:
+def verdict(report: CheckupReport) -> str:
     """Return the last line: how many findings cost."""
     many, unchecked = len(report.of(Level.COSTS)), len(report.of(Level.UNCHECKED))
     said = (
@@ -67,7 +67,7 @@ def verdict(report: Report) -> str:
     return f"{said}{rest}{took}."
 
 
-def _words(finding: Finding) -> Text:
+def _words(finding: CheckupFinding) -> Text:
     """Return a finding in lines; one that is fine in a single one."""
     if finding.level is Level.FINE:
         more = f"  {visible(finding.mend)}" if finding.mend else ""

@@ -19,7 +19,7 @@ from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import GUTTER, MARGIN, gutter_of, svg
 
 if TYPE_CHECKING:
-    from mpkit.analysis.comparison import Compared, Comparison
+    from mpkit.analysis.comparison import ComparedStep, Comparison
 
 __all__ = ["bars_svg", "comparison_svg"]
 
@@ -76,7 +76,7 @@ def _document(comparison: Comparison, width: int, parts: list[str], height: floa
     return sheet("compare", title, str(comparison), parts, width, height)
 
 
-def _bar(row: Compared, x: float, y: float, scale: float, label: str = "mean of ranks") -> str:
+def _bar(row: ComparedStep, x: float, y: float, scale: float, label: str = "mean of ranks") -> str:
     """Draw work, and idle time by cause, as one bar that is as long as the makespan."""
     parts = [
         f'<text class="faint" x="{x - 10:g}" y="{y + 12:g}" text-anchor="end">'

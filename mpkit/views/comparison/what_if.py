@@ -9,7 +9,7 @@ from mpkit.support.visible import escape
 from mpkit.views.comparison.svg import comparison_svg
 
 if TYPE_CHECKING:
-    from mpkit.analysis.what_if_result import Predicted, WhatIf
+    from mpkit.analysis.what_if_result import PredictedStep, WhatIf
 
 __all__ = ["what_if_svg", "what_if_text", "what_if_view"]
 
@@ -35,7 +35,7 @@ def what_if_text(found: WhatIf) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: Predicted, change: float | None) -> list[str]:
+def _cells(row: PredictedStep, change: float | None) -> list[str]:
     return [
         seconds(row.step_time),
         "" if change is None else _signed(change),

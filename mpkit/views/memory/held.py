@@ -16,11 +16,11 @@ from mpkit.support.units import bytes_text
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 
-__all__ = ["Memory", "fewer", "held_text", "memory_of"]
+__all__ = ["RankMemory", "fewer", "held_text", "memory_of"]
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """The memory that one rank held.
 
     Attributes:
@@ -39,7 +39,7 @@ class Memory:
         return int(self.levels[self.peak].sum())
 
 
-def memory_of(timeline: Timeline, rank: int, points: int = 500) -> Memory:
+def memory_of(timeline: Timeline, rank: int, points: int = 500) -> RankMemory:
     """Return one rank's memory by category over time, at no more than `points` moments.
 
     >>> import mpkit as mk
@@ -62,7 +62,7 @@ def memory_of(timeline: Timeline, rank: int, points: int = 500) -> Memory:
         levels[:, category] = totals[latest]
     keep = fewer(times, levels.sum(axis=1), points)
     times, levels = np.maximum(times[keep] - origin, 0.0), levels[keep]
-    return Memory(times, levels, int(levels.sum(axis=1).argmax()))
+    return RankMemory(times, levels, int(levels.sum(axis=1).argmax()))
 
 
 def held_text(timeline: Timeline, amount: float) -> str:

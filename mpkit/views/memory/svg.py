@@ -14,7 +14,7 @@ from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.lanes import short_label
 from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet
 from mpkit.views.drawing.ticks import levels, ticks
-from mpkit.views.memory.held import Memory, held_text, memory_of
+from mpkit.views.memory.held import RankMemory, held_text, memory_of
 
 __all__ = ["highest_of", "memory_svg"]
 
@@ -102,7 +102,7 @@ def _short(words: str) -> str:
     return number if number == "0" else f"{number} {unit}"
 
 
-def _panel(memory: Memory, label: str, peak: str, x: float, y: float, width: float, highest: int) -> str:
+def _panel(memory: RankMemory, label: str, peak: str, x: float, y: float, width: float, highest: int) -> str:
     """Draw one GPU: its categories stacked over time, a line and a number at its peak."""
     duration = float(memory.times[-1]) or 1.0
     base = y + HEAD + PANEL

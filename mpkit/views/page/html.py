@@ -39,7 +39,7 @@ from mpkit.views.timeline.picture import CLOCKS
 from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.table import rank_table
 from mpkit.views.timeline.tracks import pack_tracks
-from mpkit.views.timeline.wire import Batches, look
+from mpkit.views.timeline.wire import SpanBatches, look
 
 __all__ = ["html"]
 
@@ -125,7 +125,7 @@ def _section(
     common: list[str],
 ) -> str:  # fmt: skip
     """Return one timeline: the SVG that is shown until the canvas is drawn, the data, and the memory."""
-    batches, counter, shown = Batches(), BubbleCounter(timeline.world_size), _shown(timeline, step)
+    batches, counter, shown = SpanBatches(), BubbleCounter(timeline.world_size), _shown(timeline, step)
     batches.add(timeline.spans, timeline.names)
     counter.add(timeline.spans)
     ((head, buffer),) = batches.since(0, counter.extents, most=max(len(timeline.spans), 1))

@@ -34,7 +34,7 @@ NARROW, WIDE = 46.0, 196.0
 TOP, ROWS = 108.0, 12
 
 
-class Box(NamedTuple):
+class RankBox(NamedTuple):
     """The place where a rank is drawn."""
 
     x: float
@@ -88,7 +88,7 @@ def placement_svg(placement: Placement, width: int = 960) -> str:
     )
 
 
-def _boxes(placement: Placement, width: int) -> list[Box]:
+def _boxes(placement: Placement, width: int) -> list[RankBox]:
     """Place a box per rank: stages from left to right, replicas one below the other; on one axis, a node per row."""
     mesh = placement.mesh
     inner = mesh.cp * mesh.tp
@@ -107,11 +107,11 @@ def _boxes(placement: Placement, width: int) -> list[Box]:
             divmod(rank, across)[::-1] if alone else (at.pp * inner + at.cp * mesh.tp + at.tp, at.dp)
         )
         x = MARGIN + 10 + column * (wide + APART) + column // inner * (BETWEEN - APART)
-        boxes.append(Box(x, top + row * (TALL + BELOW), wide, column, row))
+        boxes.append(RankBox(x, top + row * (TALL + BELOW), wide, column, row))
     return boxes
 
 
-def _stages(placement: Placement, boxes: list[Box]) -> Iterator[str]:
+def _stages(placement: Placement, boxes: list[RankBox]) -> Iterator[str]:
     """Draw a heading over each column of stages: their numbers, and the layers in them."""
     mesh = placement.mesh
     if mesh.pp == 1 and not placement.stages:
@@ -131,7 +131,7 @@ def _stages(placement: Placement, boxes: list[Box]) -> Iterator[str]:
         yield f"<g><title>{escape(held)}</title>{_words(left, 72, more, 'faint')}</g>" if held else ""
 
 
-def _nodes(placement: Placement, boxes: list[Box]) -> tuple[list[str], list[str]]:
+def _nodes(placement: Placement, boxes: list[RankBox]) -> tuple[list[str], list[str]]:
     """Draw a rectangle around each node's ranks, and its name.
 
     If a node's ranks are not adjacent, each run of neighbours gets a rectangle of its own.
@@ -152,9 +152,9 @@ def _nodes(placement: Placement, boxes: list[Box]) -> tuple[list[str], list[str]
     return drawn, named
 
 
-def _neighbours(boxes: list[Box]) -> list[list[Box]]:
+def _neighbours(boxes: list[RankBox]) -> list[list[RankBox]]:
     """Group the boxes that are next to each other in a row."""
-    rows: list[list[Box]] = []
+    rows: list[list[RankBox]] = []
     for box in sorted(boxes, key=lambda box: (box.row, box.column)):
         last = rows[-1][-1] if rows else None
         if last is not None and (last.row, last.column + 1) == (box.row, box.column):
@@ -164,7 +164,7 @@ def _neighbours(boxes: list[Box]) -> list[list[Box]]:
     return rows
 
 
-def _lines(talk: Talk, boxes: list[Box], placement: Placement) -> Iterator[str]:
+def _lines(talk: Talk, boxes: list[RankBox], placement: Placement) -> Iterator[str]:
     """Draw a line from each rank to the next of its group."""
     for group in talk.groups:
         for one, other in pairwise(group):
@@ -180,7 +180,7 @@ def _look(axis: str, crosses: bool) -> str:
     return f'stroke="{ink_of(axis)}" {width}'
 
 
-def _path(a: Box, b: Box, axis: str) -> str:
+def _path(a: RankBox, b: RankBox, axis: str) -> str:
     """Return a straight path to a neighbour, else one around the boxes between: above, or for cp below."""
     if a.row == b.row and b.column == a.column + 1:
         return f"M{a.x + a.wide:.1f} {a.y + TALL / 2:.1f}H{b.x:.1f}"
@@ -199,7 +199,7 @@ def _path(a: Box, b: Box, axis: str) -> str:
     return ""  # from the end of a row to the beginning of the next
 
 
-def _rank(placement: Placement, rank: int, box: Box) -> str:
+def _rank(placement: Placement, rank: int, box: RankBox) -> str:
     """Draw a box: the rank, its place, and as its title all that it holds."""
     mesh, roomy = placement.mesh, box.wide >= 84
     at = place_text(mesh, rank)
@@ -259,7 +259,7 @@ def _words(x: float, y: float, words: str, look: str, more: str = "") -> str:
     return f'<text class="{look}" x="{x:.1f}" y="{y:.1f}"{more}>{escape(words)}</text>'
 
 
-def _middle(box: Box, down: float, words: str, look: str, weight: int) -> str:
+def _middle(box: RankBox, down: float, words: str, look: str, weight: int) -> str:
     size = "12" if weight > 400 else "10.5"
     return _words(
         box.middle,

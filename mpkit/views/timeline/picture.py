@@ -36,7 +36,7 @@ __all__ = [
     "CLOCKS",
     "Mark",
     "Picture",
-    "Row",
+    "PictureRow",
     "describe",
     "figures",
     "picture",
@@ -57,7 +57,7 @@ CLOCKS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class PictureRow:
     """One horizontal strip.
 
     `part` is "compute", "layers", "comm", "host" or "data"; or "group" for the header of the rows below.
@@ -81,7 +81,7 @@ class Picture:
     """What to draw, in seconds from `origin`; see the module's docstring. `boxes` is an array of `BOX`."""
 
     timeline: Timeline
-    rows: list[Row]
+    rows: list[PictureRow]
     boxes: npt.NDArray[Any]
     marks: list[Mark]
     origin: float
@@ -215,25 +215,25 @@ def _part_of(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.asarray(np.where((part == 0) & (spans["depth"] > 0), 1, part))
 
 
-def _rows(timeline: Timeline, spans: npt.NDArray[Any], fold: bool) -> list[Row]:
+def _rows(timeline: Timeline, spans: npt.NDArray[Any], fold: bool) -> list[PictureRow]:
     """Return the rows: compute for every rank; a thin row for every rank if any rank has something in it; headers."""
     parts = sorted({0, *np.unique(_part_of(spans[spans["kind"] != Kind.WAIT])).tolist()})
 
-    def lanes(rank: int) -> list[Row]:
+    def lanes(rank: int) -> list[PictureRow]:
         label = rank_label(timeline, rank)
-        return [Row(rank, _PARTS[part], label if part == 0 else _PARTS[part]) for part in parts]
+        return [PictureRow(rank, _PARTS[part], label if part == 0 else _PARTS[part]) for part in parts]
 
     groups = groups_of(timeline)
     if not groups:
         return [row for rank in range(timeline.world_size) for row in lanes(rank)]
     rows = []
     for group in groups:
-        rows.append(Row(group.ranks[0], "group", group.folded if fold else group.heading))
+        rows.append(PictureRow(group.ranks[0], "group", group.folded if fold else group.heading))
         rows += [row for rank in group.ranks[: 1 if fold else None] for row in lanes(rank)]
     return rows
 
 
-def _span_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Row]) -> npt.NDArray[Any]:
+def _span_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[PictureRow]) -> npt.NDArray[Any]:
     index = np.full((max((row.rank for row in rows), default=0) + 1, len(_PARTS)), -1)
     for number, row in enumerate(rows):
         if row.part in _PARTS:
@@ -281,7 +281,7 @@ def _pieces(
     return pieces
 
 
-def _idle_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Row]) -> npt.NDArray[Any]:
+def _idle_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[PictureRow]) -> npt.NDArray[Any]:
     boxes = []
     extents = step_extents(spans)
     for number, row in enumerate(rows):

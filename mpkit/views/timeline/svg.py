@@ -24,7 +24,7 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.views.drawing.colours import FONT, INKS, THEMES, Key, outline
 from mpkit.views.drawing.ticks import ticks
 from mpkit.views.timeline.coverage import coverage, runs, strongest
-from mpkit.views.timeline.picture import Picture, Row, picture
+from mpkit.views.timeline.picture import Picture, PictureRow, picture
 from mpkit.views.timeline.stages import bars, chunk_of
 from mpkit.views.timeline.waits_in_vain import vain_svg
 
@@ -166,7 +166,7 @@ def _style(theme: str) -> str:
     return f"<style>{first}{dark}.mpkit .k0{{fill:url(#mpkit-idle)}}</style>\n{hatch}"
 
 
-def _tops(rows: list[Row], top: float) -> tuple[list[float], float]:
+def _tops(rows: list[PictureRow], top: float) -> tuple[list[float], float]:
     """Return the y of each row, and the y below the last."""
     tops = []
     for number, row in enumerate(rows):

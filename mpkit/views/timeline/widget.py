@@ -31,7 +31,7 @@ from mpkit.views.timeline.picture import CLOCKS
 from mpkit.views.timeline.table import rank_table
 from mpkit.views.timeline.tracks import expected_tracks, pack_tracks
 from mpkit.views.timeline.waits_in_vain import length_with_waits, waits_in_vain
-from mpkit.views.timeline.wire import Batches, look
+from mpkit.views.timeline.wire import SpanBatches, look
 
 if TYPE_CHECKING:
     from mpkit.timeline.dependencies.critical import CriticalPath
@@ -127,7 +127,7 @@ class TimelineView(anywidget.AnyWidget):
             groups=groups_trait(groups, len(labels)),
         )  # fmt: skip
         self._lock = threading.RLock()
-        self._batches = Batches()
+        self._batches = SpanBatches()
         self._counter = BubbleCounter(max(len(labels), 1))
         self._timeline: Timeline | None = None
         self._sent = self._names_sent = 0

@@ -19,7 +19,7 @@ from mpkit.timeline.replay.spans import SPAN
 from mpkit.trace import Kind
 from mpkit.views.drawing.colours import INKS, THEMES, Key, key_of, outline
 
-__all__ = ["BATCH", "COLUMNS", "Batches", "look", "pack"]
+__all__ = ["BATCH", "COLUMNS", "SpanBatches", "look", "pack"]
 
 BATCH = 50_000
 """The most spans per message: some 2.5 MB."""
@@ -64,7 +64,7 @@ def pack(spans: npt.NDArray[Any]) -> bytes:
     return b"".join(parts)
 
 
-class Batches:
+class SpanBatches:
     """All spans of an epoch, and the messages that bring a browser up to date from what it has."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.comm.communicator import Communicator
-from mpkit.models.heard_draws import Heard, HeardDraws
+from mpkit.models.heard_draws import ForwardDraws, HeardDraws
 from mpkit.models.nested import flatten, is_opaque
 from mpkit.parallel.runtime.evidence import digest_of
 from mpkit.parallel.tensor.logits import DividedLogits
@@ -199,7 +199,7 @@ class LoopProof:
         if last:
             self._compare(scale, dropped)
 
-    def compare_step(self, loss: float, heard: Heard, draws: Callable[[list[Any]], StepDraws]) -> None:
+    def compare_step(self, loss: float, heard: ForwardDraws, draws: Callable[[list[Any]], StepDraws]) -> None:
         """Do a whole step in plain PyTorch, which the ranks did together after `enter` and `begin`, and compare.
 
         Args:

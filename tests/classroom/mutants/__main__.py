@@ -14,7 +14,7 @@ import argparse
 import sys
 from collections import Counter
 
-from mpkit.classroom.catalogue import Entry, families, find, of_family
+from mpkit.classroom.catalogue import ExerciseEntry, families, find, of_family
 from tests.classroom.mutants.checking import equivalent, tried
 
 GOAL = 0.95
@@ -57,7 +57,7 @@ def main() -> int:
     return 0 if share >= GOAL else 1
 
 
-def _entries(names: list[str], folders: list[str]) -> list[Entry]:
+def _entries(names: list[str], folders: list[str]) -> list[ExerciseEntry]:
     everything = [package.__name__.rsplit(".", 1)[1] for package in families()]
     chosen = [entry for family in folders or ([] if names else everything) for entry in of_family(family)]
     return [find(name) for name in names] + chosen

@@ -10,8 +10,8 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
-from mpkit.classroom.catalogue import Entry, find
-from mpkit.classroom.framework.room import Answer, Limits, Room
+from mpkit.classroom.catalogue import ExerciseEntry, find
+from mpkit.classroom.framework.room import Limits, PackedAnswer, Room
 from mpkit.classroom.framework.source import run_cell
 from tests.classroom.mutants.mutate import Mutant, chosen
 
@@ -47,7 +47,7 @@ def checked(name: str, mutant: Mutant) -> Caught:
     entry = find(name)
     try:
         value = run_cell(mutant.code, entry.exercise.name_of_answer, f"{name} mutant", entry.given)
-        answer = Answer.of(value)
+        answer = PackedAnswer.of(value)
     except Exception as error:  # a mutant may raise anything where it is defined
         return Caught(name, mutant, f"its cell fails: {type(error).__name__}")
     for row in entry.exercise.examine(answer, _room()):
@@ -56,7 +56,7 @@ def checked(name: str, mutant: Mutant) -> Caught:
     return Caught(name, mutant, "")
 
 
-def tried(entries: Iterable[Entry], most: int, seed: str, jobs: int) -> Iterator[Caught]:
+def tried(entries: Iterable[ExerciseEntry], most: int, seed: str, jobs: int) -> Iterator[Caught]:
     """Check some mutants of each exercise, in parallel; yield the verdicts in order."""
     work = [(entry.name, mutant) for entry in entries for mutant in chosen(entry.source, most, seed)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:

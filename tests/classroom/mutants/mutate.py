@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
 
-from mpkit.classroom.framework.source import BEGIN, END, Source
+from mpkit.classroom.framework.source import BEGIN, END, ExerciseSource
 
 __all__ = ["Mutant", "chosen", "mutants"]
 
@@ -109,7 +109,7 @@ IDENTITIES = (
 )
 
 
-def mutants(source: Source) -> list[Mutant]:
+def mutants(source: ExerciseSource) -> list[Mutant]:
     """Return all mutants of an exercise's solution, equal ones once."""
     tree, lines = ast.parse(source.plain), _written(source)
     whole = ast.unparse(tree)
@@ -129,7 +129,7 @@ def mutants(source: Source) -> list[Mutant]:
     return made
 
 
-def chosen(source: Source, most: int, seed: str) -> list[Mutant]:
+def chosen(source: ExerciseSource, most: int, seed: str) -> list[Mutant]:
     """Draw some mutants; the same for the same seed."""
     by_operator: dict[str, list[Mutant]] = {}
     for mutant in mutants(source):
@@ -287,7 +287,7 @@ def _of_statement(node: ast.stmt) -> Iterator[tuple[str, ast.AST | list[ast.stmt
 # ---- the tree around it
 
 
-def _written(source: Source) -> set[int]:
+def _written(source: ExerciseSource) -> set[int]:
     """Return the lines of the plain solution that the student writes."""
     lines, number, inside = set(), 0, False
     for line in source.solution.splitlines():

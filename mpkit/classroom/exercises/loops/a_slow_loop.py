@@ -48,11 +48,13 @@ from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.seen import Seen
 
 # %% given
-from mpkit.classroom.lab.accelerator import Accelerator, Source
+from mpkit.classroom.lab.accelerator import Accelerator, LabSource
 
 
 # %% answer
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, source: Source, steps: int) -> dict[str, Any]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, source: LabSource, steps: int
+) -> dict[str, Any]:
     """Train for some steps; return the losses and the gradients' norms as lists of numbers, and the final weights."""
     losses, norms = [], []
     ### BEGIN SOLUTION
@@ -95,7 +97,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     optimizer = serial.sgd(model)
     data = serial.batches(case, SAMPLES, case["steps"])
     with Accelerator() as device:
-        source = Source(data, device)
+        source = LabSource(data, device)
         result = answer(model, optimizer, source, case["steps"])
     for name, amount in zip((SYNCS, COPIED, AHEAD, IDLE), _counted(device, source), strict=True):
         with ctx.record.span(name, flops=amount):
@@ -103,7 +105,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     return result
 
 
-def _counted(device: Accelerator, source: Source) -> tuple[float, ...]:
+def _counted(device: Accelerator, source: LabSource) -> tuple[float, ...]:
     return device.syncs, device.copied, source.most_open, device.idle
 
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 import mpkit as mk
 from mpkit.classroom.framework.equal import difference, spell
-from mpkit.classroom.framework.exercise import Case, Mistake, Row
+from mpkit.classroom.framework.exercise import Case, CheckRow, Mistake
 from mpkit.classroom.framework.on_ranks import OnRanks
-from mpkit.classroom.framework.room import Answer, Room
+from mpkit.classroom.framework.room import PackedAnswer, Room
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,7 +106,7 @@ def expected(case: Case) -> list[dict[str, float]]:
 class Formula(OnRanks):
     """An exercise whose answer is a formula that is compared with real runs."""
 
-    def examine(self, answer: Answer, room: Room) -> Iterator[Row]:
+    def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:
         """Check the answer by numbers first, then by what real ranks hold."""
         for row in super().examine(answer, room):
             yield row
@@ -120,7 +120,7 @@ class Formula(OnRanks):
             held, seen = measured(n, stage, room), room.play(self.play, answer, case)
             wrong = difference([held], seen.got)
             what = f"what {n} real ranks hold, ψ = {psi:,}, stage {stage}"
-            yield Row(what, spell(held), wrong or "as measured", wrong is None, seen)
+            yield CheckRow(what, spell(held), wrong or "as measured", wrong is None, seen)
 
 
 def sized(psi: int, n: int, stage: int) -> Case:
