@@ -37,7 +37,7 @@ _NAMED = (
     ("float32", re.compile("")),
 )
 _OF_OPERATOR = {1: "float32", 2: "bfloat16", 3: "float8"}
-"""By the number that `Table.operand` has for an operator's first operands."""
+"""By the number that `EventTable.operand` has for an operator's first operands."""
 
 
 def bounds_of(

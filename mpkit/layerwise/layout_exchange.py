@@ -4,7 +4,7 @@
     backward    the part of the gradient that a rank has is whole where nobody else works on the same: slice; else
                 all ranks' parts are summed with an all-reduce, then slice
 
-A `ParameterBox` says which part of a tensor a rank has. Whole tensors pass through the ranks for a moment, so that
+A `Box` says which part of a tensor a rank has. Whole tensors pass through the ranks for a moment, so that
 this is to be read and to be checked; the prices (`mpkit.layerwise.resharding`) are those of smaller groups.
 
 Source: Jia, Zaharia, Aiken 2019, section 5; the conjugate pair, Shoeybi et al., "Megatron-LM", 2019, section 3.

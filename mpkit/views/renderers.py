@@ -71,7 +71,7 @@ RENDERERS = {
         "svg": "mpkit.views.comparison.what_if:what_if_svg",
         "widget": "mpkit.views.comparison.what_if:what_if_view",
     },
-    "Report": {
+    "CheckupReport": {
         "text": "mpkit.views.checkup.text:report_text",
         "html": "mpkit.views.checkup.html:report_html",
         "terminal": "mpkit.views.checkup.text:print_report",
